@@ -1,0 +1,33 @@
+"""Errors that users meet. Each message names the thing, the numbers and the way out."""
+
+
+class AutoparError(Exception):
+    """Base of every error that autopar raises for its users."""
+
+
+class CaptureError(AutoparError):
+    """The model could not be captured as a graph."""
+
+
+class ClusterError(AutoparError, ValueError):
+    """A cluster description is wrong or too small."""
+
+
+class PinError(AutoparError, ValueError):
+    """A pinned decision contradicts another, the model, or the cluster."""
+
+
+class PlanError(AutoparError, ValueError):
+    """A plan file is damaged, or does not fit the model or the cluster."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan satisfies the limits; the message says by how much."""
+
+
+class InputError(AutoparError, ValueError):
+    """A call received inputs that the plan was not made for."""
+
+
+class VerificationError(AutoparError):
+    """The emitted program does not compute what the model computes."""

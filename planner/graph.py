@@ -1,0 +1,154 @@
+"""The planner's graph: operators over typed tensors, in topological order.
+
+A :class:`Graph` is what a captured model looks like without torch: every node has an operator name,
+arguments by name (tensors as :class:`Ref`, everything else static), and the types of its results.
+Leaves are nodes too, with the operators ``input``, ``param``, ``buffer`` and ``const``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx as nx
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+
+LEAVES = frozenset({"input", "param", "buffer", "const"})
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Shape, dtype, and whether a gradient flows back through the tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.item_bytes
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Result number ``index`` of the node called ``node``."""
+
+    node: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.node if self.index == 0 else f"{self.node}.{self.index}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator application.
+
+    ``args`` holds every argument by schema name, defaults included; values are :class:`Ref`, static
+    scalars and strings, ``None``, or (nested) tuples of these. ``path`` is the owning module's name;
+    ``target`` is the original name of a parameter, buffer or input.
+    """
+
+    name: str
+    op: str
+    args: tuple[tuple[str, object], ...]
+    results: tuple[TensorType, ...]
+    path: str = ""
+    target: str = ""
+
+    def __getitem__(self, name: str) -> object:
+        """The argument called ``name``; ``None`` when the operator has no such argument."""
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, object]:
+        return dict(self.args)
+
+    @cached_property
+    def inputs(self) -> tuple[Ref, ...]:
+        """Every tensor argument in order, repeats included."""
+        return tuple(_refs(value for _, value in self.args))
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.op in LEAVES
+
+
+def _refs(values: object) -> Iterator[Ref]:
+    for value in values:  # type: ignore[attr-defined]
+        if isinstance(value, Ref):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _refs(value)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in topological order, the results that leave the model, and buffer updates.
+
+    ``updates`` pairs a buffer's target name with the value it holds after the step.
+    """
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[Ref, ...]
+    updates: tuple[tuple[str, Ref], ...] = ()
+
+    @cached_property
+    def by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        return {node.name: i for i, node in enumerate(self.nodes)}
+
+    def type_of(self, ref: Ref) -> TensorType:
+        return self.by_name[ref.node].results[ref.index]
+
+    def input_types(self, node: Node) -> tuple[TensorType, ...]:
+        return tuple(self.type_of(ref) for ref in node.inputs)
+
+    @cached_property
+    def users(self) -> dict[Ref, tuple[tuple[Node, int], ...]]:
+        """For each result, the (node, input position) pairs that read it."""
+        found: dict[Ref, list[tuple[Node, int]]] = {}
+        for node in self.nodes:
+            for position, ref in enumerate(node.inputs):
+                found.setdefault(ref, []).append((node, position))
+        return {ref: tuple(uses) for ref, uses in found.items()}
+
+    @cached_property
+    def leaves(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.nodes if node.is_leaf)
+
+    def check(self) -> None:
+        """Assert that names are unique, references resolve, and every use follows its definition."""
+        seen: dict[str, Node] = {}
+        for node in self.nodes:
+            assert node.name not in seen, f"two nodes are called {node.name}"
+            for ref in node.inputs:
+                assert ref.node in seen, f"{node.name} reads {ref}, which is not defined before it"
+                assert ref.index < len(seen[ref.node].results), f"{node.name} reads missing result {ref}"
+            seen[node.name] = node
+        for ref in (*self.outputs, *(ref for _, ref in self.updates)):
+            assert ref.node in seen, f"output {ref} is not defined"
+
+    def digraph(self) -> nx.DiGraph:
+        """The graph as a networkx digraph over node names (for analysis and drawing)."""
+        graph = nx.DiGraph()
+        graph.add_nodes_from((node.name, {"op": node.op, "path": node.path}) for node in self.nodes)
+        graph.add_edges_from((ref.node, node.name) for node in self.nodes for ref in node.inputs)
+        return graph

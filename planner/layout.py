@@ -1,0 +1,160 @@
+"""Local types and layouts: what each rank of a mesh holds of a tensor, and what its gradient is.
+
+On one mesh axis a tensor has one local type:
+
+=========  ==========================  =======================================
+type       each rank holds             its gradient on that axis
+=========  ==========================  =======================================
+``S(d)``   a slice along dim ``d``     ``S(d)``
+``R``      the same values             partial: still to be summed
+``I``      the same values             the same values, already complete
+``P``      a term of a sum             the same values
+=========  ==========================  =======================================
+
+``S(d, o)`` slices dim ``d`` seen as ``(o, size / o)`` along its second part: each rank holds ``o``
+strips. That is how a sharded factor survives being merged behind another one: the sequence inside a
+flattened ``batch*sequence``, the heads inside a fused ``3*heads*head_dim``.
+
+A :data:`Layout` is one local type per mesh axis. Where several axes shard the same part of a dim, the
+earlier axis is the major one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from planner.errors import PlanError
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """A slice along ``dim``, of each of the ``outer`` equal strips of that dim."""
+
+    dim: int
+    outer: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{self.outer})"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A local type without a dim: ``R``, ``I`` or ``P``."""
+
+    letter: str
+
+    def __str__(self) -> str:
+        return self.letter
+
+    __repr__ = __str__
+
+
+R, I, P = Mark("R"), Mark("I"), Mark("P")  # noqa: E741
+LocalType = Shard | Mark
+Layout = tuple[LocalType, ...]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis: ``size`` ranks, each ``stride`` apart in the cluster's rank order."""
+
+    name: str
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axes, major first; rank = sum of coordinate * stride.
+
+    ``roles`` (by axis, may be empty strings) say that a pinned recipe reserves an axis for one use.
+    """
+
+    axes: tuple[Axis, ...]
+
+    @staticmethod
+    def of(**sizes: int) -> Mesh:
+        """``Mesh.of(data=2, tensor=4)``: axes in order, the last one contiguous."""
+        stride, axes = 1, []
+        for name, size in reversed(sizes.items()):
+            axes.append(Axis(name, size, stride))
+            stride *= size
+        return Mesh(tuple(reversed(axes)))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def size(self) -> int:
+        total = 1
+        for axis in self.axes:
+            total *= axis.size
+        return total
+
+
+def local_shape(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Shape of one rank's part of a tensor; ``None`` when the layout does not divide ``shape`` evenly.
+
+    Args:
+        shape: global shape, in elements.
+        layout: one local type per mesh axis.
+        sizes: mesh axis sizes, aligned with ``layout``.
+    """
+    local = list(shape)
+    strips: dict[int, dict[int, int]] = {}
+    for local_type, size in zip(layout, sizes, strict=True):
+        if isinstance(local_type, Shard):
+            by_outer = strips.setdefault(local_type.dim, {})
+            by_outer[local_type.outer] = by_outer.get(local_type.outer, 1) * size
+    for dim, by_outer in strips.items():
+        if dim >= len(shape):
+            return None
+        outers = sorted(by_outer)
+        for outer, following in zip(outers, [*outers[1:], shape[dim]], strict=True):
+            if following % outer or (following // outer) % by_outer[outer]:
+                return None
+            local[dim] //= by_outer[outer]
+    return tuple(local)
+
+
+def local_outer(layout: Layout, axis: int, sizes: tuple[int, ...]) -> int:
+    """How many strips rank-local data has for the shard on ``axis``: ``outer`` less what other axes cut from it."""
+    shard = layout[axis]
+    assert isinstance(shard, Shard)
+    outer = shard.outer
+    for other, size in zip(layout, sizes, strict=True):
+        if isinstance(other, Shard) and other.dim == shard.dim and other.outer < shard.outer:
+            outer //= size
+    return outer
+
+
+def format_layout(layout: Layout) -> str:
+    """``"S(0) R"``: one local type per axis, separated by spaces."""
+    return " ".join(str(local_type) for local_type in layout)
+
+
+_SHARD = re.compile(r"S\((\d+)(?:,(\d+))?\)")
+
+
+def parse_layout(text: str, axes: int) -> Layout:
+    """The inverse of :func:`format_layout`; raises :class:`PlanError` on anything else."""
+    layout: list[LocalType] = []
+    for word in text.split():
+        match = _SHARD.fullmatch(word)
+        if match:
+            layout.append(Shard(int(match[1]), int(match[2] or 1)))
+        elif word in ("R", "I", "P"):
+            layout.append({"R": R, "I": I, "P": P}[word])
+        else:
+            raise PlanError(f"layout {text!r}: {word!r} is not a local type; use S(dim), S(dim,outer), R, I or P")
+    if len(layout) != axes:
+        raise PlanError(f"layout {text!r} has {len(layout)} local types for {axes} mesh axes; give one per axis")
+    return tuple(layout)

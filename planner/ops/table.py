@@ -1,0 +1,53 @@
+"""The shape of an op-table row, and the helpers that most rows are made of.
+
+A row says three things about an operator: its factor rule, its forward flops, and which tensors its
+backward needs. Rows live in the modules of this package, one per family; :data:`planner.ops.OPS`
+collects them. Adding an operator is adding a row (see ``docs/adding_an_op.md``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.graph import Node, TensorType
+from planner.rules import Rule
+
+RuleOf = Callable[[Node, tuple[TensorType, ...]], Rule]
+FlopsOf = Callable[[Node, tuple[TensorType, ...], Rule], int]
+SavesOf = Callable[[Node], tuple[str, ...]]
+
+
+def no_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> int:
+    """Memory-bound: priced by bytes alone."""
+    return 0
+
+
+def contraction_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> int:
+    """A multiply and an add for every point of the iteration space."""
+    return 2 * math.prod(rule.sizes.values())
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the planner knows of one operator.
+
+    Attributes:
+        rule: factors of an application (node, operand types) -> :class:`Rule`. Operands are the tensor
+            arguments in schema order, as in ``node.inputs``.
+        flops: forward floating-point operations of the whole (global) operator.
+        saves: tensors that backward needs: ``"in0"`` is the first tensor operand, ``"out0"`` the first
+            result. A tuple, or a function of the node.
+        view: the result aliases the first operand; it costs nothing and saves nothing.
+        random: draws random numbers (ranks that hold different data must draw differently).
+    """
+
+    rule: RuleOf
+    flops: FlopsOf = no_flops
+    saves: tuple[str, ...] | SavesOf = ()
+    view: bool = False
+    random: bool = False
+
+    def saved(self, node: Node) -> tuple[str, ...]:
+        return self.saves(node) if callable(self.saves) else self.saves

@@ -1,0 +1,149 @@
+"""Factor rules: the einsum-like signature of an operator, from which its sharding strategies follow.
+
+A rule names the *factors* of an operator: independent loop indices. Each dim of each tensor is a
+tuple of factors, major first (``()`` for a dim of size 1 that no factor spans). To shard factor ``f``
+on a mesh axis: tensors that have ``f`` become ``S``, operands that lack it ``R`` (``P`` if they are
+added to the result), results that lack it ``P``. That is the whole strategy generator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from planner.layout import I, LocalType, P, R, Shard
+
+Dim = tuple[str, ...]
+Dims = tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A collective that an operator's local form performs itself when a factor is sharded.
+
+    It moves ``count`` elements for every index of ``factors`` (rank-local), of ``item_bytes`` each.
+    """
+
+    kind: str
+    factors: tuple[str, ...]
+    item_bytes: int
+    count: int = 1
+    phase: str = "forward"
+
+
+@dataclass(frozen=True)
+class Special:
+    """What sharding a factor means where the mechanical types do not hold.
+
+    ``operands``/``results`` give local types where they differ from the mechanical ones (by position).
+    """
+
+    operands: Mapping[int, LocalType] = field(default_factory=dict)
+    results: Mapping[int, LocalType] = field(default_factory=dict)
+    inner: tuple[Inner, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The factors of one operator application.
+
+    Attributes:
+        sizes: global size of each factor.
+        operands, results: per tensor, per dim, the factors that make it up, major first.
+        whole: factors that must not be sharded (softmax dim, normalised dims, windows).
+        addends: operands that are added to the result; under a contracted factor they must be ``P``.
+        linear: sets of operands in which the result is jointly linear while the others stay fixed, so
+            that ``P`` on all operands of a set (``R`` on the rest) gives ``P``.
+        special: factors whose sharding needs types or collectives of its own.
+    """
+
+    sizes: Mapping[str, int]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    whole: frozenset[str] = frozenset()
+    addends: frozenset[int] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    special: Mapping[str, Special] = field(default_factory=dict)
+
+    def check(self, operand_shapes: tuple[tuple[int, ...], ...], result_shapes: tuple[tuple[int, ...], ...]) -> None:
+        """Assert that every dim's factors multiply to its size."""
+        for dims, shape in zip((*self.operands, *self.results), (*operand_shapes, *result_shapes), strict=True):
+            assert len(dims) == len(shape), f"rule has {len(dims)} dims for shape {shape}"
+            for dim, size in zip(dims, shape, strict=True):
+                assert math.prod(self.sizes[f] for f in dim) == size, f"factors {dim} do not make up size {size}"
+
+
+@dataclass(frozen=True)
+class AxisStrategy:
+    """One way to run an operator on one mesh axis: the local type of every operand and result.
+
+    ``factor`` is the factor that is sharded, ``""`` when none is (then ``kind`` says how).
+    """
+
+    kind: str
+    factor: str
+    outer: int
+    operands: tuple[LocalType, ...]
+    results: tuple[LocalType, ...]
+    inner: tuple[Inner, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.factor:
+            return self.kind
+        return f"{self.factor}" if self.outer == 1 else f"{self.factor}/{self.outer}"
+
+
+def find(dims: Dims, factor: str, sizes: Mapping[str, int]) -> tuple[int, int] | None:
+    """Where ``factor`` lies in a tensor: (dim, product of the factors major to it in that dim)."""
+    for position, dim in enumerate(dims):
+        if factor in dim:
+            return position, math.prod(sizes[f] for f in dim[: dim.index(factor)])
+    return None
+
+
+def shard_factor(rule: Rule, factor: str, outer: int = 1) -> AxisStrategy:
+    """The strategy that shards ``factor`` (each of its ``outer`` strips) on an axis."""
+    special = rule.special.get(factor, Special())
+
+    def place(dims: Dims, absent: LocalType) -> LocalType:
+        found = find(dims, factor, rule.sizes)
+        return Shard(found[0], found[1] * outer) if found else absent
+
+    contracted = any(find(dims, factor, rule.sizes) is None for dims in rule.results)
+    operands = tuple(
+        special.operands.get(i, place(dims, P if contracted and i in rule.addends else R))
+        for i, dims in enumerate(rule.operands)
+    )
+    results = tuple(special.results.get(i, place(dims, P)) for i, dims in enumerate(rule.results))
+    return AxisStrategy("shard", factor, outer, operands, results, special.inner)
+
+
+def axis_strategies(rule: Rule, size: int, outers: Mapping[str, frozenset[int]] | None = None) -> list[AxisStrategy]:
+    """Every way to run an operator on one axis of ``size`` ranks.
+
+    Args:
+        rule: the operator's factor rule.
+        size: ranks on the axis.
+        outers: strip counts worth trying per factor (default: 1 only).
+    """
+    found = replicated(rule)
+    for factor, length in rule.sizes.items():
+        if factor in rule.whole or length < size:
+            continue
+        for outer in sorted((outers or {}).get(factor, frozenset()) | {1}):
+            if length % outer == 0 and (length // outer) % size == 0 and (outer == 1 or factor not in rule.special):
+                found.append(shard_factor(rule, factor, outer))
+    for operands in rule.linear:
+        types = tuple(P if i in operands else R for i in range(len(rule.operands)))
+        found.append(AxisStrategy("partial", "", 1, types, (P,) * len(rule.results)))
+    return found
+
+
+def replicated(rule: Rule) -> list[AxisStrategy]:
+    """The two ways to run an operator in full on every rank: gradients complete (I) or still partial (R)."""
+    operands, results = len(rule.operands), len(rule.results)
+    return [
+        AxisStrategy("invariant", "", 1, (I,) * operands, (I,) * results),
+        AxisStrategy("replicate", "", 1, (R,) * operands, (R,) * results),
+    ]
