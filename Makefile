@@ -1,0 +1,51 @@
+# `make` prints what there is. Everything runs in .venv, which `make setup` makes.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input --no-compile
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench zoo clean
+
+help:  ## print the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+setup: $(STAMP)  ## make .venv and install everything into it, once
+
+# torch goes first and by itself, so that pip takes the build that suits the machine.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("autopar needs Python 3.10 or newer; say make PYTHON=python3.x" if sys.version_info < (3, 10) else 0)'
+	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo "Installing torch into $(VENV) (1/2)"
+	@$(PIP) torch==2.13.0
+	@echo "Installing autopar and what it needs (2/2)"
+	@$(PIP) --constraint constraints.txt --editable '.[hf,notebook,test,dev]'
+	@touch $@
+
+demo: $(STAMP)  ## plan a small GPT-2, train it on four local processes, compare with one
+	@$(BIN)/autopar demo
+
+# Tests start up to four processes on as little as two cores: one thread each.
+test: export OMP_NUM_THREADS ?= 1
+test: $(STAMP)  ## run the tests; make test ARGS="-m 'not slow' -k fold" selects
+	@$(BIN)/python -m pytest $(or $(ARGS),tests)
+
+check: $(STAMP)  ## what CI checks before the tests: format, lint, types
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: $(STAMP)  ## format the code and repair what ruff can repair
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
+
+bench: $(STAMP)  ## measure, and record under benchmarks/results/
+	@$(BIN)/python -m benchmarks
+
+zoo: $(STAMP)  ## every model under every plan against the original, recorded under benchmarks/results/
+	@$(BIN)/python -m benchmarks.zoo
+
+clean:  ## remove .venv and every cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

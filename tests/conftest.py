@@ -1,0 +1,26 @@
+"""What every test runs under. Nothing here imports torch: the planner's tests run without it."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Before torch or transformers is first imported, and inherited by the processes that tests start.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples every time, and no deadlines: the machine may be busy.
+settings.register_profile(
+    "autopar", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("autopar")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked ``device`` where there is no accelerator."""
+    if item.get_closest_marker("device"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")

@@ -1,0 +1,114 @@
+"""Imports point one way: between the planner's rooms, and from autopar to the planner."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANNER = ROOT / "planner"
+
+# Room -> the rooms it may import, bottom up. A room is a module or a package right under planner/.
+BASE = {"errors", "graph", "layout"}
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "layout": {"errors"},
+    "graph": {"errors"},
+    "rules": {"errors", "layout"},
+    "ops": {*BASE, "rules"},
+    "fold": {"errors", "graph"},
+    "cluster": {"errors"},
+    "mesh": {"errors", "cluster"},
+    "problem": {"errors"},
+    "cost": {*BASE, "rules", "ops", "cluster", "mesh", "problem"},
+    "conversion": {*BASE, "cluster", "mesh", "cost", "problem"},
+    "solve": {"errors", "problem"},
+    "strategy": {*BASE, "rules", "ops", "fold", "cluster", "mesh", "cost", "conversion", "problem"},
+}
+ROOMS["plan"] = {*BASE, "cluster", "mesh"}
+ROOMS["search"] = {*ROOMS}
+ROOMS["explain"] = {*ROOMS}
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """The room that a file of planner/ belongs to; ``planner/__init__.py`` is ``""``, the door."""
+    return path.relative_to(PLANNER).parts[0].removesuffix(".py").replace("__init__", "")
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and absolute dotted name of everything that a file imports, at any depth."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            source = ".".join([*above, *filter(None, [node.module])])
+            yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+
+
+def modules(folder: Path) -> list[str]:
+    names = (path.relative_to(ROOT).with_suffix("").parts for path in files(folder))
+    return sorted(".".join(parts).removesuffix(".__init__") for parts in names)
+
+
+def loaded_after_importing(names: list[str]) -> set[str]:
+    """Top-level packages in a fresh interpreter that imported ``names`` and nothing else."""
+    code = f"import sys, {', '.join(names)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
+@pytest.mark.parametrize("folder", ["planner", "tests/planner"])
+def test_the_planner_never_imports_torch_or_autopar(folder: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in files(ROOT / folder)
+        for line, name in imports(path)
+        if name.partition(".")[0] in {"torch", "autopar"}
+    ]
+    assert not wrong, "\n".join(["planning works without torch; move this to autopar/ or tests/autopar/:", *wrong])
+
+
+def test_importing_the_whole_planner_loads_neither_torch_nor_autopar() -> None:
+    assert not {"torch", "autopar"} & loaded_after_importing(modules(PLANNER))
+
+
+def test_every_room_of_the_planner_has_a_row() -> None:
+    unknown = {room_of(path) for path in files(PLANNER)} - ROOMS.keys() - {""}
+    assert not unknown, (
+        f"planner/ has new rooms: {', '.join(sorted(unknown))}. "
+        "Add a row for each to ROOMS in tests/planner/test_imports.py: which rooms may it import?"
+    )
+
+
+def test_the_allowed_arrows_have_no_cycle() -> None:
+    TopologicalSorter(ROOMS).prepare()
+
+
+def test_rooms_import_only_what_their_row_allows() -> None:
+    wrong = []
+    for path in files(PLANNER):
+        room = room_of(path)
+        for line, name in imports(path):
+            target = name.split(".")[1] if name.startswith("planner.") else ""
+            if room in ROOMS and target in ROOMS and target not in ROOMS[room] | {room}:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} may not import {target}")
+    assert not wrong, "\n".join(["see ROOMS in tests/planner/test_imports.py:", *wrong])
+
+
+@pytest.mark.parametrize("module", ["autopar", "autopar.cli"])
+def test_importing_autopar_is_light(module: str) -> None:
+    path = ROOT.joinpath(*module.split("."))
+    if not (path.with_suffix(".py").exists() or (path / "__init__.py").exists()):
+        pytest.skip(f"{module} does not exist yet")
+    assert not {"torch", "transformers"} & loaded_after_importing([module])
