@@ -1,0 +1,7 @@
+"""Turn a :class:`Problem` into an :class:`Answer` that says what is proved about it."""
+
+from __future__ import annotations
+
+from planner.solve.front import solve
+
+__all__ = ["solve"]

@@ -1,0 +1,107 @@
+"""Turn a :class:`Problem` into stacked cost arrays that every solving step shares.
+
+The objective ``time + max(0, background - cover)`` is the larger of two plain sums, ``time`` and
+``exposed = time + background - cover``; so every factor carries the columns time, exposed, held, and a
+wall that is 0 where a pair is allowed and infinite where it is not. A weighted relaxation of the problem
+is then one matrix-vector product per factor. Bytes are kept as floats: whole numbers up to 2**53 are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.errors import AutoparError
+from planner.problem import Floats, Ints, Problem
+
+TIME, EXPOSED, HELD, WALL = range(4)
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Per vertex ``(choices, 4)`` costs and ``(choices,)`` transient bytes; per pair ``(tail, head, 4)`` costs.
+
+    ``original[v][c]`` is the problem's number of choice ``c`` of vertex ``v``.
+    """
+
+    singles: tuple[Floats, ...]
+    transient: tuple[Floats, ...]
+    pairs: dict[tuple[int, int], Floats]
+    original: tuple[Ints, ...]
+    limit_bytes: float
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Choices left per vertex."""
+        return tuple(len(single) for single in self.singles)
+
+    def choices(self, assignment: Ints) -> tuple[int, ...]:
+        """The problem's choice numbers of an assignment of this model."""
+        return tuple(int(self.original[v][c]) for v, c in enumerate(assignment))
+
+
+def build_model(problem: Problem) -> Model:
+    """Stack the costs, merge parallel edges, and fold self-edges into their vertex."""
+    singles = []
+    for vertex in problem.vertices:
+        if not np.isfinite(vertex.cover_s).all() or (vertex.background_s == -math.inf).any():
+            raise AutoparError(f"vertex {vertex.name}: cover_s must be finite, background_s above -inf")
+        singles.append(_stack(vertex.time_s, vertex.background_s, vertex.held_bytes, vertex.cover_s))
+    pairs: dict[tuple[int, int], Floats] = {}
+    for edge in problem.edges:
+        costs = _stack(edge.time_s, edge.background_s, edge.held_bytes)
+        if edge.tail == edge.head:
+            singles[edge.tail] = singles[edge.tail] + np.einsum("cck->ck", costs)
+            continue
+        key = (min(edge.tail, edge.head), max(edge.tail, edge.head))
+        costs = costs if edge.tail < edge.head else costs.transpose(1, 0, 2)
+        pairs[key] = pairs[key] + costs if key in pairs else costs
+    return Model(
+        singles=tuple(singles),
+        transient=tuple(np.maximum(vertex.transient_bytes, 0).astype(np.float64) for vertex in problem.vertices),
+        pairs=pairs,
+        original=tuple(np.arange(vertex.choices) for vertex in problem.vertices),
+        limit_bytes=math.inf if problem.limit_bytes is None else float(problem.limit_bytes),
+    )
+
+
+def _stack(time: Floats, background: Floats, held: Ints, cover: Floats | float = 0.0) -> Floats:
+    """Columns time, exposed, held, wall; a forbidden entry is all zeros behind an infinite wall."""
+    allowed = np.isfinite(time) & np.isfinite(background)
+    columns = (time, time + background - cover, held)
+    finite = [np.where(allowed, column, 0.0) for column in columns]
+    return np.stack([*finite, np.where(allowed, 0.0, math.inf)], axis=-1)
+
+
+def drop_forbidden(model: Model) -> Model | None:
+    """Drop choices that no choice of some neighbour allows (arc consistency); None when a vertex has none left."""
+    keep = [np.isfinite(single[:, WALL]) for single in model.singles]
+    allowed = {pair: np.isfinite(costs[..., WALL]) for pair, costs in model.pairs.items()}
+    changed = True
+    while changed:
+        changed = False
+        for (tail, head), table in allowed.items():
+            tail_keep = keep[tail] & table[:, keep[head]].any(axis=1)
+            head_keep = keep[head] & table[tail_keep].any(axis=0)
+            changed |= bool((tail_keep != keep[tail]).any() or (head_keep != keep[head]).any())
+            keep[tail], keep[head] = tail_keep, head_keep
+    return restrict(model, keep)
+
+
+def restrict(model: Model, keep: list[Mask]) -> Model | None:
+    """The model with only the kept choices; None when a vertex has none left."""
+    if not all(mask.any() for mask in keep):
+        return None
+    if all(mask.all() for mask in keep):
+        return model
+    return Model(
+        singles=tuple(single[mask] for single, mask in zip(model.singles, keep, strict=True)),
+        transient=tuple(values[mask] for values, mask in zip(model.transient, keep, strict=True)),
+        pairs={(t, h): costs[np.ix_(keep[t], keep[h])] for (t, h), costs in model.pairs.items()},
+        original=tuple(numbers[mask] for numbers, mask in zip(model.original, keep, strict=True)),
+        limit_bytes=model.limit_bytes,
+    )
