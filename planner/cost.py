@@ -1,0 +1,191 @@
+"""What work and communication cost: a closed form in seconds, from a cluster's peaks, latencies and bandwidths.
+
+Compute is a roofline. A collective is priced on the levels of the network that its group crosses.
+
+*What is shared.* A level's bandwidth is per device, so groups that run at the same time do not share
+links: with an axis of stride 8 over nodes of eight, eight groups cross the network at once, each member
+through its own device's share. Conversely a group with ``m`` members in a node leaves the node through
+``m`` devices' shares at once, which ring algorithms use by running rotated rings next to each other. The
+bandwidth of a ring is therefore ``min over crossed levels of (bandwidth * members inside the unit below)``.
+
+*Hops.* A chunk on its way around a ring of P ranks makes P - 1 hops; with ``u`` units of a level inside
+``v`` units of the next one touched by the group, ``u - v`` of them cross that level.
+
+Groups of one axis may lie differently over the nodes where an axis does not respect them; the price is
+that of the worst.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import ClusterSpec, Level
+from planner.errors import ClusterError
+from planner.layout import Axis
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+Floats = NDArray[np.float64]
+
+
+class Term(NamedTuple):
+    """One algorithm's price: ``latency_s + seconds_per_byte * bytes_in``."""
+
+    latency_s: float
+    seconds_per_byte: float
+
+
+class Crossing(NamedTuple):
+    """A level that a group crosses: from ``units`` touched units of the level below into ``groups`` of this one.
+
+    ``inside`` members of the group, at least, lie in each unit below and share the way out of it.
+    """
+
+    level: Level
+    depth: int
+    units: int
+    groups: int
+    inside: int
+
+    @property
+    def hops(self) -> int:
+        """Times that a chunk crosses this level on its way around a ring."""
+        return self.units - self.groups
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Prices in seconds on one cluster; the only thing about cost that the search calls."""
+
+    cluster: ClusterSpec
+    _terms: dict[tuple[Collective, int, int], tuple[Term, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @overload
+    def collective_s(self, kind: Collective, axis: Axis, bytes_in: float) -> float: ...
+    @overload
+    def collective_s(self, kind: Collective, axis: Axis, bytes_in: NDArray[np.number]) -> Floats: ...
+    def collective_s(self, kind: Collective, axis: Axis, bytes_in: float | NDArray[np.number]) -> float | Floats:
+        """Seconds of a collective in every group of ``axis`` at once.
+
+        Args:
+            kind: which one; ``send`` is every rank sending to its neighbour along the axis.
+            axis: the mesh axis; an axis of size 1 costs nothing.
+            bytes_in: size of the tensor that each rank passes in: for ``all_gather`` the local shard, for
+                ``reduce_scatter`` the full tensor. A number or an array.
+        """
+        terms = self.collective_terms(kind, axis)
+        if isinstance(bytes_in, np.ndarray):
+            prices = [latency_s + seconds_per_byte * bytes_in for latency_s, seconds_per_byte in terms]
+            return np.asarray(np.minimum.reduce(prices), dtype=np.float64)
+        return min(latency_s + seconds_per_byte * bytes_in for latency_s, seconds_per_byte in terms)
+
+    def collective_terms(self, kind: Collective, axis: Axis) -> tuple[Term, ...]:
+        """The affine price of each algorithm for this collective; the library picks the cheapest."""
+        key = (kind, axis.size, axis.stride)
+        if key not in self._terms:
+            self._terms[key] = _terms_of(self.cluster, kind, axis)
+        return self._terms[key]
+
+    @overload
+    def compute_s(self, flops: float, bytes_moved: float, dtype: str, launches: int = 1) -> float: ...
+    @overload
+    def compute_s(
+        self, flops: NDArray[np.number], bytes_moved: NDArray[np.number], dtype: str, launches: int = 1
+    ) -> Floats: ...
+    def compute_s(
+        self,
+        flops: float | NDArray[np.number],
+        bytes_moved: float | NDArray[np.number],
+        dtype: str,
+        launches: int = 1,
+    ) -> float | Floats:
+        """Seconds of local work: the roofline of Williams et al. (2009), plus the start of each kernel.
+
+        Args:
+            flops: floating-point operations, a multiply-add counted as two.
+            bytes_moved: bytes read from and written to device memory.
+            dtype: of the operands; one without a stated peak computes at float32's.
+            launches: kernels started.
+        """
+        device = self.cluster.device
+        work_s = flops / (device.peak(dtype) * device.matmul_efficiency)
+        memory_s = bytes_moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+        start_s = launches * device.launch_overhead_s
+        if isinstance(work_s, np.ndarray) or isinstance(memory_s, np.ndarray):
+            return np.asarray(np.maximum(work_s, memory_s) + start_s, dtype=np.float64)
+        return max(work_s, memory_s) + start_s
+
+
+def crossings(cluster: ClusterSpec, axis: Axis) -> tuple[Crossing, ...]:
+    """The levels that groups of ``axis`` cross, innermost first; of the worst group where they differ.
+
+    A group occupies ``reach = size * stride`` ranks from a multiple of ``reach`` on, so it is cut by units of
+    ``span`` ranks only at multiples of ``gcd(reach, span)``: its smallest piece has that many ranks, and it
+    touches at most ``ceil((reach - gcd) / span) + 1`` units.
+    """
+    reach = axis.size * axis.stride
+    if reach > cluster.world_size:
+        raise ClusterError(
+            f"axis {axis.name!r} of {axis.size} ranks, {axis.stride} apart, does not fit the "
+            f"{cluster.world_size} devices of {cluster.name!r}"
+        )
+    found, below, units = [], 1, axis.size
+    for depth, (level, span) in enumerate(zip(cluster.levels, cluster.spans, strict=True)):
+        piece = math.gcd(reach, span)
+        groups = 1 if span == cluster.world_size else min(axis.size, -((piece - reach) // span) + 1)
+        if groups < units:
+            inside = max(1, math.gcd(reach, below) // axis.stride)
+            found.append(Crossing(level, depth, units, groups, inside))
+        below, units = span, groups
+    return tuple(found)
+
+
+def _terms_of(cluster: ClusterSpec, kind: Collective, axis: Axis) -> tuple[Term, ...]:
+    """Prices by algorithm.
+
+    Ring volumes and hops: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+    operations in MPICH" (2005); hops split by level, and the tree (a chain in the node, a binary tree over
+    nodes, pipelined at full bandwidth both up and down): NCCL, ``src/graph/tuning.cc``.
+    """
+    ranks = axis.size
+    if ranks == 1:
+        return (Term(0.0, 0.0),)
+    crossed = crossings(cluster, axis)
+    start_s = cluster.device.launch_overhead_s
+    ring_s = start_s + sum(c.hops * c.level.latency_s for c in crossed)
+    per_byte = 1 / min(c.level.bandwidth_bytes_per_s * c.inside for c in crossed)
+    share = (ranks - 1) / ranks
+
+    match kind:
+        case "all_reduce":
+            ring = Term(2 * ring_s - start_s, 2 * share * per_byte)
+            if cluster.backend == "gloo":  # which has the ring only
+                return (ring,)
+            climb_s = sum(_tree_hops(c) * c.level.latency_s for c in crossed)
+            return ring, Term(start_s + 2 * climb_s, 2 * per_byte)
+        case "all_gather":
+            return (Term(ring_s, (ranks - 1) * per_byte),)
+        case "reduce_scatter":
+            return (Term(ring_s, share * per_byte),)
+        case "broadcast":  # pipelined along the ring
+            return (Term(ring_s, per_byte),)
+        case "all_to_all":
+            # Messages to one node are gathered inside it first (NCCL's PXN), and what leaves a unit of a level
+            # leaves through the sender's own share: the fullest link decides.
+            messages_s = sum((math.ceil(c.units / c.groups) - 1) * c.level.latency_s for c in crossed)
+            fullest = max((ranks - c.inside) / ranks / c.level.bandwidth_bytes_per_s for c in crossed)
+            return (Term(start_s + messages_s, fullest),)
+        case "send":
+            latency_s = max(c.level.latency_s for c in crossed)
+            return (Term(start_s + latency_s, 1 / min(c.level.bandwidth_bytes_per_s for c in crossed)),)
+
+
+def _tree_hops(crossing: Crossing) -> int:
+    """Hops up the tree: along a chain of devices in the innermost level, up a binary tree above it."""
+    return crossing.hops if crossing.depth == 0 else math.ceil(math.log2(crossing.units / crossing.groups))

@@ -1,0 +1,107 @@
+"""Meshes: how the ranks of a cluster are laid out as axes, by enumeration or by a pinned recipe.
+
+An axis respects the cluster's levels when its ranks divide a unit of a level evenly or are whole units
+of it. Only such meshes are proposed; a recipe may pin any that multiplies to the number of devices.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+
+from planner.cluster import ClusterSpec
+from planner.errors import PinError
+from planner.layout import Mesh
+
+ROLES = ("pipeline", "data", "context", "tensor")
+"""Axes that a recipe may pin, major first: the tensor axis is contiguous, the pipeline axis strides widest."""
+
+_NAMES = {1: ("all",), 2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
+
+
+def candidate_meshes(cluster: ClusterSpec, max_axes: int = 2, devices: int | None = None) -> tuple[Mesh, ...]:
+    """Every mesh of up to ``max_axes`` axes (at most three), fewest axes first, that respects the cluster's levels.
+
+    Axes within one level are interchangeable, so only their ascending order is kept. A single device is
+    one axis ``all`` of size 1. With ``devices`` the meshes are of that many consecutive ranks, as in one
+    stage of a pipeline, and may be none if these do not respect the levels themselves.
+    """
+    if max_axes not in _NAMES:
+        raise ValueError(f"max_axes is {max_axes}; give 1, 2 or 3")
+    total = cluster.world_size if devices is None else devices
+    spans = cluster.spans
+    return tuple(
+        Mesh.of(**dict(zip(_NAMES[count], sizes, strict=True)))
+        for count in range(1, max_axes + 1)
+        for sizes in _factorizations(total, count)
+        if _respects(sizes, spans) and _is_canonical(sizes, spans)
+    )
+
+
+def pinned_mesh(cluster: ClusterSpec, sizes: Mapping[str, int]) -> Mesh:
+    """The mesh of a recipe such as ``{"pipeline": 2, "tensor": 8}``, axes in the order of :data:`ROLES`.
+
+    A missing ``data`` takes the devices that are left. Axes of size 1 shard nothing and are dropped; if
+    none remains, the mesh is one axis ``all`` of size 1. Raises :class:`PinError` if a name is unknown, a
+    size is not a positive number, or the sizes do not multiply to the number of devices.
+    """
+    for name, size in sizes.items():
+        if name not in ROLES:
+            close = difflib.get_close_matches(name, ROLES, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise PinError(f"pin {name!r}: there is no such axis; {hint}there are: {', '.join(ROLES)}")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise PinError(f"pin {name}={size!r}: give a whole number of ranks, at least 1")
+    world, pinned = cluster.world_size, math.prod(sizes.values())
+    product = " x ".join(f"{name} {sizes[name]}" for name in ROLES if name in sizes) or "nothing"
+    if "data" not in sizes and world % pinned:
+        raise PinError(
+            f"pinned {product} = {pinned} does not divide the {world} devices of {cluster.name!r}; "
+            f"pin sizes whose product divides {world}"
+        )
+    if "data" in sizes and pinned != world:
+        raise PinError(
+            f"pinned {product} = {pinned}, but {cluster.name!r} has {world} devices; "
+            "change a size, or leave out data to have it inferred"
+        )
+    complete = {"data": world // pinned, **sizes}
+    return Mesh.of(**({name: complete[name] for name in ROLES if complete.get(name, 1) > 1} or {"all": 1}))
+
+
+def _factorizations(total: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Ordered tuples of ``count`` factors of ``total``, each above 1 unless there is only one."""
+    if count == 1:
+        yield (total,)
+        return
+    for first in range(2, total // 2 + 1):
+        if total % first == 0:
+            for rest in _factorizations(total // first, count - 1):
+                yield (first, *rest)
+
+
+def _boundaries(sizes: tuple[int, ...]) -> list[int]:
+    """Ranks below and including each axis, major first: where axes end in rank order."""
+    return list(itertools.accumulate(reversed(sizes), lambda a, b: a * b))[::-1]
+
+
+def _respects(sizes: tuple[int, ...], spans: tuple[int, ...]) -> bool:
+    return all(span % end == 0 or end % span == 0 for end in _boundaries(sizes) for span in spans)
+
+
+def _is_canonical(sizes: tuple[int, ...], spans: tuple[int, ...]) -> bool:
+    """Whether neighbouring axes that lie within one and the same level stand in ascending order."""
+    levels = [_level_of(end // size, end, spans) for size, end in zip(sizes, _boundaries(sizes), strict=True)]
+    return all(
+        level is None or level != following or size <= size_following
+        for (level, size), (following, size_following) in itertools.pairwise(zip(levels, sizes, strict=True))
+    )
+
+
+def _level_of(start: int, end: int, spans: tuple[int, ...]) -> int | None:
+    """The level that holds a whole axis of ranks ``start`` apart reaching ``end``; ``None`` if it spans several."""
+    for level, (below, span) in enumerate(itertools.pairwise((1, *spans))):
+        if below <= start and end <= span:
+            return level
+    return None
