@@ -56,6 +56,11 @@ class Crossing(NamedTuple):
         """Times that a chunk crosses this level on its way around a ring."""
         return self.units - self.groups
 
+    @property
+    def peers(self) -> int:
+        """Units of the level below that meet in one unit of this level."""
+        return math.ceil(self.units / self.groups)
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -178,7 +183,7 @@ def _terms_of(cluster: ClusterSpec, kind: Collective, axis: Axis) -> tuple[Term,
         case "all_to_all":
             # Messages to one node are gathered inside it first (NCCL's PXN), and what leaves a unit of a level
             # leaves through the sender's own share: the fullest link decides.
-            messages_s = sum((math.ceil(c.units / c.groups) - 1) * c.level.latency_s for c in crossed)
+            messages_s = sum((c.peers - 1) * c.level.latency_s for c in crossed)
             fullest = max((ranks - c.inside) / ranks / c.level.bandwidth_bytes_per_s for c in crossed)
             return (Term(start_s + messages_s, fullest),)
         case "send":
@@ -186,6 +191,9 @@ def _terms_of(cluster: ClusterSpec, kind: Collective, axis: Axis) -> tuple[Term,
             return (Term(start_s + latency_s, 1 / min(c.level.bandwidth_bytes_per_s for c in crossed)),)
 
 
-def _tree_hops(crossing: Crossing) -> int:
-    """Hops up the tree: along a chain of devices in the innermost level, up a binary tree above it."""
-    return crossing.hops if crossing.depth == 0 else math.ceil(math.log2(crossing.units / crossing.groups))
+def _tree_hops(crossing: Crossing) -> float:
+    """Hops up the tree: along a chain of devices in the innermost level, up a binary tree above it.
+
+    The height is not rounded up, so that one node more is never a step in the price.
+    """
+    return crossing.peers - 1 if crossing.depth == 0 else math.log2(crossing.peers)

@@ -1,0 +1,252 @@
+"""Cluster descriptions: what people write becomes checked numbers, and what is wrong says the way out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from planner.cluster import ClusterSpec, Device, Level, PeakFlops
+from planner.errors import ClusterError
+
+PRESETS = ("dgx-a100", "dgx-h100", "dgx-v100", "hgx-b200", "hgx-h200", "workstation")
+
+WRITTEN = """
+name: lab
+device:
+  kind: Some GPU
+  memory_bytes: 80 GiB
+  peak_flops_per_s: {float32: 19.5 TFLOP/s, bfloat16: 312 TFLOPS}
+  memory_bandwidth_bytes_per_s: 2 TB/s
+  launch_overhead_s: 5 us
+levels:
+  - {name: node, size: 4, latency_s: 500 ns, bandwidth_bytes_per_s: 1e11}
+  - {name: rack, size: 2, latency_s: 0.01 ms, bandwidth_bytes_per_s: 200 Gb/s}
+"""
+
+
+def written() -> dict[str, Any]:
+    data: dict[str, Any] = yaml.safe_load(WRITTEN)
+    return data
+
+
+def test_quantities_are_read_as_people_write_them() -> None:
+    spec = ClusterSpec.from_dict(written())
+    assert spec.device.memory_bytes == 80 * 2**30
+    assert spec.device.peak_flops_per_s == PeakFlops(float32=19.5e12, bfloat16=312e12)
+    assert spec.device.memory_bandwidth_bytes_per_s == 2e12
+    assert spec.device.launch_overhead_s == 5e-6
+    assert [level.latency_s for level in spec.levels] == [5e-7, 1e-5]
+    assert [level.bandwidth_bytes_per_s for level in spec.levels] == [1e11, 25e9]
+
+
+@pytest.mark.parametrize(
+    "text, memory_bytes",
+    [("24 GB", 24 * 10**9), ("1.5GiB", 1536 * 2**20), ("512 MiB", 2**29), ("80e9", 80 * 10**9), ("64 B", 64)],
+)
+def test_sizes(text: str, memory_bytes: int) -> None:
+    assert ClusterSpec.local(1, memory_bytes=text).device.memory_bytes == memory_bytes
+
+
+def test_sizes_of_the_whole() -> None:
+    spec = ClusterSpec.from_dict(written())
+    assert spec.world_size == 8
+    assert spec.spans == (4, 8)
+    assert spec.device.usable_bytes == int(80 * 2**30 * 0.9)
+
+
+def test_a_peak_that_is_not_stated_is_that_of_float32() -> None:
+    device = ClusterSpec.from_dict(written()).device
+    assert device.peak("bfloat16") == 312e12
+    assert device.peak("float16") == device.peak("int64") == 19.5e12
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_plausible_numbers(name: str) -> None:
+    spec = ClusterSpec.preset(name, nodes=2)
+    assert spec.name == name
+    assert spec.world_size == 2 * spec.levels[0].size
+    assert 20e9 < spec.device.memory_bytes < 200e9
+    assert spec.device.peak("float16") > spec.device.peak("float32") >= spec.device.peak("float64")
+    inner, outer = spec.levels
+    assert inner.bandwidth_bytes_per_s > outer.bandwidth_bytes_per_s
+    assert inner.latency_s < outer.latency_s
+
+
+@pytest.mark.parametrize(
+    "counts, sizes",
+    [
+        ({}, (8, 1)),
+        ({"nodes": 4}, (8, 4)),
+        ({"devices": 2}, (2, 1)),
+        ({"devices": 16}, (8, 2)),
+        ({"devices": 12, "nodes": 3}, (4, 3)),
+    ],
+)
+def test_presets_come_in_any_size(counts: dict[str, int], sizes: tuple[int, int]) -> None:
+    assert tuple(level.size for level in ClusterSpec.preset("dgx-h100", **counts).levels) == sizes
+
+
+@pytest.mark.parametrize("name", ["cluster.yaml", "cluster.json"])
+@pytest.mark.parametrize("spec", [ClusterSpec.preset("dgx-h100", nodes=4), ClusterSpec.local(3, "1 GiB", cores=2)])
+def test_a_file_reads_back_as_it_was_saved(tmp_path: Path, spec: ClusterSpec, name: str) -> None:
+    path = tmp_path / name
+    spec.save(path)
+    assert ClusterSpec.load(path) == spec
+    assert list(tmp_path.iterdir()) == [path]
+    if name.endswith("json"):
+        assert json.loads(path.read_text()) == spec.to_dict()
+
+
+def test_a_failed_save_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.mkdir()
+    with pytest.raises(ClusterError, match="cannot be written"):
+        ClusterSpec.local(1).save(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_description_is_a_value() -> None:
+    first, second = ClusterSpec.preset("dgx-a100", nodes=2), ClusterSpec.preset("dgx-a100", devices=16)
+    assert first == second and hash(first) == hash(second)
+    assert ClusterSpec.from_dict(first.to_dict()) == first
+
+
+def test_local_processes_share_the_machine() -> None:
+    one, four = ClusterSpec.local(1, cores=8), ClusterSpec.local(4, cores=8)
+    assert (four.world_size, four.backend) == (4, "gloo")
+    assert four.device.memory_bytes == one.device.memory_bytes // 4
+    assert four.device.peak("float32") == one.device.peak("float32") / 4
+    assert ClusterSpec.local(4, memory_bytes=1000).device.memory_bytes == 1000
+
+
+def test_describe() -> None:
+    assert ClusterSpec.from_dict(written()).describe().splitlines() == [
+        "lab: 8 x Some GPU, nccl",
+        "  memory 80 GiB (72 usable) at 2000 GB/s",
+        "  peak float32 19.5 TFLOP/s, bfloat16 312 TFLOP/s",
+        "  4 devices per node: 100 GB/s per device, 0.5 us",
+        "  2 nodes per rack: 25 GB/s per device, 10 us",
+    ]
+
+
+def edited(*path: str | int, value: object) -> dict[str, Any]:
+    """What is written above, with one place replaced."""
+    data = written()
+    place: Any = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    "data, parts",
+    [
+        (edited("device", "memory_byts", value=1), ["device.memory_byts", "did you mean 'memory_bytes'?"]),
+        (edited("nam", value="x"), ["nam:", "did you mean 'name'?"]),
+        (edited("levels", 1, "latency", value=1), ["levels[1].latency", "did you mean 'latency_s'?"]),
+        (edited("device", "peak_flops_per_s", "bf16", value=1), ["device.peak_flops_per_s.bf16", "bfloat16"]),
+        (edited("device", "memory_bytes", value=0), ["device.memory_bytes is 0", "greater than 0", "80 GiB"]),
+        (edited("device", "memory_bytes", value=-8), ["device.memory_bytes is -8", "greater than 0", "80 GiB"]),
+        (edited("device", "memory_bytes", value="80"), ["device.memory_bytes is '80'", "unit", "80 GiB"]),
+        (edited("device", "memory_bytes", value="80 GB/s"), ["device.memory_bytes is '80 GB/s'", "80 GiB"]),
+        (edited("device", "memory_bytes", value=True), ["device.memory_bytes is True", "80 GiB"]),
+        (edited("device", "memory_bytes", value=float("nan")), ["device.memory_bytes is nan", "80 GiB"]),
+        (edited("device", "memory_bandwidth_bytes_per_s", value="2 TB"), ["'2 TB'", "3.35 TB/s"]),
+        (edited("levels", 0, "bandwidth_bytes_per_s", value=0), ["levels[0].bandwidth_bytes_per_s is 0", "Gb/s"]),
+        (edited("levels", 0, "latency_s", value=float("nan")), ["levels[0].latency_s is nan", "finite", "2 us"]),
+        (edited("levels", 0, "latency_s", value=float("inf")), ["levels[0].latency_s is inf", "finite", "2 us"]),
+        (edited("levels", 0, "size", value=0), ["levels[0].size is 0", "size: 8"]),
+        (edited("levels", 0, "size", value="8"), ["levels[0].size is '8'", "integer", "size: 8"]),
+        (edited("levels", value=[]), ["levels is ()", "at least 1 item", "{name: node, size: 8"]),
+        (edited("device", value="gpu"), ["device is 'gpu'", "memory_bytes: 80 GiB"]),
+        (
+            edited("device", "peak_flops_per_s", value={"bfloat16": 1e12}),
+            ["device.peak_flops_per_s.float32 is missing"],
+        ),
+        (edited("device", "peak_flops_per_s", "float16", value=0), ["float16 is 0", "989 TFLOP/s"]),
+        (
+            edited("device", "matmul_efficiency", value=1.5),
+            ["device.matmul_efficiency is 1.5", "less than or equal to 1"],
+        ),
+        (edited("device", "reserve_fraction", value=1.0), ["device.reserve_fraction is 1.0", "less than 1"]),
+        (edited("device", 3, value=1), ["3 cannot be the name of a field"]),
+        (edited("backend", value="mpi"), ["backend is 'mpi'", "'nccl' or 'gloo'"]),
+        (edited("self", value=1), ["self: there is no such field"]),
+        ({}, ["name is missing", "device is missing", "levels is missing"]),
+        (None, ["name, device, levels, backend", "None"]),
+    ],
+)
+def test_what_is_wrong_names_the_field_the_value_and_the_way_out(data: object, parts: list[str]) -> None:
+    with pytest.raises(ClusterError) as caught:
+        ClusterSpec.from_dict(data)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_missing_memory_says_what_to_write() -> None:
+    data = written()
+    del data["device"]["memory_bytes"]
+    with pytest.raises(ClusterError, match="memory_bytes is missing; write for example memory_bytes: 80 GiB"):
+        ClusterSpec.from_dict(data)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    data = edited("levels", 0, "size", value=0) | {"backend": "mpi"}
+    with pytest.raises(ClusterError) as caught:
+        ClusterSpec.from_dict(data)
+    assert [line.split(" is ")[0] for line in str(caught.value).splitlines()] == ["levels[0].size", "backend"]
+
+
+def test_parts_made_in_code_are_checked_alike() -> None:
+    with pytest.raises(ClusterError, match="size is 0"):
+        Level(name="node", size=0, latency_s=0, bandwidth_bytes_per_s=1)
+    with pytest.raises(ClusterError, match="kind is ''"):
+        Device(
+            kind="",
+            memory_bytes=1,
+            peak_flops_per_s=PeakFlops(float32=1),
+            memory_bandwidth_bytes_per_s=1,
+            launch_overhead_s=0,
+        )
+
+
+@pytest.mark.parametrize(
+    "name, counts, parts",
+    [
+        ("dgx-h10", {}, ["did you mean 'dgx-h100'?", *PRESETS]),
+        ("toaster", {}, PRESETS),
+        ("dgx-h100", {"nodes": 0}, ["nodes is 0", "at least 1"]),
+        ("dgx-h100", {"nodes": 1.5}, ["nodes is 1.5"]),
+        ("dgx-h100", {"devices": -1}, ["devices is -1", "at least 1"]),
+        ("dgx-h100", {"devices": 12}, ["12 devices", "multiple of 8"]),
+        ("dgx-h100", {"devices": 32, "nodes": 2}, ["32 devices", "2 equal nodes of up to 8"]),
+    ],
+)
+def test_wrong_presets(name: str, counts: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ClusterError) as caught:
+        ClusterSpec.preset(name, **counts)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [{"devices": 0}, {"devices": True}, {"devices": 2, "cores": 0}])
+def test_wrong_local_counts(arguments: dict[str, int]) -> None:
+    with pytest.raises(ClusterError, match="at least 1"):
+        ClusterSpec.local(**arguments)
+
+
+@pytest.mark.parametrize(
+    "content, part",
+    [(None, "cannot be read"), (b"name: [", "neither YAML nor JSON"), (b"\xff\xfe\xfa", "neither YAML nor JSON"),
+     (b"", "mapping"), (b"name: lab", "device is missing")],
+)  # fmt: skip
+def test_wrong_files(tmp_path: Path, content: bytes | None, part: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ClusterError, match=part) as caught:
+        ClusterSpec.load(path)
+    assert str(path) in str(caught.value)

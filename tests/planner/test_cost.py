@@ -1,0 +1,232 @@
+"""Prices against numbers computed by hand, and their shape: growing in bytes and ranks, without cliffs."""
+
+import itertools
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from planner.cluster import ClusterSpec
+from planner.cost import Collective, CostModel, crossings
+from planner.errors import ClusterError
+from planner.layout import Axis, Mesh
+from planner.mesh import candidate_meshes
+
+KINDS: tuple[Collective, ...] = get_args(Collective)
+
+
+def model(
+    *levels: tuple[int, float, float], backend: str = "nccl", launch_overhead_s: float = 0.0, matmul: float = 1.0
+) -> CostModel:
+    """A cluster of levels (size, latency in s, bandwidth in bytes/s), innermost first; 100 TFLOP/s, 1 TB/s."""
+    device = {
+        "kind": "test",
+        "memory_bytes": "1 GiB",
+        "peak_flops_per_s": {"float32": 1e13, "bfloat16": 1e14},
+        "memory_bandwidth_bytes_per_s": 1e12,
+        "launch_overhead_s": launch_overhead_s,
+        "matmul_efficiency": matmul,
+        "memory_efficiency": 0.5,
+    }
+    named = [
+        {"name": f"level{i}", "size": size, "latency_s": latency_s, "bandwidth_bytes_per_s": bandwidth}
+        for i, (size, latency_s, bandwidth) in enumerate(levels)
+    ]
+    return CostModel(ClusterSpec.from_dict({"name": "test", "device": device, "levels": named, "backend": backend}))
+
+
+def axis(size: int, stride: int = 1) -> Axis:
+    return Axis("axis", size, stride)
+
+
+GB = 10**9
+NODE = model((4, 2e-6, 100e9), launch_overhead_s=5e-6)
+TWO_NODES = model((4, 1e-6, 100e9), (2, 10e-6, 20e9))
+
+
+@pytest.mark.parametrize(
+    "kind, expected_s",
+    [
+        ("all_reduce", 5e-6 + 2 * 3 * 2e-6 + 2 * 3 / 4 * 0.01),  # 2 (P-1)/P * 1 GB at 100 GB/s
+        ("reduce_scatter", 5e-6 + 3 * 2e-6 + 3 / 4 * 0.01),
+        ("all_gather", 5e-6 + 3 * 2e-6 + 3 * 0.01),  # the shard is 1 GB: three more arrive
+        ("all_to_all", 5e-6 + 3 * 2e-6 + 3 / 4 * 0.01),
+        ("broadcast", 5e-6 + 3 * 2e-6 + 0.01),
+        ("send", 5e-6 + 2e-6 + 0.01),
+    ],
+)
+def test_one_node_by_hand(kind: Collective, expected_s: float) -> None:
+    assert NODE.collective_s(kind, axis(4), GB) == pytest.approx(expected_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "kind, group, expected_s",
+    [
+        # All eight devices: rings leave a node through four devices' links, 80 GB/s; 6 hops inside, 1 between.
+        ("reduce_scatter", axis(8), 6e-6 + 10e-6 + 7 / 8 / 80),
+        ("all_gather", axis(8), 6e-6 + 10e-6 + 7 / 80),
+        ("all_reduce", axis(8), 2 * (6e-6 + 10e-6) + 2 * 7 / 8 / 80),
+        # Half of what a device sends leaves the node, through its own link.
+        ("all_to_all", axis(8), 3e-6 + 10e-6 + 4 / 8 / 20),
+        ("send", axis(8), 10e-6 + 1 / 20),
+        # One device of each node: its own link, though four groups do the same at once.
+        ("reduce_scatter", axis(2, 4), 10e-6 + 1 / 2 / 20),
+        ("all_to_all", axis(2, 4), 10e-6 + 1 / 2 / 20),
+        # Every other device: two members leave together.
+        ("reduce_scatter", axis(4, 2), 2 * 1e-6 + 10e-6 + 3 / 4 / 40),
+        # Within a node, with and without gaps.
+        ("reduce_scatter", axis(2, 2), 1e-6 + 1 / 2 / 100),
+        ("reduce_scatter", axis(4), 3e-6 + 3 / 4 / 100),
+    ],
+)
+def test_two_nodes_by_hand(kind: Collective, group: Axis, expected_s: float) -> None:
+    assert TWO_NODES.collective_s(kind, group, GB) == pytest.approx(expected_s, rel=1e-12)
+
+
+def test_a_small_all_reduce_climbs_a_tree() -> None:
+    many = model((4, 1e-6, 100e9), (64, 10e-6, 20e9))
+    # Up and down: a chain of 3 in the node, then log2(64) = 6 levels over the nodes.
+    assert many.collective_s("all_reduce", axis(256), 0) == pytest.approx(2 * (3e-6 + 6 * 10e-6))
+    # A large one takes the ring.
+    assert many.collective_s("all_reduce", axis(256), 100 * GB) < 2 * 100 / 80
+
+
+def test_gloo_has_no_tree() -> None:
+    hosts = model((64, 10e-6, 1e9), backend="gloo")
+    assert hosts.collective_s("all_reduce", axis(64), 0) == pytest.approx(2 * 63 * 10e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_costs_nothing(kind: Collective) -> None:
+    assert TWO_NODES.collective_s(kind, axis(1), GB) == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_are_priced_entry_by_entry(kind: Collective) -> None:
+    sizes = np.array([0, 1000, 10**6, 10**9])
+    prices = TWO_NODES.collective_s(kind, axis(8), sizes)
+    assert prices.dtype == np.float64
+    assert prices.tolist() == [TWO_NODES.collective_s(kind, axis(8), int(size)) for size in sizes]
+
+
+def test_a_group_that_straddles_nodes_pays_for_its_smallest_part() -> None:
+    eights = model((8, 1e-6, 100e9), (3, 10e-6, 20e9))
+    # Twelve consecutive ranks: eight in one node and four in another, which leave through four links.
+    (inside, between) = crossings(eights.cluster, axis(12))
+    assert (inside.units, inside.groups, inside.inside) == (12, 2, 1)
+    assert (between.units, between.groups, between.inside) == (2, 1, 4)
+    # Three consecutive ranks: ranks 6, 7 | 8 are the worst group.
+    (inside, between) = crossings(eights.cluster, axis(3))
+    assert (inside.groups, between.units, between.inside) == (2, 2, 1)
+
+
+def test_an_axis_larger_than_the_cluster() -> None:
+    with pytest.raises(ClusterError, match="does not fit the 8 devices"):
+        TWO_NODES.collective_s("send", axis(4, 4), 1)
+
+
+def test_roofline_by_hand() -> None:
+    device = model((1, 0, 1e9), launch_overhead_s=1e-6, matmul=0.8)
+    assert device.compute_s(8e13, 1, "bfloat16") == pytest.approx(1 + 1e-6)  # 80 of 100 TFLOP/s
+    assert device.compute_s(8e13, 1, "float32") == pytest.approx(10 + 1e-6)
+    assert device.compute_s(8e13, 1, "float16") == device.compute_s(8e13, 1, "float32")  # none stated
+    assert device.compute_s(1, 5e11, "bfloat16", launches=3) == pytest.approx(1 + 3e-6)  # half of 1 TB/s
+    assert device.compute_s(0, 0, "bfloat16", launches=0) == 0
+    both = device.compute_s(np.array([8e13, 1.0]), np.array([1.0, 5e11]), "bfloat16")
+    assert both == pytest.approx([1 + 1e-6, 1 + 1e-6])
+
+
+LEVELS = st.tuples(
+    st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=4),
+    st.lists(st.floats(1e-7, 1e-4), min_size=4, max_size=4).map(sorted),
+    st.lists(st.floats(1e8, 1e12), min_size=4, max_size=4).map(lambda xs: sorted(xs, reverse=True)),
+)
+"""Levels whose links get slower outwards: (sizes, latencies, bandwidths)."""
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> CostModel:
+    sizes, latencies, bandwidths = draw(LEVELS)
+    return model(*zip(sizes, latencies, bandwidths, strict=False), backend=draw(st.sampled_from(["nccl", "gloo"])))
+
+
+SLACK = 1 + 1e-9
+
+
+@given(clusters(), st.sampled_from(KINDS), st.data())
+def test_more_bytes_never_cost_less(costs: CostModel, kind: Collective, data: st.DataObject) -> None:
+    group = data.draw(st.sampled_from([a for mesh in candidate_meshes(costs.cluster) for a in mesh.axes]))
+    fewer, more = sorted(data.draw(st.tuples(st.integers(0, 10**12), st.integers(0, 10**12))))
+    assert costs.collective_s(kind, group, fewer) <= costs.collective_s(kind, group, more)
+
+
+@given(clusters(), st.sampled_from(KINDS), st.integers(0, 10**11))
+def test_more_ranks_never_cost_less_and_twice_as_many_are_no_cliff(
+    costs: CostModel, kind: Collective, bytes_in: int
+) -> None:
+    spec = costs.cluster
+    strides = [2**i for i in range(spec.world_size.bit_length() - 1)]
+    for stride in strides:
+        group = axis(2, stride)
+        while group.size * 2 * stride <= spec.world_size:
+            twice = axis(group.size * 2, stride)
+            price_s, twice_s = (costs.collective_s(kind, each, bytes_in) for each in (group, twice))
+            assert price_s <= twice_s * SLACK
+            # Through the same levels, P - 1 hops and shards become 2P - 1: three times for two ranks, then twice.
+            if len(crossings(spec, group)) == len(crossings(spec, twice)):
+                assert twice_s <= 3 * price_s * SLACK
+            group = twice
+
+
+@given(clusters(), st.sampled_from(KINDS), st.data())
+def test_prices_lie_between_the_slowest_link_and_all_links_together(
+    costs: CostModel, kind: Collective, data: st.DataObject
+) -> None:
+    axes = [a for mesh in candidate_meshes(costs.cluster) for a in mesh.axes if a.size > 1]
+    assume(axes)
+    group = data.draw(st.sampled_from(axes))
+    crossed = crossings(costs.cluster, group)
+    received = {"all_gather": group.size - 1, "all_reduce": 2 * (group.size - 1) / group.size}.get(kind, 1)
+    slowest = min(c.level.bandwidth_bytes_per_s for c in crossed)
+    fastest = max(c.level.bandwidth_bytes_per_s * c.inside for c in crossed)
+    # A whole tensor arrives at most, or half of one at least where only shards of it do.
+    for latency_s, seconds_per_byte in costs.collective_terms(kind, group)[:1]:
+        assert received / 2 / fastest <= seconds_per_byte * SLACK
+        assert seconds_per_byte <= received / slowest * SLACK
+        assert latency_s <= 2 * group.size * max(c.level.latency_s for c in crossed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_further_node_adds_its_part_and_no_more(kind: Collective) -> None:
+    costs = CostModel(ClusterSpec.preset("dgx-h100", nodes=256))
+    nodes = range(2, 129)
+    for stride, per_node in ((1, 8), (8, 1)):
+        prices = [costs.collective_s(kind, axis(n * per_node, stride), 2**20) for n in nodes]
+        for n, (price_s, next_s) in zip(nodes, itertools.pairwise(prices), strict=False):
+            assert price_s <= next_s * SLACK
+            grown = ((n + 1) * per_node - 1) / (n * per_node - 1)
+            assert next_s <= price_s * max(grown, 1 + 2 / n)
+
+
+def test_the_gather_over_twice_the_nodes_is_twice_as_long() -> None:
+    costs = CostModel(ClusterSpec.preset("dgx-h100", nodes=64))
+    half_s, whole_s = (costs.collective_s("all_gather", axis(n, 8), 2**24) for n in (32, 64))
+    assert whole_s == pytest.approx(half_s * 63 / 31, rel=1e-2)
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
+    mesh = Mesh.of(data=2, tensor=4)
+    for group in mesh.axes:
+        parts_s = TWO_NODES.collective_s("reduce_scatter", group, GB)
+        parts_s += TWO_NODES.collective_s("all_gather", group, GB // group.size)
+        assert math.isclose(TWO_NODES.collective_s("all_reduce", group, GB), parts_s, rel_tol=1e-6)
+
+
+def test_published_all_reduce_on_one_dgx_h100() -> None:
+    """8 x H100: nccl-tests report 460 to 480 GB/s bus bandwidth with in-switch sums, rings about 370."""
+    costs = CostModel(ClusterSpec.preset("dgx-h100"))
+    bus_bandwidth = 2 * 7 / 8 * 8 * 2**30 / costs.collective_s("all_reduce", axis(8), 8 * 2**30)
+    assert 350e9 < bus_bandwidth < 480e9

@@ -1,0 +1,115 @@
+"""Meshes respect the levels of the cluster, and each essentially different one is proposed once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.cluster import ClusterSpec, Level
+from planner.errors import PinError
+from planner.layout import Axis, Mesh
+from planner.mesh import candidate_meshes, pinned_mesh
+
+
+def cluster(*sizes: int) -> ClusterSpec:
+    """A cluster with these level sizes, innermost first."""
+    levels = tuple(
+        Level(name=f"l{i}", size=size, latency_s=1e-6, bandwidth_bytes_per_s=1e9) for i, size in enumerate(sizes)
+    )
+    return ClusterSpec.local(1, memory_bytes=1).model_copy(update={"levels": levels})
+
+
+@pytest.mark.parametrize(
+    "levels, meshes",
+    [
+        ((1,), [(1,)]),
+        ((1, 1), [(1,)]),
+        ((2,), [(2,)]),
+        ((4,), [(4,), (2, 2)]),
+        ((8,), [(8,), (2, 4)]),
+        ((12,), [(12,), (2, 6), (3, 4)]),
+        ((1, 8), [(8,), (2, 4)]),
+        ((8, 1), [(8,), (2, 4)]),
+        ((2, 2), [(4,), (2, 2)]),
+        ((8, 2), [(16,), (2, 8), (4, 4), (8, 2)]),
+        ((8, 4), [(32,), (2, 16), (4, 8), (8, 4), (16, 2)]),
+        ((8, 3), [(24,), (3, 8), (6, 4), (12, 2)]),
+        ((6, 2), [(12,), (2, 6), (4, 3), (6, 2)]),
+        ((2, 2, 2), [(8,), (2, 4), (4, 2)]),
+    ],
+)
+def test_candidates(levels: tuple[int, ...], meshes: list[tuple[int, ...]]) -> None:
+    assert [mesh.sizes for mesh in candidate_meshes(cluster(*levels))] == meshes
+
+
+def test_three_axes() -> None:
+    found = [mesh.sizes for mesh in candidate_meshes(cluster(8, 4), max_axes=3) if len(mesh.axes) == 3]
+    # In (2, 2, 8) two axes lie between nodes, in (4, 2, 4) two within one: those stand in ascending order.
+    assert found == [(2, 2, 8), (2, 4, 4), (2, 8, 2), (4, 2, 4), (8, 2, 2)]
+
+
+def test_names_and_strides() -> None:
+    assert candidate_meshes(cluster(4), max_axes=1) == (Mesh((Axis("all", 4, 1),)),)
+    assert candidate_meshes(cluster(4, 2))[1] == Mesh((Axis("outer", 2, 4), Axis("inner", 4, 1)))
+
+
+def test_meshes_of_one_stage() -> None:
+    assert [mesh.sizes for mesh in candidate_meshes(cluster(8, 4), devices=16)] == [(16,), (2, 8), (4, 4), (8, 2)]
+    assert candidate_meshes(cluster(8, 3), devices=12) == ()
+
+
+def test_more_axes_than_there_are_names_for() -> None:
+    with pytest.raises(ValueError, match="max_axes is 4"):
+        candidate_meshes(cluster(8), max_axes=4)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3), st.integers(1, 3))
+def test_every_candidate_fills_the_cluster_along_its_boundaries(sizes: list[int], max_axes: int) -> None:
+    spec = cluster(*sizes)
+    meshes = candidate_meshes(spec, max_axes)
+    assert len(set(meshes)) == len(meshes)
+    assert len(meshes[0].axes) == 1
+    for mesh in meshes:
+        assert mesh.size == spec.world_size
+        assert mesh == Mesh.of(**dict(zip(mesh.names, mesh.sizes, strict=True)))
+        for axis in mesh.axes:
+            assert all(span % axis.stride == 0 or axis.stride % span == 0 for span in spec.spans)
+
+
+@pytest.mark.parametrize(
+    "pins, axes",
+    [
+        ({"tensor": 8, "pipeline": 2, "data": 2}, {"pipeline": 2, "data": 2, "tensor": 8}),
+        ({"tensor": 8}, {"data": 4, "tensor": 8}),
+        ({"context": 2, "tensor": 2}, {"data": 8, "context": 2, "tensor": 2}),
+        ({"pipeline": 4, "tensor": 8}, {"pipeline": 4, "tensor": 8}),
+        ({"data": 32, "tensor": 1}, {"data": 32}),
+        ({}, {"data": 32}),
+    ],
+)
+def test_pins(pins: dict[str, int], axes: dict[str, int]) -> None:
+    mesh = pinned_mesh(cluster(8, 4), pins)
+    assert mesh == Mesh.of(**axes)
+    assert mesh.axes[-1].stride == 1
+
+
+def test_a_single_device_is_one_axis_of_size_one() -> None:
+    assert pinned_mesh(cluster(1), {"tensor": 1}) == candidate_meshes(cluster(1))[0] == Mesh.of(all=1)
+
+
+@pytest.mark.parametrize(
+    "pins, parts",
+    [
+        ({"tensor": 5}, ["tensor 5 = 5", "does not divide the 32 devices", "'local'"]),
+        ({"pipeline": 3, "tensor": 8}, ["pipeline 3 x tensor 8 = 24", "32 devices"]),
+        ({"data": 2, "tensor": 8}, ["data 2 x tensor 8 = 16", "32 devices", "leave out data"]),
+        ({"tensr": 2}, ["'tensr'", "did you mean 'tensor'?", "pipeline, data, context, tensor"]),
+        ({"tensor": 0}, ["tensor=0", "at least 1"]),
+        ({"tensor": True}, ["tensor=True", "at least 1"]),
+        ({"tensor": "8"}, ["tensor='8'", "whole number"]),
+    ],
+)
+def test_wrong_pins(pins: dict[str, int], parts: list[str]) -> None:
+    with pytest.raises(PinError) as caught:
+        pinned_mesh(cluster(8, 4), pins)
+    for part in parts:
+        assert part in str(caught.value)
