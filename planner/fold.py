@@ -282,7 +282,7 @@ def _clip(run: _Run, free: Iterable[tuple[int, int]], minimum: int) -> list[_Run
 
 def _without(free: Iterable[tuple[int, int]], stack: _Stack) -> list[tuple[int, int]]:
     pieces = ((low, high) for a, b in free for low, high in ((a, min(b, stack.start)), (max(a, stack.end), b)))
-    return [(low, high) for low, high in dict.fromkeys(pieces) if low < high]
+    return [(low, high) for low, high in pieces if low < high]
 
 
 def _place(text: _Text, run: _Run, known: set[tuple[int, ...]], minimum: int) -> _Stack:
