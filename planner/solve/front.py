@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 
-from planner.errors import AutoparError
 from planner.problem import Answer, Problem, Status, evaluate
-from planner.solve.exact import minimise_exactly
+from planner.solve.best import Best
 from planner.solve.model import build_model, drop_forbidden
+from planner.solve.peak import least_peak
+from planner.solve.window import search
 
 _PROVED = 1e-6  # relative gap at which an answer counts as optimal
 
@@ -20,21 +21,30 @@ def solve(
     incumbent: tuple[int, ...] | None = None,
     cutoff_s: float = math.inf,
 ) -> Answer:
-    """The assignment of least ``evaluate(...).time_s`` whose peak fits ``limit_bytes``."""
+    """The assignment of least ``evaluate(...).time_s`` whose peak fits ``limit_bytes``, with a proven lower bound.
+
+    ``incumbent`` is an assignment to start from. The search ends as soon as nothing faster than ``cutoff_s`` can
+    exist: then ``bound_s`` reaches ``cutoff_s`` and the choices are merely feasible. The answer is the same in every
+    process unless the time limit cuts the search short. ``infeasible`` is proven when ``bound_s`` is infinite; with
+    a finite bound the time limit came before any feasible assignment. Raises :class:`AutoparError` on malformed
+    problems.
+    """
     start = time.monotonic()
+    deadline = start + time_limit_s
     problem.check()
-    model = drop_forbidden(build_model(problem))
-    if model is None:
-        raise AutoparError("every assignment contains a forbidden choice or pair; look for infinite costs")
-    outcome = minimise_exactly(model, "time", None, time_limit_s)
-    if outcome.assignment is None:
-        outcome = minimise_exactly(model, "peak", None, time_limit_s)
-        if outcome.assignment is None:
-            raise AutoparError("every assignment contains a forbidden pair; look for infinite costs")
-        choices = model.choices(outcome.assignment)
-        return Answer(choices, evaluate(problem, choices).time_s, math.inf, "infeasible", time.monotonic() - start)
-    choices = model.choices(outcome.assignment)
-    objective = evaluate(problem, choices).time_s
-    bound = min(outcome.bound, objective)
-    status: Status = "optimal" if objective - bound <= _PROVED * abs(objective) else "feasible"
-    return Answer(choices, objective, bound, status, time.monotonic() - start)
+    best = Best(problem, cutoff_s)
+    if incumbent is not None:
+        best.offer(incumbent)
+    model = build_model(problem)
+    allowed = drop_forbidden(model)
+    bound = math.inf if allowed is None else search(allowed, best, deadline)
+    if best.choices is None:
+        choices = least_peak(model, deadline)
+        best.offer(choices)
+    if best.choices is None:
+        objective = evaluate(problem, choices).time_s
+        return Answer(choices, objective, bound, "infeasible", time.monotonic() - start)
+    bound = min(bound, best.objective_s)
+    proved = best.objective_s - bound <= _PROVED * abs(best.objective_s)
+    status: Status = "optimal" if proved else "feasible"
+    return Answer(best.choices, best.objective_s, bound, status, time.monotonic() - start)

@@ -9,7 +9,7 @@ is then one matrix-vector product per factor. Bytes are kept as floats: whole nu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,8 @@ Mask = NDArray[np.bool_]
 class Model:
     """Per vertex ``(choices, 4)`` costs and ``(choices,)`` transient bytes; per pair ``(tail, head, 4)`` costs.
 
-    ``original[v][c]`` is the problem's number of choice ``c`` of vertex ``v``.
+    ``original[v][c]`` is the problem's number of choice ``c`` of vertex ``v``. Without a memory limit all bytes and
+    the limit are zero.
     """
 
     singles: tuple[Floats, ...]
@@ -46,14 +47,15 @@ class Model:
 
 def build_model(problem: Problem) -> Model:
     """Stack the costs, merge parallel edges, and fold self-edges into their vertex."""
+    counted = 0 if problem.limit_bytes is None else 1
     singles = []
     for vertex in problem.vertices:
         if not np.isfinite(vertex.cover_s).all() or (vertex.background_s == -math.inf).any():
             raise AutoparError(f"vertex {vertex.name}: cover_s must be finite, background_s above -inf")
-        singles.append(_stack(vertex.time_s, vertex.background_s, vertex.held_bytes, vertex.cover_s))
+        singles.append(_stack(vertex.time_s, vertex.background_s, counted * vertex.held_bytes, vertex.cover_s))
     pairs: dict[tuple[int, int], Floats] = {}
     for edge in problem.edges:
-        costs = _stack(edge.time_s, edge.background_s, edge.held_bytes)
+        costs = _stack(edge.time_s, edge.background_s, counted * edge.held_bytes)
         if edge.tail == edge.head:
             singles[edge.tail] = singles[edge.tail] + np.einsum("cck->ck", costs)
             continue
@@ -62,10 +64,10 @@ def build_model(problem: Problem) -> Model:
         pairs[key] = pairs[key] + costs if key in pairs else costs
     return Model(
         singles=tuple(singles),
-        transient=tuple(np.maximum(vertex.transient_bytes, 0).astype(np.float64) for vertex in problem.vertices),
+        transient=tuple(counted * np.maximum(v.transient_bytes, 0).astype(np.float64) for v in problem.vertices),
         pairs=pairs,
         original=tuple(np.arange(vertex.choices) for vertex in problem.vertices),
-        limit_bytes=math.inf if problem.limit_bytes is None else float(problem.limit_bytes),
+        limit_bytes=float(problem.limit_bytes or 0),
     )
 
 
@@ -75,6 +77,12 @@ def _stack(time: Floats, background: Floats, held: Ints, cover: Floats | float =
     columns = (time, time + background - cover, held)
     finite = [np.where(allowed, column, 0.0) for column in columns]
     return np.stack([*finite, np.where(allowed, 0.0, math.inf)], axis=-1)
+
+
+def allow_everything(model: Model) -> Model:
+    """The model without its walls; what was forbidden costs nothing."""
+    singles = tuple(np.where(np.isinf(single), 0.0, single) for single in model.singles)
+    return replace(model, singles=singles, pairs={k: np.where(np.isinf(c), 0.0, c) for k, c in model.pairs.items()})
 
 
 def drop_forbidden(model: Model) -> Model | None:
@@ -105,3 +113,33 @@ def restrict(model: Model, keep: list[Mask]) -> Model | None:
         original=tuple(numbers[mask] for numbers, mask in zip(model.original, keep, strict=True)),
         limit_bytes=model.limit_bytes,
     )
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Column sums of an assignment, and its largest transient."""
+
+    time_s: float
+    exposed_s: float
+    held_bytes: float
+    transient_bytes: float
+    allowed: bool
+
+    @property
+    def objective_s(self) -> float:
+        """Step time, infinite when a choice or pair is forbidden."""
+        return max(self.time_s, self.exposed_s) if self.allowed else math.inf
+
+    @property
+    def peak_bytes(self) -> float:
+        """Held bytes and the largest transient together."""
+        return self.held_bytes + self.transient_bytes
+
+
+def total(model: Model, assignment: Ints) -> Totals:
+    """Add up an assignment's costs."""
+    rows = [single[c] for single, c in zip(model.singles, assignment, strict=True)]
+    rows += [costs[assignment[tail], assignment[head]] for (tail, head), costs in model.pairs.items()]
+    time, exposed, held, wall = np.sum(rows, axis=0) if rows else np.zeros(4)
+    transient = max((float(t[c]) for t, c in zip(model.transient, assignment, strict=True)), default=0.0)
+    return Totals(float(time), float(exposed), float(held), transient, bool(wall == 0.0))

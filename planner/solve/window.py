@@ -1,0 +1,178 @@
+"""Turn a model into its proven optimum: bound, prune, search, and split over the largest transient.
+
+Held bytes are a sum that elimination can bound; the largest transient is not. A window is the part of the problem
+whose largest transient is at least a floor, which is set aside from the limit. Where the transients of its choices
+reach far above the floor the window is split in two, so that the sum becomes nearly the whole truth.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from planner.problem import Floats
+from planner.solve.best import Best
+from planner.solve.eliminate import Elimination, choice_bounds, decode, eliminate
+from planner.solve.exact import minimise_exactly
+from planner.solve.labels import search_labels
+from planner.solve.model import Mask, Model, drop_forbidden, restrict
+from planner.solve.relax import Multipliers, Relaxation, relax
+from planner.solve.tree import build_tree
+
+MAX_ENTRIES = 5_000_000  # of an elimination table; beyond, its bucket is split
+HELD_ONLY: Floats = np.array([0.0, 0.0, 1.0, 1.0])
+
+_NARROW, _WIDEST = 300, 300_000  # labels kept by the first search and by the last
+_WIDENING = 10
+_SHRUNK = 0.9  # bound again once pruning left at most this part of the choices
+_SPLIT = 0.2  # part of the gap that a window's transient range may account for
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Assignments of ``model`` whose largest transient is at least ``floor_bytes``; none is faster than ``bound``."""
+
+    model: Model
+    floor_bytes: float = 0.0
+    bound: float = -math.inf
+    multipliers: Multipliers = field(default_factory=Multipliers)
+
+    @property
+    def room_bytes(self) -> float:
+        """What may be held beside the floor."""
+        return self.model.limit_bytes - self.floor_bytes
+
+    def keep(self, masks: list[Mask]) -> Window | None:
+        """The window with only the kept choices and what they allow; None when no assignment is left."""
+        kept = restrict(self.model, masks)
+        model = None if kept is None else drop_forbidden(kept)
+        if model is None:
+            return None
+        needed = max((float(values.min()) for values in model.transient), default=0.0)
+        return replace(self, model=model, floor_bytes=max(self.floor_bytes, needed))
+
+
+@dataclass(frozen=True, eq=False)
+class Bounded:
+    """A window with its relaxation, and with the elimination of held bytes along the same tree."""
+
+    window: Window
+    held: Elimination
+    relaxation: Relaxation
+
+
+def search(model: Model, best: Best, deadline: float) -> float:
+    """Improve ``best`` until nothing below its target is left, or until ``deadline``; the lower bound proven."""
+    free = eliminate(model, build_tree(model, MAX_ENTRIES), Multipliers().weights())
+    best.offer_assignment(model, decode(free))
+    waiting, given_up = [Window(model, bound=free.bound)], math.inf
+    while waiting:
+        window = min(waiting, key=lambda window: window.bound)
+        waiting.remove(window)
+        if window.bound >= best.target_s:
+            continue
+        if time.monotonic() > deadline:
+            given_up = min(given_up, window.bound)
+            continue
+        bounded = _bound(window, best, deadline)
+        if bounded is None:
+            continue
+        left = _search(bounded, best, _NARROW, deadline)
+        parts = _split(bounded, best) if left < best.target_s else []
+        waiting += parts
+        if not parts:
+            given_up = min(given_up, _close(bounded, left, best, deadline))
+    return min(given_up, best.target_s)
+
+
+def _bound(window: Window, best: Best, deadline: float) -> Bounded | None:
+    """Bound and prune in turn while pruning helps; None when no assignment below the target is left."""
+    while True:
+        model = window.model
+        tree = build_tree(model, MAX_ENTRIES)
+        held = eliminate(model, tree, HELD_ONLY)
+        lightest = decode(held)
+        best.offer_assignment(model, lightest)
+        if held.bound > window.room_bytes:
+            return None
+        fitting = window.keep(_fitting(window, held))
+        if fitting is None:
+            return None
+        if _shrunk(window, fitting):
+            window = fitting
+            continue
+        relaxation = relax(model, tree, window.room_bytes, best.target_s, window.multipliers, [lightest], deadline)
+        for assignment in relaxation.assignments:
+            best.offer_assignment(model, assignment)
+        bound = max(window.bound, relaxation.bound)
+        window = replace(window, bound=bound, multipliers=relaxation.multipliers)
+        promising = window.keep(_promising(window, relaxation, best.target_s))
+        if promising is None or bound >= best.target_s:
+            return None
+        if not _shrunk(window, promising) or time.monotonic() > deadline:
+            return Bounded(window, held, relaxation)
+        window = promising
+
+
+def _fitting(window: Window, held: Elimination) -> list[Mask]:
+    """Choices whose least peak is within the limit."""
+    model = window.model
+    least = zip(choice_bounds(held), model.transient, strict=True)
+    return [bytes_ + np.maximum(values, window.floor_bytes) <= model.limit_bytes for bytes_, values in least]
+
+
+def _promising(window: Window, relaxation: Relaxation, target_s: float) -> list[Mask]:
+    """Choices whose relaxed time is below the target, bytes above the limit charged at their price."""
+    price, limit = relaxation.multipliers.price, window.model.limit_bytes
+    least = zip(choice_bounds(relaxation.elimination), window.model.transient, strict=True)
+    return [s + price * (np.maximum(values, window.floor_bytes) - limit) < target_s for s, values in least]
+
+
+def _shrunk(before: Window, after: Window) -> bool:
+    return sum(after.model.sizes) <= _SHRUNK * sum(before.model.sizes)
+
+
+def _search(bounded: Bounded, best: Best, width: int, deadline: float) -> float:
+    """Offer what a label search of this width finds; a bound on what it may have missed below the target."""
+    window, target = bounded.window, best.target_s
+    seconds = bounded.relaxation.elimination
+    found = search_labels(seconds, bounded.held, window.floor_bytes, target, width, deadline)
+    if found.assignment is not None:
+        best.offer_assignment(window.model, found.assignment)
+    return found.dropped_bound
+
+
+def _split(bounded: Bounded, best: Best) -> list[Window]:
+    """The window cut in the middle of its transients, or nothing where they explain little of the gap."""
+    window, price = bounded.window, bounded.window.multipliers.price
+    above = np.concatenate([values[values > window.floor_bytes] for values in window.model.transient])
+    reach = float(above.max(initial=window.floor_bytes)) - window.floor_bytes
+    if price * reach <= _SPLIT * (best.target_s - window.bound):
+        return []
+    middle = window.floor_bytes + reach / 2
+    floor = float(above[above > middle].min())
+    low = window.keep([values <= middle for values in window.model.transient])
+    high = replace(window, floor_bytes=floor)
+    return [high] if low is None else [low, high]
+
+
+def _close(bounded: Bounded, left: float, best: Best, deadline: float) -> float:
+    """Search wider and wider; a bound on what was missed below the target."""
+    width = _NARROW
+    while left < best.target_s and width < _WIDEST and time.monotonic() <= deadline:
+        width *= _WIDENING
+        again = _bound(bounded.window, best, deadline)
+        if again is None:
+            return math.inf
+        bounded = again
+        left = _search(bounded, best, width, deadline)
+    left = max(left, bounded.window.bound)
+    if left < best.target_s and time.monotonic() <= deadline:
+        outcome = minimise_exactly(bounded.window.model, "time", None, deadline - time.monotonic())
+        left = max(left, outcome.bound)
+        if outcome.assignment is not None:
+            best.offer_assignment(bounded.window.model, outcome.assignment)
+    return left
