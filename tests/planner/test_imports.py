@@ -22,14 +22,17 @@ ROOMS: dict[str, set[str]] = {
     "ops": {*BASE, "rules"},
     "fold": {"errors", "graph"},
     "cluster": {"errors"},
-    "mesh": {"errors", "cluster"},
+    "mesh": {"errors", "layout", "cluster"},
+    "cost": {*BASE, "cluster", "mesh"},
     "problem": {"errors"},
-    "cost": {*BASE, "rules", "ops", "cluster", "mesh", "problem"},
-    "conversion": {*BASE, "cluster", "mesh", "cost", "problem"},
     "solve": {"errors", "problem"},
-    "strategy": {*BASE, "rules", "ops", "fold", "cluster", "mesh", "cost", "conversion", "problem"},
+    "conversion": {*BASE, "cost", "problem"},
+    "strategy": {*BASE, "rules", "ops"},
+    "formulate": {*BASE, "rules", "ops", "fold", "cost", "problem", "conversion", "strategy"},
+    "pins": {*BASE, "rules", "ops", "mesh", "strategy", "formulate"},
+    "predict": {*BASE, "fold", "cost", "conversion", "formulate"},
 }
-ROOMS["plan"] = {*BASE, "cluster", "mesh"}
+ROOMS["plan"] = {*ROOMS} - {"solve"}
 ROOMS["search"] = {*ROOMS}
 ROOMS["explain"] = {*ROOMS}
 
