@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from planner.graph import Node, TensorType
-from planner.ops.contraction import aligned
+from planner.ops.factors import aligned, spanned, without_ones
 from planner.ops.table import Row
 from planner.rules import Dims, Rule, Special
 
 
+@without_ones
 def _attention(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``q[b.., h, query, d], k[b.., h, key, d], v[b.., h, key, e], mask[.., query, key] -> y[b.., h, query, e]``.
 
@@ -19,8 +20,7 @@ def _attention(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """
     q, k, v, *mask = operands
     *outer, query, e = node.results[0].shape
-    sizes = {f"b{i}": size for i, size in enumerate(outer[:-1])}
-    batch: Dims = tuple((f"b{i}",) for i in range(len(outer) - 1))
+    sizes, batch = spanned("b", tuple(outer[:-1]))
     kv_head: Dims = (("kv",),) if outer else ()
     q_head = kv_head
     if node["enable_gqa"]:
@@ -41,14 +41,14 @@ def _attention(node: Node, operands: tuple[TensorType, ...]) -> Rule:
         results=((*batch, *q_head, ("query",), ("e",)),),
         whole=frozenset({"key", "d", "e"}),
         linear=(frozenset({2}),),
-        special={"query": Special()} if node["is_causal"] else {},
+        special={"query": Special(strided=True)} if node["is_causal"] else {},
     )
 
 
 def _attention_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> int:
     """Two products over every (query, key) pair; a causal mask leaves half of the pairs."""
-    flops = 2 * math.prod(size for factor, size in rule.sizes.items() if factor not in ("d", "e"))
-    flops *= rule.sizes["d"] + rule.sizes["e"]
+    pairs = math.prod(size for factor, size in rule.sizes.items() if factor not in ("d", "e"))
+    flops = 2 * pairs * (rule.sizes.get("d", 1) + rule.sizes.get("e", 1))
     return flops // 2 if node["is_causal"] else flops
 
 

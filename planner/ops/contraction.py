@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from planner.graph import Node, Ref, TensorType
+from planner.graph import Node, TensorType
+from planner.ops.factors import aligned, spanned, without_ones
 from planner.ops.table import Row, contraction_flops
 from planner.rules import Dims, Rule
 
 
-def positions(node: Node) -> dict[str, int]:
-    """Operand position of every tensor argument that is present, by schema name."""
-    present = [name for name, value in node.args if isinstance(value, Ref)]
-    return {name: position for position, name in enumerate(present)}
-
-
-def aligned(shape: tuple[int, ...], dims: Dims, sizes: Mapping[str, int]) -> Dims:
-    """Dims of a tensor of ``shape`` that broadcasts, aligned from the right, against ``dims``."""
-    own = dims[len(dims) - len(shape) :]
-    return tuple(
-        () if size == 1 and math.prod(sizes[f] for f in dim) > 1 else dim for size, dim in zip(shape, own, strict=True)
-    )
-
-
+@without_ones
 def _linear(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``x[..., k], w[n, k] or w[k], bias[n] -> y[..., n]``."""
     x, w, *bias = operands
-    leading = tuple((f"m{i}",) for i in range(len(x.shape) - 1))
-    sizes = {f"m{i}": size for i, size in enumerate(x.shape[:-1])} | {"k": x.shape[-1]}
+    sizes, leading = spanned("m", x.shape[:-1])
+    sizes["k"] = x.shape[-1]
     out: Dims = (("n",),) if len(w.shape) == 2 else ()
     if out:
         sizes["n"] = w.shape[0]
@@ -47,8 +34,8 @@ def _matmul_factors(
     a: tuple[int, ...], b: tuple[int, ...], batch: tuple[int, ...]
 ) -> tuple[dict[str, int], Dims, Dims, Dims]:
     """Factor sizes and dims of ``a @ b`` (torch.matmul's rules), with broadcast ``batch`` dims."""
-    sizes = {f"b{i}": size for i, size in enumerate(batch)} | {"k": a[-1]}
-    batch_dims: Dims = tuple((f"b{i}",) for i in range(len(batch)))
+    sizes, batch_dims = spanned("b", batch)
+    sizes["k"] = a[-1]
     rows: Dims = (("m",),) if len(a) > 1 else ()
     columns: Dims = (("n",),) if len(b) > 1 else ()
     if rows:
@@ -60,6 +47,7 @@ def _matmul_factors(
     return sizes, left, right, (*batch_dims, *rows, *columns)
 
 
+@without_ones
 def _matmul(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``a[..., m, k], b[..., k, n] -> y[..., m, n]``; either may be a vector."""
     a, b = operands
@@ -69,6 +57,7 @@ def _matmul(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     return Rule(sizes=sizes, operands=(left, right), results=(out,), linear=(frozenset({0}), frozenset({1})))
 
 
+@without_ones
 def _added_matmul(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``c, a[..., m, k], b[..., k, n] -> beta c + alpha a b``; ``c`` broadcasts."""
     c, a, b = operands
@@ -84,6 +73,7 @@ def _added_matmul(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     )
 
 
+@without_ones
 def _outer(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``a[m], b[n] -> y[m, n]``."""
     a, b = operands
@@ -95,6 +85,7 @@ def _outer(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     )
 
 
+@without_ones
 def _einsum(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """The equation itself; an ellipsis or a repeated label in one operand keeps every factor whole."""
     equation = str(node["equation"]).replace(" ", "")
@@ -128,11 +119,12 @@ def _einsum_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> i
     flops, held = 0, set(terms[0])
     for i, term in enumerate(terms[1:], start=1):
         space = held | set(term)
-        flops += 2 * math.prod(rule.sizes[label] for label in space)
+        flops += 2 * math.prod(rule.sizes.get(label, 1) for label in space)
         held = space & (set(output) | set("".join(terms[i + 1 :])))
     return flops
 
 
+@without_ones
 def _whole(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """Every dim a factor of its own, none to be sharded."""
     tensors = (*operands, *node.results)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 
 from planner.graph import Node, TensorType
+from planner.ops.factors import spanned, without_ones
 from planner.ops.table import Row
 from planner.rules import Dims, Rule, Special
-
-
-def _spatial(prefix: str, shape: tuple[int, ...]) -> tuple[dict[str, int], Dims]:
-    """One factor per dim of ``shape``."""
-    sizes = {f"{prefix}{i}": size for i, size in enumerate(shape)}
-    return sizes, tuple((factor,) for factor in sizes)
 
 
 def _is_transposed(node: Node) -> bool:
     return bool(node["transposed"]) or node.op.startswith("aten.conv_transpose")
 
 
+@without_ones
 def _convolution(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``x[n, (g, i), in..], w[(g, o), i, window..], bias[(g, o)] -> y[n, (g, o), out..]``.
 
@@ -29,9 +25,9 @@ def _convolution(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     window = len(w.shape) - 2
     groups = node["groups"]
     assert isinstance(groups, int)
-    in_sizes, in_dims = _spatial("in", x.shape[-window:])
-    out_sizes, out_dims = _spatial("out", node.results[0].shape[-window:])
-    window_sizes, window_dims = _spatial("window", w.shape[2:])
+    in_sizes, in_dims = spanned("in", x.shape[-window:])
+    out_sizes, out_dims = spanned("out", node.results[0].shape[-window:])
+    window_sizes, window_dims = spanned("window", w.shape[2:])
     wide, narrow = ("i", "o") if _is_transposed(node) else ("o", "i")
     batch: Dims = (("n",),) if len(x.shape) == window + 2 else ()
     sizes = {"g": groups, wide: w.shape[0] // groups, narrow: w.shape[1]}
@@ -55,21 +51,21 @@ def _convolution(node: Node, operands: tuple[TensorType, ...]) -> Rule:
 
 def _convolution_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> int:
     """A multiply and an add per window position and channel pair of a group, at every output (input if transposed)."""
-    positions = operands[0].shape if _is_transposed(node) else node.results[0].shape
     window = operands[1].shape[2:]
-    pixels = math.prod(positions[-len(window) :])
-    return 2 * rule.sizes.get("n", 1) * math.prod(rule.sizes[f] for f in ("g", "i", "o")) * pixels * math.prod(window)
+    swept = operands[0] if _is_transposed(node) else node.results[0]
+    pixels = math.prod(swept.shape[-len(window) :])
+    return 2 * math.prod(rule.sizes.get(f, 1) for f in ("n", "g", "i", "o")) * pixels * math.prod(window)
 
 
 def _windows(spatial: int) -> Row:
     """``x[.., in..] -> y[.., out..]`` over the last ``spatial`` dims; leading dims shard."""
 
+    @without_ones
     def rule(node: Node, operands: tuple[TensorType, ...]) -> Rule:
         shape = operands[0].shape
-        leading = {f"m{i}": size for i, size in enumerate(shape[:-spatial])}
-        lead: Dims = tuple((factor,) for factor in leading)
-        in_sizes, in_dims = _spatial("in", shape[-spatial:])
-        out_sizes, out_dims = _spatial("out", node.results[0].shape[-spatial:])
+        leading, lead = spanned("m", shape[:-spatial])
+        in_sizes, in_dims = spanned("in", shape[-spatial:])
+        out_sizes, out_dims = spanned("out", node.results[0].shape[-spatial:])
         return Rule(
             sizes=leading | in_sizes | out_sizes,
             operands=((*lead, *in_dims),),
@@ -90,11 +86,12 @@ def _saved(node: Node) -> tuple[str, ...]:
     return () if _is_linear(node) else ("in0", *(("out1",) if len(node.results) > 1 else ()))
 
 
+@without_ones
 def _grid_sampler(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``x[n, c, in..], grid[n, out.., xy] -> y[n, c, out..]``; linear in ``x``."""
     x, grid = operands
-    in_sizes, in_dims = _spatial("in", x.shape[2:])
-    out_sizes, out_dims = _spatial("out", grid.shape[1:-1])
+    in_sizes, in_dims = spanned("in", x.shape[2:])
+    out_sizes, out_dims = spanned("out", grid.shape[1:-1])
     return Rule(
         sizes={"n": x.shape[0], "c": x.shape[1], "xy": grid.shape[-1]} | in_sizes | out_sizes,
         operands=((("n",), ("c",), *in_dims), (("n",), *out_dims, ("xy",))),

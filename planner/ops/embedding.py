@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from planner.graph import Node, TensorType
+from planner.ops.factors import spanned, without_ones
 from planner.ops.table import Row
-from planner.rules import Dims, Rule, Special
+from planner.rules import Rule, Special
 
 
+@without_ones
 def _embedding(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``weight[v, h], ids[..] -> y[.., h]``.
 
@@ -14,8 +16,8 @@ def _embedding(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     local form (:func:`autopar.runtime.layers.vocab_embedding`).
     """
     weight, ids = operands
-    index: Dims = tuple((f"i{d}",) for d in range(len(ids.shape)))
-    sizes = {f"i{d}": size for d, size in enumerate(ids.shape)} | {"v": weight.shape[0], "h": weight.shape[1]}
+    sizes, index = spanned("i", ids.shape)
+    sizes |= {"v": weight.shape[0], "h": weight.shape[1]}
     global_counts = node["scale_grad_by_freq"] or node["sparse"]
     return Rule(
         sizes=sizes,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from planner.graph import Node, TensorType
 from planner.layout import I
-from planner.ops.contraction import aligned, positions
+from planner.ops.factors import aligned, positions, spanned, without_ones
 from planner.ops.table import Row
 from planner.rules import Dims, Inner, Rule, Special
 
@@ -33,6 +33,7 @@ def _count(node: Node, operands: tuple[TensorType, ...]) -> tuple[Inner, ...]:
     return (Inner("all_reduce", (), item_bytes),)
 
 
+@without_ones
 def _cross_entropy(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``logits[t, v, d1..], target[t, d1..], weight[v] -> loss`` (``[t, d1..]`` without a reduction).
 
@@ -46,7 +47,7 @@ def _cross_entropy(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     soft = target.dtype.startswith(("float", "bfloat"))
     special: dict[str, Special] = {}
     if not soft and (inner := _count(node, operands)):
-        special |= {factor: Special(inner=inner) for factor in sizes if factor != "v"}
+        special |= {factor: Special(inner=inner, strided=True) for factor in sizes if factor != "v"}
     if not soft and not weight:
         item_bytes = max(4, operands[0].item_bytes)
         sums = 3 if node["label_smoothing"] else 2
@@ -65,6 +66,7 @@ def _cross_entropy(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     )
 
 
+@without_ones
 def _nll(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``log_probs[t, v, d1..], target[t, d1..], weight[v] -> loss (, total weight [])``."""
     sizes, scores, tokens = _tokens(operands)
@@ -74,10 +76,11 @@ def _nll(node: Node, operands: tuple[TensorType, ...]) -> Rule:
         operands=(scores, tokens, *(((("v",),),) * (len(operands) - 2))),
         results=(tokens if node.results[0].shape else (), *(((),) * (len(node.results) - 1))),
         whole=frozenset({"v"}),
-        special={factor: Special(inner=inner) for factor in sizes if factor != "v"} if inner else {},
+        special={factor: Special(inner=inner, strided=True) for factor in sizes if factor != "v"} if inner else {},
     )
 
 
+@without_ones
 def _pointwise(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``input[..], target[..] -> loss``, broadcast; a mean divides by the (static) number of elements."""
     rank = max(len(operand.shape) for operand in operands)
@@ -85,8 +88,7 @@ def _pointwise(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     for operand in operands:
         for d, size in enumerate(reversed(operand.shape), start=1):
             shape[-d] = max(shape[-d], size)
-    sizes = {f"d{i}": size for i, size in enumerate(shape)}
-    dims: Dims = tuple((f"d{i}",) for i in range(rank))
+    sizes, dims = spanned("d", tuple(shape))
     return Rule(
         sizes=sizes,
         operands=tuple(aligned(operand.shape, dims, sizes) for operand in operands),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from planner.graph import Node, TensorType
 from planner.layout import I, R
-from planner.ops.contraction import positions
+from planner.ops.factors import positions, without_ones
 from planner.ops.table import Row
 from planner.rules import Dims, Inner, Rule, Special
 
 
+@without_ones
 def _trailing(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``x[lead.., norm..], weight[norm..], bias[norm..] -> y[lead.., norm..], statistics[lead.., 1..]``."""
     x, *affine = operands
@@ -33,6 +34,7 @@ def _channels(node: Node, operands: tuple[TensorType, ...]) -> tuple[dict[str, i
     return dict(zip(factors, operands[0].shape, strict=True)), tuple((factor,) for factor in factors)
 
 
+@without_ones
 def _group_norm(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``x[n, c, spatial..], weight[c], bias[c] -> y[n, c, spatial..]``; only ``n`` may be sharded."""
     sizes, x = _channels(node, operands)
@@ -44,6 +46,7 @@ def _group_norm(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     )
 
 
+@without_ones
 def _instance_norm(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``x[n, c, spatial..]`` and per-channel operands; running statistics average over ``n``."""
     sizes, x = _channels(node, operands)
@@ -53,6 +56,7 @@ def _instance_norm(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     return Rule(sizes=sizes, operands=(x, *(((("c",),),) * (len(operands) - 1))), results=(x,), whole=whole)
 
 
+@without_ones
 def _batch_norm(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``x[n, c, spatial..]`` and per-channel operands ``-> y[n, c, spatial..], per-channel statistics``.
 

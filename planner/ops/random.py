@@ -7,24 +7,26 @@ draw the same: see :class:`autopar.runtime.random.RandomState`.
 from __future__ import annotations
 
 from planner.graph import Node, TensorType
+from planner.ops.factors import spanned, without_ones
 from planner.ops.table import Row
-from planner.rules import Dims, Rule
+from planner.rules import Rule
 
 
+@without_ones
 def _elementwise(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``x[..] -> y[..]``, each element drawn on its own."""
-    shape = node.results[0].shape
-    dims: Dims = tuple((f"d{i}",) for i in range(len(shape)))
-    sizes = {f"d{i}": size for i, size in enumerate(shape)}
+    sizes, dims = spanned("d", node.results[0].shape)
     return Rule(sizes=sizes, operands=(dims,) * len(operands), results=(dims,) * len(node.results))
 
 
+@without_ones
 def _dropout(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``x[..] -> mask * x / (1 - p)``: linear, given the mask."""
     rule = _elementwise(node, operands)
     return Rule(rule.sizes, rule.operands, rule.results, linear=(frozenset({0}),))
 
 
+@without_ones
 def _feature_dropout(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``x[n, c, spatial..]``: one draw per channel, so the spatial dims stay whole."""
     rule = _elementwise(node, operands)
@@ -32,11 +34,11 @@ def _feature_dropout(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     return Rule(rule.sizes, rule.operands, rule.results, whole=whole, linear=(frozenset({0}),))
 
 
+@without_ones
 def _multinomial(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """``weights[n.., v] -> draws[n.., sample]``."""
     shape = operands[0].shape
-    rows: Dims = tuple((f"n{i}",) for i in range(len(shape) - 1))
-    sizes = {f"n{i}": size for i, size in enumerate(shape[:-1])}
+    sizes, rows = spanned("n", shape[:-1])
     sizes |= {"v": shape[-1], "sample": node.results[0].shape[-1]}
     return Rule(
         sizes=sizes,
@@ -46,6 +48,7 @@ def _multinomial(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     )
 
 
+@without_ones
 def _created(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """No operand says how the result is laid out: every rank draws all of it."""
     rule = _elementwise(node, operands)

@@ -1,0 +1,97 @@
+"""Local forms of operators whose sharding needs more than running the operator on local shapes.
+
+A layer is a plain function on local tensors with the operator's own arguments; the mesh axes that shard a
+factor come as tuples of process groups, major first. With no groups it is the operator. Its results have
+the local types that the operator's row gives them. :data:`LOCAL_FORMS` says which operator needs which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.runtime.layers.attention import attention
+from autopar.runtime.layers.convolution import grouped_convolution
+from autopar.runtime.layers.embedding import vocab_embedding
+from autopar.runtime.layers.index import Groups
+from autopar.runtime.layers.loss import cross_entropy_loss, nll_loss, partial_mean
+from autopar.runtime.layers.normalization import batch_norm, native_batch_norm, native_batch_norm_functional
+
+CONTRACTED = "contracted"
+
+
+@dataclass(frozen=True)
+class LocalForm:
+    """The layer that replaces an operator where one of some factors is sharded.
+
+    Attributes:
+        function: takes the operator's arguments as the operator does, and keywords.
+        groups: for each keyword that takes process groups, the factors that may be sharded over them, or
+            (:data:`CONTRACTED`,) for every factor that the first result lacks.
+        strips: for each of these keywords, the one that takes the local strips each group cuts, if the layer
+            needs to know.
+        takes_op: the function's first argument is the operator.
+    """
+
+    function: Callable[..., Any]
+    groups: Mapping[str, tuple[str, ...]]
+    strips: Mapping[str, str] = field(default_factory=dict)
+    takes_op: bool = False
+
+
+_TOKENS = ("t", "d1", "d2", "d3")
+_BATCH = {"batch_groups": ("n",)}
+_GROUPED = LocalForm(grouped_convolution, {"channel_groups": ("g",)}, takes_op=True)
+_MEAN = LocalForm(partial_mean, {"contracted_groups": (CONTRACTED,)}, takes_op=True)
+_NLL = LocalForm(nll_loss, {"token_groups": _TOKENS}, takes_op=True)
+
+LOCAL_FORMS: dict[str, LocalForm] = {
+    "aten.embedding.default": LocalForm(vocab_embedding, {"vocab_groups": ("v",)}),
+    "aten.cross_entropy_loss.default": LocalForm(
+        cross_entropy_loss, {"token_groups": _TOKENS, "vocab_groups": ("v",)}
+    ),
+    "aten.scaled_dot_product_attention.default": LocalForm(
+        attention, {"query_groups": ("query",)}, strips={"query_groups": "query_strips"}
+    ),
+    "aten.batch_norm.default": LocalForm(batch_norm, _BATCH),
+    "aten._native_batch_norm_legit.default": LocalForm(native_batch_norm, _BATCH),
+    "aten._native_batch_norm_legit_functional.default": LocalForm(native_batch_norm_functional, _BATCH),
+    **{
+        f"aten.{op}.default": _NLL
+        for op in ("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward")
+    },
+    **{
+        f"aten.{op}": _GROUPED
+        for op in (
+            "convolution.default", "conv1d.default", "conv1d.padding", "conv2d.default", "conv2d.padding",
+            "conv3d.default", "conv3d.padding", "conv_transpose1d.default", "conv_transpose2d.input",
+            "conv_transpose3d.input",
+        )
+    },
+    **{
+        f"aten.{op}": _MEAN
+        for op in (
+            "mean.default", "mean.dim", "mse_loss.default", "l1_loss.default", "smooth_l1_loss.default",
+            "huber_loss.default", "binary_cross_entropy.default", "binary_cross_entropy_with_logits.default",
+            "kl_div.default", "soft_margin_loss.default", "hinge_embedding_loss.default",
+            "margin_ranking_loss.default", "poisson_nll_loss.default",
+        )
+    },
+}  # fmt: skip
+
+__all__ = [
+    "CONTRACTED",
+    "LOCAL_FORMS",
+    "Groups",
+    "LocalForm",
+    "attention",
+    "batch_norm",
+    "cross_entropy_loss",
+    "grouped_convolution",
+    "native_batch_norm",
+    "native_batch_norm_functional",
+    "nll_loss",
+    "partial_mean",
+    "vocab_embedding",
+]

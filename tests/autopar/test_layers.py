@@ -1,0 +1,387 @@
+"""Layers against the unsharded operator: every rank simulated in one process, types checked, collectives counted.
+
+What is cut how, and which layer runs, comes from the operator's row and from ``LOCAL_FORMS``; so a case is
+an operator, its arguments, and which factor each mesh axis shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+from spmd_types.checker import typecheck
+from torch import Tensor
+from torch.distributed._local_tensor import LocalTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS
+from autopar.runtime.random import RandomState, random_op
+from planner.layout import I, LocalType, P, R, Shard
+from planner.ops import OPS
+from planner.rules import AxisStrategy, Rule, find, shard_factor
+from tests.autopar.sharding_oracle import Call, cut, gradient_types, join, tensor_type, tensors, vjp
+
+aten = torch.ops.aten
+BUFFERS = ("running_mean", "running_var")
+CONSTANTS = {*BUFFERS, "pos_weight", "class weight"}
+
+
+@contextlib.contextmanager
+def simulated(*sizes: int) -> Iterator[tuple[LocalTensorMode, DeviceMesh]]:
+    """A mesh whose ranks all run in this process."""
+    world = math.prod(sizes)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        with LocalTensorMode(world) as mode:
+            yield mode, init_device_mesh("cpu", sizes, mesh_dim_names=tuple(f"axis{i}" for i in range(len(sizes))))
+    finally:
+        dist.destroy_process_group()
+
+
+class Collectives(TorchDispatchMode):
+    """Records the kind and the input bytes of every collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = func._schema.name.split("::")[1]
+        if func.namespace in ("c10d", "_c10d_functional") and kind not in ("wait_tensor", "_wrap_tensor_autograd"):
+            self.seen.append((kind, args[0].numel() * args[0].element_size()))
+        return func(*args, **(kwargs or {}))
+
+
+def check_layer(
+    op: Any,
+    args: Sequence[Any],
+    sizes: Sequence[int],
+    factors: Sequence[str],
+    outers: Sequence[int] = (),
+    **kwargs: Any,
+) -> None:
+    """Assert that the layer of ``op``, with ``factors`` sharded on the axes of a mesh, computes what ``op`` computes.
+
+    Checks results, gradients and updated buffers to 1e-12, the local types, and that the collectives are
+    exactly those that the row declares.
+    """
+    call = Call.bind(op, args, kwargs)
+    names = [name for name, value in call.args.items() for _ in tensors(value)]
+    if "ignore_index" in call.args:
+        names = [name.replace("weight", "class weight") for name in names]
+    node = call.node(call.on([x.clone() for x in call.operands]).run())
+    rule = OPS[node.op].rule(node, tuple(map(tensor_type, call.operands)))
+    strategies = [shard_factor(rule, f, o) for f, o in itertools.zip_longest(factors, outers, fillvalue=1)]
+
+    wanted = [x.is_floating_point() and name not in CONSTANTS for name, x in zip(names, call.operands, strict=True)]
+    wholes = [x.clone().requires_grad_(w) for x, w in zip(call.operands, wanted, strict=True)]
+    results = call.on(wholes).run()
+    cotangents = [torch.randn_like(y) if y.is_floating_point() else y for y in results]
+    gradients = vjp(results, cotangents, wholes)
+
+    with simulated(*sizes) as (mode, mesh):
+        groups = [mesh.get_group(i) for i in range(len(sizes))]
+
+        def local(whole: Tensor, types: Sequence[LocalType]) -> Tensor:
+            parts = [whole.detach()]
+            for local_type, size in zip(types, sizes, strict=True):
+                parts = [piece for part in parts for piece in cut(part, local_type, size)]
+            return mode.rank_map(lambda rank: parts[rank].clone(memory_format=torch.contiguous_format))
+
+        def restored(part: Tensor, types: Sequence[LocalType]) -> Tensor:
+            parts = [part._local_tensors[rank] for rank in range(mesh.size())]
+            for local_type, size in reversed(list(zip(types, sizes, strict=True))):
+                parts = [join(parts[i : i + size], local_type) for i in range(0, len(parts), size)]
+            return parts[0]
+
+        operand_types = list(zip(*(s.operands for s in strategies), strict=True))
+        result_types = list(zip(*(s.results for s in strategies), strict=True))
+        operands = [local(x, types) for x, types in zip(call.operands, operand_types, strict=True)]
+        for operand, w in zip(operands, wanted, strict=True):
+            operand.requires_grad_(w)
+        with Collectives() as forward, typecheck():
+            for operand, types in zip(operands, operand_types, strict=True):
+                spmd.assert_type(operand, {group: checked(t) for group, t in zip(groups, types, strict=True)})
+            local_results = run_form(call.on(operands), rule, strategies, groups)
+            for y, types in zip(local_results, result_types, strict=True):
+                actual = spmd.get_local_type(y)
+                expected = {spmd.normalize_axis(g): checked(t) for g, t in zip(groups, types, strict=True)}
+                assert actual == expected, f"layer returns {actual}, the row says {expected}"
+        with Collectives() as backward:
+            local_cotangents = [
+                local(g, gradient_types(types)) for g, types in zip(cotangents, result_types, strict=True)
+            ]
+            local_gradients = vjp(local_results, local_cotangents, operands)
+
+        for y, part, types in zip(results, local_results, result_types, strict=True):
+            assert_equal(restored(part.detach(), types), y.detach(), "result")
+        for name, w, g, part, types in zip(names, wanted, gradients, local_gradients, operand_types, strict=True):
+            if w:
+                assert_equal(restored(part, gradient_types(types)), g, f"gradient of {name}")
+        for name, x, part, types in zip(names, wholes, operands, operand_types, strict=True):
+            if name in BUFFERS:
+                assert_equal(restored(part, types), x, name)
+
+    for phase, observed in (("forward", forward.seen), ("backward", backward.seen)):
+        assert sorted(observed) == declared(rule, strategies, sizes, phase), f"{phase} collectives"
+
+
+def run_form(call: Call, rule: Rule, strategies: Sequence[AxisStrategy], groups: Sequence[Any]) -> list[Tensor]:
+    """Run the local form of a call as the emitter would."""
+    form = LOCAL_FORMS[str(call.op)]
+    keywords: dict[str, Any] = {}
+    for keyword, factors in form.groups.items():
+        axes = [
+            i
+            for i, s in enumerate(strategies)
+            if s.factor in factors or (factors == (CONTRACTED,) and find(rule.results[0], s.factor, rule.sizes) is None)
+        ]
+        keywords[keyword] = tuple(groups[i] for i in axes)
+        if keyword in form.strips and axes:
+            keywords[form.strips[keyword]] = tuple(strategies[i].outer for i in axes)
+    schema = call.op._schema.arguments
+    positional = [call.args[a.name] for a in schema if not a.kwarg_only]
+    keywords |= {a.name: call.args[a.name] for a in schema if a.kwarg_only}
+    return list(tensors(form.function(*((call.op,) if form.takes_op else ()), *positional, **keywords)))
+
+
+def checked(local_type: LocalType) -> Any:
+    """The type checker's name of a local type."""
+    return spmd.V if isinstance(local_type, Shard) else {R: spmd.R, I: spmd.I, P: spmd.P}[local_type]
+
+
+def declared(rule: Rule, strategies: Sequence[AxisStrategy], sizes: Sequence[int], phase: str) -> list[tuple[str, int]]:
+    """The collectives of the strategies: kind and input bytes."""
+    local = dict(rule.sizes)
+    for strategy, size in zip(strategies, sizes, strict=True):
+        local[strategy.factor] //= size
+    return sorted(
+        (inner.kind, inner.count * inner.item_bytes * math.prod(local[f] for f in inner.factors))
+        for strategy in strategies
+        for inner in strategy.inner
+        if inner.phase == phase
+    )
+
+
+def assert_equal(actual: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}")
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+MESHES = [((2,), "a"), ((4,), "a"), ((2, 2), "aa")]
+
+
+def meshes(a: str, b: str) -> list[Any]:
+    """Two and four ranks with ``a`` or ``b`` sharded, and 2x2 with each pair."""
+    single = [((n,), (f,)) for n in (2, 4) for f in (a, b)]
+    return [*single, *(((2, 2), pair) for pair in itertools.product((a, b), repeat=2))]
+
+
+@pytest.mark.parametrize("sizes, factors", [((2,), "v"), ((4,), "v"), ((2, 2), "vv")])
+@pytest.mark.parametrize("padding_idx", [-1, 5])
+def test_vocab_embedding(sizes: Any, factors: str, padding_idx: int) -> None:
+    ids = torch.randint(0, 12, (3, 7))
+    ids[0, :2] = 5
+    check_layer(aten.embedding.default, (randn(12, 6), ids, padding_idx), sizes, factors)
+
+
+@pytest.mark.parametrize("factor", ["i0", "i1", "h"])
+def test_vocab_embedding_with_another_factor(factor: str) -> None:
+    args = (randn(12, 6), torch.randint(0, 12, (4, 8)), 3)
+    check_layer(aten.embedding.default, args, (2, 2), ("v", factor))
+    check_layer(aten.embedding.default, args, (2, 2), (factor, "v"))
+
+
+def labels(*shape: int, classes: int, rank_without: bool = True) -> Tensor:
+    """Class indices, unevenly ignored; the first quarter of tokens entirely."""
+    target = torch.randint(0, classes, shape)
+    target[torch.rand(shape) < 0.3] = -100
+    if rank_without:
+        target[: shape[0] // 4] = -100
+    return target
+
+
+@pytest.mark.parametrize("sizes, factors", meshes("t", "v"))
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy(sizes: Any, factors: Any, reduction: int, smoothing: float) -> None:
+    args = (3 * randn(16, 12), labels(16, classes=12), None, reduction, -100, smoothing)
+    check_layer(aten.cross_entropy_loss.default, args, sizes, factors)
+
+
+@pytest.mark.parametrize("sizes, factors", [*meshes("d1", "v"), ((2, 2), ("t", "d1")), ((2, 2), ("d2", "t"))])
+@pytest.mark.parametrize("reduction", [0, 1])
+def test_cross_entropy_with_classes_in_the_middle(sizes: Any, factors: Any, reduction: int) -> None:
+    args = (randn(4, 8, 4, 2), labels(4, 4, 2, classes=8), None, reduction)
+    check_layer(aten.cross_entropy_loss.default, args, sizes, factors)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_with_class_weights(reduction: int, smoothing: float) -> None:
+    weight = torch.rand(6, dtype=torch.float64) + 0.1
+    args = (randn(16, 6), labels(16, classes=6), weight, reduction, 2, smoothing)
+    args[1][args[1] < 0] = 2
+    check_layer(aten.cross_entropy_loss.default, args, (4,), "t")
+
+
+def test_cross_entropy_of_one_token() -> None:
+    check_layer(aten.cross_entropy_loss.default, (randn(8), torch.tensor(5)), (4,), "v")
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_cross_entropy_with_probabilities(reduction: int) -> None:
+    args = (randn(8, 6), randn(8, 6).softmax(1), None, reduction, -100, 0.1)
+    check_layer(aten.cross_entropy_loss.default, args, (2, 2), "tt")
+
+
+def test_cross_entropy_in_strips() -> None:
+    args = (randn(16, 6), labels(16, classes=6))
+    check_layer(aten.cross_entropy_loss.default, args, (2, 2), "tt", outers=(1, 2))
+
+
+def test_vocab_cross_entropy_survives_large_logits() -> None:
+    args = (1e4 * randn(8, 6), labels(8, classes=6))
+    check_layer(aten.cross_entropy_loss.default, args, (2,), "v")
+
+
+@pytest.mark.parametrize("op", [aten.nll_loss.default, aten.nll_loss_forward.default])
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nll_loss(op: Any, reduction: int, weighted: bool) -> None:
+    weight = torch.rand(6, dtype=torch.float64) + 0.1 if weighted else None
+    check_layer(op, (randn(16, 6), labels(16, classes=6), weight, reduction, -100), (2, 2), "tt")
+
+
+@pytest.mark.parametrize("op", [aten.mse_loss, aten.l1_loss, aten.smooth_l1_loss, aten.huber_loss, aten.kl_div])
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_pointwise_loss(op: Any, reduction: int) -> None:
+    args = (randn(4, 8), torch.rand(4, 8, dtype=torch.float64), reduction)
+    check_layer(op.default, args, (4,), ("d1",))
+    check_layer(op.default, args, (2, 2), ("d0", "d1"))
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_binary_cross_entropy(reduction: int) -> None:
+    args = (randn(4, 8), torch.rand(4, 8, dtype=torch.float64), None, randn(8).exp(), reduction)
+    check_layer(aten.binary_cross_entropy_with_logits.default, args, (2, 2), ("d0", "d1"))
+
+
+@pytest.mark.parametrize("sizes, factors, outers", [
+    ((2,), ("query",), (1,)), ((4,), ("query",), (1,)), ((2, 2), ("query", "query"), (1, 1)),
+    ((2,), ("query",), (4,)), ((2, 2), ("query", "kv"), (2, 1)), ((2, 2), ("b0", "query"), (1, 1)),
+    ((2, 2), ("group", "query"), (1, 1)),
+])  # fmt: skip
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention(sizes: Any, factors: Any, outers: Any, causal: bool) -> None:
+    args = (randn(2, 4, 8, 6), randn(2, 2, 8, 6), randn(2, 2, 8, 10), None, 0.0, causal)
+    op = aten.scaled_dot_product_attention.default
+    check_layer(op, args, sizes, factors, outers, scale=0.3, enable_gqa=True)
+
+
+def test_attention_of_fewer_queries_than_keys() -> None:
+    args = (randn(2, 4, 4, 6), randn(2, 4, 8, 6), randn(2, 4, 8, 6), None, 0.0, True)
+    check_layer(aten.scaled_dot_product_attention.default, args, (4,), ("query",))
+
+
+@pytest.mark.parametrize("op", [
+    aten.batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit_functional.default,
+])  # fmt: skip
+@pytest.mark.parametrize("sizes, factors", meshes("n", "c"))
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm(op: Any, sizes: Any, factors: Any, affine: bool) -> None:
+    x = 3 * randn(8, 4, 5, 3) + 100 * randn(1, 4, 1, 1)
+    weight, bias = (randn(4), randn(4)) if affine else (None, None)
+    args = (x, weight, bias, randn(4), torch.rand(4, dtype=torch.float64), True, 0.1, 1e-5)
+    check_layer(op, (*args, True) if op is aten.batch_norm.default else args, sizes, factors)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_in_eval_and_without_buffers(training: bool) -> None:
+    buffers = (None, None) if training else (randn(4), torch.rand(4, dtype=torch.float64))
+    args = (randn(8, 4), randn(4), randn(4), *buffers, training, 0.1, 1e-5, True)
+    check_layer(aten.batch_norm.default, args, (2, 2), "nn")
+
+
+@pytest.mark.parametrize("sizes, factors", meshes("g", "n"))
+def test_grouped_convolution(sizes: Any, factors: Any) -> None:
+    args = (randn(4, 8, 5, 5), randn(12, 2, 3, 3), randn(12), [1, 1], [1, 1], [1, 1], 4)
+    check_layer(aten.conv2d.default, args, sizes, factors)
+
+
+def test_grouped_transposed_convolution() -> None:
+    args = (randn(4, 8, 5), randn(8, 3, 3), randn(12), [2], [1], [0], 4, [1])
+    check_layer(aten.conv_transpose1d.default, args, (2, 2), "gn")
+
+
+def draws(mode: LocalTensorMode, tensor: Tensor) -> list[list[float]]:
+    return [tensor._local_tensors[rank].tolist() for rank in sorted(mode.ranks)]
+
+
+def test_random_regions_follow_the_data() -> None:
+    with simulated(2, 2) as (mode, mesh):
+        state = RandomState(7)
+        rows = mesh.get_group(0)
+        drawn = [draws(mode, random_op(state, g, aten.rand.default, [5])) for g in ((rows,), (), (rows,))]
+        across_rows, same, again = drawn
+        assert across_rows[0] == across_rows[1] and across_rows[2] == across_rows[3] != across_rows[0]
+        assert same[0] == same[1] == same[2] == same[3]
+        assert again != across_rows
+
+        both = (rows, mesh.get_group(1))
+        assert len({tuple(d) for d in draws(mode, random_op(state, both, aten.rand.default, [5]))}) == 4
+
+        repeated = RandomState(7)
+        assert [draws(mode, random_op(repeated, g, aten.rand.default, [5])) for g in ((rows,), (), (rows,))] == drawn
+
+
+def test_random_regions_leave_the_generator_alone() -> None:
+    with simulated(2) as (mode, mesh):
+        before = torch.get_rng_state()
+        random_op(RandomState(0), (mesh.get_group(0),), aten.rand.default, [3])
+        assert torch.equal(torch.get_rng_state(), before)
+        first, second = draws(mode, torch.rand(3))
+        assert first == second
+
+
+def test_recomputation_draws_what_was_drawn() -> None:
+    with simulated(2) as (_, mesh):
+        state, group = RandomState(3), mesh.get_group(0)
+        masks = []
+
+        def block(x: Tensor) -> Tensor:
+            y = random_op(state, (group,), aten.dropout.default, x, 0.5, True)
+            masks.append((y != 0).detach())
+            return y * y
+
+        x = torch.ones(64, dtype=torch.float64, requires_grad=True)
+        y = torch.utils.checkpoint.checkpoint(
+            block, x, use_reentrant=False, context_fn=state.recompute_contexts, preserve_rng_state=False
+        )
+        later = random_op(state, (group,), aten.rand.default, [3])
+        y.sum().backward()
+        assert len(masks) == 2 and torch.equal(masks[0], masks[1])
+        assert state.calls == 2 and later is not None
