@@ -1,0 +1,94 @@
+"""Operators along dims: sums, extrema, norms, softmax, scans, sorting.
+
+Sums split: a reduced dim is a factor that the result lacks, so sharding it leaves a partial sum. A mean
+does too, if each rank divides its sum by the *global* count: its local form is the local sum over the
+count of the whole tensor. Everything else needs all elements of a reduced dim at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from planner.graph import Node, TensorType
+from planner.ops.signature import axes, axis, letters, rows, signature
+from planner.ops.table import Row, RuleOf
+from planner.rules import Rule
+
+Operands = tuple[TensorType, ...]
+
+
+def reduce(node: Node, operands: Operands, whole: bool, *linear: Collection[int]) -> Rule:
+    """Reduced dims (all if there is no ``dim``) are factors that results lack; other dims pass."""
+    names = letters(len(operands[0].shape))
+    reduced = {names[i] for i in axes(node, len(names))} if names else set()
+    outs = [names if node["keepdim"] else [name for name in names if name not in reduced]] * len(node.results)
+    kept = reduced if whole else ()
+    return signature(node, operands, [names], outs, whole=kept, broadcast=True, linear=linear)
+
+
+def sums(node: Node, operands: Operands) -> Rule:
+    """Sums and means: linear, and a sharded dim leaves a partial sum."""
+    return reduce(node, operands, False, {0})
+
+
+def counts(node: Node, operands: Operands) -> Rule:
+    """Sums of something that is not linear: a sharded dim leaves a partial sum."""
+    return reduce(node, operands, False)
+
+
+def wholes(node: Node, operands: Operands) -> Rule:
+    """Reductions that need every element of the reduced dims."""
+    return reduce(node, operands, True)
+
+
+def along(*linear: Collection[int]) -> RuleOf:
+    """Results with the dims of the operand, of which ``dim`` is computed as a whole (and may change size)."""
+
+    def rule(node: Node, operands: Operands) -> Rule:
+        names = letters(len(operands[0].shape))
+        whole = [names[i] for i in axes(node, len(names))] if names else ()
+        return signature(node, operands, [names], [names] * len(node.results), whole=whole, linear=linear)
+
+    return rule
+
+
+def diff(node: Node, operands: Operands) -> Rule:
+    """Differences along a dim of what is put before, the tensor, and what is put behind: all whole there."""
+    names = letters(len(operands[0].shape))
+    whole = [names[axis(node, len(names))]]
+    together = [range(len(operands))]
+    return signature(node, operands, [names] * len(operands), [names], whole=whole, linear=together)
+
+
+SUMS = "sum sum.dim_IntList mean mean.dim"
+COUNTS = "nansum count_nonzero count_nonzero.dim_IntList"
+PREDICATES = "any any.dim any.dims all all.dim all.dims argmax argmin"
+
+# Reductions of whole dims, by what their backward needs.
+NEEDS_INPUT = "var var.dim var.correction var_mean var_mean.dim var_mean.correction nanmean"
+NEEDS_BOTH = """
+    amax amin max min median prod prod.dim_int std std.dim std.correction std_mean std_mean.dim std_mean.correction
+    norm.Scalar norm.ScalarOpt_dim
+    norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype linalg_vector_norm frobenius_norm.dim logsumexp special_logsumexp
+"""
+NEEDS_INDICES = "max.dim min.dim median.dim kthvalue mode"
+
+SOFTMAX = """
+    softmax.int _softmax _safe_softmax special_softmax log_softmax.int _log_softmax special_log_softmax
+"""
+
+ROWS: dict[str, Row] = {
+    **rows(SUMS, Row(sums)),
+    **rows(COUNTS, Row(counts)),
+    **rows(PREDICATES, Row(wholes)),
+    **rows(NEEDS_INPUT, Row(wholes, saves=("in0",))),
+    **rows(NEEDS_BOTH, Row(wholes, saves=("in0", "out0"))),
+    **rows(NEEDS_INDICES, Row(wholes, saves=("out1",))),
+    **rows("aminmax", Row(wholes, saves=("in0", "out0", "out1"))),
+    **rows(SOFTMAX, Row(along(), saves=("out0",))),
+    **rows("cumsum", Row(along({0}))),
+    **rows("cumprod logcumsumexp", Row(along(), saves=("in0", "out0"))),
+    **rows("cummax cummin sort sort.stable topk", Row(along(), saves=("out1",))),
+    **rows("argsort argsort.stable", Row(along())),
+    **rows("diff", Row(diff)),
+}
