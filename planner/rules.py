@@ -37,11 +37,13 @@ class Special:
     """What sharding a factor means where the mechanical types do not hold.
 
     ``operands``/``results`` give local types where they differ from the mechanical ones (by position).
+    ``strided`` says that the local form also holds when each rank has several strips of the factor.
     """
 
     operands: Mapping[int, LocalType] = field(default_factory=dict)
     results: Mapping[int, LocalType] = field(default_factory=dict)
     inner: tuple[Inner, ...] = ()
+    strided: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ class Rule:
     addends: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     special: Mapping[str, Special] = field(default_factory=dict)
+
+    def may_stride(self, factor: str) -> bool:
+        """Whether ``factor`` may be sharded strip by strip."""
+        return factor not in self.whole and (factor not in self.special or self.special[factor].strided)
 
     def check(self, operand_shapes: tuple[tuple[int, ...], ...], result_shapes: tuple[tuple[int, ...], ...]) -> None:
         """Assert that every dim's factors multiply to its size."""
@@ -132,7 +138,7 @@ def axis_strategies(rule: Rule, size: int, outers: Mapping[str, frozenset[int]] 
         if factor in rule.whole or length < size:
             continue
         for outer in sorted((outers or {}).get(factor, frozenset()) | {1}):
-            if length % outer == 0 and (length // outer) % size == 0 and (outer == 1 or factor not in rule.special):
+            if length % outer == 0 and (length // outer) % size == 0 and (outer == 1 or rule.may_stride(factor)):
                 found.append(shard_factor(rule, factor, outer))
     for operands in rule.linear:
         types = tuple(P if i in operands else R for i in range(len(rule.operands)))

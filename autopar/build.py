@@ -1,0 +1,90 @@
+"""Build: from a captured model and an assignment to a :class:`ParallelModule` of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.capture import Captured
+from autopar.rewrite import STATE, rewrite
+from autopar.runtime.mesh import groups_of
+from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModule
+from autopar.runtime.random import RandomState
+from autopar.runtime.state import RunState
+from planner.formulate import Assignment
+from planner.graph import Ref
+
+
+def build(
+    model: nn.Module,
+    captured: Captured,
+    assignment: Assignment,
+    device_mesh: DeviceMesh,
+    rank: int,
+    make_part: Callable[[LeafSpec], Tensor],
+    seed: int = 0,
+) -> ParallelModule:
+    """Emit the program and hold its parameters.
+
+    Args:
+        make_part: this rank's part of a parameter, buffer or constant.
+        seed: of dropout and other random operators, the same on all ranks.
+    """
+    state = RunState(RandomState(seed))
+    holder = {**groups_of(device_mesh), STATE: state}
+    rewritten = rewrite(captured, assignment, holder, torch.device(device_mesh.device_type))
+    names = {
+        name: first
+        for name, first in _names(model).items()
+        if any(leaf == ("param", first) or leaf == ("buffer", first) for leaf in captured.leaves.values())
+    }
+    return ParallelModule(
+        rewritten.module,
+        interface_of(captured, assignment),
+        assignment.space.mesh,
+        device_mesh,
+        rank,
+        names,
+        make_part,
+        state,
+    )
+
+
+def interface_of(captured: Captured, assignment: Assignment) -> Interface:
+    """How the program's flat inputs and outputs map onto the model's."""
+    graph = assignment.space.graph
+    leaves = []
+    for leaf in graph.leaves:
+        tensor = leaf.results[0]
+        dtype = getattr(torch, tensor.dtype)
+        name = leaf.name if leaf.op in ("input", "const") else leaf.target
+        leaves.append(LeafSpec(leaf.op, name, tensor.shape, dtype, assignment.produced(Ref(leaf.name))))
+    outputs: list[OutputSpec | None] = []
+    position = 0
+    for output in captured.outputs:
+        if output is None:
+            outputs.append(None)
+            continue
+        shape = graph.type_of(graph.outputs[position]).shape
+        outputs.append(OutputSpec(shape, assignment.output_layout(position)))
+        position += 1
+    return Interface(
+        tuple(leaves),
+        captured.input_names,
+        captured.in_spec,
+        tuple(outputs),
+        captured.static_outputs,
+        captured.out_spec,
+        tuple(name for name, _ in captured.updates),
+        captured.training,
+    )
+
+
+def _names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter and buffer -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}

@@ -1,0 +1,176 @@
+"""Local forms: how each operator is called on one rank's parts.
+
+Most operators run unchanged on local tensors. The exceptions are rows of two tables: operators whose
+arguments state a size (:data:`SIZES`), and operators whose sharding needs a runtime layer
+(:data:`autopar.runtime.layers.LOCAL_FORMS`). Operators that draw random numbers or behave otherwise in
+training ask the run state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.runtime.draws import draw, draw_attention
+from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS, LocalForm
+from planner.graph import Node
+from planner.layout import Mesh, Shard, local_outer, local_shape
+from planner.ops import OPS
+from planner.rules import Rule, find
+from planner.strategy import Choice
+
+
+@dataclass
+class Call:
+    """One operator call being emitted.
+
+    Attributes:
+        node, rule, choice: what the planner says of it.
+        target: the operator.
+        args: arguments by schema name; tensors are fx nodes of the local program.
+        group: emits the fx node of a mesh axis's process group.
+        state: emits the fx node of the program's run state (training mode and random numbers).
+    """
+
+    graph: fx.Graph
+    node: Node
+    rule: Rule
+    choice: Choice
+    mesh: Mesh
+    target: torch._ops.OpOverload
+    args: dict[str, Any]
+    group: Callable[[int], fx.Node]
+    state: Callable[[], fx.Node]
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments, trailing defaults left out."""
+        schema = self.target._schema.arguments
+        positional = [a for a in schema if not a.kwarg_only]
+        while positional and self._is_default(positional[-1]):
+            positional.pop()
+        keywords = {a.name: self.args[a.name] for a in schema if a.kwarg_only and not self._is_default(a)}
+        return tuple(self.args[a.name] for a in positional), keywords
+
+    def _is_default(self, argument: Any) -> bool:
+        value = self.args[argument.name]
+        return argument.has_default_value() and type(value) is type(argument.default_value) and (
+            value == argument.default_value
+        )
+
+    def sharded(self, factors: tuple[str, ...]) -> tuple[int, ...]:
+        """Axes on which one of ``factors`` is sharded, major first."""
+        return tuple(i for i, s in enumerate(self.choice.axes) if s.factor in factors and self.mesh.axes[i].size > 1)
+
+    def groups(self, axes: tuple[int, ...]) -> tuple[fx.Node, ...]:
+        return tuple(self.group(axis) for axis in axes)
+
+    def result_shape(self, index: int = 0) -> tuple[int, ...]:
+        shape = local_shape(self.node.results[index].shape, self.choice.results[index], self.mesh.sizes)
+        assert shape is not None
+        return shape
+
+
+def local_form(call: Call) -> fx.Node:
+    """Emit ``call`` on local tensors."""
+    resize = SIZES.get(call.node.op)
+    if resize is not None:
+        resize(call)
+    _ask_whether_training(call)
+    form = LOCAL_FORMS.get(call.node.op)
+    groups = _layer_groups(call, form) if form is not None else {}
+    attends = call.node.op == ATTENTION
+    if _draws(call):
+        varying = call.groups(tuple(i for i, s in enumerate(call.choice.axes) if s.factor and call.mesh.axes[i].size > 1))
+        if attends:
+            positional = tuple(call.args[name] for name in ("query", "key", "value", "attn_mask"))
+            keywords = {name: call.args[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
+            return call.graph.call_function(draw_attention, (call.state(), varying, *positional), {**keywords, **groups})
+        positional, keywords = call.arguments()
+        return call.graph.call_function(draw, (call.target, call.state(), varying, *positional), keywords)
+    positional, keywords = call.arguments()
+    if not groups:
+        return call.graph.call_function(call.target, positional, keywords)
+    assert form is not None
+    first = (call.target,) if form.takes_op else ()
+    return call.graph.call_function(form.function, (*first, *positional), {**keywords, **groups})
+
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def _draws(call: Call) -> bool:
+    """Whether the operator draws random numbers, as it is called here."""
+    row = OPS.get(call.node.op)
+    if row is None or not row.random:
+        return False
+    rate = call.args.get("dropout_p", call.args.get("p"))
+    return bool(rate) if call.node.op == ATTENTION or "dropout" in call.node.op else True
+
+
+def _ask_whether_training(call: Call) -> None:
+    """What was captured in training mode trains only while the module does."""
+    for name in ("train", "training"):
+        if call.args.get(name) is True:
+            call.args[name] = call.graph.call_function(getattr, (call.state(), "training"))
+
+
+def _layer_groups(call: Call, form: LocalForm) -> dict[str, Any]:
+    """Keywords that tell a layer which axes shard which factors; empty when none does."""
+    found: dict[str, Any] = {}
+    for keyword, factors in form.groups.items():
+        if factors == (CONTRACTED,):
+            factors = tuple(f for f in call.rule.sizes if find(call.rule.results[0], f, call.rule.sizes) is None)
+        axes = call.sharded(factors)
+        if not axes:
+            continue
+        found[keyword] = call.groups(axes)
+        if keyword in form.strips:
+            found[form.strips[keyword]] = tuple(_strips(call, axis) for axis in axes)
+    return found
+
+
+def _strips(call: Call, axis: int) -> int:
+    """Into how many strips an axis finds the dim of the first operand divided that it cuts."""
+    layout = call.choice.operands[0]
+    assert isinstance(layout[axis], Shard)
+    return local_outer(layout, axis, call.mesh.sizes)
+
+
+# ---- operators that state a size ---------------------------------------------------------------------------------
+
+
+def _shape_argument(name: str) -> Callable[[Call], None]:
+    def resize(call: Call) -> None:
+        call.args[name] = list(call.result_shape())
+
+    return resize
+
+
+def _unflatten(call: Call) -> None:
+    dim = call.args["dim"] % (len(call.result_shape()) - len(call.args["sizes"]) + 1)
+    call.args["sizes"] = list(call.result_shape()[dim : dim + len(call.args["sizes"])])
+
+
+def _split_size(call: Call) -> None:
+    dim = call.args["dim"] % len(call.result_shape())
+    call.args["split_size"] = call.result_shape()[dim]
+
+
+def _split_sizes(call: Call) -> None:
+    dim = call.args["dim"] % len(call.result_shape())
+    call.args["split_sizes"] = [call.result_shape(i)[dim] for i in range(len(call.node.results))]
+
+
+SIZES: dict[str, Callable[[Call], None]] = {
+    "aten.view.default": _shape_argument("size"),
+    "aten._unsafe_view.default": _shape_argument("size"),
+    "aten.reshape.default": _shape_argument("shape"),
+    "aten.expand.default": _shape_argument("size"),
+    "aten.unflatten.int": _unflatten,
+    "aten.split.Tensor": _split_size,
+    "aten.split_with_sizes.default": _split_sizes,
+}

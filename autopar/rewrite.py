@@ -1,0 +1,270 @@
+"""Rewrite: from a captured graph and an assignment to plain local PyTorch.
+
+One :class:`torch.fx.GraphModule` per distinct block (and entry layout), called once per instance by a
+root program. Nothing is decided here: operators run as the assignment says, and conversions are the
+routes it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture import Captured
+from autopar.localize import Call, local_form
+from autopar.runtime.conversions import convert, replicate_parameters
+from planner.conversion import Route, Step
+from planner.fold import Block
+from planner.formulate import Assignment
+from planner.graph import Node, Ref
+from planner.layout import I, Layout, Mark, R, Shard, local_outer
+
+STATE = "state"
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The emitted program.
+
+    Attributes:
+        module: the root; its placeholders are ``leaves`` in order, its result is (outputs..., updates...).
+        leaves: names of the graph's leaf nodes.
+        programs: name of each distinct block program -> how often it is called.
+    """
+
+    module: fx.GraphModule
+    leaves: tuple[str, ...]
+    programs: Mapping[str, int]
+
+
+def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any], device: torch.device) -> Rewritten:
+    """Emit the program of one rank.
+
+    Args:
+        captured: the model's graph, for the operators' targets.
+        assignment: what to do, from the planner.
+        groups: process group of every mesh axis, by name; ``"state"`` holds the run state.
+        device: where factory operators create tensors.
+    """
+    targets = {node.name: node.target for node in captured.graph.nodes if node.op == "call_function"}
+    root = _Body(assignment, targets, device)
+    holder: dict[str, Any] = {}
+    made: dict[tuple[object, ...], str] = {}
+    calls: dict[str, int] = {}
+    graph = assignment.space.graph
+    for leaf in graph.leaves:
+        root.values[Ref(leaf.name)] = root.graph.placeholder(leaf.name)
+    for leaf in graph.leaves:
+        root.relay(Ref(leaf.name))
+    names = program_names(assignment)
+    for instance in assignment.space.folded.instances:
+        read = tuple(assignment.space.is_read(ref) for ref in instance.block.outputs)
+        key = (instance.kind, read, *(assignment.delivered(ref) for ref in instance.block.inputs))
+        if key not in made:
+            base = names[instance.kind]
+            made[key] = base if base not in calls else f"{base}_{sum(n.startswith(base) for n in calls)}"
+            calls[made[key]] = 0
+            holder[made[key]] = _emit_block(instance.block, assignment, targets, device, groups, made[key])
+        calls[made[key]] += 1
+        call = root.graph.call_module(made[key], tuple(root.values[ref] for ref in instance.block.inputs))
+        _bind_results(root.graph, call, instance.block.outputs, root.values)
+    results = [
+        root.converted(root.values[ref], assignment.output_route(i)) for i, ref in enumerate(assignment.space.leaving)
+    ]
+    root.graph.output(tuple(results))
+    module = _module({**holder, **groups}, root.graph, "Root")
+    return Rewritten(module, tuple(leaf.name for leaf in graph.leaves), calls)
+
+
+def program_names(assignment: Assignment) -> list[str]:
+    """A Python identifier for each kind of block."""
+    found: list[str] = []
+    for path in assignment.space.folded.names:
+        text = "".join(c if c.isalnum() else "_" for c in path.replace(".*", "")).strip("_") or "block"
+        name = text if not text[0].isdigit() else f"block_{text}"
+        while name in found or name in (*assignment.space.mesh.names, STATE):
+            name += "_"
+        found.append(name)
+    return found
+
+
+def _emit_block(
+    block: Block,
+    assignment: Assignment,
+    targets: Mapping[str, Any],
+    device: torch.device,
+    groups: Mapping[str, Any],
+    name: str,
+) -> fx.GraphModule:
+    body = _Body(assignment, targets, device)
+    for ref in block.inputs:
+        body.values[ref] = body.graph.placeholder(ref.node if ref.index == 0 else f"{ref.node}_{ref.index}")
+    body.replicate_parameters(block)
+    for node in block.nodes:
+        body.emit(node, frozenset(block.outputs))
+    results = tuple(body.values[ref] for ref in block.outputs)
+    body.graph.output(results[0] if len(results) == 1 else results)
+    return _module(dict(groups), body.graph, name)
+
+
+def _bind_results(graph: fx.Graph, call: fx.Node, refs: tuple[Ref, ...], values: dict[Ref, fx.Node]) -> None:
+    if len(refs) == 1:
+        values[refs[0]] = call
+        return
+    for i, ref in enumerate(refs):
+        values[ref] = graph.call_function(_getitem, (call, i))
+
+
+def _module(holder: dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphModule:
+    used = {str(node.target).split(".")[0] for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    graph.lint()
+    return fx.GraphModule({key: value for key, value in holder.items() if key in used}, graph, name)
+
+
+class _Body:
+    """A program under construction: where each value is found, in the layout in which it is delivered."""
+
+    def __init__(self, assignment: Assignment, targets: Mapping[str, Any], device: torch.device):
+        self.assignment, self.targets, self.device = assignment, targets, device
+        self.mesh = assignment.space.mesh
+        self.graph = fx.Graph()
+        self.values: dict[Ref, fx.Node] = {}
+        self._ready: dict[tuple[Ref, Layout], fx.Node] = {}
+        self._attributes: dict[str, fx.Node] = {}
+
+    def attribute(self, name: str) -> fx.Node:
+        """A process group or the run state, read once at the top of the program."""
+        if name not in self._attributes:
+            first = next((n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr")), None)
+            with self.graph.inserting_before(first) if first is not None else self.graph.inserting_after():
+                self._attributes[name] = self.graph.get_attr(name)
+        return self._attributes[name]
+
+    def step(self, value: fx.Node, step: Step) -> fx.Node:
+        if self.mesh.axes[step.axis].size == 1:
+            return value
+        src = _local_text(step.before, step.axis, self.mesh.sizes)
+        dst = _local_text(step.after, step.axis, self.mesh.sizes)
+        group = self.attribute(self.mesh.axes[step.axis].name)
+        return self.graph.call_function(convert, (value, group, src, dst))
+
+    def converted(self, value: fx.Node, route: Route) -> fx.Node:
+        for step in route:
+            value = self.step(value, step)
+        return value
+
+    def relay(self, ref: Ref) -> None:
+        """Put a value into the layout in which its readers find it."""
+        self.values[ref] = self.converted(self.values[ref], self.assignment.relay_route(ref))
+
+    def replicate_parameters(self, block: Block) -> None:
+        """Sum the gradients of all parameters that the block uses replicated in one all-reduce per axis."""
+        grouped: dict[tuple[tuple[int, ...], str], dict[Ref, Layout]] = {}
+        for node in block.nodes:
+            for position, ref in enumerate(node.inputs):
+                axes = self.assignment.summed_over(node, position)
+                if axes:
+                    dtype = self.assignment.space.graph.type_of(ref).dtype
+                    layout = self.assignment.choice(node).operands[position]
+                    grouped.setdefault((axes, dtype), {})[ref] = layout
+        for (axes, _), wanted in grouped.items():
+            current = [self.values[ref] for ref in wanted]
+            for axis in axes:
+                group = self.attribute(self.mesh.axes[axis].name)
+                call = self.graph.call_function(replicate_parameters, (tuple(current), group))
+                current = [self.graph.call_function(_getitem, (call, i)) for i in range(len(current))]
+            for (ref, layout), value in zip(wanted.items(), current, strict=True):
+                self._ready[ref, layout] = value
+
+    def operand(self, node: Node, position: int) -> fx.Node:
+        """An operand in the layout that the operator wants."""
+        ref = node.inputs[position]
+        choice = self.assignment.choice(node)
+        layout = choice.operands[position]
+        value = self._ready.get((ref, layout))
+        if value is None:
+            value = self.converted(self.values[ref], self.assignment.operand_route(node, position))
+        strict = tuple(s.operands[position] for s in choice.axes)
+        return self.relabel(value, layout, strict)
+
+    def relabel(self, value: fx.Node, have: Layout, want: Layout) -> fx.Node:
+        """For values without a gradient R and I are one type; say which is meant, at no cost."""
+        for axis, (src, dst) in enumerate(zip(have, want, strict=True)):
+            if src != dst:
+                assert {src, dst} == {R, I}, f"{src} is not {dst}"
+                value = self.step(value, Step(axis, src, dst, have))
+                have = (*have[:axis], dst, *have[axis + 1 :])
+        return value
+
+    def emit(self, node: Node, kept: frozenset[Ref]) -> None:
+        """One operator: operands converted, its local form, results relayed."""
+        choice = self.assignment.choice(node)
+        seen: dict[tuple[Ref, Layout, Layout], fx.Node] = {}
+        operands = []
+        for position, ref in enumerate(node.inputs):
+            strict = tuple(s.operands[position] for s in choice.axes)
+            key = (ref, choice.operands[position], strict)
+            if key not in seen:
+                seen[key] = self.operand(node, position)
+            operands.append(seen[key])
+        remaining = iter(operands)
+        args = {name: self._argument(value, remaining) for name, value in node.args}
+        call = Call(
+            self.graph,
+            node,
+            self.assignment.space.rules[node.name],
+            choice,
+            self.mesh,
+            self.targets[node.name],
+            args,
+            lambda axis: self.attribute(self.mesh.axes[axis].name),
+            lambda: self.attribute(STATE),
+        )
+        emitted = local_form(call)
+        emitted.meta["node"] = node
+        refs = [Ref(node.name, i) for i in range(len(node.results))]
+        space = self.assignment.space
+        used = [ref for ref in refs if space.is_read(ref) or ref in kept]
+        for ref in used:
+            multiple = len(refs) > 1 or self.targets[node.name]._schema.returns[0].type.kind() == "ListType"
+            value = self.graph.call_function(_getitem, (emitted, ref.index)) if multiple else emitted
+            tensor = node.results[ref.index]
+            if not tensor.grad and any(t.grad for t in space.graph.input_types(node)) and _is_float(tensor.dtype):
+                value = self.graph.call_function(torch.ops.aten.detach.default, (value,))
+            strict = tuple(s.results[ref.index] for s in choice.axes)
+            self.values[ref] = self.relabel(value, strict, choice.results[ref.index])
+            if space.is_read(ref):
+                self.relay(ref)
+
+    def _argument(self, value: object, operands: Any) -> Any:
+        if isinstance(value, Ref):
+            return next(operands)
+        if isinstance(value, tuple):
+            return [self._argument(v, operands) for v in value]
+        if value == "device":
+            return self.device
+        if isinstance(value, str) and value.startswith("torch."):
+            return getattr(torch, value.removeprefix("torch."))
+        return value
+
+
+def _local_text(layout: Layout, axis: int, sizes: tuple[int, ...]) -> str:
+    """A local type as the runtime reads it: strips counted on one rank."""
+    local_type = layout[axis]
+    if isinstance(local_type, Mark):
+        return str(local_type)
+    return str(Shard(local_type.dim, local_outer(layout, axis, sizes)))
+
+
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype or "complex" in dtype
+
+
+def _getitem(values: Any, index: int) -> Any:
+    return values[index]
+

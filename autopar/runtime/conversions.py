@@ -1,0 +1,103 @@
+"""Conversions between local types at run time: one call, one axis, one collective of ``spmd_types``.
+
+These are the functions that emitted programs call. Types are written as in :mod:`planner.layout`; the
+strip count of a shard is the rank-local one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import spmd_types as spmd
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from planner.layout import LocalType, Mark, Shard, parse_layout
+
+_MARKS = {"R": spmd.R, "I": spmd.I, "P": spmd.P}
+
+
+@functools.cache
+def _parse(text: str) -> LocalType:
+    return parse_layout(text, 1)[0]
+
+
+def convert(x: Tensor, axis: ProcessGroup, src: str, dst: str) -> Tensor:
+    """Change the local type of ``x`` on one mesh axis; the backward follows from the types.
+
+    Args:
+        x: this rank's part.
+        axis: the axis's process group.
+        src, dst: local types, e.g. ``"P"``, ``"S(1)"``; a legal step of :data:`planner.conversion.STEPS`.
+    """
+    source, target = _parse(src), _parse(dst)
+    if not (x.requires_grad or spmd.is_type_checking()) and isinstance(source, Mark) and isinstance(target, Mark):
+        if source.letter in "RI" and target.letter in "RI":
+            return x
+    x, restore = _open_strips(x.contiguous(), source, target)
+    src_type, dst_type = _spmd_type(source, restore), _spmd_type(target, restore)
+    result = _step(x, axis, src_type, dst_type)
+    if result.requires_grad:
+        result.register_hook(Tensor.contiguous)
+    return _close_strips(result, restore)
+
+
+def _step(x: Tensor, axis: ProcessGroup, src: object, dst: object) -> Tensor:
+    shards = isinstance(src, spmd.Shard), isinstance(dst, spmd.Shard)
+    if src is spmd.P:
+        return spmd.reduce_scatter(x, axis, src=src, dst=dst) if shards[1] else spmd.all_reduce(x, axis, src=src, dst=dst)
+    if shards == (True, True):
+        return spmd.all_to_all(x, axis, src=src, dst=dst)
+    if shards[0]:
+        return spmd.all_gather(x, axis, src=src, dst=dst)
+    return spmd.convert(x, axis, src=src, dst=dst, expert_mode=True)
+
+
+def _open_strips(x: Tensor, *types: LocalType) -> tuple[Tensor, tuple[int, ...]]:
+    """View dims that are cut in strips as (strips, rest); returns those dims, last first."""
+    cut = sorted({(t.dim, t.outer) for t in types if isinstance(t, Shard) and t.outer > 1}, reverse=True)
+    for dim, strips in cut:
+        x = x.unflatten(dim, (strips, x.shape[dim] // strips))
+    return x, tuple(dim for dim, _ in cut)
+
+
+def _close_strips(x: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in reversed(dims):
+        x = x.flatten(dim, dim + 1)
+    return x
+
+
+def _spmd_type(local_type: LocalType, opened: Sequence[int]) -> object:
+    if isinstance(local_type, Mark):
+        return _MARKS[local_type.letter]
+    shift = sum(1 for dim in opened if dim < local_type.dim or (dim == local_type.dim and local_type.outer > 1))
+    return spmd.S(local_type.dim + shift)
+
+
+class _ReduceGradients(torch.autograd.Function):
+    """Identity forward; backward sums the gradients of a block's parameters over an axis in one all-reduce."""
+
+    @staticmethod
+    def forward(ctx, axis, *parameters):  # type: ignore[no-untyped-def]
+        ctx.axis = axis
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        total = spmd.all_reduce(flat, ctx.axis, src=spmd.P, dst=spmd.I)
+        sums = total.split([g.numel() for g in grads])
+        return None, *(s.view(g.shape) for s, g in zip(sums, grads, strict=True))
+
+
+def replicate_parameters(parameters: Sequence[Tensor], axis: ProcessGroup) -> tuple[Tensor, ...]:
+    """``I -> R`` for all parameters of a block at once: their gradients are summed in one all-reduce.
+
+    Args:
+        parameters: local parameters, all of one dtype, invariant on ``axis``.
+    """
+    if spmd.is_type_checking() or not torch.is_grad_enabled():
+        return tuple(convert(p, axis, "I", "R") for p in parameters)
+    return _ReduceGradients.apply(axis, *parameters)

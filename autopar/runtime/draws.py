@@ -1,0 +1,30 @@
+"""Operators whose behaviour depends on the run: they draw random numbers, or differ between train and eval."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+
+from autopar.runtime.layers.attention import attention
+from autopar.runtime.layers.index import Groups
+from autopar.runtime.state import RunState
+
+
+def draw(op: OpOverload[..., Any], state: RunState, varying: Groups, *args: Any, **kwargs: Any) -> Any:
+    """``op``, drawing alike on ranks that hold the same data and differently over ``varying``."""
+    with state.random.region(varying):
+        return op(*args, **kwargs)
+
+
+def draw_attention(state: RunState, varying: Groups, *args: Any, dropout_p: float, **kwargs: Any) -> Tensor:
+    """Attention with dropout, which draws only while training.
+
+    Args:
+        args: query, key, value and mask, as :func:`autopar.runtime.layers.attention.attention` takes them.
+    """
+    if not state.training:
+        return attention(*args, dropout_p=0.0, **kwargs)
+    with state.random.region(varying):
+        return attention(*args, dropout_p=dropout_p, **kwargs)

@@ -1,0 +1,307 @@
+"""The parallel module: parameters in their stored layouts under their original names, and the program.
+
+It computes what the original module computes on the global batch; each rank passes its part of the
+inputs (:meth:`ParallelModule.shard` cuts a global batch) and gets what the model returns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.runtime.mesh import part_of, placements
+from autopar.runtime.state import RunState
+from planner.errors import InputError, PlanError
+from planner.layout import I, Layout, Mesh, R, local_shape
+
+
+@dataclass(frozen=True)
+class LeafSpec:
+    """A leaf of the program: ``kind`` and original ``name``, global shape, dtype and stored layout."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """A tensor that leaves the program: global shape and layout."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Interface:
+    """How a program's flat inputs and outputs map onto the model's nested ones.
+
+    ``input_names`` aligns with the flattened (args, kwargs): a leaf's placeholder name, or ``None`` for a
+    static value. ``outputs`` aligns with the flattened result: a position in the program's results, or
+    ``None``, then the value in ``static_outputs``.
+    """
+
+    leaves: tuple[LeafSpec, ...]
+    input_names: tuple[str | None, ...]
+    in_spec: pytree.TreeSpec
+    outputs: tuple[OutputSpec | None, ...]
+    static_outputs: tuple[Any, ...]
+    out_spec: pytree.TreeSpec
+    updates: tuple[str, ...]
+    captured_training: bool
+
+
+class ParallelModule(nn.Module):
+    """One rank's share of a parallelized model; an ordinary module of DTensor parameters.
+
+    Args:
+        program: the root of the emitted program.
+        interface: how it maps onto the model.
+        mesh: the planner's mesh.
+        device_mesh: the torch mesh of the same axes.
+        rank: this process's rank.
+        names: every parameter and buffer name of the original model -> the first name of that tensor.
+        make_part: makes this rank's part of a leaf (local tensor).
+        state: training mode and random numbers.
+    """
+
+    def __init__(
+        self,
+        program: torch.fx.GraphModule,
+        interface: Interface,
+        mesh: Mesh,
+        device_mesh: DeviceMesh,
+        rank: int,
+        names: Mapping[str, str],
+        make_part: Callable[[LeafSpec], Tensor],
+        state: RunState,
+    ):
+        super().__init__()
+        self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
+        self.state = state
+        self._program = (program,)  # in a tuple: its modules are not parts of the user's model
+        tensors: dict[str, Tensor] = {}
+        self._constants: dict[str, Tensor] = {}
+        for leaf in interface.leaves:
+            if leaf.kind in ("param", "buffer"):
+                tensors[leaf.name] = self._stored(leaf, make_part(leaf))
+            elif leaf.kind == "const":
+                self._constants[leaf.name] = make_part(leaf)
+        for name, first in names.items():
+            if first in tensors:
+                _register(self, name, tensors[first])
+        self._leaf_names = {leaf.name: leaf for leaf in interface.leaves if leaf.kind in ("param", "buffer")}
+        self.train(interface.captured_training)
+
+    def _stored(self, leaf: LeafSpec, part: Tensor) -> Tensor:
+        if leaf.kind == "buffer":
+            return part
+        stored = DTensor.from_local(
+            part,
+            self.device_mesh,
+            placements(leaf.layout),
+            run_check=False,
+            shape=torch.Size(leaf.shape),
+            stride=_strides(leaf.shape),
+        )
+        return nn.Parameter(stored, requires_grad=part.is_floating_point())
+
+    @property
+    def program(self) -> torch.fx.GraphModule:
+        """The emitted program of this rank."""
+        return self._program[0]
+
+    def print_code(self) -> None:
+        """Print the emitted Python: each distinct block once, then the root that calls them."""
+        print(self.code())
+
+    def code(self) -> str:
+        """The emitted Python as text."""
+        programs = [*self.program.named_children(), ("root", self.program)]
+        return "\n\n\n".join(_readable(module.code, name) for name, module in programs) + "\n"
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """Set training mode; a program that was captured in eval mode cannot train."""
+        if mode and not self.interface.captured_training and self.interface.updates:
+            raise PlanError("the model was captured in eval mode: call model.train() before autopar.parallelize")
+        super().train(mode)
+        self.state.training = mode
+        return self
+
+    def shard(self, batch: Any) -> Any:
+        """This rank's part of a global batch: the same nesting, tensors cut as the plan stores the inputs.
+
+        Args:
+            batch: keyword inputs (a mapping), or positional ones (a tuple), with global shapes.
+        """
+        args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+        flat = self._flatten(args, kwargs)
+        specs = {leaf.name: leaf for leaf in self.interface.leaves if leaf.kind == "input"}
+        parts = []
+        for name, value in zip(self.interface.input_names, flat, strict=True):
+            if name is None:
+                parts.append(value)
+                continue
+            leaf = specs[name]
+            _check_shape(name, tuple(value.shape), leaf.shape, "the global batch")
+            parts.append(part_of(value, leaf.layout, self.mesh, self.rank).to(self._device))
+        args, kwargs = pytree.tree_unflatten(parts, self.interface.in_spec)
+        return kwargs if isinstance(batch, Mapping) else args
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self.device_mesh.device_type)
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        expected = self.interface.in_spec.child(1).context
+        missing = [name for name in expected if name not in kwargs]
+        extra = [name for name in kwargs if name not in expected]
+        if missing or extra:
+            raise InputError(
+                f"the model was planned with inputs {list(expected)}; "
+                + (f"missing: {missing}" if missing else f"unknown: {extra}")
+                + ". Plan again with example inputs of this form"
+            )
+        flat, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in expected}))
+        if len(flat) != len(self.interface.input_names):
+            raise InputError(f"the inputs nest as {spec}, but the model was planned with {self.interface.in_spec}")
+        return flat
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for the global batch, given this rank's part of the inputs.
+
+        Scalars are plain tensors with the global value; other outputs are DTensors of global shape.
+        """
+        flat = self._flatten(args, kwargs)
+        inputs = {name: value for name, value in zip(self.interface.input_names, flat, strict=True) if name}
+        results = self.program(*(self._leaf(leaf, inputs) for leaf in self.interface.leaves))
+        count = len(results) - len(self.interface.updates)
+        with torch.no_grad():
+            for name, value in zip(self.interface.updates, results[count:], strict=True):
+                if self.training:
+                    self.get_buffer(name).copy_(value)
+        given = iter(results[:count])
+        flat_outputs = [
+            static if spec is None else self._leaving(next(given), spec)
+            for spec, static in zip(self.interface.outputs, self.interface.static_outputs, strict=True)
+        ]
+        return pytree.tree_unflatten(flat_outputs, self.interface.out_spec)
+
+    def _leaf(self, leaf: LeafSpec, inputs: Mapping[str, Tensor]) -> Tensor:
+        if leaf.kind == "input":
+            value = inputs[leaf.name]
+            expected = local_shape(leaf.shape, leaf.layout, self.mesh.sizes)
+            assert expected is not None
+            _check_shape(leaf.name, tuple(value.shape), expected, f"rank {self.rank}'s part")
+            return value
+        if leaf.kind == "const":
+            return self._constants[leaf.name]
+        tensor = _lookup(self, leaf.name)
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def _leaving(self, value: Tensor, spec: OutputSpec) -> Tensor:
+        if not spec.shape or all(t in (I, R) for t in spec.layout):
+            return value
+        return DTensor.from_local(
+            value,
+            self.device_mesh,
+            placements(spec.layout),
+            run_check=False,
+            shape=torch.Size(spec.shape),
+            stride=_strides(spec.shape),
+        )
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The original model's state dict, whole, on the CPU; every rank must call it (it gathers)."""
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
+            for name, value in self.state_dict().items()
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load full tensors (the original model's dict) or DTensors (another plan's, on this mesh)."""
+        own = self.state_dict()
+        local = {name: self._like(name, value, own[name]) if name in own else value for name, value in state_dict.items()}
+        return super().load_state_dict(local, strict=strict, assign=assign)
+
+    def _like(self, name: str, value: Tensor, own: Tensor) -> Tensor:
+        if not isinstance(own, DTensor):
+            return value
+        if tuple(value.shape) != tuple(own.shape):
+            raise InputError(f"{name} has shape {tuple(value.shape)} in the state dict, {tuple(own.shape)} in the model")
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        leaf = next(spec for spec in self._leaf_names.values() if _lookup(self, spec.name) is _lookup(self, name))
+        part = part_of(value, leaf.layout, self.mesh, self.rank).to(own.device, own.dtype)
+        return DTensor.from_local(
+            part, self.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+        )
+
+
+def _readable(code: str, name: str) -> str:
+    """A program's text without what fx adds for the interpreter."""
+    code = re.sub(r";  (?:\w+ = )+None", "", code)
+    code = re.sub(r"\bautopar_runtime_\w+?_(?=convert|replicate_parameters|draw)", "", code)
+    code = re.sub(r"\bautopar_runtime_layers_[a-z]+_", "layers.", code)
+    code = re.sub(r"\bautopar_rewrite__getitem\((\w+), (\d+)\)", r"\1[\2]", code)
+    code = code.replace("torch.ops.aten.", "aten.").replace("def forward(self", f"def {name}(self", 1)
+    return "\n".join(line for line in code.splitlines() if line.strip())
+
+
+class _Part(nn.Module):
+    """Holds parameters and buffers where the original model's submodule held them."""
+
+
+def _register(root: nn.Module, name: str, tensor: Tensor) -> None:
+    *path, last = name.split(".")
+    module = root
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, _Part())
+        child = module._modules[part]
+        assert child is not None
+        module = child
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(last, tensor)
+    else:
+        module.register_buffer(last, tensor)
+
+
+def _lookup(root: nn.Module, name: str) -> Tensor:
+    *path, last = name.split(".")
+    module = root
+    for part in path:
+        child = module._modules[part]
+        assert child is not None
+        module = child
+    tensor = module._parameters.get(last)
+    found = tensor if tensor is not None else module._buffers[last]
+    assert found is not None
+    return found
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _check_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...], what: str) -> None:
+    if got != expected:
+        raise InputError(
+            f"input {name!r} has shape {got}, but {what} was planned as {expected}: pass pmodel.shard(batch) of a "
+            "global batch of the planned size (drop or pad the last batch), or plan again for this size"
+        )
+

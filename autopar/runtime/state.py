@@ -1,0 +1,15 @@
+"""Run state: what an emitted program needs to know beyond its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.runtime.random import RandomState
+
+
+@dataclass
+class RunState:
+    """Whether the module trains (dropout draws) and the random numbers it draws from."""
+
+    random: RandomState
+    training: bool = True

@@ -1,0 +1,111 @@
+"""Simulate: every rank of a small mesh in one process, without launching anything.
+
+A fake process group gives the mesh its groups; ``LocalTensorMode`` holds all ranks' tensors at once and
+carries out the collectives between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from autopar.build import build
+from autopar.capture import Captured
+from autopar.runtime.mesh import device_mesh, part_of, put_part
+from autopar.runtime.module import LeafSpec, ParallelModule
+from planner.errors import PlanError
+from planner.formulate import Assignment
+from planner.layout import Layout, Mesh
+
+
+@contextlib.contextmanager
+def fake_process_group(size: int) -> Iterator[None]:
+    """A process group of ``size`` ranks that moves no data; this process is rank 0."""
+    if dist.is_initialized():
+        raise PlanError("a process group is already initialised: call autopar.verify outside of torchrun")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Simulation:
+    """A parallelized model whose ranks all live in this process.
+
+    Use as a context: inside it, ``module`` is the parallel module, holding every rank's tensors.
+    """
+
+    def __init__(self, model: nn.Module, captured: Captured, assignment: Assignment, seed: int = 0):
+        self.mesh: Mesh = assignment.space.mesh
+        self._model, self._captured, self._assignment, self._seed = model, captured, assignment, seed
+        self._stack = contextlib.ExitStack()
+        self.module: ParallelModule
+
+    def __enter__(self) -> Simulation:
+        self._stack.enter_context(fake_process_group(self.mesh.size))
+        self.mode = self._stack.enter_context(LocalTensorMode(self.mesh.size))
+        full = {name: t.detach() for name, t in _tensors(self._model).items()}
+        full.update(dict(self._captured.constants))
+
+        def make_part(leaf: LeafSpec) -> Tensor:
+            return self.parts(full[leaf.name], leaf.layout)
+
+        try:
+            mesh = device_mesh(self.mesh, "cpu")
+            self.module = build(self._model, self._captured, self._assignment, mesh, 0, make_part, self._seed)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def parts(self, full: Tensor, layout: Layout) -> Tensor:
+        """Every rank's part of a global tensor."""
+        return self.mode.rank_map(lambda rank: part_of(full, layout, self.mesh, rank))
+
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Every rank's part of a global batch."""
+        interface = self.module.interface
+        layouts = {leaf.name: leaf.layout for leaf in interface.leaves if leaf.kind == "input"}
+        flat = self.module._flatten(args, dict(kwargs))
+        parts = [
+            value if name is None else self.parts(value, layouts[name])
+            for name, value in zip(interface.input_names, flat, strict=True)
+        ]
+        return pytree.tree_unflatten(parts, interface.in_spec)
+
+    def whole(self, value: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:
+        """Put a global tensor together from every rank's part.
+
+        Raises:
+            AssertionError: ranks that should hold the same values do not.
+        """
+        with self.mode.disable():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            each = local._local_tensors if isinstance(local, LocalTensor) else dict.fromkeys(range(self.mesh.size), local)
+            full = torch.empty(shape, dtype=each[0].dtype)
+            for rank, part in each.items():
+                put_part(full, part.detach(), layout, self.mesh, rank)
+            for rank, part in each.items():
+                again = part_of(full, layout, self.mesh, rank)
+                same = torch.equal(again, part) if not part.is_floating_point() else torch.allclose(
+                    again, part, rtol=1e-9, atol=1e-12, equal_nan=True
+                )
+                assert same, f"rank {rank} holds other values than a rank that should hold the same"
+            return full
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,0 +1,477 @@
+"""Formulate: from a folded graph, a mesh and a cost model to the solver's problem, and back.
+
+Every distinct position of the folded graph is one decision (a *role*): each operator of each distinct
+block, the storage of each leaf, the layout in which a value with several readers is delivered (its
+*relay*), and the layout of each output. Costs are multiplied by how often a role occurs, so the size
+of the problem does not depend on depth.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from planner.conversion import ConversionTable, Route, local_bytes
+from planner.cost import CostModel
+from planner.fold import Folded
+from planner.graph import Graph, Node, Ref, TensorType
+from planner.layout import I, Layout, LocalType, Mesh, R, Shard, local_shape
+from planner.ops import OPS
+from planner.problem import Answer, Edge, Floats, Ints, Problem, Vertex
+from planner.rules import Inner, Rule
+from planner.strategy import Allow, Choice, Cuts, find_cuts, leaf_layouts, op_choices, rule_of, shards_of
+
+Role = tuple[object, ...]
+AllowLeaf = Callable[[Node, Layout], bool]
+BUCKET_BYTES = 25 * 2**20
+OVERLAP = {"nccl": 0.9, "gloo": 0.0}
+"""Share of backward work that can hide gradient communication. Gloo communicates on the cores that compute."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training step keeps besides the model: bytes of optimizer state per parameter element.
+
+    The default is Adam's two moments in float32.
+    """
+
+    optimizer_bytes_per_element: int = 8
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A decision for every role: what the rewrite obeys and the report shows."""
+
+    space: Space
+    chosen: Mapping[Role, Choice | Layout]
+
+    def choice(self, node: Node) -> Choice:
+        """How an operator is run."""
+        choice = self.chosen[self.space.role_of[node.name]]
+        assert isinstance(choice, Choice)
+        return choice
+
+    def produced(self, ref: Ref) -> Layout:
+        """The layout in which a value is produced, or a leaf is stored."""
+        decision = self.chosen[self.space.role_of[ref.node]]
+        return decision.results[ref.index] if isinstance(decision, Choice) else decision
+
+    def delivered(self, ref: Ref) -> Layout:
+        """The layout in which a value's readers find it: its relay's, if it has one."""
+        relay = self.space.relay_of(ref)
+        if relay is None:
+            return self.produced(ref)
+        layout = self.chosen[relay]
+        assert isinstance(layout, tuple)
+        return layout
+
+    def relay_route(self, ref: Ref) -> Route:
+        """The conversion done once, right after a value is produced."""
+        return self.space.table(ref).route(self.produced(ref), self.delivered(ref))
+
+    def operand_route(self, node: Node, position: int) -> Route:
+        """The conversion of one operand, done by its reader."""
+        ref = node.inputs[position]
+        return self.space.table(ref).route(self.delivered(ref), self.choice(node).operands[position])
+
+    def summed_over(self, node: Node, position: int) -> tuple[int, ...]:
+        """Axes over which a parameter operand's gradient is summed together with its block's others.
+
+        Empty unless the operand is a parameter of this reader alone that is stored whole and used
+        replicated: those are summed in one all-reduce per block, axis and dtype.
+        """
+        ref = node.inputs[position]
+        if self.space.graph.by_name[ref.node].op != "param" or self.space.relay_of(ref) is not None:
+            return ()
+        route = self.operand_route(node, position)
+        if not route or any(step.rule != "I>R" for step in route):
+            return ()
+        return tuple(sorted(step.axis for step in route if self.space.mesh.axes[step.axis].size > 1))
+
+    def output_layout(self, position: int) -> Layout:
+        """The layout in which output number ``position`` leaves the model."""
+        layout = self.chosen["output", position]
+        assert isinstance(layout, tuple)
+        return layout
+
+    def output_route(self, position: int) -> Route:
+        """The conversion of an output before it leaves the model."""
+        ref = self.space.leaving[position]
+        return self.space.table(ref).route(self.delivered(ref), self.output_layout(position))
+
+
+class Space:
+    """Every decision to take for one folded graph on one mesh, and what each costs.
+
+    Args:
+        folded: the graph and its distinct blocks.
+        mesh: the mesh to lay it on.
+        cost: prices of work and communication.
+        training: what the step keeps per parameter.
+        allow, allow_leaf: keep a strategy of an operator on an axis; keep a storage layout of a leaf.
+    """
+
+    def __init__(
+        self,
+        folded: Folded,
+        mesh: Mesh,
+        cost: CostModel,
+        training: Training,
+        rules: Mapping[str, Rule],
+        allow: Allow | None = None,
+        allow_leaf: AllowLeaf | None = None,
+    ):
+        self.folded, self.graph, self.mesh, self.cost, self.training = folded, folded.graph, mesh, cost, training
+        self.rules = rules
+        self.overlap = OVERLAP[cost.cluster.backend]
+        self._allow, self._allow_leaf = allow, allow_leaf
+        self.cuts: Cuts = find_cuts(self.graph, rules, mesh.sizes)
+        self._tables: dict[object, ConversionTable] = {}
+        self.role_of, self.members = _roles(folded)
+
+    @cached_property
+    def options(self) -> dict[Role, list[Choice] | list[Layout]]:
+        """The choices of every role, in a fixed order."""
+        found: dict[Role, list[Choice] | list[Layout]] = {}
+        for role, names in self.members.items():
+            node = self.graph.by_name[names[0]]
+            if node.is_leaf:
+                layouts = leaf_layouts(node, self.mesh, self.cuts)
+                kept = [layout for layout in layouts if self._allow_leaf is None or self._allow_leaf(node, layout)]
+                found[role] = kept or layouts[:1]
+            else:
+                found[role] = op_choices(self.graph, node, self.rules[node.name], self.mesh, self.cuts, self._allow)
+        for relay, ref in self._relays.items():
+            found[relay] = self._relay_layouts(ref)
+        for position, ref in enumerate(self.leaving):
+            found["output", position] = self._output_layouts(ref, keeps_state=position >= len(self.graph.outputs))
+        return found
+
+    @property
+    def leaving(self) -> tuple[Ref, ...]:
+        """Everything that leaves the model: outputs, then new values of buffers."""
+        return (*self.graph.outputs, *(ref for _, ref in self.graph.updates))
+
+    def is_read(self, ref: Ref) -> bool:
+        """Whether anything reads a value."""
+        return ref in self._readers
+
+    @cached_property
+    def _readers(self) -> dict[Ref, int]:
+        """How many distinct readers a value has, outputs included."""
+        count = {ref: len({node.name for node, _ in users}) for ref, users in self.graph.users.items()}
+        for ref in self.leaving:
+            count[ref] = count.get(ref, 0) + 1
+        return count
+
+    @cached_property
+    def _relays(self) -> dict[Role, Ref]:
+        """Relay role -> a representative value. A role has a relay when any of its members has several readers."""
+        found: dict[Role, Ref] = {}
+        for role, names in self.members.items():
+            for index in range(len(self.graph.by_name[names[0]].results)):
+                if any(self._readers.get(Ref(name, index), 0) > 1 for name in names):
+                    found["relay", role, index] = Ref(names[0], index)
+        return found
+
+    def relay_of(self, ref: Ref) -> Role | None:
+        """The relay role of a value, if it has one."""
+        relay = ("relay", self.role_of[ref.node], ref.index)
+        return relay if relay in self._relays else None
+
+    def _relay_layouts(self, ref: Ref) -> list[Layout]:
+        """Layouts some reader of the value (in any instance) wants or its producer gives; P only if given."""
+        names = self.members[self.role_of[ref.node]]
+        wanted: dict[Layout, None] = {}
+        for name in names:
+            for node, position in self.graph.users.get(Ref(name, ref.index), ()):
+                for choice in self._choices(self.role_of[node.name]):
+                    wanted[choice.operands[position]] = None
+        for decision in self.options_of_producer(ref):
+            wanted[decision.results[ref.index] if isinstance(decision, Choice) else decision] = None
+        table = self.table(ref)
+        return [layout for layout in table.layouts if layout in wanted]
+
+    def _choices(self, role: Role) -> list[Choice]:
+        node = self.graph.by_name[self.members[role][0]]
+        if role not in self._choice_cache:
+            self._choice_cache[role] = op_choices(
+                self.graph, node, self.rules[node.name], self.mesh, self.cuts, self._allow
+            )
+        return self._choice_cache[role]
+
+    @cached_property
+    def _choice_cache(self) -> dict[Role, list[Choice]]:
+        return {}
+
+    def options_of_producer(self, ref: Ref) -> list[Choice] | list[Layout]:
+        """The choices of the node that makes a value."""
+        role = self.role_of[ref.node]
+        node = self.graph.by_name[ref.node]
+        return leaf_layouts(node, self.mesh, self.cuts) if node.is_leaf else self._choices(role)
+
+    def _output_layouts(self, ref: Ref, keeps_state: bool) -> list[Layout]:
+        tensor = self.graph.type_of(ref)
+        whole: LocalType = I if tensor.grad else R
+        types = [whole] if keeps_state or not tensor.shape else [whole, *shards_of(ref, tensor, {})]
+        return [
+            layout
+            for layout in itertools.product(types, repeat=len(self.mesh.axes))
+            if local_shape(tensor.shape, layout, self.mesh.sizes) is not None
+        ]
+
+    def table(self, ref: Ref) -> ConversionTable:
+        """All conversions of a value on this mesh."""
+        tensor = self.graph.type_of(ref)
+        shards = tuple(shards_of(ref, tensor, self.cuts))
+        key = (tensor, shards)
+        if key not in self._tables:
+            touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
+            launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
+            self._tables[key] = ConversionTable(tensor, self.mesh, shards, self.cost.collective_s, touch, launch)
+        return self._tables[key]
+
+    # ---- the problem -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def roles(self) -> tuple[Role, ...]:
+        return tuple(self.options)
+
+    def problem(self, limit_bytes: int | None) -> Problem:
+        """The solver's problem; vertex ``i`` decides role ``self.roles[i]``."""
+        index = {role: i for i, role in enumerate(self.roles)}
+        vertices = [self._vertex(role) for role in self.roles]
+        edges = [
+            Edge(index[tail], index[head], *self._edge(tail, head, ref, positions, count))
+            for (tail, head, ref, positions), count in self._flows.items()
+        ]
+        return Problem(tuple(vertices), tuple(edges), limit_bytes)
+
+    def assignment(self, answer: Answer) -> Assignment:
+        """What an answer to :meth:`problem` decides."""
+        return Assignment(
+            self, {role: self.options[role][c] for role, c in zip(self.roles, answer.choices, strict=True)}
+        )
+
+    @cached_property
+    def _flows(self) -> dict[tuple[Role, Role, Ref, tuple[int, ...]], int]:
+        """(source role, reader role, representative value, operand positions) -> how often it occurs."""
+        flows: dict[tuple[Role, Role, Ref, tuple[int, ...]], int] = {}
+
+        def add(tail: Role, head: Role, ref: Ref, positions: tuple[int, ...]) -> None:
+            representative = Ref(self.members[self.role_of[ref.node]][0], ref.index)
+            key = (tail, head, representative, positions)
+            flows[key] = flows.get(key, 0) + 1
+
+        for node in self.graph.nodes:
+            by_ref: dict[Ref, list[int]] = {}
+            for position, ref in enumerate(node.inputs):
+                by_ref.setdefault(ref, []).append(position)
+            for ref, positions in by_ref.items():
+                source = self.relay_of(ref) or self.role_of[ref.node]
+                add(source, self.role_of[node.name], ref, tuple(positions))
+        for position, ref in enumerate(self.leaving):
+            add(self.relay_of(ref) or self.role_of[ref.node], ("output", position), ref, (0,))
+        for relay, ref in self._relays.items():
+            for name in self.members[self.role_of[ref.node]]:
+                add(self.role_of[ref.node], relay, Ref(name, ref.index), (0,))
+        return flows
+
+    def _vertex(self, role: Role) -> Vertex:
+        options = self.options[role]
+        size, times = len(options), len(self.members.get(role, (role,)))
+        time, cover = np.zeros(size), np.zeros(size)
+        held, transient = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        if role in self.members:
+            node = self.graph.by_name[self.members[role][0]]
+            for i, option in enumerate(options):
+                if isinstance(option, Choice):
+                    work = self.work(node, option)
+                    time[i] = (work.forward_s + work.backward_s + work.inner_s) * times
+                    cover[i] = work.backward_s * self.overlap * times
+                    held[i] = work.saved_bytes * times
+                    transient[i] = work.transient_bytes
+                else:
+                    time[i], held[i] = self.storage(node, option)
+                    time[i] *= times
+                    held[i] *= times
+        return Vertex(str(role), time, np.zeros(size), cover, held, transient)
+
+    def storage(self, node: Node, layout: Layout) -> tuple[float, int]:
+        """Optimizer seconds and bytes held for one leaf: parameter, gradient and optimizer state."""
+        tensor = node.results[0]
+        held = local_bytes(tensor, layout, self.mesh)
+        if node.op != "param" or not tensor.grad:
+            return 0.0, held
+        elements = held // tensor.item_bytes
+        state = elements * self.training.optimizer_bytes_per_element
+        # The update reads parameter, gradient and state, and writes parameter and state.
+        return self.cost.compute_s(0.0, 3 * held + 2 * state, tensor.dtype), 2 * held + state
+
+    def work(self, node: Node, choice: Choice) -> Work:
+        """Seconds and bytes of one operator on one rank."""
+        row = OPS.get(node.op)
+        rule = self.rules[node.name]
+        operands = self.graph.input_types(node)
+        parts = [local_bytes(t, layout, self.mesh) for t, layout in zip(operands, choice.operands, strict=True)]
+        results = [local_bytes(t, layout, self.mesh) for t, layout in zip(node.results, choice.results, strict=True)]
+        moved = sum(parts) + sum(results)
+        differentiated = any(t.grad for t in node.results)
+        share = math.prod(a.size for a, s in zip(self.mesh.axes, choice.axes, strict=True) if s.factor)
+        inner = {"forward": 0.0, "backward": 0.0}
+        for axis, call in choice.inner:
+            if call.phase == "forward" or differentiated:
+                bytes_in = self.inner_bytes(rule, choice, call)
+                inner[call.phase] += self.cost.collective_s(call.kind, self.mesh.axes[axis], bytes_in)
+        if row is not None and row.view:
+            return Work(0.0, 0.0, inner["forward"] + inner["backward"], 0, 0)
+        flops = row.flops(node, operands, rule) / share if row is not None else 0.0
+        dtype = node.results[0].dtype if node.results else "float32"
+        forward = self.cost.compute_s(flops, moved, dtype)
+        backward = self.cost.compute_s(2 * flops, 2 * moved, dtype) if differentiated else 0.0
+        saved = sum((parts + results)[place] for place in self._charges.get(self.role_of[node.name], ()))
+        transient = moved * (2 if differentiated else 1)
+        return Work(forward, backward, inner["forward"] + inner["backward"], saved, transient)
+
+    def inner_bytes(self, rule: Rule, choice: Choice, call: Inner) -> int:
+        """Bytes that each rank passes to a collective of an operator's local form."""
+        elements = call.count
+        for factor in call.factors:
+            cut = math.prod(a.size for a, s in zip(self.mesh.axes, choice.axes, strict=True) if s.factor == factor)
+            elements *= rule.sizes[factor] // cut
+        return elements * call.item_bytes
+
+    @cached_property
+    def _charges(self) -> dict[Role, tuple[int, ...]]:
+        """Which tensors (operands, then results) each role pays for as saved: the first reader of a value that
+        needs it in backward pays, views of one tensor count once, parameters are paid as parameters."""
+        root: dict[Ref, Ref] = {}
+        paid_by: dict[tuple[Role, int], tuple[Role, int]] = {}
+        charges: dict[Role, dict[int, None]] = {}
+        for node in self.graph.nodes:
+            row = OPS.get(node.op)
+            results = [Ref(node.name, i) for i in range(len(node.results))]
+            if row is not None and row.view and node.inputs:
+                root.update({ref: root.get(node.inputs[0], node.inputs[0]) for ref in results})
+                continue
+            if not any(t.grad for t in node.results):
+                continue
+            tensors = (*node.inputs, *results)
+            places = range(len(tensors)) if row is None else _places(row.saved(node), len(node.inputs), len(tensors))
+            role = self.role_of[node.name]
+            for place in places:
+                ref = root.get(tensors[place], tensors[place])
+                if self.graph.by_name[ref.node].op == "param":
+                    continue
+                value = (self.role_of[ref.node], ref.index)
+                if paid_by.setdefault(value, (role, place)) == (role, place):
+                    charges.setdefault(role, {})[place] = None
+        return {role: tuple(places) for role, places in charges.items()}
+
+    def _edge(
+        self, tail: Role, head: Role, ref: Ref, positions: tuple[int, ...], count: int
+    ) -> tuple[Floats, Floats, Ints]:
+        table = self.table(ref)
+        sources = [self._layout_at_tail(tail, option, ref.index) for option in self.options[tail]]
+        rows = np.array([table.index[layout] for layout in sources])
+        shape = (len(rows), len(self.options[head]))
+        forward, backward = np.zeros(shape), np.zeros(shape)
+        gathered = np.zeros(shape, np.int64)
+        is_param = self.graph.by_name[ref.node].op == "param"
+        for nth, position in enumerate(positions):
+            wanted = [self._layout_at_head(option, position) for option in self.options[head]]
+            before = [[self._layout_at_head(o, p) for p in positions[:nth]] for o in self.options[head]]
+            repeated = np.array([layout in earlier for layout, earlier in zip(wanted, before, strict=True)])
+            columns = np.array([table.index[layout] for layout in wanted])
+            pairs = np.ix_(rows, columns)
+            forward += np.where(repeated, 0.0, table.forward_s[pairs])
+            backward += np.where(repeated, 0.0, table.backward_s[pairs])
+            if is_param:
+                sizes = np.array([local_bytes(table.tensor, layout, self.mesh) for layout in table.layouts])
+                gathered += np.maximum(0, sizes[columns][None, :] - sizes[rows][:, None])
+        if is_param:
+            return forward * count, backward * count, gathered * count
+        return (forward + backward) * count, np.zeros(shape), gathered
+
+    @staticmethod
+    def _layout_at_tail(tail: Role, option: Choice | Layout, index: int) -> Layout:
+        return option.results[index] if isinstance(option, Choice) else option
+
+    @staticmethod
+    def _layout_at_head(option: Choice | Layout, position: int) -> Layout:
+        return option.operands[position] if isinstance(option, Choice) else option
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operator on one rank: seconds forward, backward, and in collectives of its own; bytes."""
+
+    forward_s: float
+    backward_s: float
+    inner_s: float
+    saved_bytes: int
+    transient_bytes: int
+
+
+def _places(saved: tuple[str, ...], operands: int, tensors: int) -> list[int]:
+    places = [int(word[2:]) if word.startswith("in") else operands + int(word[3:]) for word in saved]
+    return [place for place in places if place < tensors]
+
+
+def _roles(folded: Folded) -> tuple[dict[str, Role], dict[Role, list[str]]]:
+    """Role of every node, and the members of every role in graph order.
+
+    A leaf that only one block reads shares its role with the leaf at the same place of the other
+    instances; a leaf that several blocks read is a decision of its own.
+    """
+    role_of: dict[str, Role] = {}
+    reading: dict[str, list[Role]] = {}
+    for number, instance in enumerate(folded.instances):
+        for position, node in enumerate(instance.block.nodes):
+            role_of[node.name] = ("op", instance.kind, position)
+        for slot, ref in enumerate(instance.block.inputs):
+            reading.setdefault(ref.node, []).append((number, instance.kind, slot))
+    outputs = {ref.node for ref in folded.graph.outputs}
+    for node in folded.graph.leaves:
+        places = reading.get(node.name, [])
+        if len(places) == 1 and node.name not in outputs:
+            role_of[node.name] = ("leaf", *places[0][1:])
+        else:
+            role_of[node.name] = ("leaf", node.name)
+    members: dict[Role, list[str]] = {}
+    for node in folded.graph.nodes:
+        members.setdefault(role_of[node.name], []).append(node.name)
+    return role_of, members
+
+
+def rules_of(graph: Graph) -> dict[str, Rule]:
+    """The factor rule of every operator of the graph."""
+    cache: dict[object, Rule] = {}
+    found: dict[str, Rule] = {}
+    for node in graph.nodes:
+        if node.is_leaf:
+            continue
+        static = tuple((name, value) for name, value in node.args if not _holds_ref(value))
+        repeats = tuple(node.inputs.index(ref) for ref in node.inputs)
+        pattern = tuple((name, _pattern(value)) for name, value in node.args)
+        key = (node.op, static, pattern, repeats, graph.input_types(node), node.results)
+        if key not in cache:
+            cache[key] = rule_of(graph, node)
+        found[node.name] = cache[key]
+    return found
+
+
+def _holds_ref(value: object) -> bool:
+    return isinstance(value, Ref) or (isinstance(value, tuple) and any(_holds_ref(v) for v in value))
+
+
+def _pattern(value: object) -> object:
+    """Which places of an argument hold tensors."""
+    if isinstance(value, Ref):
+        return "tensor"
+    return tuple(_pattern(v) for v in value) if isinstance(value, tuple) else ""

@@ -1,0 +1,292 @@
+"""Pins: decisions that the user fixes, by recipe or by operator.
+
+A recipe says how many ranks share each kind of work: ``data`` (the batch factor), ``context`` (the
+query-sequence factor of attention), ``tensor`` (weight factors). It becomes a mesh with an axis of each
+name, and a filter that keeps, on that axis, the strategies the recipe means.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from planner.errors import PinError
+from planner.formulate import AllowLeaf
+from planner.graph import Graph, Node, Ref
+from planner.layout import I, Layout, Mesh, R, Shard
+from planner.ops import OPS
+from planner.ops.table import contraction_flops
+from planner.rules import AxisStrategy, Rule, find
+from planner.strategy import Allow
+
+SIZES = ("pipeline", "data", "context", "tensor")
+LATER = {
+    "pipeline": (1, "pipeline stages"),
+    "recompute": ("none", "recomputation"),
+    "offload": ("none", "offload"),
+    "virtual_stages": (1, "virtual stages"),
+}
+
+Labels = Mapping[Ref, Mapping[tuple[int, int], str]]
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What is fixed.
+
+    Attributes:
+        sizes: ranks per recipe axis; empty when the mesh is free.
+        sequence_parallel: on the tensor axis, keep norms and residuals sharded along the sequence;
+            ``None`` leaves it to the search.
+        zero: 0 stores parameters whole on the data axis, 3 sharded; ``None`` leaves it to the search.
+        layers: glob of module path -> {axis name: strategy}.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    sequence_parallel: bool | None = None
+    zero: int | None = None
+    layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(pin: Mapping[str, object] | None) -> Pins:
+        """Check a user's ``pin``.
+
+        Raises:
+            PinError: an unknown name, a wrong value, or a decision this version cannot take.
+        """
+        pin = dict(pin or {})
+        known = {*SIZES, *LATER, "sequence_parallel", "zero", "layers", "micro_batch", "schedule"}
+        unknown = sorted(set(pin) - known)
+        if unknown:
+            raise PinError(f"pin has no decision called {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}")
+        for name, (only, what) in LATER.items():
+            if pin.pop(name, only) not in (only, None):
+                raise PinError(f"pin {name!r}: this version plans no {what}; leave it out or pin {only!r}")
+        for name in ("micro_batch", "schedule"):
+            if pin.pop(name, None) is not None:
+                raise PinError(f"pin {name!r}: this version plans no pipeline stages, so it has no {name}; leave it out")
+        sizes: dict[str, int] = {}
+        for name in SIZES:
+            size = pin.pop(name, None)
+            if size is None:
+                continue
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise PinError(f"pin {name!r} is {size!r}; it says how many ranks share that work: a whole number from 1")
+            sizes[name] = size
+        zero = pin.pop("zero", None)
+        if zero not in (None, 0, 3):
+            raise PinError(f"pin 'zero' is {zero!r}; this version stores parameters whole (0) or sharded (3)")
+        sequence_parallel = pin.pop("sequence_parallel", None)
+        if sequence_parallel not in (None, True, False):
+            raise PinError(f"pin 'sequence_parallel' is {sequence_parallel!r}; it is True or False")
+        if sequence_parallel and sizes.get("tensor", 1) == 1:
+            raise PinError("pin 'sequence_parallel' shards the sequence over the tensor axis: pin 'tensor' above 1 too")
+        layers = pin.pop("layers", {})
+        if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):
+            raise PinError("pin 'layers' maps a module path (with * and ?) to {axis name: strategy}")
+        return Pins(sizes, sequence_parallel, zero, layers)  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, object]:
+        """The user's form."""
+        found: dict[str, object] = dict(self.sizes)
+        if self.sequence_parallel is not None:
+            found["sequence_parallel"] = self.sequence_parallel
+        if self.zero is not None:
+            found["zero"] = self.zero
+        if self.layers:
+            found["layers"] = {path: dict(axes) for path, axes in self.layers.items()}
+        return found
+
+
+def label_dims(graph: Graph, rules: Mapping[str, Rule], label: str) -> Labels:
+    """Which dims of which values run along the batch or the query sequence.
+
+    ``batch`` starts at dim 0 of every input, ``context`` at attention's query factor; both spread through
+    every operator that keeps the factor.
+
+    Returns:
+        value -> {(dim, strips): label}.
+    """
+    found: dict[Ref, dict[tuple[int, int], str]] = {}
+    if label == "batch":
+        for leaf in graph.leaves:
+            shape = leaf.results[0].shape
+            if leaf.op == "input" and shape and shape[0] > 1:
+                found[Ref(leaf.name)] = {(0, 1): label}
+    nodes = [node for node in graph.nodes if node.name in rules]
+    changed = True
+    while changed:
+        changed = False
+        for node in (*nodes, *reversed(nodes)):
+            rule = rules[node.name]
+            tensors = _tensors(node, rule)
+            factors = {f for f in rule.sizes if f not in rule.whole and _is_labelled(tensors, f, rule, found)}
+            if label == "context" and node.op == "aten.scaled_dot_product_attention.default":
+                factors.add(_query_factor(rule))
+            for factor in factors:
+                for ref, dims in tensors:
+                    place = find(dims, factor, rule.sizes)
+                    if place and place not in found.setdefault(ref, {}):
+                        found[ref][place] = label
+                        changed = True
+    return found
+
+
+def _query_factor(rule: Rule) -> str:
+    return rule.operands[0][-2][0] if rule.operands[0][-2] else ""
+
+
+def _tensors(node: Node, rule: Rule) -> list[tuple[Ref, tuple[tuple[str, ...], ...]]]:
+    results = [Ref(node.name, i) for i in range(len(node.results))]
+    return list(zip((*node.inputs, *results), (*rule.operands, *rule.results), strict=True))
+
+
+def _is_labelled(
+    tensors: list[tuple[Ref, tuple[tuple[str, ...], ...]]],
+    factor: str,
+    rule: Rule,
+    labels: Mapping[Ref, Mapping[tuple[int, int], str]],
+    outer: int = 1,
+) -> bool:
+    for ref, dims in tensors:
+        place = find(dims, factor, rule.sizes)
+        if place and (place[0], place[1] * outer) in labels.get(ref, {}):
+            return True
+    return False
+
+
+def filters(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> tuple[Allow | None, AllowLeaf | None]:
+    """The strategies and storage layouts that the pins keep on ``mesh``.
+
+    Raises:
+        PinError: the recipe does not apply to the model, or a size does not divide.
+    """
+    if not pins.sizes and not pins.layers and pins.zero is None:
+        return None, None
+    names = mesh.names
+    batch = label_dims(graph, rules, "batch")
+    context = label_dims(graph, rules, "context") if {"context", "tensor"} & set(names) else {}
+    _check_recipe(pins, graph, mesh, context)
+    weighted = _weighted(graph, rules)
+    _check_globs(pins, graph)
+
+    def labelled(node: Node, strategy: AxisStrategy, labels: Labels) -> bool:
+        rule = rules[node.name]
+        return bool(strategy.factor) and _is_labelled(_tensors(node, rule), strategy.factor, rule, labels, strategy.outer)
+
+    def has(node: Node, labels: Labels, size: int) -> bool:
+        """Whether the operator can shard a labelled factor ``size`` ways."""
+        rule = rules[node.name]
+        tensors = _tensors(node, rule)
+        for ref, dims in tensors:
+            for dim, outer in labels.get(ref, {}):
+                for factor in dims[dim] if dim < len(dims) else ():
+                    place = find(dims, factor, rule.sizes)
+                    assert place is not None
+                    strips = outer // place[1] if outer % place[1] == 0 else 0
+                    length = rule.sizes[factor]
+                    if strips and strips < length and length % strips == 0 and (length // strips) % size == 0:
+                        if factor not in rule.whole and (strips == 1 or rule.may_stride(factor)):
+                            return True
+        return False
+
+    def allow(node: Node, axis: int, strategy: AxisStrategy) -> bool:
+        for glob, wanted in pins.layers.items():
+            if names[axis] in wanted and fnmatch.fnmatchcase(node.path, glob) and rules[node.name].sizes:
+                if OPS.get(node.op) is not None and OPS[node.op].flops is contraction_flops:
+                    return str(strategy) == wanted[names[axis]]
+        if names[axis] in ("data", "context"):
+            labels = batch if names[axis] == "data" else context
+            if has(node, labels, mesh.axes[axis].size):
+                return labelled(node, strategy, labels)
+            return not strategy.factor
+        if names[axis] == "tensor":
+            if labelled(node, strategy, batch):
+                return False
+            if labelled(node, strategy, context):
+                return pins.sequence_parallel is not False and node.name not in weighted
+            if pins.sequence_parallel and node.op in _NORMS and has(node, context, mesh.axes[axis].size):
+                return False
+            if node.name in weighted:
+                return strategy.factor in weighted[node.name]
+        return True
+
+    def allow_leaf(node: Node, layout: Layout) -> bool:
+        if node.op == "input":
+            wanted = {"data": Shard(0), "context": R, "tensor": R}
+            shape = node.results[0].shape
+            return all(
+                name not in wanted or t == (wanted[name] if shape and shape[0] > 1 else R)
+                for name, t in zip(names, layout, strict=True)
+            )
+        if node.op != "param":
+            return True
+        for name, local_type in zip(names, layout, strict=True):
+            if name == "context" and local_type != I:
+                return False
+            if name == "data" and pins.zero is not None and (local_type == I) != (pins.zero == 0):
+                return False
+        return True
+
+    return allow, allow_leaf
+
+
+_NORMS = frozenset({"aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.mean.dim"})
+
+
+def _weighted(graph: Graph, rules: Mapping[str, Rule]) -> dict[str, frozenset[str]]:
+    """Operators that contract with a parameter -> the factors of that parameter."""
+    found: dict[str, frozenset[str]] = {}
+    roots: dict[Ref, str] = {}
+    for node in graph.nodes:
+        if node.op == "param":
+            roots[Ref(node.name)] = node.name
+            continue
+        row = OPS.get(node.op)
+        if row is not None and row.view and node.inputs and node.inputs[0] in roots:
+            roots[Ref(node.name)] = roots[node.inputs[0]]
+        if row is None or node.name not in rules:
+            continue
+        embeds = node.op == "aten.embedding.default"
+        if row.flops is not contraction_flops and not embeds:
+            continue
+        rule = rules[node.name]
+        factors = frozenset(
+            factor
+            for ref, dims in zip(node.inputs, rule.operands, strict=True)
+            if ref in roots and len(dims) > 1
+            for dim in dims
+            for factor in dim
+            if factor not in rule.whole
+        )
+        if factors:
+            found[node.name] = factors
+    return found
+
+
+def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, context: Labels) -> None:
+    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    data = sizes.get("data", 1)
+    for leaf in graph.leaves:
+        shape = leaf.results[0].shape
+        if leaf.op == "input" and shape and shape[0] > 1 and shape[0] % data:
+            raise PinError(
+                f"pin 'data' is {data} but input {leaf.target!r} has a batch of {shape[0]}, which it does not divide: "
+                "change the pin or the global batch"
+            )
+    if sizes.get("context", 1) > 1:
+        lengths = {graph.type_of(ref).shape[dim] for ref, dims in context.items() for dim, strips in dims if strips == 1}
+        if not lengths:
+            raise PinError("pin 'context' shards attention's query sequence, but the model has no attention operator")
+        if all(length % sizes["context"] for length in lengths):
+            raise PinError(
+                f"pin 'context' is {sizes['context']} but the sequence has length {min(lengths)}, which it does not "
+                "divide: change the pin or pad the sequence"
+            )
+
+
+def _check_globs(pins: Pins, graph: Graph) -> None:
+    for glob in pins.layers:
+        if not any(fnmatch.fnmatchcase(node.path, glob) for node in graph.nodes if not node.is_leaf):
+            raise PinError(f"pin 'layers': no module matches {glob!r}")
