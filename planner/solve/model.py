@@ -25,8 +25,8 @@ Mask = NDArray[np.bool_]
 class Model:
     """Per vertex ``(choices, 4)`` costs and ``(choices,)`` transient bytes; per pair ``(tail, head, 4)`` costs.
 
-    ``original[v][c]`` is the problem's number of choice ``c`` of vertex ``v``. Without a memory limit all bytes and
-    the limit are zero.
+    ``original[v][c]`` is the problem's number of choice ``c`` of vertex ``v``. Bytes that every choice holds are taken
+    off both sides of the limit; without a limit all bytes and the limit are zero.
     """
 
     singles: tuple[Floats, ...]
@@ -62,12 +62,17 @@ def build_model(problem: Problem) -> Model:
         key = (min(edge.tail, edge.head), max(edge.tail, edge.head))
         costs = costs if edge.tail < edge.head else costs.transpose(1, 0, 2)
         pairs[key] = pairs[key] + costs if key in pairs else costs
+    limit = float(problem.limit_bytes or 0)
+    for costs in (*singles, *pairs.values()):
+        least = float(costs[..., HELD].min())
+        costs[..., HELD] -= least
+        limit -= least
     return Model(
         singles=tuple(singles),
         transient=tuple(counted * np.maximum(v.transient_bytes, 0).astype(np.float64) for v in problem.vertices),
         pairs=pairs,
         original=tuple(np.arange(vertex.choices) for vertex in problem.vertices),
-        limit_bytes=float(problem.limit_bytes or 0),
+        limit_bytes=limit,
     )
 
 

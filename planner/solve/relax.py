@@ -21,7 +21,7 @@ from planner.solve.model import Model, Totals, total
 from planner.solve.tree import Tree
 
 _MAX_STEPS = 40
-_MAX_PRICE = 1e4  # times the largest step time met, for as many bytes as the largest excess met
+_MAX_PRICE = 1e3  # times the largest step time met, for the room or the largest excess met; more would cost digits
 _WORTHWHILE = 0.02  # stop when what is left to gain is this small a part of the gap to the best assignment
 
 
@@ -35,6 +35,11 @@ class Multipliers:
     def weights(self) -> Floats:
         """One weight per cost column."""
         return np.array([1.0 - self.mix, self.mix, self.price, 1.0])
+
+    def around(self) -> list[Multipliers]:
+        """Multipliers that bound partial assignments well which used more or less than their part of a limit."""
+        mixes = [Multipliers(mix, self.price) for mix in (0.0, 1.0) if 0.0 < self.mix < 1.0]
+        return mixes + [Multipliers(self.mix, self.price * part) for part in (0.4, 0.7, 1.5, 2.5) if self.price > 0.0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +77,7 @@ def relax(
         assignments.append(assignment)
         planes.append(totals)
         trial, height = _highest_point(planes, room_bytes)
-        gap = best - found.bound if best < math.inf else 1e-2 * abs(found.bound)
+        gap = min(best - found.bound, 1e-2 * abs(found.bound))
         settled = height - found.bound <= max(_WORTHWHILE * gap, 1e-9 * abs(found.bound))
         if settled or trial in tried or len(tried) >= _MAX_STEPS or time.monotonic() > deadline:
             break
@@ -84,7 +89,7 @@ def _highest_point(planes: list[Totals], room_bytes: float) -> tuple[Multipliers
     """The multipliers at which the lowest plane is highest, and how high."""
     second = max(max(abs(plane.time_s), abs(plane.exposed_s)) for plane in planes) or 1.0
     excess = [plane.held_bytes - room_bytes for plane in planes]
-    byte = max(map(abs, excess)) or 1.0
+    byte = max(map(abs, [*excess, room_bytes])) or 1.0
     program = pywraplp.Solver.CreateSolver("GLOP")
     height = program.NumVar(-program.infinity(), program.infinity(), "height")
     mix = program.NumVar(0.0, 1.0, "mix")

@@ -137,9 +137,10 @@ def _shrunk(before: Window, after: Window) -> bool:
 
 def _search(bounded: Bounded, best: Best, width: int, deadline: float) -> float:
     """Offer what a label search of this width finds; a bound on what it may have missed below the target."""
-    window, target = bounded.window, best.target_s
-    seconds = bounded.relaxation.elimination
-    found = search_labels(seconds, bounded.held, window.floor_bytes, target, width, deadline)
+    window, main = bounded.window, bounded.relaxation
+    others = [eliminate(main.elimination.model, main.elimination.tree, m.weights()) for m in main.multipliers.around()]
+    seconds = [main.elimination, *others]
+    found = search_labels(seconds, bounded.held, window.floor_bytes, best.target_s, width, deadline)
     if found.assignment is not None:
         best.offer_assignment(window.model, found.assignment)
     return found.dropped_bound
