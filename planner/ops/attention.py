@@ -3,49 +3,51 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from planner.graph import Node, TensorType
-from planner.ops.factors import aligned, spanned, without_ones
+from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row
-from planner.rules import Dims, Rule, Special
+from planner.rules import Rule, Special
 
 
-@without_ones
-def _attention(node: Node, operands: tuple[TensorType, ...]) -> Rule:
-    """``q[b.., h, query, d], k[b.., h, key, d], v[b.., h, key, e], mask[.., query, key] -> y[b.., h, query, e]``.
+def attention(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+    """``q[.., h, query, d], k[.., h, key, d], v[.., h, key, e], mask[.., query, key] -> y[.., h, query, e]``.
 
-    With grouped queries the head dim of ``q`` is ``(kv, group)`` and that of ``k`` and ``v`` is
-    ``(kv,)``. A causal mask counts rows from the start of the whole sequence, so a sharded query needs
-    the local form (:func:`autopar.runtime.layers.attention`); it holds for one contiguous strip only.
+    With grouped queries the heads of ``q`` are ``(kv, group)`` and those of ``k`` and ``v`` are ``(kv,)``.
+    A causal mask counts rows from the start of the whole sequence, so a sharded query needs the local form
+    (:func:`autopar.runtime.layers.attention`).
     """
-    q, k, v, *mask = operands
-    *outer, query, e = node.results[0].shape
-    sizes, batch = spanned("b", tuple(outer[:-1]))
-    kv_head: Dims = (("kv",),) if outer else ()
-    q_head = kv_head
+    q, k, _, *mask = operands
+    batch = letters(max(0, len(node.results[0].shape) - 3))
+    kv = ["kv"][: max(0, len(k.shape) - 2)]
+    heads, sizes = kv, {}
     if node["enable_gqa"]:
-        q_head = (("kv", "group"),)
-        sizes |= {"kv": k.shape[-3], "group": q.shape[-3] // k.shape[-3]}
-    elif outer:
-        sizes["kv"] = outer[-1]
-    sizes |= {"query": query, "key": k.shape[-2], "d": q.shape[-1], "e": e}
-    scores: Dims = (*batch, *q_head, ("query",), ("key",))
-    return Rule(
+        heads, sizes = ["kv group"], {"kv": k.shape[-3]}
+
+    def own(tensor: TensorType, *labels: str) -> list[str]:
+        aligned = labels[len(labels) - len(tensor.shape) :]
+        return ["" if size == 1 else label for label, size in zip(aligned, tensor.shape, strict=True)]
+
+    rule = signature(
+        node,
+        operands,
+        [
+            own(q, *batch, *heads, "query", "d"),
+            own(k, *batch, *kv, "key", "d"),
+            own(operands[2], *batch, *kv, "key", "e"),
+            *(own(m, *batch, *heads, "query", "key") for m in mask),
+        ],
+        [own(node.results[0], *batch, *heads, "query", "e")],
         sizes=sizes,
-        operands=(
-            aligned(q.shape, (*batch, *q_head, ("query",), ("d",)), sizes),
-            aligned(k.shape, (*batch, *kv_head, ("key",), ("d",)), sizes),
-            aligned(v.shape, (*batch, *kv_head, ("key",), ("e",)), sizes),
-            *(aligned(m.shape, scores, sizes) for m in mask),
-        ),
-        results=((*batch, *q_head, ("query",), ("e",)),),
-        whole=frozenset({"key", "d", "e"}),
-        linear=(frozenset({2}),),
-        special={"query": Special(strided=True)} if node["is_causal"] else {},
+        whole=("key", "d", "e"),
+        linear=[{2}],
     )
+    offset_rows = node["is_causal"] and "query" in rule.sizes
+    return replace(rule, special={"query": Special(strided=True)}) if offset_rows else rule
 
 
-def _attention_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> int:
+def attention_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> int:
     """Two products over every (query, key) pair; a causal mask leaves half of the pairs."""
     pairs = math.prod(size for factor, size in rule.sizes.items() if factor not in ("d", "e"))
     flops = 2 * pairs * (rule.sizes.get("d", 1) + rule.sizes.get("e", 1))
@@ -53,7 +55,8 @@ def _attention_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) -
 
 
 ROWS: dict[str, Row] = {
-    "aten.scaled_dot_product_attention.default": Row(
-        _attention, _attention_flops, saves=("in0", "in1", "in2", "out0"), random=True
+    **rows(
+        "scaled_dot_product_attention",
+        Row(attention, attention_flops, saves=("in0", "in1", "in2", "out0"), random=True),
     ),
 }

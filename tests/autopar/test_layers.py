@@ -206,7 +206,7 @@ def test_vocab_embedding(sizes: Any, factors: str, padding_idx: int) -> None:
     check_layer(aten.embedding.default, (randn(12, 6), ids, padding_idx), sizes, factors)
 
 
-@pytest.mark.parametrize("factor", ["i0", "i1", "h"])
+@pytest.mark.parametrize("factor", ["d0", "d1", "h"])
 def test_vocab_embedding_with_another_factor(factor: str) -> None:
     args = (randn(12, 6), torch.randint(0, 12, (4, 8)), 3)
     check_layer(aten.embedding.default, args, (2, 2), ("v", factor))
@@ -290,7 +290,7 @@ def test_binary_cross_entropy(reduction: int) -> None:
 
 @pytest.mark.parametrize("sizes, factors, outers", [
     ((2,), ("query",), (1,)), ((4,), ("query",), (1,)), ((2, 2), ("query", "query"), (1, 1)),
-    ((2,), ("query",), (4,)), ((2, 2), ("query", "kv"), (2, 1)), ((2, 2), ("b0", "query"), (1, 1)),
+    ((2,), ("query",), (4,)), ((2, 2), ("query", "kv"), (2, 1)), ((2, 2), ("d0", "query"), (1, 1)),
     ((2, 2), ("group", "query"), (1, 1)),
 ])  # fmt: skip
 @pytest.mark.parametrize("causal", [True, False])
