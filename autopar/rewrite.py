@@ -236,6 +236,7 @@ class _Body:
             tensor = node.results[ref.index]
             if not tensor.grad and any(t.grad for t in space.graph.input_types(node)) and _is_float(tensor.dtype):
                 value = self.graph.call_function(torch.ops.aten.detach.default, (value,))
+            value.meta["produced"] = ref
             strict = tuple(s.results[ref.index] for s in choice.axes)
             self.values[ref] = self.relabel(value, strict, choice.results[ref.index])
             if space.is_read(ref):

@@ -20,11 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.build import build
 from autopar.capture import Captured
-from autopar.runtime.mesh import device_mesh, part_of, put_part
+from autopar.runtime.mesh import coordinates, device_mesh, part_of, put_part
 from autopar.runtime.module import LeafSpec, ParallelModule
 from planner.errors import PlanError
 from planner.formulate import Assignment
-from planner.layout import Layout, Mesh
+from planner.layout import Layout, Mesh, P, R
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ class Simulation:
 
     def parts(self, full: Tensor, layout: Layout) -> Tensor:
         """Every rank's part of a global tensor."""
-        return self.mode.rank_map(lambda rank: part_of(full, layout, self.mesh, rank))
+        return self.mode.rank_map(lambda rank: part_of(full.detach(), layout, self.mesh, rank))
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Every rank's part of a global batch."""
@@ -87,24 +87,45 @@ class Simulation:
         return pytree.tree_unflatten(parts, interface.in_spec)
 
     def whole(self, value: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:
-        """Put a global tensor together from every rank's part.
+        """Put a global tensor together from every rank's part; terms of a sum are added.
 
         Raises:
-            AssertionError: ranks that should hold the same values do not.
+            DivergedError: ranks that should hold the same values do not.
         """
         with self.mode.disable():
             local = value.to_local() if isinstance(value, DTensor) else value
             each = local._local_tensors if isinstance(local, LocalTensor) else dict.fromkeys(range(self.mesh.size), local)
-            full = torch.empty(shape, dtype=each[0].dtype)
-            for rank, part in each.items():
-                put_part(full, part.detach(), layout, self.mesh, rank)
-            for rank, part in each.items():
-                again = part_of(full, layout, self.mesh, rank)
-                same = torch.equal(again, part) if not part.is_floating_point() else torch.allclose(
-                    again, part, rtol=1e-9, atol=1e-12, equal_nan=True
-                )
-                assert same, f"rank {rank} holds other values than a rank that should hold the same"
+            parts = {rank: part.detach() for rank, part in each.items()}
+            summed = [i for i, t in enumerate(layout) if t == P]
+            kept = tuple(R if t == P else t for t in layout)
+            full = torch.zeros(shape, dtype=parts[0].dtype)
+            for terms in self._ranks_by_coordinate(summed):
+                term = torch.empty(shape, dtype=parts[0].dtype)
+                for rank in terms:
+                    put_part(term, parts[rank], kept, self.mesh, rank)
+                for rank in terms:
+                    _same(part_of(term, kept, self.mesh, rank), parts[rank], rank)
+                full = full + term if summed else term
             return full
+
+    def _ranks_by_coordinate(self, axes: list[int]) -> list[list[int]]:
+        """Ranks grouped by where they stand on ``axes``."""
+        grouped: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.mesh.size):
+            place = coordinates(self.mesh, rank)
+            grouped.setdefault(tuple(place[axis] for axis in axes), []).append(rank)
+        return list(grouped.values())
+
+
+class DivergedError(AssertionError):
+    """Ranks that should hold the same values do not."""
+
+
+def _same(expected: Tensor, got: Tensor, rank: int) -> None:
+    exact = not (got.is_floating_point() or got.is_complex())
+    # Replicas are computed in the same order on every rank, collectives included.
+    if not (torch.equal(expected, got) if exact else torch.allclose(expected, got, rtol=1e-9, atol=1e-12, equal_nan=True)):
+        raise DivergedError(f"rank {rank} holds other values than another rank that should hold the same")
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -243,8 +243,14 @@ def leaf_layouts(node: Node, mesh: Mesh, cuts: Cuts) -> list[Layout]:
     return [
         layout
         for layout in itertools.product(types, repeat=len(mesh.axes))
-        if local_shape(tensor.shape, layout, mesh.sizes) is not None
+        if local_shape(tensor.shape, layout, mesh.sizes) is not None and not _crosses(layout)
     ]
+
+
+def _crosses(layout: Layout) -> bool:
+    """Whether two axes cut one dim in different strips, which stored tensors (as DTensors) cannot express."""
+    shards = [t for t in layout if isinstance(t, Shard)]
+    return any(a.dim == b.dim and a.outer != b.outer for a, b in itertools.combinations(shards, 2))
 
 
 def shards_of(ref: Ref, tensor: TensorType, cuts: Cuts) -> list[Shard]:

@@ -78,8 +78,8 @@ def _indices(shape: torch.Size, layout: Layout, mesh: Mesh, rank: int) -> tuple[
     rows = [torch.arange(size) for size in shape]
     for axis, local_type in enumerate(layout):
         if isinstance(local_type, planner_layout.Shard):
-            strips = planner_layout.local_outer(layout, axis, mesh.sizes)
-            # Earlier axes cut the same strips first: what is left is cut again by this one.
+            # Earlier axes may have cut what lies outside this axis's strips.
+            strips = planner_layout.local_outer(layout[: axis + 1], axis, mesh.sizes[: axis + 1])
             whole = rows[local_type.dim].unflatten(0, (strips, -1))
             piece = whole.shape[1] // mesh.axes[axis].size
             start = place[axis] * piece
