@@ -92,7 +92,7 @@ def both_tensors(node: Node) -> tuple[str, ...]:
 
 # Functions of one tensor (and numbers), by what their backward needs.
 NEEDS_NOTHING = """
-    ceil floor round round.decimals trunc frac sign sgn signbit heaviside isnan isinf isfinite isposinf isneginf isreal
+    ceil floor round round.decimals trunc frac sign sgn signbit isnan isinf isfinite isposinf isneginf isreal
     logical_not bitwise_not
     eq.Scalar ne.Scalar ge.Scalar gt.Scalar le.Scalar lt.Scalar add.Scalar sub.Scalar rsub.Scalar where.Scalar
     bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar bitwise_left_shift.Tensor_Scalar
@@ -128,8 +128,8 @@ PAIRS_NEEDING_BOTH = """
 
 # Copies and conversions.
 COPIES = """
-    clone contiguous lift_fresh_copy lift_fresh positive to.device to.dtype to.dtype_layout to.prim_Device to.prim_dtype
-    _to_copy alias_copy detach_copy
+    clone contiguous lift_fresh_copy lift_fresh positive to.device to.dtype to.dtype_layout
+    _to_copy alias_copy
 """
 ALIASES = "alias detach _conj conj resolve_conj resolve_neg"
 
@@ -151,7 +151,7 @@ ROWS: dict[str, Row] = {
     **rows("masked_fill.Scalar", Row(masked_fill_scalar, saves=("in1",))),
     **rows("masked_fill.Tensor", Row(linear_in({0, 2}), saves=("in1",))),
     **rows("lerp.Scalar", Row(linear_in({0, 1}))),
-    **rows("lerp.Tensor", Row(linear_in({0, 1}, {2}), saves=("in0", "in1", "in2"))),
+    **rows("lerp.Tensor", Row(linear_in({0, 1}), saves=("in0", "in1", "in2"))),
     **rows("addcmul", Row(linear_in({0, 1}, {0, 2}), saves=("in1", "in2"))),
     **rows("addcdiv", Row(linear_in({0, 1}), saves=("in1", "in2"))),
     **rows("clamp.Tensor clip.Tensor", Row(pointwise, saves=("in0",))),

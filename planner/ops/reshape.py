@@ -276,7 +276,7 @@ ROWS: dict[str, Row] = {
     **rows("unbind.int", Row(unbind, view=True)),
     **rows("unbind_copy.int", Row(unbind)),
     **rows("cat concat concatenate", Row(cat)),
-    **rows("stack _stack", Row(stack)),
+    **rows("stack", Row(stack)),
     **rows("meshgrid meshgrid.indexing", Row(meshgrid, view=True)),
     **rows("view_as_complex", Row(view_as_complex, view=True)),
     **rows("view_as_real", Row(view_as_real, view=True)),

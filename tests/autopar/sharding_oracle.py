@@ -19,8 +19,10 @@ type       operands are cut   results are       cotangents are cut    gradients 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -89,7 +91,7 @@ def check_strategy(call: Call, strategy: AxisStrategy, size: int, local_form: Lo
         parts = [rank[position].detach() for rank in local_results]
         assert_same(join(parts, local_type), results[position].detach(), f"result {position}")
 
-    cotangents = [torch.randn(y.shape, dtype=torch.float64).to(y.dtype) for y in results]
+    cotangents = [random_like(y) if y.requires_grad else torch.zeros(y.shape) for y in results]
     local_cotangents = cut_all(cotangents, gradient_types(strategy.results), size)
     gradients = vjp(results, cotangents, whole.operands)
     local_gradients = vjp(flat(local_results), flat(local_cotangents), flat(rank.operands for rank in ranks))
@@ -134,7 +136,10 @@ class Call:
 
     def localised(self, result_shapes: Shapes) -> Call:
         """The same application, with sizes among its arguments as they are on a rank."""
-        adapt = LOCAL_SIZES.get(str(self.op).split(".")[1])
+        name = str(self.op).removeprefix("aten.")
+        if name.startswith("squeeze"):  # of a rank's sizes, more may be 1: which ones go is said by the whole
+            return Call(torch.ops.aten.reshape.default, {"self": self.args["self"], "shape": result_shapes[0]})
+        adapt = LOCAL_SIZES.get(name)
         return Call(self.op, self.args | adapt(self.args, result_shapes)) if adapt else self
 
     def node(self, results: Sequence[Tensor]) -> Node:
@@ -161,38 +166,70 @@ def _result_shape(name: str) -> Callable[[Args, Shapes], Args]:
     return lambda args, results: {name: list(results[0])}
 
 
+def _result_size(name: str) -> Callable[[Args, Shapes], Args]:
+    return lambda args, results: {name: results[0][args["dim"]]}
+
+
+def _result_sizes(name: str) -> Callable[[Args, Shapes], Args]:
+    return lambda args, results: {name: [shape[args["dim"]] for shape in results]}
+
+
+def _strided(args: Args, results: Shapes) -> Args:
+    return {"size": list(results[0]), "stride": torch.empty(results[0]).stride()}
+
+
+def _ends(args: Args, results: Shapes) -> Args:
+    return {"indices": list(accumulate(shape[args["dim"]] for shape in results[:-1]))}
+
+
 def _unflatten(args: Args, results: Shapes) -> Args:
     dim = args["dim"] % args["self"].dim()
     return {"sizes": list(results[0][dim : dim + len(args["sizes"])])}
 
 
-def _repeat(args: Args, results: Shapes) -> Args:
-    shape = args["self"].shape
-    padded = (1,) * (len(results[0]) - len(shape)) + tuple(shape)
-    return {"repeats": [there // here for there, here in zip(results[0], padded, strict=True)]}
+def _repeat(name: str) -> Callable[[Args, Shapes], Args]:
+    def adapt(args: Args, results: Shapes) -> Args:
+        shape = args["self"].shape
+        padded = (1,) * (len(results[0]) - len(shape)) + tuple(shape)
+        return {name: [there // here for there, here in zip(results[0], padded, strict=True)]}
+
+    return adapt
 
 
-def _split(args: Args, results: Shapes) -> Args:
-    return {"split_size": results[0][args["dim"]]}
-
-
-def _split_with_sizes(args: Args, results: Shapes) -> Args:
-    return {"split_sizes": [shape[args["dim"]] for shape in results]}
+def _repeat_interleave(args: Args, results: Shapes) -> Args:
+    return {"repeats": math.prod(results[0]) // args["self"].numel(), "output_size": None}
 
 
 # Operators whose arguments name sizes: what these are on a rank, from its operands and result shapes.
 LOCAL_SIZES: Mapping[str, Callable[[Args, Shapes], Args]] = {
-    "view": _result_shape("size"),
-    "view_copy": _result_shape("size"),
-    "reshape": _result_shape("shape"),
-    "_unsafe_view": _result_shape("size"),
-    "unflatten": _unflatten,
-    "expand": _result_shape("size"),
-    "expand_copy": _result_shape("size"),
-    "repeat": _repeat,
-    "split": _split,
-    "split_with_sizes": _split_with_sizes,
-    "split_with_sizes_copy": _split_with_sizes,
+    "view.default": _result_shape("size"),
+    "view_copy.default": _result_shape("size"),
+    "reshape.default": _result_shape("shape"),
+    "_reshape_copy.default": _result_shape("size"),
+    "_reshape_alias.default": _strided,
+    "_unsafe_view.default": _result_shape("size"),
+    "unflatten.int": _unflatten,
+    "expand.default": _result_shape("size"),
+    "expand_copy.default": _result_shape("size"),
+    "broadcast_to.default": _result_shape("size"),
+    "new_empty.default": _result_shape("size"),
+    "new_empty_strided.default": _strided,
+    "new_full.default": _result_shape("size"),
+    "new_ones.default": _result_shape("size"),
+    "new_zeros.default": _result_shape("size"),
+    "repeat.default": _repeat("repeats"),
+    "tile.default": _repeat("dims"),
+    "repeat_interleave.self_int": _repeat_interleave,
+    "split.Tensor": _result_size("split_size"),
+    "split_copy.Tensor": _result_size("split_size"),
+    "unsafe_split.Tensor": _result_size("split_size"),
+    "split.sizes": _result_sizes("split_size"),
+    "split_with_sizes.default": _result_sizes("split_sizes"),
+    "split_with_sizes_copy.default": _result_sizes("split_sizes"),
+    "unsafe_split_with_sizes.default": _result_sizes("split_sizes"),
+    "tensor_split.indices": _ends,
+    "narrow.default": _result_size("length"),
+    "narrow_copy.default": _result_size("length"),
 }
 
 
@@ -210,7 +247,7 @@ def cut(whole: Tensor, local_type: LocalType, size: int) -> list[Tensor]:
         strips = torch.unflatten(whole, local_type.dim, (local_type.outer, -1))
         return [part.flatten(local_type.dim, local_type.dim + 1) for part in strips.chunk(size, local_type.dim + 1)]
     if local_type == P:
-        terms = [(4 * torch.randn(whole.shape, dtype=torch.float64)).to(whole.dtype) for _ in range(size - 1)]
+        terms = [random_like(whole) for _ in range(size - 1)]
         return [*terms, whole - sum(terms)]
     return [whole] * size
 
@@ -267,7 +304,8 @@ def check_rule(rule: Rule, operands: Sequence[Tensor], results: Sequence[Tensor]
     assert 1 not in rule.sizes.values(), f"a dim of size 1 is (), it has no factor: {rule.sizes}"
     for positions in (rule.addends, *rule.linear):
         assert positions <= set(range(len(operands))), f"{positions} are not operands"
-    assert not rule.linear or all(y.is_floating_point() for y in results), "integers and booleans are not linear"
+    inexact = all(y.is_floating_point() or y.is_complex() for y in results)
+    assert inexact or not rule.linear, "sums of integers and booleans do not survive conversions"
 
 
 def check_saves(saves: Sequence[str], operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
@@ -300,6 +338,12 @@ def tensor_type(tensor: Tensor) -> TensorType:
 def leaves(values: Sequence[Tensor]) -> list[Tensor]:
     """Fresh copies that gradients can be taken of."""
     return [x.detach().clone().requires_grad_(x.is_floating_point()) for x in values]
+
+
+def random_like(tensor: Tensor) -> Tensor:
+    """Random multiples of 1/8, of which sums are exact in any floating-point dtype; of 1, for integers."""
+    eighths = torch.randint(-16, 17, tensor.shape)
+    return (eighths / 8 if tensor.is_floating_point() else eighths).to(tensor.dtype)
 
 
 def flat(rows: Sequence[Sequence[Tensor]] | Iterator[list[Tensor]]) -> list[Tensor]:
