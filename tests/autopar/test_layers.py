@@ -11,6 +11,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS
+from autopar.runtime.layers import (
+    CONTRACTED,
+    LOCAL_FORMS,
+    attention,
+    batch_norm,
+    cross_entropy_loss,
+    vocab_embedding,
+)
 from autopar.runtime.random import RandomState, random_op
 from planner.layout import I, LocalType, P, R, Shard
 from planner.ops import OPS
@@ -385,3 +393,90 @@ def test_recomputation_draws_what_was_drawn() -> None:
         y.sum().backward()
         assert len(masks) == 2 and torch.equal(masks[0], masks[1])
         assert state.calls == 2 and later is not None
+
+
+def test_vocab_cross_entropy_saves_the_logits_and_little_else() -> None:
+    logits, target = randn(64, 128).requires_grad_(), torch.randint(0, 256, (64,))
+    with simulated(2) as (mode, mesh):
+        local = mode.rank_map(lambda _: logits.detach()).requires_grad_()
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            cross_entropy_loss(local, target, vocab_groups=(mesh.get_group(0),))
+        large = [x._local_tensors[0] for x in saved if x.numel() == local.numel()]
+        assert [x.data_ptr() for x in large] == [local.detach()._local_tensors[0].data_ptr()]
+        others = sum(x.numel() * x.element_size() for x in saved if x.numel() < local.numel())
+        assert others <= 64 * (8 + 8 + 1 + 1) + 64 * 8  # per token: log-sum, column, two flags; and what the mean saves
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_keeps_dtypes_and_wide_sums(dtype: torch.dtype) -> None:
+    logits, target = (4 * randn(512, 64)).to(dtype), labels(512, classes=64)
+    whole = aten.cross_entropy_loss.default(logits.float(), target)
+    with simulated(2) as (mode, mesh):
+        group = (mesh.get_group(0),)
+        halves = [logits.chunk(2, d) for d in (0, 1)]
+        by_token, by_class = (mode.rank_map(lambda r, h=half: h[r].contiguous()).requires_grad_() for half in halves)
+        targets = mode.rank_map(lambda r: target.chunk(2)[r])
+        terms = cross_entropy_loss(by_token, targets, token_groups=group)
+        complete = cross_entropy_loss(by_class, target, vocab_groups=group)
+        assert terms.dtype == complete.dtype == dtype
+        both = [terms.detach()._local_tensors[0] + terms.detach()._local_tensors[1], complete._local_tensors[1]]
+        for loss in both:
+            torch.testing.assert_close(loss.float(), whole, rtol=1e-2, atol=0)
+        (terms + complete).backward()
+        assert by_token.grad.dtype == by_class.grad.dtype == dtype
+
+
+@pytest.mark.processes
+def test_layers_on_real_processes(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(on_a_rank, (str(tmp_path / "store"),), nprocs=2)
+
+
+def on_a_rank(rank: int, store: str) -> None:
+    """Compare one of two ranks with the whole operator, for one layer of each kind."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    group = (dist.group.WORLD,)
+
+    def part(x: Tensor, dim: int) -> Tensor:
+        return x.detach().chunk(2, dim)[rank].clone().requires_grad_()
+
+    logits, target = randn(8, 6).requires_grad_(), labels(8, classes=6)
+    loss = aten.cross_entropy_loss.default(logits, target)
+    loss.backward()
+    assert logits.grad is not None
+    for dim, targets, keyword in ((0, target.chunk(2)[rank], "token_groups"), (1, target, "vocab_groups")):
+        local = part(logits, dim)
+        found = cross_entropy_loss(local, targets, **{keyword: group})
+        found.backward()
+        total = found.detach().clone()
+        if dim == 0:
+            dist.all_reduce(total)
+        assert_equal(total, loss.detach(), keyword)
+        assert_equal(local.grad, logits.grad.chunk(2, dim)[rank], keyword)
+
+    weight, ids = randn(12, 4), torch.randint(0, 12, (9,))
+    rows = vocab_embedding(part(weight, 0), ids, vocab_groups=group).detach()
+    dist.all_reduce(rows)
+    assert_equal(rows, weight[ids], "embedding")
+
+    q, k, v = randn(1, 2, 8, 4), randn(1, 2, 8, 4), randn(1, 2, 8, 4)
+    whole = aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True)
+    assert_equal(attention(part(q, 2), k, v, is_causal=True, query_groups=group), whole.chunk(2, 2)[rank], "attention")
+
+    x = randn(8, 3, 5).requires_grad_()
+    normal = torch.nn.functional.batch_norm(x, None, None, training=True)
+    cotangent = torch.randn_like(normal)
+    normal.backward(cotangent)
+    assert x.grad is not None
+    local = part(x, 0)
+    batch_norm(local, None, None, None, None, True, 0.1, 1e-5, batch_groups=group).backward(cotangent.chunk(2)[rank])
+    assert_equal(local.grad, x.grad.chunk(2)[rank], "batch norm")
+
+    state = RandomState(5)
+    drawn = torch.stack([random_op(state, g, aten.rand.default, [3]) for g in (group, ())])
+    everyone = [torch.empty_like(drawn) for _ in range(2)]
+    dist.all_gather(everyone, drawn)
+    assert not torch.equal(everyone[0][0], everyone[1][0]) and torch.equal(everyone[0][1], everyone[1][1])
+    dist.destroy_process_group()
