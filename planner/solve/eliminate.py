@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,112 +21,98 @@ from planner.solve.tree import Scope, Tree
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """Every cluster's message for one weighting; ``bound`` is a lower bound on any assignment's weighted cost.
+    """Weighted costs, and every cluster's message; ``bound`` is a lower bound on any assignment's weighted cost.
 
     ``shifts`` are the costs moved between the parts of a split bucket, per cluster; they sum to zero.
     """
 
-    model: Model
     tree: Tree
     weights: Floats
-    messages: tuple[Floats, ...]
+    singles: tuple[Floats, ...]
+    pairs: dict[tuple[int, int], Floats]
+    messages: list[Floats]
     shifts: dict[int, Floats]
     bound: float
 
 
 def eliminate(model: Model, tree: Tree, weights: Floats) -> Elimination:
     """Minimise ``sum(costs @ weights)``; the weight of the wall column must be one."""
-    messages: list[Floats] = []
-    shifts: dict[int, Floats] = {}
-    bound = 0.0
+    singles = tuple(single @ weights for single in model.singles)
+    pairs = {pair: costs @ weights for pair, costs in model.pairs.items()}
+    done = Elimination(tree, weights, singles, pairs, messages=[], shifts={}, bound=0.0)
     for group in tree.by_vertex():
-        tables = [_table(model, tree, weights, messages, number) for number in group]
         if len(group) > 1:
-            minima = np.stack([table.reshape(len(table), -1).min(axis=1) for table in tables])
-            dead = np.isinf(minima).any(axis=0)
-            minima[:, dead] = math.inf
-            with np.errstate(invalid="ignore"):
-                moved = np.where(dead, math.inf, minima.mean(axis=0) - minima)
-            shifts.update(zip(group, moved, strict=True))
-            tables = [_shift(table, shift) for table, shift in zip(tables, moved, strict=True)]
-        for table in tables:
-            message = np.asarray(table.min(axis=0))
-            messages.append(message)
-            bound += float(message) if message.ndim == 0 else 0.0
-    return Elimination(model, tree, weights, tuple(messages), shifts, bound)
+            done.shifts.update(_match(done, group))
+        done.messages.extend([np.asarray(_table(done, number).min(axis=0)) for number in group])
+    roots = [float(message) for message in done.messages if message.ndim == 0]
+    return replace(done, bound=math.fsum(roots))
 
 
-def decode(elimination: Elimination) -> Ints:
+def _match(done: Elimination, group: list[int]) -> dict[int, Floats]:
+    """Shifts after which the parts of a bucket agree on what each choice of its vertex costs at least."""
+    minima = np.stack([table.reshape(len(table), -1).min(axis=1) for table in (_table(done, n) for n in group)])
+    minima[:, np.isinf(minima).any(axis=0)] = math.inf
+    finite = np.where(np.isinf(minima), 0.0, minima)
+    shifts = np.where(np.isinf(minima), math.inf, finite.mean(axis=0) - finite)
+    return dict(zip(group, shifts, strict=True))
+
+
+def decode(done: Elimination) -> Ints:
     """The assignment that follows every table's minimum: a cheapest one where the tree is exact."""
-    model, tree = elimination.model, elimination.tree
-    assignment = np.zeros(len(model.singles), dtype=np.int64)
-    for group in reversed(tree.by_vertex()):
-        vertex = tree.clusters[group[0]].vertex
-        costs = np.zeros(len(model.singles[vertex]))
-        for number in group:
-            cluster = tree.clusters[number]
-            if cluster.takes_single:
-                costs = costs + model.singles[vertex] @ elimination.weights
-            for tail, head in cluster.pairs:
-                table = model.pairs[tail, head]
-                row = table[:, assignment[head]] if tail == vertex else table[assignment[tail]]
-                costs = costs + row @ elimination.weights
-            for child in cluster.children:
-                scope = tree.clusters[child].separator
-                at = tuple(slice(None) if u == vertex else assignment[u] for u in scope)
-                costs = costs + elimination.messages[child][at]
+    assignment = np.zeros(len(done.singles), dtype=np.int64)
+    for group in reversed(done.tree.by_vertex()):
+        vertex = done.tree.clusters[group[0]].vertex
+        costs = sum(
+            table[tuple(slice(None) if u == vertex else assignment[u] for u in scope)]
+            for number in group
+            for scope, table in _parts(done, number)
+        )
         assignment[vertex] = int(np.argmin(costs))
     return assignment
 
 
-def choice_bounds(elimination: Elimination) -> list[Floats]:
+def choice_bounds(done: Elimination) -> list[Floats]:
     """Per vertex and choice, a lower bound on the weighted cost of every assignment with that choice."""
-    model, tree = elimination.model, elimination.tree
-    bounds = [np.full(size, -math.inf) for size in model.sizes]
-    # Cost of the best whole assignment for each entry of the separator, filled in by the parent cluster.
+    clusters = done.tree.clusters
+    bounds = [np.full(len(single), -math.inf) for single in done.singles]
+    # Cost of the best whole assignment for each entry of a separator, filled in by the parent cluster.
     through: dict[int, Floats] = {}
-    for number in range(len(tree.clusters) - 1, -1, -1):
-        cluster = tree.clusters[number]
-        table = _table(model, tree, elimination.weights, elimination.messages, number)
-        if number in elimination.shifts:
-            table = _shift(table, elimination.shifts[number])
-        message = elimination.messages[number]
+    for number in reversed(range(len(clusters))):
+        cluster, message = clusters[number], done.messages[number]
         # What an entry costs beyond the best entry with the same separator.
-        regret = table - np.where(np.isinf(message), 0.0, message)
-        whole = regret + through.pop(number, np.asarray(elimination.bound))
-        scope = (cluster.vertex, *cluster.separator)
+        regret = _table(done, number) - np.where(np.isinf(message), 0.0, message)
+        whole = regret + through.pop(number, np.asarray(done.bound))
         mine = whole.reshape(len(whole), -1).min(axis=1)
         bounds[cluster.vertex] = np.maximum(bounds[cluster.vertex], mine)
+        scope = (cluster.vertex, *cluster.separator)
         for child in cluster.children:
-            wanted = tree.clusters[child].separator
+            wanted = clusters[child].separator
             least = whole.min(axis=tuple(i for i, u in enumerate(scope) if u not in wanted))
-            through[child] = least.transpose(_positions([u for u in scope if u in wanted], wanted))
+            through[child] = _aligned(least, tuple(u for u in scope if u in wanted), wanted)
     return bounds
 
 
-def _table(model: Model, tree: Tree, weights: Floats, messages: list[Floats] | tuple[Floats, ...], n: int) -> Floats:
-    """The cluster's table, axes ``(vertex, *separator)``: the sum of all it takes up, small tables first."""
-    cluster = tree.clusters[n]
-    scope = (cluster.vertex, *cluster.separator)
-    parts: list[tuple[Scope, Floats]] = []
+def _parts(done: Elimination, number: int) -> list[tuple[Scope, Floats]]:
+    """What a cluster adds up, small tables first."""
+    cluster = done.tree.clusters[number]
+    parts: list[tuple[Scope, Floats]] = [(pair, done.pairs[pair]) for pair in cluster.pairs]
+    parts += [(done.tree.clusters[child].separator, done.messages[child]) for child in cluster.children]
     if cluster.takes_single:
-        parts.append(((cluster.vertex,), model.singles[cluster.vertex] @ weights))
-    parts += [(pair, model.pairs[pair] @ weights) for pair in cluster.pairs]
-    parts += [(tree.clusters[child].separator, messages[child]) for child in cluster.children]
-    parts.sort(key=lambda part: len(part[0]))
-    return functools.reduce(operator.add, (_aligned(table, part, scope) for part, table in parts))
+        parts.append(((cluster.vertex,), done.singles[cluster.vertex]))
+    if number in done.shifts:
+        parts.append(((cluster.vertex,), done.shifts[number]))
+    return sorted(parts, key=lambda part: len(part[0]))
+
+
+def _table(done: Elimination, number: int) -> Floats:
+    """A cluster's table, axes ``(vertex, *separator)``."""
+    cluster = done.tree.clusters[number]
+    scope = (cluster.vertex, *cluster.separator)
+    return functools.reduce(operator.add, [_aligned(table, part, scope) for part, table in _parts(done, number)])
 
 
 def _aligned(table: Floats, scope: Scope, target: Scope) -> Floats:
     """``table`` over ``scope`` with its axes moved to where ``target`` has them, ones elsewhere."""
     sizes = dict(zip(scope, table.shape, strict=True))
-    order = _positions(scope, [u for u in target if u in sizes])
+    order = [scope.index(u) for u in target if u in sizes]
     return table.transpose(order).reshape([sizes.get(u, 1) for u in target])
-
-
-def _positions(scope: Scope | list[int], wanted: Scope | list[int]) -> list[int]:
-    return [scope.index(u) for u in wanted]
-
-
-def _shift(table: Floats, shift: Floats) -> Floats:
-    return table + shift.reshape(-1, *[1] * (table.ndim - 1))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from planner.problem import Floats, Ints
 from planner.solve.eliminate import Elimination
 from planner.solve.model import EXPOSED, HELD, Model
-from planner.solve.tree import Tree
+from planner.solve.tree import Scope, Tree
 
 _MAX_BATCH = 1_000_000  # labels times choices looked at together
 _NEIGHBOURS = 24  # labels that each label is compared with for dominance
@@ -36,19 +36,8 @@ class Searched:
 
 
 @dataclass(frozen=True, eq=False)
-class _Guides:
-    """Eliminations of one model along one tree, seconds first and held bytes last, stacked along the last axis."""
-
-    model: Model
-    tree: Tree
-    messages: tuple[Floats, ...]
-    weights: Floats
-    bounds: Floats
-
-
-@dataclass(frozen=True, eq=False)
 class _Labels:
-    """Partial assignments: column sums, largest transient, and per guide the least cost of what is still open.
+    """Partial assignments: column sums, largest transient, and per guide the least weighted cost when completed.
 
     ``seen`` holds the choices of the vertices that open ones depend on, ``parent`` each label's number one step
     before, ``choice`` what the last vertex took.
@@ -56,65 +45,66 @@ class _Labels:
 
     costs: Floats
     transient: Floats
-    open: Floats
+    least: Floats
     seen: Ints
     parent: Ints
     choice: Ints
 
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        return self.costs, self.transient, self.open, self.seen, self.parent, self.choice
+        return self.costs, self.transient, self.least, self.seen, self.parent, self.choice
 
     def take(self, index: Ints | slice) -> _Labels:
         return _Labels(*(array[index] for array in self.arrays()))
 
 
 def search_labels(
-    seconds: Sequence[Elimination], held: Elimination, floor_bytes: float, cutoff_s: float, width: int, deadline: float
+    model: Model,
+    seconds: Sequence[Elimination],
+    held: Elimination,
+    floor_bytes: float,
+    cutoff_s: float,
+    width: int,
+    deadline: float,
 ) -> Searched:
     """Look for assignments that fit the limit and take less than ``cutoff_s``, with at most ``width`` labels.
 
-    ``seconds`` are eliminations under different multipliers, the sharpest first; all are of one model along one
+    ``seconds`` are eliminations under different multipliers, the sharpest first; all are of the model along one
     tree. Transient bytes count as at least ``floor_bytes``. At ``deadline`` (``time.monotonic``) labels are dropped.
     """
-    guides = _stack(seconds, held)
-    order = _order(guides.tree, guides.model.sizes)
-    alike = _alike(guides.model)
+    guides = (*seconds, held)
+    order = _order(held.tree, model.sizes)
+    alike = _alike(model)
     unassigned = set(range(len(order)))
-    none = np.zeros(1, dtype=np.int64)
-    labels = _Labels(np.zeros((1, 4)), np.array([floor_bytes]), guides.bounds[None], none[None, :0], none, none)
+    labels = _Labels(
+        costs=np.zeros((1, 4)),
+        transient=np.array([floor_bytes]),
+        least=np.array([[guide.bound for guide in guides]]),
+        seen=np.zeros((1, 0), dtype=np.int64),
+        parent=np.zeros(1, dtype=np.int64),
+        choice=np.zeros(1, dtype=np.int64),
+    )
     seen: list[int] = []
     history: list[tuple[int, Ints, Ints]] = []
     dropped = math.inf
     for group in order:
-        vertex = guides.tree.clusters[group[0]].vertex
-        labels = _extend(labels, seen, guides, group, cutoff_s)
+        vertex = held.tree.clusters[group[0]].vertex
+        labels = _extend(model, labels, seen, guides, group, cutoff_s)
         unassigned.remove(vertex)
         seen, labels = _forget([*seen, vertex], labels, alike, unassigned)
-        labels = labels.take(_undominated(labels, _keys(seen, labels, alike, unassigned), _bounds(labels, guides)))
+        bounds = _bounds(model, labels, guides)
+        kept = _undominated(labels, _keys(seen, labels, alike, unassigned), bounds)
         late = time.monotonic() > deadline
-        if late or len(labels.choice) > width:
-            bounds = _bounds(labels, guides)
-            first = np.argsort(bounds, kind="stable")
+        if late or len(kept) > width:
+            kept = kept[np.argsort(bounds[kept], kind="stable")]
             fitting = 0 if late else width
-            dropped = min(dropped, float(bounds[first[fitting:]].min()))
-            labels = labels.take(first[:fitting])
-        if len(labels.choice) == 0:
+            dropped = min(dropped, float(bounds[kept[fitting:]].min(initial=math.inf)))
+            kept = kept[:fitting]
+        if len(kept) == 0:
             return Searched(None, dropped)
+        labels = labels.take(kept)
         history.append((vertex, labels.parent, labels.choice))
     at = int(np.argmin(labels.costs[:, : EXPOSED + 1].max(axis=1)))
     return Searched(_trace(history, at), dropped)
-
-
-def _stack(seconds: Sequence[Elimination], held: Elimination) -> _Guides:
-    every = [*seconds, held]
-    messages = zip(*(elimination.messages for elimination in every), strict=True)
-    return _Guides(
-        held.model,
-        held.tree,
-        tuple(np.stack(message, axis=-1) for message in messages),
-        np.stack([elimination.weights for elimination in every], axis=-1),
-        np.array([elimination.bound for elimination in every]),
-    )
 
 
 def _order(tree: Tree, sizes: tuple[int, ...]) -> list[list[int]]:
@@ -152,60 +142,68 @@ def _alike(model: Model) -> dict[int, dict[int, Ints]]:
     return alike
 
 
-def _extend(labels: _Labels, seen: list[int], guides: _Guides, group: list[int], cutoff_s: float) -> _Labels:
+def _extend(
+    model: Model, labels: _Labels, seen: list[int], guides: Sequence[Elimination], group: list[int], cutoff_s: float
+) -> _Labels:
     """Every label with every choice of the group's vertex, without those that cannot lead below the limits."""
-    vertex = guides.tree.clusters[group[0]].vertex
-    batch = max(1, _MAX_BATCH // guides.model.sizes[vertex])
-    begins = range(0, len(labels.choice), batch)
-    parts = [_extend_batch(labels, begin, batch, seen, guides, group, cutoff_s) for begin in begins]
+    vertex = guides[0].tree.clusters[group[0]].vertex
+    batch = max(1, _MAX_BATCH // model.sizes[vertex])
+    parts = []
+    for begin in range(0, len(labels.choice), batch):
+        extended = _extend_batch(model, labels.take(slice(begin, begin + batch)), seen, guides, group, cutoff_s)
+        parts.append(replace(extended, parent=extended.parent + begin))
     return _Labels(*(np.concatenate(arrays) for arrays in zip(*(part.arrays() for part in parts), strict=True)))
 
 
 def _extend_batch(
-    labels: _Labels, begin: int, batch: int, seen: list[int], guides: _Guides, group: list[int], cutoff_s: float
+    model: Model, labels: _Labels, seen: list[int], guides: Sequence[Elimination], group: list[int], cutoff_s: float
 ) -> _Labels:
-    model, tree = guides.model, guides.tree
-    vertex = tree.clusters[group[0]].vertex
-    part = labels.take(slice(begin, begin + batch))
-    at = dict(zip(seen, part.seen.T, strict=True))
-    # What the vertex closes and opens, as (table, entries) with the vertex's own axis next to last.
-    costs = part.costs[:, None] + model.singles[vertex]
-    closed = np.zeros((1, len(guides.bounds)))
-    opened: list[tuple[Floats, tuple[Ints, ...]]] = []
-    for number in group:
-        cluster = tree.clusters[number]
-        for tail, head in cluster.pairs:
-            table = model.pairs[tail, head]
-            costs = costs + (table[at[tail]] if head == vertex else table.transpose(1, 0, 2)[at[head]])
-        closed = closed + guides.messages[number][tuple(at[u] for u in cluster.separator)]
-        for child in cluster.children:
-            scope = tree.clusters[child].separator
-            message = np.moveaxis(guides.messages[child], scope.index(vertex), -2)
-            opened.append((message, tuple(at[u] for u in scope if u != vertex)))
-    transient = np.maximum(part.transient[:, None], model.transient[vertex])
-    remaining = part.open - closed
+    clusters = guides[0].tree.clusters
+    vertex = clusters[group[0]].vertex
+    column = dict(zip(seen, labels.seen.T, strict=True))
+
+    def entry(scope: Scope, rows: Ints, last: Ints) -> tuple[Ints, ...]:
+        return tuple(last if u == vertex else column[u][rows] for u in scope)
+
+    def extend_least(number: int, rows: Ints, last: Ints) -> Floats:
+        """A guide's least cost: the vertex's messages close, its costs and the messages below it open."""
+        guide = guides[number]
+        least: Floats = labels.least[rows, number] + guide.singles[vertex][last]
+        for n in group:
+            least = least - guide.messages[n][entry(clusters[n].separator, rows, last)]
+            for pair in clusters[n].pairs:
+                least = least + guide.pairs[pair][entry(pair, rows, last)]
+            for child in clusters[n].children:
+                least = least + guide.messages[child][entry(clusters[child].separator, rows, last)]
+        return least
+
     # The sharpest guide and the bytes sift all extensions, the other guides what is left.
-    keep = np.ones(transient.shape, dtype=bool)
-    for guide in (0, -1):
-        least = remaining[:, guide, None] + sum((message[..., guide][entry] for message, entry in opened), np.zeros(()))
-        least = least + costs @ guides.weights[:, guide]
-        if guide == -1:
-            keep &= least + transient <= model.limit_bytes
-        else:
-            keep &= least + guides.weights[HELD, guide] * (transient - model.limit_bytes) < cutoff_s
-    rows, choice = np.nonzero(keep)
-    open_ = remaining[rows]
-    for message, entry in opened:
-        open_ = open_ + message[(*(column[rows] for column in entry), choice)]
-    seen_now = np.concatenate([part.seen[rows], choice[:, None]], axis=1)
-    sifted = _Labels(costs[rows, choice], transient[rows, choice], open_, seen_now, rows + begin, choice)
-    return sifted.take(np.flatnonzero(_bounds(sifted, guides) < cutoff_s))
+    every = np.arange(len(labels.choice))[:, None]
+    choices = np.arange(model.sizes[vertex])[None]
+    transient = np.maximum(labels.transient[:, None], model.transient[vertex])
+    over = transient - model.limit_bytes
+    keep = extend_least(-1, every, choices) + over <= 0
+    keep &= extend_least(0, every, choices) + guides[0].weights[HELD] * over < cutoff_s
+    rows, last = np.nonzero(keep)
+    costs = labels.costs[rows] + model.singles[vertex][last]
+    for n in group:
+        for pair in clusters[n].pairs:
+            costs += model.pairs[pair][entry(pair, rows, last)]
+    extended = _Labels(
+        costs=costs,
+        transient=transient[rows, last],
+        least=np.stack([extend_least(number, rows, last) for number in range(len(guides))], axis=-1),
+        seen=np.concatenate([labels.seen[rows], last[:, None]], axis=1),
+        parent=rows,
+        choice=last,
+    )
+    return extended.take(np.flatnonzero(_bounds(model, extended, guides) < cutoff_s))
 
 
-def _bounds(labels: _Labels, guides: _Guides) -> Floats:
-    """The largest of the guides' bounds on completions: costs so far and to come, bytes over the limit priced."""
-    over = labels.transient - guides.model.limit_bytes
-    each = labels.costs @ guides.weights + labels.open + over[:, None] * guides.weights[HELD]
+def _bounds(model: Model, labels: _Labels, guides: Sequence[Elimination]) -> Floats:
+    """The largest of the guides' bounds on completed labels, bytes over the limit charged at the guide's price."""
+    prices = np.array([guide.weights[HELD] for guide in guides])
+    each = labels.least + (labels.transient - model.limit_bytes)[:, None] * prices
     bounds: Floats = each[:, :-1].max(axis=1)
     return bounds
 

@@ -137,12 +137,12 @@ def _shrunk(before: Window, after: Window) -> bool:
 
 def _search(bounded: Bounded, best: Best, width: int, deadline: float) -> float:
     """Offer what a label search of this width finds; a bound on what it may have missed below the target."""
-    window, main = bounded.window, bounded.relaxation
-    others = [eliminate(main.elimination.model, main.elimination.tree, m.weights()) for m in main.multipliers.around()]
-    seconds = [main.elimination, *others]
-    found = search_labels(seconds, bounded.held, window.floor_bytes, best.target_s, width, deadline)
+    model, relaxation, held = bounded.window.model, bounded.relaxation, bounded.held
+    others = [eliminate(model, held.tree, other.weights()) for other in relaxation.multipliers.around()]
+    guides = [relaxation.elimination, *others]
+    found = search_labels(model, guides, held, bounded.window.floor_bytes, best.target_s, width, deadline)
     if found.assignment is not None:
-        best.offer_assignment(window.model, found.assignment)
+        best.offer_assignment(model, found.assignment)
     return found.dropped_bound
 
 
