@@ -16,10 +16,12 @@ depth. Repeats are found in the graph itself, whether or not modules mark them:
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -95,12 +97,12 @@ class Folded:
         nodes = tuple(node for instance in self.instances for node in instance.block.nodes)
         assert nodes == tuple(node for node in self.graph.nodes if not node.is_leaf), "nodes lost or reordered"
         readers = Counter(ref for instance in self.instances for ref in instance.block.inputs)
-        leaving = {*self.graph.outputs, *(ref for _, ref in self.graph.updates)}
+        needed = {*self.graph.outputs, *(ref for _, ref in self.graph.updates), *readers}
         for instance in self.instances:
             block = instance.block
             own = {ref for node in block.nodes for ref in _results(node)}
             assert block.inputs == tuple(dict.fromkeys(r for n in block.nodes for r in n.inputs if r not in own))
-            assert own & (leaving | readers.keys()) <= set(block.outputs) <= own, f"wrong outputs of {block.path}"
+            assert own & needed <= set(block.outputs) <= own, f"wrong outputs of {block.path}"
         for first, *others in self.kinds:
             for other in others:
                 _check_equal(self.graph, first.block, other.block, readers)
@@ -109,8 +111,12 @@ class Folded:
 def fold(graph: Graph, *, minimum: int = 2) -> Folded:
     """Fold ``graph``; blocks that occur fewer than ``minimum`` times are not counted as repeats.
 
-    Takes O(nodes * (longest unit + nodes outside the longest stack)) vectorised comparisons, and linear
-    time otherwise.
+    Leaves do not count as nodes and lie in no block. A window of a stack that is not equal to enough
+    others joins the stretches beside it. Finding stacks takes O(nodes * (unit + nodes outside the longest
+    stack)) vectorised comparisons; the rest is near linear.
+
+    Raises:
+        ValueError: ``minimum`` is less than 2.
     """
     if minimum < 2:
         raise ValueError(f"a repeat occurs at least twice, got minimum={minimum}")
@@ -270,19 +276,27 @@ def _choose(text: _Text, runs: list[_Run], minimum: int) -> list[_Stack]:
             continue
         chosen.append(stack)
         known.add(text.tokens[slice(*stack.spans[0])])
-        free = _without(free, stack)
+        _occupy(free, stack)
     return sorted(chosen, key=lambda stack: stack.start)
 
 
-def _clip(run: _Run, free: Iterable[tuple[int, int]], minimum: int) -> list[_Run]:
-    """The parts of ``run`` inside ``free`` intervals that still hold ``minimum`` periods."""
-    parts = (replace(run, start=max(run.start, low), end=min(run.end, high)) for low, high in free)
+def _clip(run: _Run, free: Sequence[tuple[int, int]], minimum: int) -> list[_Run]:
+    """The parts of ``run`` inside ``free`` (ascending intervals) that still hold ``minimum`` periods."""
+    first = bisect_right(free, run.start, key=lambda span: span[1])
+    parts = []
+    for low, high in islice(free, first, None):
+        if low >= run.end:
+            break
+        parts.append(replace(run, start=max(run.start, low), end=min(run.end, high)))
     return [part for part in parts if part.end - part.start >= minimum * part.period]
 
 
-def _without(free: Iterable[tuple[int, int]], stack: _Stack) -> list[tuple[int, int]]:
-    pieces = ((low, high) for a, b in free for low, high in ((a, min(b, stack.start)), (max(a, stack.end), b)))
-    return [(low, high) for low, high in pieces if low < high]
+def _occupy(free: list[tuple[int, int]], stack: _Stack) -> None:
+    """Take the stack's nodes out of the free interval that holds them."""
+    at = bisect_right(free, stack.start, key=lambda span: span[0]) - 1
+    low, high = free[at]
+    rest = ((low, stack.start), (stack.end, high))
+    free[at : at + 1] = [span for span in rest if span[0] < span[1]]
 
 
 def _place(text: _Text, run: _Run, known: set[tuple[int, ...]], minimum: int) -> _Stack:
@@ -344,7 +358,7 @@ def _holds_stacks(text: _Text, stack: _Stack, runs: Iterable[_Run], minimum: int
         for part in _clip(run, free, minimum):
             nested = _place(text, part, set(), minimum)
             if nested.values <= stack.values and _is_layer(text, nested):
-                free = _without(free, nested)
+                _occupy(free, nested)
                 saved += nested.period * (nested.count - 1)
     return saved * 2 >= stack.period
 
@@ -356,7 +370,7 @@ def _strays(text: _Text, stacks: Iterable[_Stack]) -> list[_Stack]:
     for stack in stacks:
         unit = text.tokens[slice(*stack.spans[0])]
         units.setdefault(unit[0], set()).add(unit)
-        free = _without(free, stack)
+        _occupy(free, stack)
     found = []
     for at, high in free:
         while at < high:

@@ -23,9 +23,10 @@ class Program:
         self.updates: list[tuple[str, Ref]] = []
         self.path = ""
 
-    def leaf(self, op: str, *shape: int, name: str = "", dtype: str = "float32") -> Ref:
+    def leaf(self, op: str, *shape: int, name: str = "", dtype: str = "float32", grad: bool | None = None) -> Ref:
         name = name or f"{op}{len(self.nodes)}"
-        self.nodes.append(Node(name, op, (), (TensorType(shape, dtype, op == "param"),), target=name))
+        grad = op == "param" if grad is None else grad
+        self.nodes.append(Node(name, op, (), (TensorType(shape, dtype, grad),), target=name))
         return Ref(name)
 
     def op(self, op: str, *reads: Ref, width: int = WIDTH, dtype: str = "float32", at: str = "", **static: Any) -> Ref:
@@ -230,10 +231,10 @@ def test_a_value_may_skip_a_block() -> None:
 
 
 def test_the_cut_crosses_the_fewest_values() -> None:
-    """The windows begin in the module's middle, where the two branches have joined."""
+    """One wide value in the module's middle rather than two narrow ones between modules."""
 
     def build(p: Program, x: Ref, i: int) -> Ref:
-        joined = p.op("join", x, sides[-1])
+        joined = p.op("join", x, sides[-1], width=4 * WIDTH)
         sides.append(p.linear(p.op("gelu", joined)))
         return p.op("tail", p.linear(joined))
 
@@ -247,10 +248,17 @@ def test_the_cut_crosses_the_fewest_values() -> None:
 
 def test_the_cut_crosses_the_fewest_bytes() -> None:
     def build(p: Program, x: Ref, i: int) -> Ref:
-        return p.linear(p.op("gelu", p.op("up", x, p.leaf("param", 64, WIDTH), width=64), width=64))
+        narrow = p.op("down", p.op("gelu", x, width=64), p.leaf("param", WIDTH, 64))
+        return p.op("up", narrow, p.leaf("param", 64, WIDTH), width=64)
 
     repeated = max(folded(stack(5, build, paths=False)).kinds, key=len)
-    assert [node.op for node in repeated[0].block.nodes] == ["up", "gelu", "linear"]
+    assert [node.op for node in repeated[0].block.nodes] == ["up", "gelu", "down"]
+
+
+def test_a_stack_is_cut_like_its_equal() -> None:
+    """Code without modules, interrupted inside a layer: the cut between its branches would do as well."""
+    result = folded(stack(20, lambda p, x, i: layer(p, x, window=int(i == 10)), paths=False))
+    assert shape(result) == [(1, 1), (19, 8), (1, 8), (1, 2)]
 
 
 def test_collected_hidden_states_do_not_move_the_cut() -> None:
@@ -290,23 +298,24 @@ def test_many_readers_of_the_last_layer_change_nothing() -> None:
 
 # --- what must not be merged ---------------------------------------------------------------------------------
 
-ODD: dict[str, Callable[[Program, Ref], Ref]] = {
-    "static argument": lambda p, x: layer(p, x, window=128),
-    "number type of a static argument": lambda p, x: layer(p, x, window=True),
-    "tied weight": lambda p, x: layer(p, x, weight=Ref("tied")),
-    "buffer for a param": lambda p, x: layer(p, x, weight=p.leaf("buffer", WIDTH, WIDTH)),
-    "input for a param": lambda p, x: layer(p, x, weight=p.leaf("input", WIDTH, WIDTH)),
-    "computed for a param": lambda p, x: layer(p, x, weight=Ref("computed")),
-    "type of a param": lambda p, x: layer(p, x, weight=p.leaf("param", WIDTH, WIDTH, dtype="bfloat16")),
-    "shape of a param": lambda p, x: layer(p, x, weight=p.leaf("param", WIDTH + 1, WIDTH)),
-    "operand": lambda p, x: layer(p, x, mask=x, window=1),
+ODD: dict[str, Callable[[Program, Ref], dict[str, Any]]] = {
+    "static argument": lambda p, x: {"window": 128},
+    "number type of a static argument": lambda p, x: {"window": True},
+    "tied weight": lambda p, x: {"weight": Ref("tied")},
+    "buffer for a param": lambda p, x: {"weight": p.leaf("buffer", WIDTH, WIDTH, grad=True)},
+    "input for a param": lambda p, x: {"weight": p.leaf("input", WIDTH, WIDTH, grad=True)},
+    "frozen param": lambda p, x: {"weight": p.leaf("param", WIDTH, WIDTH, grad=False)},
+    "computed for a param": lambda p, x: {"weight": Ref("computed")},
+    "type of a param": lambda p, x: {"weight": p.leaf("param", WIDTH, WIDTH, dtype="bfloat16")},
+    "shape of a param": lambda p, x: {"weight": p.leaf("param", WIDTH + 1, WIDTH)},
+    "operand": lambda p, x: {"mask": x},
 }
 
 
 @pytest.mark.parametrize("case", ODD)
 def test_an_odd_layer_splits_the_stack(case: str) -> None:
     def build(p: Program, x: Ref, i: int) -> Ref:
-        return ODD[case](p, x) if i == 4 else layer(p, x, window=1)
+        return layer(p, x, **{"window": 1, **(ODD[case](p, x) if i == 4 else {})})
 
     p = Program()
     tied = p.leaf("param", WIDTH, WIDTH, name="tied")
@@ -344,6 +353,19 @@ def test_the_same_operators_wired_differently_are_another_kind() -> None:
 
     result = folded(stack(6, build))
     assert order(result) == [0, 1, 2, 1, 2, 1, 2, 3]
+
+
+def test_the_results_of_one_operator_are_told_apart() -> None:
+    p = Program()
+
+    def build(p: Program, x: Ref, i: int) -> Ref:
+        node = Node(f"split{i}", "split", (("x", x),), (TensorType((4, WIDTH), "float32", True),) * 2)
+        p.nodes.append(node)
+        halves = Ref(node.name, 0), Ref(node.name, 1)
+        return p.linear(p.op("gate", *(halves if i < 4 else reversed(halves))))
+
+    result = folded(stack(8, build, p=p))
+    assert order(result) == [0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
 
 
 def test_reading_one_value_twice_is_not_reading_two() -> None:
