@@ -11,17 +11,23 @@ _TIE = 1e-9  # relative; an assignment must be better by this much to be looked 
 
 
 class Best:
-    """Keeps the cheapest feasible assignment that it is offered; ``cutoff_s`` caps what is worth looking for."""
+    """Keeps the cheapest feasible assignment that it is offered; nothing above ``cutoff_s`` is worth looking for."""
 
     def __init__(self, problem: Problem, cutoff_s: float) -> None:
         self._problem = problem
         self._cutoff_s = cutoff_s
+        self.aim_s = math.inf
         self.choices: tuple[int, ...] | None = None
         self.objective_s = math.inf
 
     @property
     def target_s(self) -> float:
-        """Only assignments below this time are still of interest."""
+        """Only assignments below this time are looked for: better than the best, and within the search's own aim."""
+        return min(self.useful_s, self.aim_s)
+
+    @property
+    def useful_s(self) -> float:
+        """Only assignments below this time are of any use."""
         least = min(self.objective_s, self._cutoff_s)
         return least - _TIE * abs(least) if math.isfinite(least) else least
 

@@ -25,8 +25,9 @@ from planner.solve.tree import build_tree
 MAX_ENTRIES = 5_000_000  # of an elimination table; beyond, its bucket is split
 HELD_ONLY: Floats = np.array([0.0, 0.0, 1.0, 1.0])
 
-_NARROW, _WIDEST = 300, 300_000  # labels kept by the first search and by the last
+_NARROW, _WIDEST = 300, 30_000  # labels kept by the first search and by the last
 _WIDENING = 10
+_STEPS = (0.001, 0.003, 0.012, 0.05, 0.2, math.inf)  # by which the aim rises, relative to the bound
 _SHRUNK = 0.9  # bound again once pruning left at most this part of the choices
 _SPLIT = 0.2  # part of the gap that a window's transient range may account for
 
@@ -57,18 +58,41 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class Bounded:
-    """A window with its relaxation, and with the elimination of held bytes along the same tree."""
+    """A window with its relaxation, what each choice costs at least, and held bytes along the same tree."""
 
     window: Window
     held: Elimination
     relaxation: Relaxation
+    least_s: list[Floats]
 
 
 def search(model: Model, best: Best, deadline: float) -> float:
-    """Improve ``best`` until nothing below its target is left, or until ``deadline``; the lower bound proven."""
+    """Improve ``best`` until nothing useful is left, or until ``deadline``; the lower bound proven.
+
+    What lies just above the bound is searched first and the aim raised only when nothing was found there: the work
+    grows steeply with the distance from the bound.
+    """
     free = eliminate(model, build_tree(model, MAX_ENTRIES), Multipliers().weights())
     best.offer_assignment(model, decode(free))
-    waiting, given_up = [Window(model, bound=free.bound)], math.inf
+    if free.bound >= best.target_s:
+        return free.bound
+    root = _bound(Window(model, bound=free.bound), best, deadline)
+    if root is None:
+        return best.target_s
+    bound = root.window.bound
+    for step in _STEPS:
+        best.aim_s = bound + step * abs(bound)
+        below = root.window.keep([least < best.target_s for least in root.least_s])
+        proven = best.target_s if below is None else _search_windows(below, best, deadline)
+        if proven < best.target_s or best.target_s == best.useful_s:
+            return max(bound, proven)
+        bound = best.aim_s
+    raise AssertionError("the last aim is everything useful")
+
+
+def _search_windows(start: Window, best: Best, deadline: float) -> float:
+    """Improve ``best`` until nothing below its target is left, or until ``deadline``; the lower bound proven."""
+    waiting, given_up = [start], math.inf
     while waiting:
         window = min(waiting, key=lambda window: window.bound)
         waiting.remove(window)
@@ -109,11 +133,12 @@ def _bound(window: Window, best: Best, deadline: float) -> Bounded | None:
             best.offer_assignment(model, assignment)
         bound = max(window.bound, relaxation.bound)
         window = replace(window, bound=bound, multipliers=relaxation.multipliers)
-        promising = window.keep(_promising(window, relaxation, best.target_s))
+        least_s = _least_times(window, relaxation)
+        promising = window.keep([least < best.target_s for least in least_s])
         if promising is None or bound >= best.target_s:
             return None
         if not _shrunk(window, promising) or time.monotonic() > deadline:
-            return Bounded(window, held, relaxation)
+            return Bounded(window, held, relaxation, least_s)
         window = promising
 
 
@@ -124,11 +149,11 @@ def _fitting(window: Window, held: Elimination) -> list[Mask]:
     return [bytes_ + np.maximum(values, window.floor_bytes) <= model.limit_bytes for bytes_, values in least]
 
 
-def _promising(window: Window, relaxation: Relaxation, target_s: float) -> list[Mask]:
-    """Choices whose relaxed time is below the target, bytes above the limit charged at their price."""
+def _least_times(window: Window, relaxation: Relaxation) -> list[Floats]:
+    """The relaxed time of each choice, bytes over the limit charged at their price."""
     price, limit = relaxation.multipliers.price, window.model.limit_bytes
     least = zip(choice_bounds(relaxation.elimination), window.model.transient, strict=True)
-    return [s + price * (np.maximum(values, window.floor_bytes) - limit) < target_s for s, values in least]
+    return [seconds + price * (np.maximum(values, window.floor_bytes) - limit) for seconds, values in least]
 
 
 def _shrunk(before: Window, after: Window) -> bool:
