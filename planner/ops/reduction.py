@@ -60,6 +60,13 @@ def diff(node: Node, operands: Operands) -> Rule:
     return signature(node, operands, [names] * len(operands), [names], whole=whole, linear=together)
 
 
+def histogram(node: Node, operands: Operands) -> Rule:
+    """Counts, which sum up over shards, of values between given bounds; bounds may not come from the data."""
+    names = letters(len(operands[0].shape))
+    whole = ["bins", *(names if node["min"] == node["max"] else ())]
+    return signature(node, operands, [names], [["bins"]], whole=whole)
+
+
 SUMS = "sum sum.dim_IntList mean mean.dim"
 COUNTS = "nansum count_nonzero count_nonzero.dim_IntList"
 PREDICATES = "any any.dim any.dims all all.dim all.dims argmax argmin"
@@ -80,6 +87,7 @@ SOFTMAX = """
 ROWS: dict[str, Row] = {
     **rows(SUMS, Row(sums)),
     **rows(COUNTS, Row(counts)),
+    **rows("histc", Row(histogram)),
     **rows(PREDICATES, Row(wholes)),
     **rows(NEEDS_INPUT, Row(wholes, saves=("in0",))),
     **rows(NEEDS_BOTH, Row(wholes, saves=("in0", "out0"))),

@@ -7,67 +7,71 @@ All are linear. A sharded factor survives being merged behind another one, or sp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from planner.graph import Node, TensorType
 from planner.ops.elementwise import broadcast_labels, linear_in, pointwise
 from planner.ops.signature import Labels, axis, letters, linear_sets, rows, signature, static_int, static_ints
 from planner.ops.table import Row, RuleOf
-from planner.rules import Dims, Rule
+from planner.rules import Dim, Dims, Rule
 
 Operands = tuple[TensorType, ...]
 Shape = tuple[int, ...]
+Pieces = list[tuple[int, int]]  # (size, dim) of consecutive factors
 
 
 def common_factors(before: Shape, after: Shape) -> tuple[dict[str, int], Dims, Dims, frozenset[str]]:
     """Factor two shapes of equally many elements, in row-major order, into the same factors.
 
-    Both shapes are walked together; each step takes the greatest common divisor of what is left of the
-    two current dims: ``[8, 3] -> [2, 12]`` has the factors 2, 4, 3. Where what is left has no common
-    divisor (the 2 and the 3 of ``[4, 6] -> [6, 4]``, after a common 2) elements are tangled until the
-    next place where dims of both sides end: there each side gets factors of its own, all whole.
+    ``[8, 3] -> [2, 12]`` has the factors 2, 4 and 3. Elements may be tangled in between: after the common
+    2 of ``[4, 6] -> [6, 4]``, neither 2 and 6 nor 3 and 4 can be told from the other side. There each side
+    has factors of its own, which are whole.
 
     Returns:
         Sizes of the factors, the dims of both shapes, and the factors that are whole.
     """
     sizes: dict[str, int] = {}
     whole: set[str] = set()
-    dims: tuple[list[list[str]], list[list[str]]] = ([[] for _ in before], [[] for _ in after])
-    left = [[size, position] for position, size in enumerate(before) if size != 1]
-    right = [[size, position] for position, size in enumerate(after) if size != 1]
-
-    def add(name: str, size: int, *places: tuple[int, int]) -> None:
-        sizes[name] = size
-        for side, position in places:
-            dims[side][position].append(name)
-
-    while left and right:
-        common = math.gcd(left[0][0], right[0][0]) if math.prod(before) else 1
-        if common > 1:
-            add(f"d{len(sizes)}", common, (0, left[0][1]), (1, right[0][1]))
-            left[0][0] //= common
-            right[0][0] //= common
-        else:
-            for side, pieces in enumerate(_tangle(left, right)):
-                for size, position in pieces:
-                    name = f"d{len(sizes)}.{('in', 'out')[side]}"
-                    add(name, size, (side, position))
+    dims: tuple[list[Dim], list[Dim]] = ([()] * len(before), [()] * len(after))
+    for step, sides in enumerate(_steps(before, after)):
+        shared = all(len(pieces) == 1 for pieces in sides)
+        for side, pieces, own in zip(("in", "out"), sides, dims, strict=True):
+            for position, (size, dim) in enumerate(pieces):
+                name = f"d{step}" if shared else f"d{step}.{side}{position}"
+                own[dim] += (name,)
+                sizes[name] = size
+                if not shared:
                     whole.add(name)
-        left, right = [x for x in left if x[0] != 1], [x for x in right if x[0] != 1]
-    in_dims, out_dims = (tuple(map(tuple, side)) for side in dims)
-    return sizes, in_dims, out_dims, frozenset(whole)
+    return sizes, tuple(dims[0]), tuple(dims[1]), frozenset(whole)
 
 
-def _tangle(left: list[list[int]], right: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Take from both sides, whole, up to the first place where dims of both end."""
-    taken: tuple[list[list[int]], list[list[int]]] = ([left.pop(0)], [right.pop(0)])
-    while left or right:
-        a, b = (math.prod(size for size, _ in side) for side in taken)
-        if a == b != 0:
-            break
-        behind = left if (a < b or not right) and left else right
-        taken[0 if behind is left else 1].append(behind.pop(0))
-    return taken
+def _steps(before: Shape, after: Shape) -> Iterator[tuple[Pieces, Pieces]]:
+    """The shortest stretches of both shapes that span the same elements, major first.
+
+    Both shapes are walked together. Each step takes the greatest common divisor of what is left of the two
+    current dims; if there is none, whole dims up to the next place where dims of both shapes end.
+    """
+    left, right = ([(size, dim) for dim, size in enumerate(shape) if size != 1] for shape in (before, after))
+    if 0 in before:
+        yield left, right
+        return
+    while left:
+        (a, i), (b, j) = left.pop(0), right.pop(0)
+        common = math.gcd(a, b)
+        if common > 1:
+            yield [(common, i)], [(common, j)]
+            left[:0] = [(a // common, i)] if a > common else []
+            right[:0] = [(b // common, j)] if b > common else []
+            continue
+        ins, outs = [(a, i)], [(b, j)]
+        while a != b:
+            if a < b:
+                ins.append(left.pop(0))
+                a *= ins[-1][0]
+            else:
+                outs.append(right.pop(0))
+                b *= outs[-1][0]
+        yield ins, outs
 
 
 def view(node: Node, operands: Operands) -> Rule:

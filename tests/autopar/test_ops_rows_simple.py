@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from planner.layout import P
-from planner.ops import elementwise, factory, indexing, reduction, reshape
+from planner.ops import OPS, elementwise, factory, indexing, reduction, reshape
 from planner.rules import AxisStrategy
 from tests.autopar.sharding_oracle import Args, LocalForm, check_row
 
@@ -58,8 +58,8 @@ def elementwise_cases() -> Iterator[Case]:
     }  # fmt: skip
     on_ints = ("bitwise", "__", "floor_divide", "heaviside")
     linear = "neg negative real imag mul.Scalar div.Scalar multiply.Scalar divide.Scalar"
-    lists = (elementwise.NEEDS_NOTHING, elementwise.NEEDS_INPUT, elementwise.NEEDS_OUTPUT, elementwise.ALIASES, linear)
-    for name in " ".join(lists).replace("empty_like", "").split():
+    unary = (elementwise.NEEDS_NOTHING, elementwise.NEEDS_INPUT, elementwise.NEEDS_OUTPUT, elementwise.ALIASES, linear)
+    for name in " ".join(unary).replace("empty_like", "").split():
         for shape in SHAPES:
             x = rand(*shape)
             if name in ("acosh", "arccosh"):
@@ -87,10 +87,10 @@ def elementwise_cases() -> Iterator[Case]:
     pairs = [
         ((4, 6), (4, 6)), ((4, 6), (6,)), ((4, 1), (1, 6)), ((2, 1, 3), (4, 1)), ((4,), ()), ((), (2, 4)), ((), ()),
     ]  # fmt: skip
-    lists = (elementwise.PAIRS_NEEDING_NOTHING, elementwise.PAIRS_NEEDING_BOTH)
     sums = "add.Tensor sub.Tensor rsub.Tensor subtract.Tensor complex"
     products = "mul.Tensor multiply.Tensor div.Tensor divide.Tensor true_divide.Tensor"
-    for name in " ".join((*lists, sums, products)).split():
+    binary = (elementwise.PAIRS_NEEDING_NOTHING, elementwise.PAIRS_NEEDING_BOTH, sums, products)
+    for name in " ".join(binary).split():
         for left, right in pairs:
             x, y = rand(*left), rand(*right)
             if name.startswith(on_ints):
@@ -269,6 +269,8 @@ def reduction_cases() -> Iterator[Case]:
         yield case(name, randn(4, 3, 8), 1)
         yield case(name, randn(4, 3, 8), -1, True)
     yield case("argmax", randn(4, 6), keepdim=True)
+    yield case("histc", ints(4, 8).float(), 8, 0, 7)  # has no derivative
+    yield case("histc", ints(4, 8).float(), 8)
     yield case("kthvalue", randn(4, 8), 2, 0)
     yield case("aminmax", randn(4, 8), dim=1)
     yield case("aminmax", randn(4, 8))
@@ -434,3 +436,8 @@ def test_every_strategy_computes_what_the_operator_computes(name: str) -> None:
 def test_every_row_has_a_case() -> None:
     rows = {op.removeprefix("aten.").removesuffix(".default") for family, _ in FAMILIES for op in family.ROWS}
     assert rows - UNINITIALISED == CASES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(UNINITIALISED))
+def test_uninitialised_tensors_have_a_row(name: str) -> None:
+    assert str(op_named(name)) in OPS
