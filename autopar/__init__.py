@@ -1,1 +1,30 @@
-"""Automatic parallelism for PyTorch: plan a model over a cluster, then run the plan."""
+"""autopar: automatic parallelism for PyTorch.
+
+``autopar.parallelize(model, cluster)`` turns a model written for one device into one that trains on a
+cluster; ``autopar.plan`` only plans, without devices or a process group.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from planner.cluster import ClusterSpec
+from planner.plan import Plan
+
+if TYPE_CHECKING:
+    from autopar.api import parallelize, plan
+    from autopar.verify import verify
+
+_LAZY = {"parallelize": "autopar.api", "plan": "autopar.api", "verify": "autopar.verify"}
+
+__all__ = ["ClusterSpec", "Plan", "parallelize", "plan", "verify"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch on first use, so that ``import autopar`` is instant."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

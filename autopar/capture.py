@@ -191,7 +191,9 @@ def _flatten(exported: ExportedProgram, model: nn.Module, prefix: str) -> Captur
             leaves[spec.arg.name] = ("const", str(spec.target))
             constants[spec.arg.name] = exported.constants[str(spec.target)]
         else:
-            raise CaptureError(f"the model holds an input of kind {spec.kind.name} ({spec.target}), which has no graph form")
+            raise CaptureError(
+                f"the model holds an input of kind {spec.kind.name} ({spec.target}), which has no graph form"
+            )
     _merge_shared(graph, leaves)
     updates, outputs, static = [], [], []
     for spec in signature.output_specs:
@@ -203,7 +205,9 @@ def _flatten(exported: ExportedProgram, model: nn.Module, prefix: str) -> Captur
             outputs.append(name)
             static.append(getattr(spec.arg, "value", None))
         elif spec.kind == OutputKind.USER_INPUT_MUTATION:
-            raise CaptureError(f"the model writes into its input {spec.target!r} in place; clone the input before writing")
+            raise CaptureError(
+                f"the model writes into its input {spec.target!r} in place; clone the input before writing"
+            )
     graph.eliminate_dead_code()
     return Captured(
         graph,

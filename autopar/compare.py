@@ -55,7 +55,11 @@ def reference_values(captured: Captured, assignment: Assignment, leaves: Mapping
 
 
 def first_divergence(
-    simulation: Simulation, assignment: Assignment, reference: Mapping[Ref, Tensor], leaves: tuple[Tensor, ...], rtol: float
+    simulation: Simulation,
+    assignment: Assignment,
+    reference: Mapping[Ref, Tensor],
+    leaves: tuple[Tensor, ...],
+    rtol: float,
 ) -> Divergence | None:
     """Run the program on every rank, comparing each operator's result with the reference.
 

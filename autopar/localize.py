@@ -57,8 +57,10 @@ class Call:
 
     def _is_default(self, argument: Any) -> bool:
         value = self.args[argument.name]
-        return argument.has_default_value() and type(value) is type(argument.default_value) and (
-            value == argument.default_value
+        return (
+            argument.has_default_value()
+            and type(value) is type(argument.default_value)
+            and (value == argument.default_value)
         )
 
     def sharded(self, factors: tuple[str, ...]) -> tuple[int, ...]:
@@ -84,11 +86,15 @@ def local_form(call: Call) -> fx.Node:
     groups = _layer_groups(call, form) if form is not None else {}
     attends = call.node.op == ATTENTION
     if _draws(call):
-        varying = call.groups(tuple(i for i, s in enumerate(call.choice.axes) if s.factor and call.mesh.axes[i].size > 1))
+        varying = call.groups(
+            tuple(i for i, s in enumerate(call.choice.axes) if s.factor and call.mesh.axes[i].size > 1)
+        )
         if attends:
             positional = tuple(call.args[name] for name in ("query", "key", "value", "attn_mask"))
             keywords = {name: call.args[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
-            return call.graph.call_function(draw_attention, (call.state(), varying, *positional), {**keywords, **groups})
+            return call.graph.call_function(
+                draw_attention, (call.state(), varying, *positional), {**keywords, **groups}
+            )
         positional, keywords = call.arguments()
         return call.graph.call_function(draw, (call.target, call.state(), varying, *positional), keywords)
     positional, keywords = call.arguments()
@@ -150,6 +156,12 @@ def _shape_argument(name: str) -> Callable[[Call], None]:
     return resize
 
 
+def _view(call: Call) -> None:
+    """A conversion may have left other strides than the whole tensor had, so a view may have to copy."""
+    call.target = torch.ops.aten.reshape.default
+    call.args = {"self": call.args["self"], "shape": list(call.result_shape())}
+
+
 def _unflatten(call: Call) -> None:
     dim = call.args["dim"] % (len(call.result_shape()) - len(call.args["sizes"]) + 1)
     call.args["sizes"] = list(call.result_shape()[dim : dim + len(call.args["sizes"])])
@@ -166,10 +178,13 @@ def _split_sizes(call: Call) -> None:
 
 
 SIZES: dict[str, Callable[[Call], None]] = {
-    "aten.view.default": _shape_argument("size"),
-    "aten._unsafe_view.default": _shape_argument("size"),
+    "aten.view.default": _view,
+    "aten._unsafe_view.default": _view,
     "aten.reshape.default": _shape_argument("shape"),
-    "aten.expand.default": _shape_argument("size"),
+    **{
+        f"aten.{op}.default": _shape_argument("size")
+        for op in ("expand", "broadcast_to", "new_zeros", "new_ones", "new_full", "new_empty")
+    },
     "aten.unflatten.int": _unflatten,
     "aten.split.Tensor": _split_size,
     "aten.split_with_sizes.default": _split_sizes,

@@ -268,4 +268,3 @@ def _is_float(dtype: str) -> bool:
 
 def _getitem(values: Any, index: int) -> Any:
     return values[index]
-

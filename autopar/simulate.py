@@ -94,7 +94,9 @@ class Simulation:
         """
         with self.mode.disable():
             local = value.to_local() if isinstance(value, DTensor) else value
-            each = local._local_tensors if isinstance(local, LocalTensor) else dict.fromkeys(range(self.mesh.size), local)
+            each = (
+                local._local_tensors if isinstance(local, LocalTensor) else dict.fromkeys(range(self.mesh.size), local)
+            )
             parts = {rank: part.detach() for rank, part in each.items()}
             summed = [i for i, t in enumerate(layout) if t == P]
             kept = tuple(R if t == P else t for t in layout)
@@ -124,7 +126,9 @@ class DivergedError(AssertionError):
 def _same(expected: Tensor, got: Tensor, rank: int) -> None:
     exact = not (got.is_floating_point() or got.is_complex())
     # Replicas are computed in the same order on every rank, collectives included.
-    if not (torch.equal(expected, got) if exact else torch.allclose(expected, got, rtol=1e-9, atol=1e-12, equal_nan=True)):
+    if not (
+        torch.equal(expected, got) if exact else torch.allclose(expected, got, rtol=1e-9, atol=1e-12, equal_nan=True)
+    ):
         raise DivergedError(f"rank {rank} holds other values than another rank that should hold the same")
 
 

@@ -19,8 +19,8 @@ import numpy as np
 from planner.conversion import ConversionTable, Route, local_bytes
 from planner.cost import CostModel
 from planner.fold import Folded
-from planner.graph import Graph, Node, Ref, TensorType
-from planner.layout import I, Layout, LocalType, Mesh, R, Shard, local_shape
+from planner.graph import Graph, Node, Ref
+from planner.layout import I, Layout, LocalType, Mesh, R, local_shape
 from planner.ops import OPS
 from planner.problem import Answer, Edge, Floats, Ints, Problem, Vertex
 from planner.rules import Inner, Rule
@@ -236,6 +236,13 @@ class Space:
             self._tables[key] = ConversionTable(tensor, self.mesh, shards, self.cost.collective_s, touch, launch)
         return self._tables[key]
 
+    def describe(self, role: Role) -> str:
+        """A role in the user's words."""
+        if role in self.members:
+            node = self.graph.by_name[self.members[role][0]]
+            return f"{node.target or node.path or node.name} ({node.op})"
+        return " ".join(map(str, role))
+
     # ---- the problem -------------------------------------------------------------------------------------------
 
     @cached_property
@@ -349,7 +356,8 @@ class Space:
     @cached_property
     def _charges(self) -> dict[Role, tuple[int, ...]]:
         """Which tensors (operands, then results) each role pays for as saved: the first reader of a value that
-        needs it in backward pays, views of one tensor count once, parameters are paid as parameters."""
+        needs it in backward pays, views of one tensor count once, parameters are paid as parameters.
+        """
         root: dict[Ref, Ref] = {}
         paid_by: dict[tuple[Role, int], tuple[Role, int]] = {}
         charges: dict[Role, dict[int, None]] = {}

@@ -18,7 +18,7 @@ from planner.layout import I, Layout, Mesh, R, Shard
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.rules import AxisStrategy, Rule, find
-from planner.strategy import Allow
+from planner.strategy import Allow, factor_at, tensors_of
 
 SIZES = ("pipeline", "data", "context", "tensor")
 LATER = {
@@ -27,6 +27,8 @@ LATER = {
     "offload": ("none", "offload"),
     "virtual_stages": (1, "virtual stages"),
 }
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
 
 Labels = Mapping[Ref, Mapping[tuple[int, int], str]]
 
@@ -59,20 +61,26 @@ class Pins:
         known = {*SIZES, *LATER, "sequence_parallel", "zero", "layers", "micro_batch", "schedule"}
         unknown = sorted(set(pin) - known)
         if unknown:
-            raise PinError(f"pin has no decision called {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}")
+            raise PinError(
+                f"pin has no decision called {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}"
+            )
         for name, (only, what) in LATER.items():
             if pin.pop(name, only) not in (only, None):
                 raise PinError(f"pin {name!r}: this version plans no {what}; leave it out or pin {only!r}")
         for name in ("micro_batch", "schedule"):
             if pin.pop(name, None) is not None:
-                raise PinError(f"pin {name!r}: this version plans no pipeline stages, so it has no {name}; leave it out")
+                raise PinError(
+                    f"pin {name!r}: this version plans no pipeline stages, so it has no {name}; leave it out"
+                )
         sizes: dict[str, int] = {}
         for name in SIZES:
             size = pin.pop(name, None)
             if size is None:
                 continue
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise PinError(f"pin {name!r} is {size!r}; it says how many ranks share that work: a whole number from 1")
+                raise PinError(
+                    f"pin {name!r} is {size!r}; it says how many ranks share that work: a whole number from 1"
+                )
             sizes[name] = size
         zero = pin.pop("zero", None)
         if zero not in (None, 0, 3):
@@ -120,40 +128,27 @@ def label_dims(graph: Graph, rules: Mapping[str, Rule], label: str) -> Labels:
         changed = False
         for node in (*nodes, *reversed(nodes)):
             rule = rules[node.name]
-            tensors = _tensors(node, rule)
-            factors = {f for f in rule.sizes if f not in rule.whole and _is_labelled(tensors, f, rule, found)}
-            if label == "context" and node.op == "aten.scaled_dot_product_attention.default":
-                factors.add(_query_factor(rule))
-            for factor in factors:
-                for ref, dims in tensors:
+            parts = {part for part in labelled_parts(node, rule, found) if part[0] not in rule.whole}
+            if label == "context" and node.op == ATTENTION and rule.operands[0][-2]:
+                parts.add((rule.operands[0][-2][0], 1))
+            for factor, outer in parts:
+                for ref, dims in tensors_of(node, rule):
                     place = find(dims, factor, rule.sizes)
-                    if place and place not in found.setdefault(ref, {}):
-                        found[ref][place] = label
+                    if place and (place[0], place[1] * outer) not in found.setdefault(ref, {}):
+                        found[ref][place[0], place[1] * outer] = label
                         changed = True
     return found
 
 
-def _query_factor(rule: Rule) -> str:
-    return rule.operands[0][-2][0] if rule.operands[0][-2] else ""
-
-
-def _tensors(node: Node, rule: Rule) -> list[tuple[Ref, tuple[tuple[str, ...], ...]]]:
-    results = [Ref(node.name, i) for i in range(len(node.results))]
-    return list(zip((*node.inputs, *results), (*rule.operands, *rule.results), strict=True))
-
-
-def _is_labelled(
-    tensors: list[tuple[Ref, tuple[tuple[str, ...], ...]]],
-    factor: str,
-    rule: Rule,
-    labels: Mapping[Ref, Mapping[tuple[int, int], str]],
-    outer: int = 1,
-) -> bool:
-    for ref, dims in tensors:
-        place = find(dims, factor, rule.sizes)
-        if place and (place[0], place[1] * outer) in labels.get(ref, {}):
-            return True
-    return False
+def labelled_parts(node: Node, rule: Rule, labels: Labels) -> set[tuple[str, int]]:
+    """The (factor, strips) of an operator that run along labelled dims of its tensors."""
+    found = set()
+    for ref, dims in tensors_of(node, rule):
+        for dim, cut in labels.get(ref, {}):
+            part = factor_at(dims[dim], cut, rule)
+            if part is not None:
+                found.add(part)
+    return found
 
 
 def filters(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> tuple[Allow | None, AllowLeaf | None]:
@@ -172,24 +167,17 @@ def filters(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> 
     _check_globs(pins, graph)
 
     def labelled(node: Node, strategy: AxisStrategy, labels: Labels) -> bool:
-        rule = rules[node.name]
-        return bool(strategy.factor) and _is_labelled(_tensors(node, rule), strategy.factor, rule, labels, strategy.outer)
+        return (strategy.factor, strategy.outer) in labelled_parts(node, rules[node.name], labels)
 
     def has(node: Node, labels: Labels, size: int) -> bool:
         """Whether the operator can shard a labelled factor ``size`` ways."""
         rule = rules[node.name]
-        tensors = _tensors(node, rule)
-        for ref, dims in tensors:
-            for dim, outer in labels.get(ref, {}):
-                for factor in dims[dim] if dim < len(dims) else ():
-                    place = find(dims, factor, rule.sizes)
-                    assert place is not None
-                    strips = outer // place[1] if outer % place[1] == 0 else 0
-                    length = rule.sizes[factor]
-                    if strips and strips < length and length % strips == 0 and (length // strips) % size == 0:
-                        if factor not in rule.whole and (strips == 1 or rule.may_stride(factor)):
-                            return True
-        return False
+        return any(
+            rule.sizes[factor] % (outer * size) == 0
+            and factor not in rule.whole
+            and (outer == 1 or rule.may_stride(factor))
+            for factor, outer in labelled_parts(node, rule, labels)
+        )
 
     def allow(node: Node, axis: int, strategy: AxisStrategy) -> bool:
         for glob, wanted in pins.layers.items():
@@ -232,7 +220,9 @@ def filters(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> 
     return allow, allow_leaf
 
 
-_NORMS = frozenset({"aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.mean.dim"})
+_NORMS = frozenset(
+    {"aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.mean.dim"}
+)
 
 
 def _weighted(graph: Graph, rules: Mapping[str, Rule]) -> dict[str, frozenset[str]]:
@@ -276,7 +266,9 @@ def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, context: Labels) -> None
                 "change the pin or the global batch"
             )
     if sizes.get("context", 1) > 1:
-        lengths = {graph.type_of(ref).shape[dim] for ref, dims in context.items() for dim, strips in dims if strips == 1}
+        lengths = {
+            graph.type_of(ref).shape[dim] for ref, dims in context.items() for dim, strips in dims if strips == 1
+        }
         if not lengths:
             raise PinError("pin 'context' shards attention's query sequence, but the model has no attention operator")
         if all(length % sizes["context"] for length in lengths):

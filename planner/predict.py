@@ -62,7 +62,9 @@ def collectives(assignment: Assignment) -> Counter[Collective]:
                 axes = assignment.summed_over(node, position)
                 if axes:
                     tensor = graph.type_of(ref)
-                    sums.setdefault((axes, tensor.dtype), {})[ref] = local_bytes(tensor, choice.operands[position], mesh)
+                    sums.setdefault((axes, tensor.dtype), {})[ref] = local_bytes(
+                        tensor, choice.operands[position], mesh
+                    )
                 else:
                     add(ref, assignment.operand_route(node, position))
             differentiated = any(t.grad for t in node.results)
@@ -102,7 +104,9 @@ def predict(assignment: Assignment, step_time_s: float, peak_bytes: int) -> Pred
     accounted = sum(memory.values())
     memory["activations"] += max(0, peak_bytes - accounted)
     communication = max(communication, step_time_s - compute - optimizer)
-    calls = sorted(collectives(assignment).items(), key=lambda item: (item[0].phase, item[0].axis, item[0].kind, item[0].bytes_in))
+    calls = sorted(
+        collectives(assignment).items(), key=lambda item: (item[0].phase, item[0].axis, item[0].kind, item[0].bytes_in)
+    )
     return Prediction(
         step_time_s,
         peak_bytes,
@@ -110,4 +114,3 @@ def predict(assignment: Assignment, step_time_s: float, peak_bytes: int) -> Pred
         memory,
         tuple(calls),
     )
-

@@ -70,7 +70,7 @@ def find_cuts(graph: Graph, rules: Mapping[str, Rule], sizes: tuple[int, ...]) -
     """
     cuts: dict[tuple[Ref, int], set[int]] = {}
     nodes = [node for node in graph.nodes if node.name in rules]
-    tensors = {node.name: _tensors(node, rules[node.name]) for node in nodes}
+    tensors = {node.name: tensors_of(node, rules[node.name]) for node in nodes}
     for node in nodes:
         rule = rules[node.name]
         for ref, dims in tensors[node.name]:
@@ -91,7 +91,7 @@ def find_cuts(graph: Graph, rules: Mapping[str, Rule], sizes: tuple[int, ...]) -
             for ref, dims in tensors[node.name]:
                 for dim, _ in enumerate(dims):
                     for cut in cuts.get((ref, dim), ()):
-                        factor = _factor_at(dims[dim], cut, rule)
+                        factor = factor_at(dims[dim], cut, rule)
                         if factor:
                             shared.setdefault(factor[0], set()).add(factor[1])
             for factor_name, outers in shared.items():
@@ -110,12 +110,13 @@ def find_cuts(graph: Graph, rules: Mapping[str, Rule], sizes: tuple[int, ...]) -
     return {key: frozenset(values) for key, values in cuts.items() if values}
 
 
-def _tensors(node: Node, rule: Rule) -> list[tuple[Ref, tuple[tuple[str, ...], ...]]]:
+def tensors_of(node: Node, rule: Rule) -> list[tuple[Ref, tuple[tuple[str, ...], ...]]]:
+    """Operands, then results, with the factors of their dims."""
     results = [Ref(node.name, i) for i in range(len(node.results))]
     return list(zip((*node.inputs, *results), (*rule.operands, *rule.results), strict=True))
 
 
-def _factor_at(dim: tuple[str, ...], cut: int, rule: Rule) -> tuple[str, int] | None:
+def factor_at(dim: tuple[str, ...], cut: int, rule: Rule) -> tuple[str, int] | None:
     """The factor of ``dim`` that a cut into ``cut`` strips falls in, and the strips within that factor."""
     major = 1
     for factor in dim:
@@ -141,7 +142,7 @@ def _drop_dead(
             for place, (ref, dims) in enumerate(tensors[node.name]):
                 for dim, factors in enumerate(dims):
                     for cut in cuts.get((ref, dim), ()):
-                        factor = _factor_at(factors, cut, rule)
+                        factor = factor_at(factors, cut, rule)
                         if factor is None or not rule.may_stride(factor[0]):
                             continue
                         if _alive_elsewhere(factor, place, tensors[node.name], operands, rule, cuts, produced):
@@ -176,7 +177,9 @@ def _alive_elsewhere(
     return any(found[1] * outer == 1 or found[1] * outer in cuts.get((ref, found[0]), ()) for ref, found in holding)
 
 
-def op_choices(graph: Graph, node: Node, rule: Rule, mesh: Mesh, cuts: Cuts, allow: Allow | None = None) -> list[Choice]:
+def op_choices(
+    graph: Graph, node: Node, rule: Rule, mesh: Mesh, cuts: Cuts, allow: Allow | None = None
+) -> list[Choice]:
     """Every way to run ``node`` on ``mesh`` whose local shapes are even, without repeats.
 
     Args:
@@ -184,10 +187,10 @@ def op_choices(graph: Graph, node: Node, rule: Rule, mesh: Mesh, cuts: Cuts, all
             may still be computed in full on every rank.
     """
     outers: dict[str, set[int]] = {}
-    for ref, dims in _tensors(node, rule):
+    for ref, dims in tensors_of(node, rule):
         for dim, factors in enumerate(dims):
             for cut in cuts.get((ref, dim), ()):
-                found = _factor_at(factors, cut, rule)
+                found = factor_at(factors, cut, rule)
                 if found:
                     outers.setdefault(found[0], set()).add(found[1])
     operand_types = graph.input_types(node)

@@ -47,7 +47,9 @@ def convert(x: Tensor, axis: ProcessGroup, src: str, dst: str) -> Tensor:
 def _step(x: Tensor, axis: ProcessGroup, src: object, dst: object) -> Tensor:
     shards = isinstance(src, spmd.Shard), isinstance(dst, spmd.Shard)
     if src is spmd.P:
-        return spmd.reduce_scatter(x, axis, src=src, dst=dst) if shards[1] else spmd.all_reduce(x, axis, src=src, dst=dst)
+        return (
+            spmd.reduce_scatter(x, axis, src=src, dst=dst) if shards[1] else spmd.all_reduce(x, axis, src=src, dst=dst)
+        )
     if shards == (True, True):
         return spmd.all_to_all(x, axis, src=src, dst=dst)
     if shards[0]:

@@ -186,10 +186,9 @@ class ParallelModule(nn.Module):
         inputs = {name: value for name, value in zip(self.interface.input_names, flat, strict=True) if name}
         results = self.program(*(self._leaf(leaf, inputs) for leaf in self.interface.leaves))
         count = len(results) - len(self.interface.updates)
-        with torch.no_grad():
+        if self.training:
             for name, value in zip(self.interface.updates, results[count:], strict=True):
-                if self.training:
-                    self.get_buffer(name).copy_(value)
+                self._update(name, value.detach())
         given = iter(results[:count])
         flat_outputs = [
             static if spec is None else self._leaving(next(given), spec)
@@ -208,6 +207,14 @@ class ParallelModule(nn.Module):
             return self._constants[leaf.name]
         tensor = _lookup(self, leaf.name)
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def _update(self, name: str, value: Tensor) -> None:
+        """Give a buffer its new value; the old tensor stays as it was, since backward may need it."""
+        old = _lookup(self, name)
+        for module in self.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is old:
+                    module._buffers[key] = value
 
     def _leaving(self, value: Tensor, spec: OutputSpec) -> Tensor:
         if not spec.shape or all(t in (I, R) for t in spec.layout):
@@ -231,14 +238,18 @@ class ParallelModule(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors (the original model's dict) or DTensors (another plan's, on this mesh)."""
         own = self.state_dict()
-        local = {name: self._like(name, value, own[name]) if name in own else value for name, value in state_dict.items()}
+        local = {
+            name: self._like(name, value, own[name]) if name in own else value for name, value in state_dict.items()
+        }
         return super().load_state_dict(local, strict=strict, assign=assign)
 
     def _like(self, name: str, value: Tensor, own: Tensor) -> Tensor:
         if not isinstance(own, DTensor):
             return value
         if tuple(value.shape) != tuple(own.shape):
-            raise InputError(f"{name} has shape {tuple(value.shape)} in the state dict, {tuple(own.shape)} in the model")
+            raise InputError(
+                f"{name} has shape {tuple(value.shape)} in the state dict, {tuple(own.shape)} in the model"
+            )
         if isinstance(value, DTensor):
             value = value.full_tensor()
         leaf = next(spec for spec in self._leaf_names.values() if _lookup(self, spec.name) is _lookup(self, name))
@@ -304,4 +315,3 @@ def _check_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...], wha
             f"input {name!r} has shape {got}, but {what} was planned as {expected}: pass pmodel.shard(batch) of a "
             "global batch of the planned size (drop or pad the last batch), or plan again for this size"
         )
-

@@ -1,0 +1,257 @@
+"""The front door: plan a model, and parallelize it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.build import build
+from autopar.capture import Captured, LossFn, capture
+from autopar.lower import lower
+from autopar.materialize import Source, part_maker
+from autopar.runtime.mesh import device_mesh
+from autopar.runtime.module import ParallelModule
+from planner.cluster import ClusterSpec
+from planner.cost import CostModel
+from planner.errors import PlanError
+from planner.fold import fold as fold_graph
+from planner.formulate import Assignment, Space, Training, rules_of
+from planner.graph import Graph
+from planner.pins import Pins, filters
+from planner.plan import Plan, Search, describe, model_facts, restore
+from planner.predict import predict
+from planner.search import search
+
+Progress = Callable[[str], None]
+Fold = Literal["graph", "off"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A captured model and its planner graph."""
+
+    captured: Captured
+    graph: Graph
+    name: str
+    capture_s: float
+
+
+def trace(
+    model: nn.Module,
+    example_args: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFn | None = None,
+) -> Traced:
+    """Capture and lower a model; see :func:`autopar.capture.capture`."""
+    start = time.monotonic()
+    captured = capture(model, example_args, example_kwargs, loss_fn)
+    return Traced(captured, lower(captured), type(model).__name__, time.monotonic() - start)
+
+
+def plan(
+    model: nn.Module,
+    cluster: ClusterSpec,
+    *,
+    example_args: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFn | None = None,
+    pin: Mapping[str, Any] | None = None,
+    optimizer_bytes_per_element: int = 8,
+    fold: Fold = "graph",
+    time_limit_s: float = 60.0,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan found for training ``model`` on ``cluster``; needs no device and no process group.
+
+    Args:
+        model: a module on any device, the meta device included, in the mode (train or eval) it will run in.
+        cluster: what to plan for.
+        example_args, example_kwargs: inputs of one *global* batch; only shapes and dtypes matter. May be
+            left out when the model brings ``dummy_inputs``.
+        loss_fn: ``loss_fn(outputs, batch)`` when the model does not compute its loss itself.
+        pin: decisions to fix, e.g. ``{"data": 2, "tensor": 4}``; see :class:`planner.pins.Pins`.
+        optimizer_bytes_per_element: optimizer state per parameter element; Adam's is 8.
+        fold: ``"graph"`` decides once per distinct block, ``"off"`` for every operator of the model.
+        time_limit_s: when to stop proving; the plan then carries the proven gap.
+        progress: called with a line of text as the search advances.
+
+    Raises:
+        InputError, CaptureError: the model or its inputs cannot be captured.
+        PinError: the pins contradict each other, the model, or the cluster.
+        InfeasibleError: no plan fits in memory.
+    """
+    pins = Pins.parse(pin)
+    _say(progress, f"capturing {type(model).__name__}")
+    traced = trace(model, example_args, example_kwargs, loss_fn)
+    return plan_traced(
+        traced,
+        cluster,
+        pins,
+        Training(optimizer_bytes_per_element),
+        fold=fold,
+        time_limit_s=time_limit_s,
+        progress=progress,
+    )
+
+
+def plan_traced(
+    traced: Traced,
+    cluster: ClusterSpec,
+    pins: Pins,
+    training: Training,
+    *,
+    fold: Fold = "graph",
+    time_limit_s: float = 60.0,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plan a captured model; see :func:`plan`."""
+    _say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
+    found = search(
+        traced.graph, cluster, pins, training, folding=fold == "graph", time_limit_s=time_limit_s, progress=progress
+    )
+    candidates = tuple(
+        {
+            "mesh": dict(zip(c.mesh.names, c.mesh.sizes, strict=True)),
+            "status": c.status,
+            "step_time_s": c.objective_s,
+            "bound_s": c.bound_s,
+            "peak_bytes": c.peak_bytes,
+        }
+        for c in found.candidates
+    )
+    seconds = {"capture": traced.capture_s, **found.seconds}
+    plan = describe(
+        found.assignment,
+        model_facts(traced.graph, traced.name),
+        pins.to_dict(),
+        predict(found.assignment, found.evaluation.time_s, found.evaluation.peak_bytes),
+        Search(found.status, found.gap, seconds, candidates),
+    )
+    return replace(plan, assignment=found.assignment)
+
+
+def assign(traced: Traced, plan: Plan) -> Assignment:
+    """The decisions of a plan, for the captured model at hand.
+
+    Raises:
+        PlanError: the plan does not fit the model.
+    """
+    if plan.assignment is not None and plan.assignment.space.graph == traced.graph:
+        return plan.assignment
+    rules = rules_of(traced.graph)
+    folded = fold_graph(traced.graph)
+    pins = Pins.parse(plan.pin)
+    space = Space(
+        folded, plan.mesh, CostModel(plan.cluster), Training(), rules, *filters(pins, traced.graph, rules, plan.mesh)
+    )
+    return restore(plan, space, model_facts(traced.graph, traced.name))
+
+
+def parallelize(
+    model: nn.Module,
+    cluster: ClusterSpec,
+    *,
+    plan: Plan | None = None,
+    example_args: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFn | None = None,
+    pin: Mapping[str, Any] | None = None,
+    state_dict: Source | None = None,
+    seed: int = 0,
+    time_limit_s: float = 60.0,
+) -> ParallelModule:
+    """This rank's share of ``model``, ready to train; call it in every process that ``torchrun`` started.
+
+    Rank 0 plans (or every rank brings the same ``plan``); parameters come from rank 0's model, from
+    ``state_dict``, or, for models on the meta device, from the modules' own initialisation.
+
+    Args:
+        model, cluster, example_args, example_kwargs, loss_fn, pin, time_limit_s: as in :func:`plan`.
+        plan: a plan to apply without searching.
+        state_dict: the original model's full state dict, or the path of a safetensors file.
+        seed: of dropout, and of initialisation on the meta device.
+
+    Raises:
+        PlanError: the plan does not fit the model, the cluster or the process group, or ranks differ.
+    """
+    if plan is not None and plan.cluster.world_size != cluster.world_size:
+        raise PlanError(
+            f"the plan is for {plan.cluster.world_size} devices, the cluster has {cluster.world_size}: plan again"
+        )
+    device = start_process_group(cluster)
+    if dist.get_world_size() != cluster.world_size:
+        raise PlanError(
+            f"the cluster has {cluster.world_size} devices but {dist.get_world_size()} processes were started: "
+            f"start {cluster.world_size} (torchrun --nproc-per-node), or describe the cluster that is there"
+        )
+    traced = trace(model, example_args, example_kwargs, loss_fn)
+    if plan is None:
+        plan = _plan_on_rank_0(traced, cluster, pin, time_limit_s)
+    else:
+        _check_same_plan(plan)
+    assignment = assign(traced, plan)
+    mesh = device_mesh(plan.mesh, device.type)
+    make_part = part_maker(model, traced.captured, plan.mesh, dist.get_rank(), device, state_dict, seed)
+    return build(model, traced.captured, assignment, mesh, dist.get_rank(), make_part, seed)
+
+
+def start_process_group(cluster: ClusterSpec) -> torch.device:
+    """Initialise the default process group if ``torchrun`` prepared one and nobody has; returns this rank's device.
+
+    Raises:
+        PlanError: not started by ``torchrun``, or no GPU where the cluster has them.
+    """
+    on_gpu = cluster.backend == "nccl"
+    if on_gpu and not torch.cuda.is_available():
+        raise PlanError(
+            f"cluster {cluster.name!r} communicates over nccl, but this machine has no GPU: use ClusterSpec.local"
+        )
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise PlanError(
+                f"autopar.parallelize runs in {cluster.world_size} processes, but no process group is initialised: start "
+                f"the program with `torchrun --nproc-per-node {cluster.world_size} ...`; to check a plan in one process "
+                "use autopar.verify, to only plan use autopar.plan"
+            )
+        dist.init_process_group(cluster.backend)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _plan_on_rank_0(traced: Traced, cluster: ClusterSpec, pin: Mapping[str, Any] | None, time_limit_s: float) -> Plan:
+    """Search once; an error is raised on every rank."""
+    message: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = plan_traced(traced, cluster, Pins.parse(pin), Training(), time_limit_s=time_limit_s)
+            message = [found.to_dict()]
+        except Exception as error:
+            message = [error]
+    dist.broadcast_object_list(message, src=0)
+    if isinstance(message[0], Exception):
+        raise message[0]
+    return Plan.from_dict(message[0])
+
+
+def _check_same_plan(plan: Plan) -> None:
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, plan.digest())
+    if len(set(digests)) > 1:
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        raise PlanError(
+            f"ranks were given different plans: rank 0 has {digests[0]}, ranks {others} have others; "
+            "load the same plan file on every rank"
+        )
+
+
+def _say(progress: Progress | None, text: str) -> None:
+    if progress is not None:
+        progress(text)
