@@ -1,7 +1,7 @@
 """Local forms: how each operator is called on one rank's parts.
 
 Most operators run unchanged on local tensors. The exceptions are rows of two tables: operators whose
-arguments state a size (:data:`SIZES`), and operators whose sharding needs a runtime layer
+arguments name a size (:mod:`autopar.local_sizes`), and operators whose sharding needs a runtime layer
 (:data:`autopar.runtime.layers.LOCAL_FORMS`). Operators that draw random numbers or behave otherwise in
 training ask the run state.
 """
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.local_sizes import local_call
 from autopar.runtime.draws import draw, draw_attention
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS, LocalForm
-from planner.graph import Node
-from planner.layout import Mesh, Shard, local_outer, local_shape
+from planner.graph import Node, TensorType
+from planner.layout import Layout, Mesh, Shard, local_outer, local_shape
 from planner.ops import OPS
 from planner.rules import Rule, find
 from planner.strategy import Choice
@@ -38,6 +39,7 @@ class Call:
 
     graph: fx.Graph
     node: Node
+    operand_types: tuple[TensorType, ...]
     rule: Rule
     choice: Choice
     mesh: Mesh
@@ -70,17 +72,23 @@ class Call:
     def groups(self, axes: tuple[int, ...]) -> tuple[fx.Node, ...]:
         return tuple(self.group(axis) for axis in axes)
 
-    def result_shape(self, index: int = 0) -> tuple[int, ...]:
-        shape = local_shape(self.node.results[index].shape, self.choice.results[index], self.mesh.sizes)
-        assert shape is not None
-        return shape
+    def operand_shapes(self) -> list[tuple[int, ...]]:
+        """Rank-local shapes of the tensor operands."""
+        return self._local(self.operand_types, self.choice.operands)
+
+    def result_shapes(self) -> list[tuple[int, ...]]:
+        """Rank-local shapes of the results."""
+        return self._local(self.node.results, self.choice.results)
+
+    def _local(self, types: tuple[TensorType, ...], layouts: tuple[Layout, ...]) -> list[tuple[int, ...]]:
+        shapes = [local_shape(t.shape, layout, self.mesh.sizes) for t, layout in zip(types, layouts, strict=True)]
+        assert None not in shapes, "the planner keeps even layouts only"
+        return shapes  # type: ignore[return-value]
 
 
 def local_form(call: Call) -> fx.Node:
     """Emit ``call`` on local tensors."""
-    resize = SIZES.get(call.node.op)
-    if resize is not None:
-        resize(call)
+    call.target, call.args = local_call(call.target, call.args, call.operand_shapes(), call.result_shapes())
     _ask_whether_training(call)
     form = LOCAL_FORMS.get(call.node.op)
     groups = _layer_groups(call, form) if form is not None else {}
@@ -144,48 +152,3 @@ def _strips(call: Call, axis: int) -> int:
     layout = call.choice.operands[0]
     assert isinstance(layout[axis], Shard)
     return local_outer(layout, axis, call.mesh.sizes)
-
-
-# ---- operators that state a size ---------------------------------------------------------------------------------
-
-
-def _shape_argument(name: str) -> Callable[[Call], None]:
-    def resize(call: Call) -> None:
-        call.args[name] = list(call.result_shape())
-
-    return resize
-
-
-def _view(call: Call) -> None:
-    """A conversion may have left other strides than the whole tensor had, so a view may have to copy."""
-    call.target = torch.ops.aten.reshape.default
-    call.args = {"self": call.args["self"], "shape": list(call.result_shape())}
-
-
-def _unflatten(call: Call) -> None:
-    dim = call.args["dim"] % (len(call.result_shape()) - len(call.args["sizes"]) + 1)
-    call.args["sizes"] = list(call.result_shape()[dim : dim + len(call.args["sizes"])])
-
-
-def _split_size(call: Call) -> None:
-    dim = call.args["dim"] % len(call.result_shape())
-    call.args["split_size"] = call.result_shape()[dim]
-
-
-def _split_sizes(call: Call) -> None:
-    dim = call.args["dim"] % len(call.result_shape())
-    call.args["split_sizes"] = [call.result_shape(i)[dim] for i in range(len(call.node.results))]
-
-
-SIZES: dict[str, Callable[[Call], None]] = {
-    "aten.view.default": _view,
-    "aten._unsafe_view.default": _view,
-    "aten.reshape.default": _shape_argument("shape"),
-    **{
-        f"aten.{op}.default": _shape_argument("size")
-        for op in ("expand", "broadcast_to", "new_zeros", "new_ones", "new_full", "new_empty")
-    },
-    "aten.unflatten.int": _unflatten,
-    "aten.split.Tensor": _split_size,
-    "aten.split_with_sizes.default": _split_sizes,
-}

@@ -217,6 +217,7 @@ class _Body:
         call = Call(
             self.graph,
             node,
+            self.assignment.space.graph.input_types(node),
             self.assignment.space.rules[node.name],
             choice,
             self.mesh,

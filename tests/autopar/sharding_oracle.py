@@ -19,16 +19,15 @@ type       operands are cut   results are       cotangents are cut    gradients 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from autopar.local_sizes import local_call
 from planner.graph import Node, Ref, TensorType
 from planner.layout import I, LocalType, P, R, Shard, local_shape
 from planner.ops import OPS
@@ -136,11 +135,8 @@ class Call:
 
     def localised(self, result_shapes: Shapes) -> Call:
         """The same application, with sizes among its arguments as they are on a rank."""
-        name = str(self.op).removeprefix("aten.")
-        if name.startswith("squeeze"):  # of a rank's sizes, more may be 1: which ones go is said by the whole
-            return Call(torch.ops.aten.reshape.default, {"self": self.args["self"], "shape": result_shapes[0]})
-        adapt = LOCAL_SIZES.get(name)
-        return Call(self.op, self.args | adapt(self.args, result_shapes)) if adapt else self
+        operand_shapes = [tuple(operand.shape) for operand in self.operands]
+        return Call(*local_call(self.op, self.args, operand_shapes, result_shapes))
 
     def node(self, results: Sequence[Tensor]) -> Node:
         """The planner's view of this application; the same tensor twice is the same ``Ref`` twice."""
@@ -160,77 +156,6 @@ class Call:
 
 
 Shapes = Sequence[tuple[int, ...]]
-
-
-def _result_shape(name: str) -> Callable[[Args, Shapes], Args]:
-    return lambda args, results: {name: list(results[0])}
-
-
-def _result_size(name: str) -> Callable[[Args, Shapes], Args]:
-    return lambda args, results: {name: results[0][args["dim"]]}
-
-
-def _result_sizes(name: str) -> Callable[[Args, Shapes], Args]:
-    return lambda args, results: {name: [shape[args["dim"]] for shape in results]}
-
-
-def _strided(args: Args, results: Shapes) -> Args:
-    return {"size": list(results[0]), "stride": torch.empty(results[0]).stride()}
-
-
-def _ends(args: Args, results: Shapes) -> Args:
-    return {"indices": list(accumulate(shape[args["dim"]] for shape in results[:-1]))}
-
-
-def _unflatten(args: Args, results: Shapes) -> Args:
-    dim = args["dim"] % args["self"].dim()
-    return {"sizes": list(results[0][dim : dim + len(args["sizes"])])}
-
-
-def _repeat(name: str) -> Callable[[Args, Shapes], Args]:
-    def adapt(args: Args, results: Shapes) -> Args:
-        shape = args["self"].shape
-        padded = (1,) * (len(results[0]) - len(shape)) + tuple(shape)
-        return {name: [there // here for there, here in zip(results[0], padded, strict=True)]}
-
-    return adapt
-
-
-def _repeat_interleave(args: Args, results: Shapes) -> Args:
-    return {"repeats": math.prod(results[0]) // args["self"].numel(), "output_size": None}
-
-
-# Operators whose arguments name sizes: what these are on a rank, from its operands and result shapes.
-LOCAL_SIZES: Mapping[str, Callable[[Args, Shapes], Args]] = {
-    "view.default": _result_shape("size"),
-    "view_copy.default": _result_shape("size"),
-    "reshape.default": _result_shape("shape"),
-    "_reshape_copy.default": _result_shape("size"),
-    "_reshape_alias.default": _strided,
-    "_unsafe_view.default": _result_shape("size"),
-    "unflatten.int": _unflatten,
-    "expand.default": _result_shape("size"),
-    "expand_copy.default": _result_shape("size"),
-    "broadcast_to.default": _result_shape("size"),
-    "new_empty.default": _result_shape("size"),
-    "new_empty_strided.default": _strided,
-    "new_full.default": _result_shape("size"),
-    "new_ones.default": _result_shape("size"),
-    "new_zeros.default": _result_shape("size"),
-    "repeat.default": _repeat("repeats"),
-    "tile.default": _repeat("dims"),
-    "repeat_interleave.self_int": _repeat_interleave,
-    "split.Tensor": _result_size("split_size"),
-    "split_copy.Tensor": _result_size("split_size"),
-    "unsafe_split.Tensor": _result_size("split_size"),
-    "split.sizes": _result_sizes("split_size"),
-    "split_with_sizes.default": _result_sizes("split_sizes"),
-    "split_with_sizes_copy.default": _result_sizes("split_sizes"),
-    "unsafe_split_with_sizes.default": _result_sizes("split_sizes"),
-    "tensor_split.indices": _ends,
-    "narrow.default": _result_size("length"),
-    "narrow_copy.default": _result_size("length"),
-}
 
 
 # The type system: how tensors are cut into, and joined from, what the ranks hold.
