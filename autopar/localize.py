@@ -141,14 +141,20 @@ def _layer_groups(call: Call, form: LocalForm) -> dict[str, Any]:
         axes = call.sharded(factors)
         if not axes:
             continue
-        found[keyword] = call.groups(axes)
         if keyword in form.strips:
+            axes = tuple(sorted(axes, key=lambda axis: (_outer(call, axis), axis)))
             found[form.strips[keyword]] = tuple(_strips(call, axis) for axis in axes)
+        found[keyword] = call.groups(axes)
     return found
+
+
+def _outer(call: Call, axis: int) -> int:
+    """The strips of the whole dim of the first operand that an axis cuts: wider strips are cut first."""
+    shard = call.choice.operands[0][axis]
+    assert isinstance(shard, Shard)
+    return shard.outer
 
 
 def _strips(call: Call, axis: int) -> int:
     """Into how many strips an axis finds the dim of the first operand divided that it cuts."""
-    layout = call.choice.operands[0]
-    assert isinstance(layout[axis], Shard)
-    return local_outer(layout, axis, call.mesh.sizes)
+    return local_outer(call.choice.operands[0], axis, call.mesh.sizes)

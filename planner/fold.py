@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -134,6 +134,22 @@ def fold_off(graph: Graph) -> Folded:
     text = _read(graph)
     spans = _fill(text, [])
     return Folded(graph, tuple(Instance(0, _block(text, *span)) for span in spans))
+
+
+def relabel(folded: Folded, labels: Sequence[Hashable]) -> Folded:
+    """Split kinds: instances stay of one kind only where their labels are equal too.
+
+    Args:
+        labels: one for each instance, in order.
+    """
+    number: dict[tuple[int, Hashable], int] = {}
+    return Folded(
+        folded.graph,
+        tuple(
+            Instance(number.setdefault((instance.kind, label), len(number)), instance.block)
+            for instance, label in zip(folded.instances, labels, strict=True)
+        ),
+    )
 
 
 # --- the graph as a text -------------------------------------------------------------------------------

@@ -135,6 +135,13 @@ class Space:
         self.role_of, self.members = _roles(folded)
 
     @cached_property
+    def own(self) -> frozenset[str]:
+        """Leaves that one block alone reads."""
+        return frozenset(
+            name for role, names in self.members.items() if role[0] == "leaf" and len(role) == 3 for name in names
+        )
+
+    @cached_property
     def options(self) -> dict[Role, list[Choice] | list[Layout]]:
         """The choices of every role, in a fixed order."""
         found: dict[Role, list[Choice] | list[Layout]] = {}

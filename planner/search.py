@@ -10,17 +10,21 @@ from dataclasses import dataclass
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import InfeasibleError, PinError
-from planner.fold import Folded, fold
-from planner.formulate import Assignment, Space, Training, rules_of
-from planner.graph import Graph
-from planner.layout import Mesh
+from planner.fold import Block, Folded, fold, fold_off, relabel
+from planner.formulate import Assignment, Role, Space, Training, rules_of
+from planner.graph import Graph, Ref
+from planner.layout import Layout, Mesh
 from planner.mesh import candidate_meshes, pinned_mesh
 from planner.pins import Pins, filters
 from planner.problem import Answer, Evaluation, Problem, evaluate
 from planner.rules import Rule
 from planner.solve import solve
+from planner.strategy import Choice
 
 Progress = Callable[[str], None]
+PROVED = 1e-6
+APART_OPERATORS = 400
+"""Up to so many operators a model is also decided node by node, without one decision for equal blocks."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,12 @@ def search(
     start = time.monotonic()
     deadline = start + time_limit_s
     cost = CostModel(cluster)
-    folded = fold(graph) if folding else fold(graph, minimum=len(graph.nodes) + 2)
+    folded = fold(graph) if folding else fold_off(graph)
     rules = rules_of(graph)
     seconds = {"fold": time.monotonic() - start, "build": 0.0, "solve": 0.0}
     meshes = (pinned_mesh(cluster, pins.sizes),) if pins.sizes else candidate_meshes(cluster)
     limit = cluster.device.usable_bytes
-    best: tuple[Space, Answer, Evaluation] | None = None
+    best: Best | None = None
     candidates: list[Candidate] = []
     bounds: list[float] = []
     for mesh in meshes:
@@ -96,14 +100,96 @@ def search(
         bounds.append(answer.bound_s)
         if evaluation.feasible and (best is None or evaluation.time_s < best[2].time_s * (1 - 1e-9)):
             best = space, answer, evaluation
+    if len(folded.instances) > len(folded.kinds):
+        before = time.monotonic()
+        best = _apart(folded, meshes, cost, training, rules, pins, limit, best, deadline)
+        seconds["solve"] += time.monotonic() - before
     if best is None:
         raise InfeasibleError(_why_nothing_fits(graph, cluster, candidates, limit, training, pins))
     space, answer, evaluation = best
     bound = min(evaluation.time_s, *bounds)
     gap = (evaluation.time_s - bound) / evaluation.time_s if evaluation.time_s else 0.0
-    status = "optimal" if gap <= 1e-6 else "feasible"
+    status = "optimal" if gap <= PROVED else "feasible"
     candidates.sort(key=lambda c: (c.peak_bytes > limit, c.objective_s))
     return Searched(space.assignment(answer), evaluation, tuple(candidates), status, max(0.0, gap), seconds)
+
+
+Best = tuple[Space, Answer, Evaluation]
+
+
+def _apart(
+    folded: Folded,
+    meshes: tuple[Mesh, ...],
+    cost: CostModel,
+    training: Training,
+    rules: Mapping[str, Rule],
+    pins: Pins,
+    limit: int,
+    best: Best | None,
+    deadline: float,
+) -> Best | None:
+    """Let the instances of a block differ, where the whole model is small enough to decide node by node.
+
+    A chain of equal layers may want to alternate (column, row, column, ...), which one decision for all
+    of them cannot say. Instances that end up alike are one kind again.
+    """
+    operators = sum(len(instance.block.nodes) for instance in folded.instances)
+    if operators > APART_OPERATORS:
+        return best
+    split = relabel(folded, range(len(folded.instances)))
+    for mesh in meshes:
+        space, problem = _pose(split, mesh, cost, training, rules, pins, limit)
+        cutoff = best[2].time_s * (1 - PROVED) if best is not None else math.inf
+        answer = solve(problem, time_limit_s=max(1.0, deadline - time.monotonic()), cutoff_s=cutoff)
+        evaluation = evaluate(problem, answer.choices)
+        if evaluation.feasible and evaluation.time_s < cutoff:
+            best = _together(folded, space, answer, cost, training, rules, pins, limit)
+    return best
+
+
+def _together(
+    folded: Folded,
+    space: Space,
+    answer: Answer,
+    cost: CostModel,
+    training: Training,
+    rules: Mapping[str, Rule],
+    pins: Pins,
+    limit: int,
+) -> Best:
+    """The same decisions with instances that decide alike folded into one kind."""
+    chosen = space.assignment(answer)
+    labels = [
+        tuple(
+            (chosen.chosen[space.role_of[name]], *(chosen.delivered(Ref(name, i)) for i in range(results)))
+            for name, results in _decided(instance.block, space)
+        )
+        for instance in space.folded.instances
+    ]
+    merged, problem = _pose(relabel(folded, labels), space.mesh, cost, training, rules, pins, limit)
+    picks = []
+    for role in merged.roles:
+        decision = chosen.chosen.get(role) if role[0] == "output" else _decision(merged, role, chosen)
+        picks.append(list(merged.options[role]).index(decision))
+    evaluation = evaluate(problem, tuple(picks))
+    return merged, Answer(tuple(picks), evaluation.time_s, answer.bound_s, answer.status, answer.seconds), evaluation
+
+
+def _decided(block: Block, space: Space) -> list[tuple[str, int]]:
+    """Nodes whose decisions belong to a block: its own, and the leaves that only it reads."""
+    leaves = [ref.node for ref in block.inputs if space.role_of[ref.node][:1] == ("leaf",) and ref.node in space.own]
+    return [(node.name, len(node.results)) for node in block.nodes] + [(name, 1) for name in leaves]
+
+
+def _decision(space: Space, role: Role, chosen: Assignment) -> Choice | Layout:
+    """What the unfolded decisions say for a role of the folded space."""
+    if role[0] == "relay":
+        producer = role[1]
+        assert isinstance(producer, tuple)
+        assert isinstance(role[2], int)
+        return chosen.delivered(Ref(space.members[producer][0], role[2]))
+    name = space.members[role][0]
+    return chosen.chosen[chosen.space.role_of[name]]
 
 
 def _pose(
