@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from planner.problem import Floats, Ints
 from planner.solve.eliminate import Elimination
-from planner.solve.model import EXPOSED, HELD, Model
+from planner.solve.model import EXPOSED, HELD, Mask, Model
 from planner.solve.tree import Scope, Tree
 
 _MAX_BATCH = 1_000_000  # labels times choices looked at together
@@ -231,23 +231,59 @@ def _keys(seen: list[int], labels: _Labels, alike: dict[int, dict[int, Ints]], u
 
 
 def _undominated(labels: _Labels, keys: Ints, bounds: Floats) -> Ints:
-    """Labels that none with the same key, among those just before in order of bounds, equals or beats in every sum."""
-    order = np.lexsort((bounds, keys))
-    keys = keys[order]
+    """Labels without those that another with the same key equals or beats in every sum; a few of these may stay.
+
+    Every label is compared with the fastest of those that hold no more, and with its neighbours in order of bounds.
+    """
+    time_s, exposed_s, held = labels.costs[:, : HELD + 1].T
     # The step time is the larger of two sums, and so is the peak: held bytes and the largest transient so far, or
     # held bytes and one to come.
-    peak = labels.costs[:, HELD] + labels.transient
-    sums = [column[order] for column in (*labels.costs[:, : HELD + 1].T, peak)]
-    beaten = np.zeros(len(order), dtype=bool)
-    for away in range(1, min(_NEIGHBOURS + 1, len(order))):
-        no_worse = keys[:-away] == keys[away:]
-        if not no_worse.any():
-            break
-        for values in sums:
+    sums = (time_s, exposed_s, held, held + labels.transient)
+    if len(keys) == 0:
+        return np.arange(0)
+    groups = np.unique(keys, return_inverse=True)[1]
+    kept = np.arange(len(keys))
+    for size in _distinct(held, held + labels.transient):
+        for speed in _distinct(time_s, exposed_s, time_s + exposed_s):
+            kept = kept[np.lexsort((speed[kept], size[kept], groups[kept]))]
+            kept = kept[~_beaten(sums, kept, _fastest_before(speed[kept], groups[kept]))]
+    kept = kept[np.lexsort((bounds[kept], groups[kept]))]
+    columns = [values[kept] for values in sums]
+    beaten = np.zeros(len(kept), dtype=bool)
+    for away in range(1, min(_NEIGHBOURS + 1, len(kept))):
+        no_worse = groups[kept[:-away]] == groups[kept[away:]]
+        for values in columns:
             no_worse &= values[:-away] <= values[away:]
         beaten[away:] |= no_worse
-    kept: Ints = order[~beaten]
-    return kept
+    return kept[~beaten]
+
+
+def _distinct(*columns: Floats) -> list[Floats]:
+    """The columns without those that differ from an earlier one by a constant only."""
+    distinct: list[Floats] = []
+    for column in columns:
+        if all(np.ptp(column - other) > 0.0 for other in distinct):
+            distinct.append(column)
+    return distinct
+
+
+def _fastest_before(speed: Floats, groups: Ints) -> Ints:
+    """For each place the place, up to it in its group, of the least ``speed``; groups are ascending."""
+    by_speed = np.argsort(speed, kind="stable")
+    rank = np.empty(len(speed), dtype=np.int64)
+    rank[by_speed] = np.arange(len(speed))
+    # Every group ranks below the one before, so that the running minimum starts anew.
+    offset = groups * len(speed)
+    fastest: Ints = by_speed[np.minimum.accumulate(rank - offset) + offset]
+    return fastest
+
+
+def _beaten(sums: tuple[Floats, ...], kept: Ints, by: Ints) -> Mask:
+    """Where the label in place ``by``, another one, is no worse in any sum."""
+    beaten: Mask = by != np.arange(len(kept))
+    for values in sums:
+        beaten &= values[kept[by]] <= values[kept]
+    return beaten
 
 
 def _trace(history: list[tuple[int, Ints, Ints]], at: int) -> Ints:

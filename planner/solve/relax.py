@@ -39,7 +39,7 @@ class Multipliers:
     def around(self) -> list[Multipliers]:
         """Multipliers that bound partial assignments well which used more or less than their part of a limit."""
         mixes = [Multipliers(mix, self.price) for mix in (0.0, 1.0) if 0.0 < self.mix < 1.0]
-        return mixes + [Multipliers(self.mix, self.price * part) for part in (0.4, 0.7, 1.5, 2.5) if self.price > 0.0]
+        return mixes + [Multipliers(self.mix, self.price * part) for part in (0.7, 0.9, 1.15, 1.4) if self.price > 0.0]
 
 
 @dataclass(frozen=True, eq=False)
