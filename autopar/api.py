@@ -218,9 +218,9 @@ def start_process_group(cluster: ClusterSpec) -> torch.device:
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise PlanError(
-                f"autopar.parallelize runs in {cluster.world_size} processes, but no process group is initialised: start "
-                f"the program with `torchrun --nproc-per-node {cluster.world_size} ...`; to check a plan in one process "
-                "use autopar.verify, to only plan use autopar.plan"
+                f"autopar.parallelize runs in {cluster.world_size} processes, but no process group is initialised: "
+                f"start the program with `torchrun --nproc-per-node {cluster.world_size} ...`; to check a plan in one "
+                "process use autopar.verify, to only plan use autopar.plan"
             )
         dist.init_process_group(cluster.backend)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

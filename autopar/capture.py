@@ -107,8 +107,8 @@ def _example_inputs(
         dummy = getattr(model, "dummy_inputs", None)
         if dummy is None:
             raise InputError(
-                f"{type(model).__name__} brings no dummy_inputs, so its inputs are unknown: pass example_kwargs={{...}} "
-                "(or example_args=(...)) holding one global batch; only shapes and dtypes matter"
+                f"{type(model).__name__} brings no dummy_inputs, so its inputs are unknown: pass "
+                "example_kwargs={...} (or example_args=(...)) holding one global batch; only shapes and dtypes matter"
             )
         return (), dict(dummy)
     return tuple(args or ()), dict(kwargs or {})
@@ -135,7 +135,8 @@ def _explain(model: nn.Module, error: Exception) -> str:
     where = f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}" if frames else "?"
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
-        f"{type(model).__name__} cannot be captured as a graph.\n  at  {where}\n  why {type(error).__name__}: {reason}\n"
+        f"{type(model).__name__} cannot be captured as a graph.\n"
+        f"  at  {where}\n  why {type(error).__name__}: {reason}\n"
         "  fix a graph holds one path through the code: branch on shapes or configuration, not on tensor values "
         "(torch.where instead of if; no .item(), .tolist() or data-dependent loops), pass every input that the code "
         "needs as an example input, and put code that cannot be traced in a torch.library.custom_op with a fake "
@@ -146,7 +147,8 @@ def _explain(model: nn.Module, error: Exception) -> str:
 @contextlib.contextmanager
 def _caches_off(model: nn.Module) -> Iterator[None]:
     """Transformers configurations ask for key-value caches by default; training graphs have none."""
-    configs = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", False)}
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if getattr(config, "use_cache", False)}
     for config in configs.values():
         config.use_cache = False
     try:
@@ -263,7 +265,7 @@ def _inline_no_grad(module: torch.fx.GraphModule) -> None:
                 if inner_node.op == "output":
                     results = inner_node.args[0]
                 elif inner_node.op != "placeholder":
-                    mapping[inner_node] = graph.node_copy(inner_node, lambda n: mapping[n])
+                    mapping[inner_node] = graph.node_copy(inner_node, mapping.__getitem__)
                     mapping[inner_node].meta["no_grad"] = not enabled
         for user in list(node.users):
             assert user.target.__name__ == "getitem", "a no_grad region is read only through its results"

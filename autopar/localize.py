@@ -98,8 +98,10 @@ def local_form(call: Call) -> fx.Node:
             tuple(i for i, s in enumerate(call.choice.axes) if s.factor and call.mesh.axes[i].size > 1)
         )
         if attends:
-            positional = tuple(call.args[name] for name in ("query", "key", "value", "attn_mask"))
-            keywords = {name: call.args[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
+            positional = tuple(
+                call.args[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            )
+            keywords = {name: call.args[name] for name in ("scale", "enable_gqa")}
             return call.graph.call_function(
                 draw_attention, (call.state(), varying, *positional), {**keywords, **groups}
             )

@@ -10,6 +10,7 @@ import copy
 import os
 import zlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,15 +123,20 @@ class _Initialiser:
         }
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(self.seed * 1_000_003 + zlib.crc32(path.encode()))
-            if hasattr(self.model, "_init_weights"):
-                self.model._init_weights(twin)
-            elif hasattr(module, "reset_parameters"):
-                twin.reset_parameters()
-            elif hasattr(module, "init_weights") and path:
-                twin.init_weights()
-            else:
+            initialise = _initialisation(self.model, twin, path)
+            if initialise is None:
                 raise InputError(
-                    f"module {path or '(root)'!r} ({type(module).__name__}) is on the meta device and cannot initialise "
-                    "itself: give it a reset_parameters() method, or pass state_dict= with the full weights"
+                    f"module {path or '(root)'!r} ({type(module).__name__}) is on the meta device and cannot "
+                    "initialise itself: give it a reset_parameters() method, or pass state_dict= with the full weights"
                 )
+            initialise()
         return {k: t for k, t in (*twin._parameters.items(), *twin._buffers.items()) if t is not None}
+
+
+def _initialisation(model: nn.Module, module: nn.Module, path: str) -> Callable[[], Any] | None:
+    """How a module initialises its own tensors: as Transformers models do, as torch's modules do, or its own way."""
+    by_model: Any = getattr(model, "_init_weights", None)
+    if by_model is not None:
+        return lambda: by_model(module)
+    own: Any = getattr(module, "reset_parameters", None) or (getattr(module, "init_weights", None) if path else None)
+    return own

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from planner.cluster import ClusterSpec, Level
 from planner.errors import ClusterError
 from planner.layout import Axis
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 Floats = NDArray[np.float64]
 
 
@@ -67,15 +67,15 @@ class CostModel:
     """Prices in seconds on one cluster; the only thing about cost that the search calls."""
 
     cluster: ClusterSpec
-    _terms: dict[tuple[Collective, int, int], tuple[Term, ...]] = field(
+    _terms: dict[tuple[str, int, int], tuple[Term, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @overload
-    def collective_s(self, kind: Collective, axis: Axis, bytes_in: float) -> float: ...
+    def collective_s(self, kind: str, axis: Axis, bytes_in: float) -> float: ...
     @overload
-    def collective_s(self, kind: Collective, axis: Axis, bytes_in: NDArray[np.number]) -> Floats: ...
-    def collective_s(self, kind: Collective, axis: Axis, bytes_in: float | NDArray[np.number]) -> float | Floats:
+    def collective_s(self, kind: str, axis: Axis, bytes_in: NDArray[np.number]) -> Floats: ...
+    def collective_s(self, kind: str, axis: Axis, bytes_in: float | NDArray[np.number]) -> float | Floats:
         """Seconds of a collective in every group of ``axis`` at once.
 
         Args:
@@ -90,7 +90,7 @@ class CostModel:
             return np.asarray(np.minimum.reduce(prices), dtype=np.float64)
         return min(latency_s + seconds_per_byte * bytes_in for latency_s, seconds_per_byte in terms)
 
-    def collective_terms(self, kind: Collective, axis: Axis) -> tuple[Term, ...]:
+    def collective_terms(self, kind: str, axis: Axis) -> tuple[Term, ...]:
         """The affine price of each algorithm for this collective; the library picks the cheapest."""
         key = (kind, axis.size, axis.stride)
         if key not in self._terms:
@@ -151,7 +151,7 @@ def crossings(cluster: ClusterSpec, axis: Axis) -> tuple[Crossing, ...]:
     return tuple(found)
 
 
-def _terms_of(cluster: ClusterSpec, kind: Collective, axis: Axis) -> tuple[Term, ...]:
+def _terms_of(cluster: ClusterSpec, kind: str, axis: Axis) -> tuple[Term, ...]:
     """Prices by algorithm.
 
     Ring volumes and hops: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
@@ -190,10 +190,11 @@ def _terms_of(cluster: ClusterSpec, kind: Collective, axis: Axis) -> tuple[Term,
             latency_s = max(c.level.latency_s for c in crossed)
             return (Term(start_s + latency_s, 1 / min(c.level.bandwidth_bytes_per_s for c in crossed)),)
 
-
 def _tree_hops(crossing: Crossing) -> float:
     """Hops up the tree: along a chain of devices in the innermost level, up a binary tree above it.
 
     The height is not rounded up, so that one node more is never a step in the price.
     """
     return crossing.peers - 1 if crossing.depth == 0 else math.log2(crossing.peers)
+        case _:
+            raise ValueError(f"there is no collective called {kind!r}; there are: {', '.join(KINDS)}")

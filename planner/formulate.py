@@ -311,6 +311,7 @@ class Space:
                     held[i] = work.saved_bytes * times
                     transient[i] = work.transient_bytes
                 else:
+                    assert isinstance(option, tuple)
                     time[i], held[i] = self.storage(node, option)
                     time[i] *= times
                     held[i] *= times

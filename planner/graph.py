@@ -146,9 +146,9 @@ class Graph:
         for ref in (*self.outputs, *(ref for _, ref in self.updates)):
             assert ref.node in seen, f"output {ref} is not defined"
 
-    def digraph(self) -> nx.DiGraph:
+    def digraph(self) -> nx.DiGraph[str]:
         """The graph as a networkx digraph over node names (for analysis and drawing)."""
-        graph = nx.DiGraph()
+        graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from((node.name, {"op": node.op, "path": node.path}) for node in self.nodes)
         graph.add_edges_from((ref.node, node.name) for node in self.nodes for ref in node.inputs)
         return graph

@@ -93,7 +93,7 @@ class Pins:
         layers = pin.pop("layers", {})
         if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):
             raise PinError("pin 'layers' maps a module path (with * and ?) to {axis name: strategy}")
-        return Pins(sizes, sequence_parallel, zero, layers)  # type: ignore[arg-type]
+        return Pins(sizes, sequence_parallel, zero, layers)
 
     def to_dict(self) -> dict[str, object]:
         """The user's form."""
@@ -181,9 +181,10 @@ def filters(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> 
 
     def allow(node: Node, axis: int, strategy: AxisStrategy) -> bool:
         for glob, wanted in pins.layers.items():
-            if names[axis] in wanted and fnmatch.fnmatchcase(node.path, glob) and rules[node.name].sizes:
-                if OPS.get(node.op) is not None and OPS[node.op].flops is contraction_flops:
-                    return str(strategy) == wanted[names[axis]]
+            row = OPS.get(node.op)
+            contracts = row is not None and row.flops is contraction_flops
+            if contracts and names[axis] in wanted and fnmatch.fnmatchcase(node.path, glob):
+                return str(strategy) == wanted[names[axis]]
         if names[axis] in ("data", "context"):
             labels = batch if names[axis] == "data" else context
             if has(node, labels, mesh.axes[axis].size):

@@ -91,9 +91,9 @@ def find_cuts(graph: Graph, rules: Mapping[str, Rule], sizes: tuple[int, ...]) -
             for ref, dims in tensors[node.name]:
                 for dim, _ in enumerate(dims):
                     for cut in cuts.get((ref, dim), ()):
-                        factor = factor_at(dims[dim], cut, rule)
-                        if factor:
-                            shared.setdefault(factor[0], set()).add(factor[1])
+                        part = factor_at(dims[dim], cut, rule)
+                        if part:
+                            shared.setdefault(part[0], set()).add(part[1])
             for factor_name, outers in shared.items():
                 if not rule.may_stride(factor_name):
                     continue
@@ -168,7 +168,7 @@ def _alive_elsewhere(
     cuts: Mapping[tuple[Ref, int], set[int]],
     produced: set[Ref],
 ) -> bool:
-    """Whether the other side of the operator (its results for an operand, its activations for a result) keeps the cut."""
+    """Whether the other side of the operator (results of an operand, activations of a result) keeps the cut."""
     name, outer = factor
     others = tensors[operands:] if place < operands else [t for t in tensors[:operands] if t[0] in produced]
     holding = [(ref, found) for ref, dims in others if (found := find(dims, name, rule.sizes))]

@@ -33,9 +33,8 @@ def convert(x: Tensor, axis: ProcessGroup, src: str, dst: str) -> Tensor:
         src, dst: local types, e.g. ``"P"``, ``"S(1)"``; a legal step of :data:`planner.conversion.STEPS`.
     """
     source, target = _parse(src), _parse(dst)
-    if not (x.requires_grad or spmd.is_type_checking()) and isinstance(source, Mark) and isinstance(target, Mark):
-        if source.letter in "RI" and target.letter in "RI":
-            return x
+    if {src, dst} == {"R", "I"} and not (x.requires_grad or spmd.is_type_checking()):
+        return x
     x, restore = _open_strips(x.contiguous(), source, target)
     src_type, dst_type = _spmd_type(source, restore), _spmd_type(target, restore)
     result = _step(x, axis, src_type, dst_type)

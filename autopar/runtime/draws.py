@@ -18,13 +18,22 @@ def draw(op: OpOverload[..., Any], state: RunState, varying: Groups, *args: Any,
         return op(*args, **kwargs)
 
 
-def draw_attention(state: RunState, varying: Groups, *args: Any, dropout_p: float, **kwargs: Any) -> Tensor:
+def draw_attention(
+    state: RunState,
+    varying: Groups,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    **kwargs: Any,
+) -> Tensor:
     """Attention with dropout, which draws only while training.
 
-    Args:
-        args: query, key, value and mask, as :func:`autopar.runtime.layers.attention.attention` takes them.
+    The arguments are those of :func:`autopar.runtime.layers.attention.attention`.
     """
     if not state.training:
-        return attention(*args, dropout_p=0.0, **kwargs)
+        return attention(query, key, value, attn_mask, 0.0, is_causal, **kwargs)
     with state.random.region(varying):
-        return attention(*args, dropout_p=dropout_p, **kwargs)
+        return attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)

@@ -127,7 +127,7 @@ class ParallelModule(nn.Module):
 
     def code(self) -> str:
         """The emitted Python as text."""
-        programs = [*self.program.named_children(), ("root", self.program)]
+        programs: list[tuple[str, Any]] = [*self.program.named_children(), ("root", self.program)]
         return "\n\n\n".join(_readable(module.code, name) for name, module in programs) + "\n"
 
     def train(self, mode: bool = True) -> ParallelModule:

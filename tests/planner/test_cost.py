@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,12 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from planner.cluster import ClusterSpec
-from planner.cost import Collective, CostModel, crossings
+from planner.cost import KINDS, CostModel, crossings
 from planner.errors import ClusterError
 from planner.layout import Axis, Mesh
 from planner.mesh import candidate_meshes
-
-KINDS: tuple[Collective, ...] = get_args(Collective)
 
 
 def model(
@@ -58,7 +55,7 @@ TWO_NODES = model((4, 1e-6, 100e9), (2, 10e-6, 20e9))
         ("send", 5e-6 + 2e-6 + 0.01),
     ],
 )
-def test_one_node_by_hand(kind: Collective, expected_s: float) -> None:
+def test_one_node_by_hand(kind: str, expected_s: float) -> None:
     assert NODE.collective_s(kind, axis(4), GB) == pytest.approx(expected_s, rel=1e-12)
 
 
@@ -82,7 +79,7 @@ def test_one_node_by_hand(kind: Collective, expected_s: float) -> None:
         ("reduce_scatter", axis(4), 3e-6 + 3 / 4 / 100),
     ],
 )
-def test_two_nodes_by_hand(kind: Collective, group: Axis, expected_s: float) -> None:
+def test_two_nodes_by_hand(kind: str, group: Axis, expected_s: float) -> None:
     assert TWO_NODES.collective_s(kind, group, GB) == pytest.approx(expected_s, rel=1e-12)
 
 
@@ -100,12 +97,12 @@ def test_gloo_has_no_tree() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_costs_nothing(kind: Collective) -> None:
+def test_one_rank_costs_nothing(kind: str) -> None:
     assert TWO_NODES.collective_s(kind, axis(1), GB) == 0.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_arrays_are_priced_entry_by_entry(kind: Collective) -> None:
+def test_arrays_are_priced_entry_by_entry(kind: str) -> None:
     sizes = np.array([0, 1000, 10**6, 10**9])
     prices = TWO_NODES.collective_s(kind, axis(8), sizes)
     assert prices.dtype == np.float64
@@ -157,16 +154,14 @@ SLACK = 1 + 1e-9
 
 
 @given(clusters(), st.sampled_from(KINDS), st.data())
-def test_more_bytes_never_cost_less(costs: CostModel, kind: Collective, data: st.DataObject) -> None:
+def test_more_bytes_never_cost_less(costs: CostModel, kind: str, data: st.DataObject) -> None:
     group = data.draw(st.sampled_from([a for mesh in candidate_meshes(costs.cluster) for a in mesh.axes]))
     fewer, more = sorted(data.draw(st.tuples(st.integers(0, 10**12), st.integers(0, 10**12))))
     assert costs.collective_s(kind, group, fewer) <= costs.collective_s(kind, group, more)
 
 
 @given(clusters(), st.sampled_from(KINDS), st.integers(0, 10**11))
-def test_more_ranks_never_cost_less_and_twice_as_many_are_no_cliff(
-    costs: CostModel, kind: Collective, bytes_in: int
-) -> None:
+def test_more_ranks_never_cost_less_and_twice_as_many_are_no_cliff(costs: CostModel, kind: str, bytes_in: int) -> None:
     spec = costs.cluster
     strides = [2**i for i in range(spec.world_size.bit_length() - 1)]
     for stride in strides:
@@ -183,7 +178,7 @@ def test_more_ranks_never_cost_less_and_twice_as_many_are_no_cliff(
 
 @given(clusters(), st.sampled_from(KINDS), st.data())
 def test_prices_lie_between_the_slowest_link_and_all_links_together(
-    costs: CostModel, kind: Collective, data: st.DataObject
+    costs: CostModel, kind: str, data: st.DataObject
 ) -> None:
     axes = [a for mesh in candidate_meshes(costs.cluster) for a in mesh.axes if a.size > 1]
     assume(axes)
@@ -200,7 +195,7 @@ def test_prices_lie_between_the_slowest_link_and_all_links_together(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_further_node_adds_its_part_and_no_more(kind: Collective) -> None:
+def test_every_further_node_adds_its_part_and_no_more(kind: str) -> None:
     costs = CostModel(ClusterSpec.preset("dgx-h100", nodes=256))
     nodes = range(2, 129)
     for stride, per_node in ((1, 8), (8, 1)):
