@@ -189,6 +189,9 @@ def _terms_of(cluster: ClusterSpec, kind: str, axis: Axis) -> tuple[Term, ...]:
         case "send":
             latency_s = max(c.level.latency_s for c in crossed)
             return (Term(start_s + latency_s, 1 / min(c.level.bandwidth_bytes_per_s for c in crossed)),)
+        case _:
+            raise ValueError(f"there is no collective called {kind!r}; there are: {', '.join(KINDS)}")
+
 
 def _tree_hops(crossing: Crossing) -> float:
     """Hops up the tree: along a chain of devices in the innermost level, up a binary tree above it.
@@ -196,5 +199,3 @@ def _tree_hops(crossing: Crossing) -> float:
     The height is not rounded up, so that one node more is never a step in the price.
     """
     return crossing.peers - 1 if crossing.depth == 0 else math.log2(crossing.peers)
-        case _:
-            raise ValueError(f"there is no collective called {kind!r}; there are: {', '.join(KINDS)}")
