@@ -8,9 +8,8 @@ before, and from which slice this rank holds, and leaves the generators as it fo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch.distributed._local_tensor import enabled_local_tensor_mode
@@ -67,19 +66,6 @@ class RandomState:
         if groups not in self._coordinates:
             self._coordinates[groups] = coordinate(groups) if groups else 0
         return self._coordinates[groups]
-
-
-def random_op(state: RandomState, groups: Groups, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``op(*args, **kwargs)`` in a region of ``state``.
-
-    Args:
-        state: the stream of random regions.
-        groups: the mesh axes on which an operand or result is sharded, major first. Not those on which it is a
-            term of a sum: all terms take the same mask.
-        op: an operator that draws random numbers, or a layer in its place.
-    """
-    with state.region(groups):
-        return op(*args, **kwargs)
 
 
 @contextlib.contextmanager

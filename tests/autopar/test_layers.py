@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.runtime.draws import draw
 from autopar.runtime.layers import (
     CONTRACTED,
     LOCAL_FORMS,
@@ -33,7 +34,8 @@ from autopar.runtime.layers import (
     cross_entropy_loss,
     vocab_embedding,
 )
-from autopar.runtime.random import RandomState, random_op
+from autopar.runtime.random import RandomState
+from autopar.runtime.state import RunState
 from planner.layout import I, LocalType, P, R, Shard
 from planner.ops import OPS
 from planner.rules import AxisStrategy, Rule, find, shard_factor
@@ -353,23 +355,25 @@ def test_random_regions_follow_the_data() -> None:
     with simulated(2, 2) as (mode, mesh):
         state = RandomState(7)
         rows = mesh.get_group(0)
-        drawn = [draws(mode, random_op(state, g, aten.rand.default, [5])) for g in ((rows,), (), (rows,))]
+        drawn = [draws(mode, draw(aten.rand.default, RunState(state), g, [5])) for g in ((rows,), (), (rows,))]
         across_rows, same, again = drawn
         assert across_rows[0] == across_rows[1] and across_rows[2] == across_rows[3] != across_rows[0]
         assert same[0] == same[1] == same[2] == same[3]
         assert again != across_rows
 
         both = (rows, mesh.get_group(1))
-        assert len({tuple(d) for d in draws(mode, random_op(state, both, aten.rand.default, [5]))}) == 4
+        assert len({tuple(d) for d in draws(mode, draw(aten.rand.default, RunState(state), both, [5]))}) == 4
 
         repeated = RandomState(7)
-        assert [draws(mode, random_op(repeated, g, aten.rand.default, [5])) for g in ((rows,), (), (rows,))] == drawn
+        assert [
+            draws(mode, draw(aten.rand.default, RunState(repeated), g, [5])) for g in ((rows,), (), (rows,))
+        ] == drawn
 
 
 def test_random_regions_leave_the_generator_alone() -> None:
     with simulated(2) as (mode, mesh):
         before = torch.get_rng_state()
-        random_op(RandomState(0), (mesh.get_group(0),), aten.rand.default, [3])
+        draw(aten.rand.default, RunState(RandomState(0)), (mesh.get_group(0),), [3])
         assert torch.equal(torch.get_rng_state(), before)
         first, second = draws(mode, torch.rand(3))
         assert first == second
@@ -381,7 +385,7 @@ def test_recomputation_draws_what_was_drawn() -> None:
         masks = []
 
         def block(x: Tensor) -> Tensor:
-            y = random_op(state, (group,), aten.dropout.default, x, 0.5, True)
+            y = draw(aten.dropout.default, RunState(state), (group,), x, 0.5, True)
             masks.append((y != 0).detach())
             return y * y
 
@@ -389,7 +393,7 @@ def test_recomputation_draws_what_was_drawn() -> None:
         y = torch.utils.checkpoint.checkpoint(
             block, x, use_reentrant=False, context_fn=state.recompute_contexts, preserve_rng_state=False
         )
-        later = random_op(state, (group,), aten.rand.default, [3])
+        later = draw(aten.rand.default, RunState(state), (group,), [3])
         y.sum().backward()
         assert len(masks) == 2 and torch.equal(masks[0], masks[1])
         assert state.calls == 2 and later is not None
@@ -475,7 +479,7 @@ def on_a_rank(rank: int, store: str) -> None:
     assert_equal(local.grad, x.grad.chunk(2)[rank], "batch norm")
 
     state = RandomState(5)
-    drawn = torch.stack([random_op(state, g, aten.rand.default, [3]) for g in (group, ())])
+    drawn = torch.stack([draw(aten.rand.default, RunState(state), g, [3]) for g in (group, ())])
     everyone = [torch.empty_like(drawn) for _ in range(2)]
     dist.all_gather(everyone, drawn)
     assert not torch.equal(everyone[0][0], everyone[1][0]) and torch.equal(everyone[0][1], everyone[1][1])
