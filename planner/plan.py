@@ -10,191 +10,150 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from planner.cluster import ClusterSpec
-from planner.conversion import Collective
+from planner.account import account
+from planner.document import BlockPlan, Document, Search
+from planner.encode import decode, dump, encode
+from planner.encode import parse as parse_json
 from planner.errors import PlanError
+from planner.fold import Folded, fold, fold_off, relabel
 from planner.formulate import Assignment, Role, Space
-from planner.graph import Graph, Node, Ref
-from planner.layout import Axis, Layout, Mesh, format_layout
+from planner.graph import Graph, Ref
+from planner.layout import Layout, format_layout
+from planner.names import role_names
 from planner.ops import OPS
 from planner.predict import Prediction
 from planner.strategy import Choice
 
-FORMAT, VERSION = "autopar-plan", 1
+if TYPE_CHECKING:
+    from planner.explain import Explanation
+
+__all__ = ["BlockPlan", "Plan", "Search", "describe", "model_facts", "refold", "restore"]
 
 
 @dataclass(frozen=True)
-class Search:
-    """What the search did: ``status`` is ``optimal`` with gap 0, or ``feasible`` with the proven gap."""
-
-    status: str
-    gap: float
-    seconds: Mapping[str, float]
-    candidates: tuple[Mapping[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """One distinct block: how often it occurs, and the decision of each of its operators and values.
-
-    ``ops`` maps ``"module path: operator"`` to the strategy on every axis (``"data:m tensor:n"``);
-    ``values`` maps the same keys to the layout in which a result with several readers is delivered.
-    """
-
-    name: str
-    count: int
-    ops: Mapping[str, str]
-    values: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A plan for one model on one cluster.
-
-    Attributes:
-        model: class name, number of parameters, and fingerprint of the captured graph.
-        cluster: what it was planned for.
-        mesh: the axes, major first.
-        pin: what the user had fixed.
-        inputs, parameters, buffers: layout of every leaf, one local type per axis, by original name
-            (``*`` where the instances of a block share it).
-        blocks: every distinct block once.
-        outputs: layout of every output.
-        predicted: the step's time, memory and collectives.
-        search: status, bound and seconds.
-        coverage: operators that the op table does not know -> how often they occur; they run replicated.
-        assignment: the decisions themselves, where the plan was made in this process; not part of the file.
-    """
-
-    model: Mapping[str, Any]
-    cluster: ClusterSpec
-    mesh: Mesh
-    pin: Mapping[str, Any]
-    inputs: Mapping[str, str]
-    parameters: Mapping[str, str]
-    buffers: Mapping[str, str]
-    values: Mapping[str, str]
-    blocks: tuple[BlockPlan, ...]
-    outputs: tuple[str, ...]
-    predicted: Prediction
-    search: Search
-    coverage: Mapping[str, int] = field(default_factory=dict)
-    assignment: Assignment | None = field(default=None, compare=False, repr=False)
+class Plan(Document):
+    """A plan for one model on one cluster: the document, and its doors. See :class:`planner.document.Document`."""
 
     # ---- files -------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """The document, of JSON values only."""
-        predicted = asdict(self.predicted)
-        predicted["collectives"] = [{**asdict(call), "calls": count} for call, count in self.predicted.collectives]
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "model": dict(self.model),
-            "cluster": self.cluster.to_dict(),
-            "mesh": [asdict(axis) for axis in self.mesh.axes],
-            "pin": dict(self.pin),
-            "inputs": dict(self.inputs),
-            "blocks": [
-                {"name": b.name, "count": b.count, "ops": dict(b.ops), "values": dict(b.values)} for b in self.blocks
-            ],
-            "parameters": dict(self.parameters),
-            "buffers": dict(self.buffers),
-            "values": dict(self.values),
-            "outputs": list(self.outputs),
-            "predicted": predicted,
-            "search": {**asdict(self.search), "candidates": list(self.search.candidates)},
-            "coverage": dict(self.coverage),
-        }
+        """The document, of JSON values only. What decides comes first, what was predicted of it last."""
+        return encode(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON, atomically: the file is either whole or as it was."""
-        write_text(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+        """Write the plan as JSON, atomically: the file is either whole or as it was.
+
+        Raises:
+            PlanError: a number of the plan is not finite, or the file cannot be written.
+        """
+        try:
+            text = dump(self.to_dict())
+        except ValueError as error:
+            raise PlanError(
+                "the plan holds a number that is NaN or infinite; check the cluster's rates and plan again"
+            ) from error
+        write_text(Path(path), text)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan.
 
         Raises:
-            PlanError: no such file, not JSON, not a plan, of another version, or with a field missing.
+            PlanError: no such file, not JSON, not a plan, of another version, or with a field missing or wrong.
         """
+        name = os.fspath(path)
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
-            raise PlanError(f"cannot read the plan {str(path)!r}: {error.strerror}") from error
+            raise PlanError(f"cannot read the plan {name!r}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{name!r} is not a plan: it is not text ({error.reason})") from error
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(
-                f"{str(path)!r} is not a whole plan: JSON ends or breaks at line {error.lineno}, column {error.colno} "
-                f"({error.msg}); save the plan again"
-            ) from error
-        return Plan.from_dict(data)
+            return Plan.from_dict(parse_json(text))
+        except PlanError as error:
+            raise PlanError(f"{name!r}: {error}") from error
 
     @staticmethod
     def from_dict(data: Any) -> Plan:
         """The inverse of :meth:`to_dict`; raises :class:`PlanError` as :meth:`load` does."""
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise PlanError('this is no autopar plan: it lacks "format": "autopar-plan"')
-        if data.get("version") != VERSION:
-            raise PlanError(
-                f"the plan is of version {data.get('version')!r}, this autopar reads version {VERSION}: plan again"
-            )
-        try:
-            predicted = dict(data["predicted"])
-            calls = tuple(
-                (Collective(c["kind"], c["axis"], c["bytes_in"], c["phase"]), c["calls"])
-                for c in predicted.pop("collectives")
-            )
-            return Plan(
-                data["model"],
-                ClusterSpec.from_dict(data["cluster"]),
-                Mesh(tuple(Axis(**axis) for axis in data["mesh"])),
-                data["pin"],
-                data["inputs"],
-                data["parameters"],
-                data["buffers"],
-                data["values"],
-                tuple(BlockPlan(b["name"], b["count"], b["ops"], b["values"]) for b in data["blocks"]),
-                tuple(data["outputs"]),
-                Prediction(**predicted, collectives=calls),
-                Search(
-                    data["search"]["status"],
-                    data["search"]["gap"],
-                    data["search"]["seconds"],
-                    tuple(data["search"]["candidates"]),
-                ),
-                data["coverage"],
-            )
-        except (KeyError, TypeError) as error:
-            what = f"lacks the field {error}" if isinstance(error, KeyError) else f"has a wrong field: {error}"
-            raise PlanError(f"the plan {what}; restore it, or plan again") from error
+        return Plan(**decode(data))
 
     def digest(self) -> str:
         """A short name of what the plan decides; equal on all ranks that run the same plan."""
-        decisions = {k: v for k, v in self.to_dict().items() if k not in ("search", "predicted", "cluster")}
+        predicted = ("search", "predicted", "cluster", "details", "leaves")
+        decisions = {k: v for k, v in self.to_dict().items() if k not in predicted}
         return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()[:16]
+
+    # ---- views -------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        """A page of text: what was planned, what it costs, how every block is laid out."""
+        from planner.report import text
+
+        return text(self)
+
+    def to_html(self) -> str:
+        """A page of its own that needs nothing else."""
+        from planner.report import page
+
+        return page(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from planner.report import fragment
+
+        return fragment(self)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_html`, atomically."""
+        write_text(Path(path), self.to_html())
+
+    def explain(self, name: str, *, time_limit_s: float = 10.0) -> Explanation:
+        """Why a module, operator or parameter is laid out as it is, and what the next best would cost.
+
+        Args:
+            name: a module path, with ``*`` and ``?`` if you like (``"model.layers.0.mlp.down_proj"``), the name
+                of an operator as the plan writes it, or of a parameter.
+            time_limit_s: for finding what the next best would cost, over all operators that match.
+
+        Raises:
+            PlanError: nothing of that name; says what is close.
+        """
+        from planner.explain import explain
+
+        return explain(self, name, time_limit_s=time_limit_s)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically."""
+    """Write a file atomically; raises :class:`PlanError` where that is impossible."""
     path = path.absolute()
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise PlanError(f"cannot write {str(path)!r}: {error.strerror}") from error
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
+        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def fingerprint(graph: Graph) -> str:
@@ -239,7 +198,6 @@ def describe(
     space = assignment.space
     names = role_names(space)
     sections: dict[str, dict[str, str]] = {"inputs": {}, "parameters": {}, "buffers": {}, "values": {}}
-    blocks: list[BlockPlan] = []
     ops: dict[int, dict[str, str]] = {}
     values: dict[int, dict[str, str]] = {}
     outputs: list[str] = []
@@ -252,22 +210,53 @@ def describe(
             {"ops": ops, "values": values}[section[0]].setdefault(section[1], {})[name] = text
         else:
             sections[section][name] = text
-    for kind, (block_name, instances) in enumerate(zip(space.folded.names, space.folded.kinds, strict=True)):
-        blocks.append(BlockPlan(block_name, len(instances), ops.get(kind, {}), values.get(kind, {})))
+    at: dict[int, list[int]] = {}
+    for number, instance in enumerate(space.folded.instances):
+        at.setdefault(instance.kind, []).append(number)
+    details = account(assignment)
     return Plan(
-        model,
-        space.cost.cluster,
-        space.mesh,
-        pin,
-        sections["inputs"],
-        sections["parameters"],
-        sections["buffers"],
-        sections["values"],
-        tuple(blocks),
-        tuple(outputs),
-        predicted,
-        search,
-        coverage(space.graph),
+        model=model,
+        cluster=space.cost.cluster,
+        mesh=space.mesh,
+        pin=pin,
+        **sections,
+        blocks=tuple(
+            BlockPlan(name, len(at[kind]), ops.get(kind, {}), values.get(kind, {}), tuple(at[kind]))
+            for kind, name in enumerate(space.folded.names)
+        ),
+        outputs=tuple(outputs),
+        predicted=predicted,
+        search=replace(search, candidates=tuple(_finite(c) for c in search.candidates)),
+        coverage=coverage(space.graph),
+        details=details.blocks,
+        leaves=details.leaves,
+        assignment=assignment,
+    )
+
+
+def _finite(candidate: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that JSON can hold: infinity, a bound that proves infeasibility, becomes ``None``."""
+    return {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in candidate.items()}
+
+
+def refold(plan: Plan, graph: Graph, model: Mapping[str, Any]) -> Folded:
+    """The graph cut into the blocks of a plan: equal blocks apart where the plan decides them apart.
+
+    Args:
+        model: facts of the model at hand, see :func:`model_facts`.
+
+    Raises:
+        PlanError: the plan is of another model, or its blocks are not those of the model; says what differs.
+    """
+    if plan.model.get("fingerprint") != model["fingerprint"]:
+        raise PlanError(_difference(plan, fold(graph), model))
+    kind_at = {number: kind for kind, block in enumerate(plan.blocks) for number in block.at}
+    for folded in (fold(graph), fold_off(graph)):
+        if sorted(kind_at) == list(range(len(folded.instances))):
+            return relabel(folded, [kind_at[number] for number in range(len(folded.instances))])
+    raise PlanError(
+        f'the plan numbers {len(kind_at)} blocks ("at"), the model has {len(fold(graph).instances)}: restore them, '
+        "or plan again"
     )
 
 
@@ -281,25 +270,65 @@ def restore(plan: Plan, space: Space, model: Mapping[str, Any]) -> Assignment:
     Raises:
         PlanError: the plan is of another model, or an entry is missing or impossible; names what differs.
     """
-    names = role_names(space)
-    known = [b.name for b in plan.blocks]
     if plan.model.get("fingerprint") != model["fingerprint"]:
-        raise PlanError(_difference(plan, space, model))
+        raise PlanError(_difference(plan, space.folded, model))
+    names = role_names(space)
     chosen: dict[Role, Choice | Layout] = {}
     for role in space.roles:
         section, name = names[role]
         if section == "outputs":
             text, where = _entry(plan.outputs, int(name)), f"outputs[{name}]"
         elif isinstance(section, tuple):
-            block = plan.blocks[section[1]] if section[1] < len(known) else None
+            block = plan.blocks[section[1]] if section[1] < len(plan.blocks) else None
             entries = getattr(block, section[0]) if block is not None else {}
             text, where = entries.get(name), f"block {space.folded.names[section[1]]!r}, {section[0]}, {name!r}"
         else:
             text, where = getattr(plan, section).get(name), f"{section}, {name!r}"
         if text is None:
             raise PlanError(f"the plan has no entry for {where}; restore it, or plan again")
-        chosen[role] = _read(text, space.options[role], where)
-    return Assignment(space, chosen)
+        chosen[role] = _read(text, space.options[role], where, plan.pin)
+    _check_entries(plan, names.values())
+    assignment = Assignment(space, chosen)
+    _check_routes(assignment)
+    return assignment
+
+
+def _check_entries(plan: Plan, known: Iterable[tuple[object, str]]) -> None:
+    """Refuse entries that decide nothing: a misspelt name would otherwise pass silently."""
+    wanted = set(known)
+    sections: list[tuple[object, Mapping[str, str]]] = [
+        (name, getattr(plan, name)) for name in ("inputs", "parameters", "buffers", "values")
+    ]
+    sections += [((kind, i), getattr(b, kind)) for i, b in enumerate(plan.blocks) for kind in ("ops", "values")]
+    for section, entries in sections:
+        for name in entries:
+            if (section, name) not in wanted:
+                near = difflib.get_close_matches(name, [n for s, n in wanted if s == section], n=1, cutoff=0.0)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise PlanError(f"the plan has an entry {name!r} that the model does not have{hint}")
+
+
+def _check_routes(assignment: Assignment) -> None:
+    """Refuse neighbours whose layouts no conversion connects."""
+    space = assignment.space
+
+    def check(ref: Ref, source: Layout, target: Layout) -> None:
+        table = space.table(ref)
+        if not math.isfinite(table.forward_s[table.index[source], table.index[target]]):
+            producer = space.describe(space.role_of[ref.node])
+            raise PlanError(
+                f"the plan leaves no way from {format_layout(source)} to {format_layout(target)} for the result of "
+                f"{producer}: change its strategy or that of its readers"
+            )
+
+    for node in space.graph.nodes:
+        for index in range(len(node.results)):
+            check(Ref(node.name, index), assignment.produced(Ref(node.name, index)),
+                  assignment.delivered(Ref(node.name, index)))  # fmt: skip
+        for position, ref in enumerate(node.inputs):
+            check(ref, assignment.delivered(ref), assignment.choice(node).operands[position])
+    for position, ref in enumerate(space.leaving):
+        check(ref, assignment.delivered(ref), assignment.output_layout(position))
 
 
 def _entry(values: tuple[str, ...], position: int) -> str | None:
@@ -310,24 +339,28 @@ def _write(decision: Choice | Layout) -> str:
     return decision.label if isinstance(decision, Choice) else format_layout(decision)
 
 
-def _read(text: str, options: Iterable[Choice | Layout], where: str) -> Choice | Layout:
+def _read(text: str, options: Iterable[Choice | Layout], where: str, pin: Mapping[str, Any]) -> Choice | Layout:
     known = {_write(option): option for option in options}
     if text not in known:
-        near = difflib.get_close_matches(text, known, n=4, cutoff=0.0)
+        near = difflib.get_close_matches(text, known, n=12, cutoff=0.0)
+        more = f" and {len(known) - len(near)} more" if len(known) > len(near) else ""
+        pinned = f" under its pin {json.dumps(dict(pin))}" if pin else ""
         raise PlanError(
-            f"the plan says {text!r} for {where}, which is impossible there; possible are: {', '.join(near)}, ..."
+            f"the plan says {text!r} for {where}, which is impossible there{pinned}; possible: "
+            + ", ".join(map(repr, near))
+            + more
         )
     return known[text]
 
 
-def _difference(plan: Plan, space: Space, model: Mapping[str, Any]) -> str:
+def _difference(plan: Plan, folded: Folded, model: Mapping[str, Any]) -> str:
     facts = [
         f"{what}: plan {plan.model.get(what)}, model {model[what]}"
         for what in ("class", "parameters")
         if plan.model.get(what) != model[what]
     ]
     for mine, theirs in zip(
-        [(name, len(i)) for name, i in zip(space.folded.names, space.folded.kinds, strict=True)],
+        [(name, len(i)) for name, i in zip(folded.names, folded.kinds, strict=True)],
         [(b.name, b.count) for b in plan.blocks],
         strict=False,
     ):
@@ -336,65 +369,3 @@ def _difference(plan: Plan, space: Space, model: Mapping[str, Any]) -> str:
             break
     shown = "; ".join(facts) or "the same structure, but other shapes, arguments or input sizes"
     return f"the plan was made for another model or batch ({shown}): plan again for this one"
-
-
-Section = str | tuple[str, int]
-
-
-def role_names(space: Space) -> dict[Role, tuple[Section, str]]:
-    """Where each role stands in the document: (section, name).
-
-    A section is ``inputs``, ``parameters``, ``buffers``, ``values`` (of leaves), ``outputs``, or
-    ``("ops" | "values", block number)``.
-    """
-    found: dict[Role, tuple[Section, str]] = {}
-    taken: set[tuple[Section, str]] = set()
-    op_names: dict[Role, str] = {}
-    for role in space.roles:
-        if role[0] == "op":
-            node = space.graph.by_name[space.members[role][0]]
-            section: Section = ("ops", int(str(role[1])))
-            name = _op_name(node, space.folded.names[int(str(role[1]))])
-        elif role[0] == "leaf":
-            members = [space.graph.by_name[n] for n in space.members[role]]
-            section = {"param": "parameters", "input": "inputs"}.get(members[0].op, "buffers")
-            name = pattern([m.target or m.name for m in members])
-        elif role[0] == "relay":
-            producer = role[1]
-            assert isinstance(producer, tuple)
-            suffix = f" result {role[2]}" if role[2] else ""
-            if producer[0] == "op":
-                section, name = ("values", int(str(producer[1]))), op_names[producer] + suffix
-            else:
-                section, name = "values", found[producer][1] + suffix
-        else:
-            section, name = "outputs", str(role[1])
-        unique, times = name, 1
-        while (section, unique) in taken:
-            times += 1
-            unique = f"{name} #{times}"
-        taken.add((section, unique))
-        found[role] = (section, unique)
-        if role[0] == "op":
-            op_names[role] = unique
-    return found
-
-
-def _op_name(node: Node, block: str) -> str:
-    """``"mlp.down_proj: linear"``: the path below the block, and the operator."""
-    op = node.op.removeprefix("aten.").removesuffix(".default")
-    parts = node.path.split(".") if node.path else []
-    for own in block.split("#")[0].split("."):
-        if parts and (own == "*" or parts[0] == own):
-            parts = parts[1:]
-        else:
-            break
-    return f"{'.'.join(parts)}: {op}" if parts else op
-
-
-def pattern(names: list[str]) -> str:
-    """One name for several that differ in places: ``layers.*.weight``."""
-    split = [name.split(".") for name in names]
-    if len({len(parts) for parts in split}) != 1:
-        return names[0]
-    return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))

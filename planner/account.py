@@ -1,0 +1,203 @@
+"""Account: what each operator of each distinct block does under an assignment, and what it costs.
+
+``Assignment -> (BlockDetail per block, LeafDetail per leaf)``: layouts, conversions with their
+collectives, seconds and bytes. The figures come from the same tables as the solver's costs, so that
+they add up to the prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from planner.conversion import Collective, Route, local_bytes
+from planner.document import BlockDetail, LeafDetail, Move, OpDetail
+from planner.formulate import Assignment, Role, Space
+from planner.graph import Node, Ref
+from planner.layout import Layout, format_layout
+from planner.names import Section, pattern, role_names
+from planner.ops import OPS
+from planner.ops.table import contraction_flops
+from planner.pins import ATTENTION, Labels, label_dims, labelled_parts
+from planner.predict import calls_by_block, sorted_calls
+from planner.rules import AxisStrategy, find
+
+Names = Mapping[Role, tuple[Section, str]]
+
+
+@dataclass(frozen=True)
+class Account:
+    """Details of every block and of every leaf."""
+
+    blocks: tuple[BlockDetail, ...]
+    leaves: Mapping[str, LeafDetail]
+
+
+def account(assignment: Assignment) -> Account:
+    """Write down what an assignment makes of every operator and leaf."""
+    space = assignment.space
+    names = role_names(space)
+    moves = _moves(assignment, names)
+    reads = _parameters_read(space)
+    labels = {word: label_dims(space.graph, space.rules, which) for word, which in _LABELS.items()}
+    called = calls_by_block(assignment)
+    ops: list[dict[str, OpDetail]] = [{} for _ in space.folded.kinds]
+    leaves: dict[str, LeafDetail] = {}
+    for role, members in space.members.items():
+        section, name = names[role]
+        node = space.graph.by_name[members[0]]
+        if isinstance(section, str):
+            leaves[name] = _leaf_detail(assignment, node, len(members), moves.get(("after", role), ()))
+        else:
+            detail = _op_detail(assignment, role, names, labels, reads)
+            before, after = moves.get(("before", role), ()), moves.get(("after", role), ())
+            ops[section[1]][name] = replace(detail, before=tuple(before), after=tuple(after))
+    blocks = [BlockDetail(each, tuple(sorted_calls(called.get(kind, {})))) for kind, each in enumerate(ops)]
+    return Account(tuple(blocks), leaves)
+
+
+def _leaf_detail(assignment: Assignment, node: Node, count: int, after: Iterable[Move]) -> LeafDetail:
+    space, tensor = assignment.space, node.results[0]
+    layout = assignment.produced(Ref(node.name))
+    size = local_bytes(tensor, layout, space.mesh)
+    held = space.storage(node, layout)[1]
+    return LeafDetail(tensor.shape, tensor.dtype, count, size, held - size, tuple(after))
+
+
+def _op_detail(
+    assignment: Assignment, role: Role, names: Names, labels: Mapping[str, Labels], reads: Mapping[Ref, Ref]
+) -> OpDetail:
+    space = assignment.space
+    graph, members = space.graph, space.members[role]
+    node = graph.by_name[members[0]]
+    choice, row, rule = assignment.choice(node), OPS.get(node.op), space.rules[node.name]
+    work = space.work(node, choice)
+    differentiated = any(t.grad for t in node.results)
+    inner = [
+        Collective(i.kind, space.mesh.axes[axis].name, space.inner_bytes(rule, choice, i), i.phase)
+        for axis, i in choice.inner
+        if space.mesh.axes[axis].size > 1 and (i.phase == "forward" or differentiated)
+    ]
+    parameters = dict.fromkeys(
+        pattern([graph.by_name[reads[graph.by_name[m].inputs[position]].node].target for m in members])
+        for position, ref in enumerate(node.inputs)
+        if ref in reads
+    )
+    operands = [
+        (_name_of(space, names, ref, role[1]), format_layout(layout))
+        for ref, layout in zip(node.inputs, choice.operands, strict=True)
+    ]
+    return OpDetail(
+        path=pattern([graph.by_name[m].path for m in members]),
+        meaning=tuple(_meaning(space, node, strategy, labels, reads) for strategy in choice.axes),
+        operands=tuple(operands),
+        results=tuple(map(format_layout, choice.results)),
+        shape=node.results[0].shape if node.results else (),
+        parameters=tuple(parameters),
+        flops=row.flops(node, graph.input_types(node), rule) if row is not None else 0,
+        forward_s=work.forward_s,
+        backward_s=work.backward_s,
+        saved_bytes=work.saved_bytes,
+        transient_bytes=work.transient_bytes,
+        inner=tuple(inner),
+        inner_s=work.inner_s,
+    )
+
+
+def _name_of(space: Space, names: Names, ref: Ref, kind: object) -> str:
+    """What a value is called in block ``kind``: a leaf, an operator of the block, or one of another block."""
+    section, name = names[space.role_of[ref.node]]
+    name += f" result {ref.index}" if ref.index else ""
+    away = isinstance(section, tuple) and section[1] != kind
+    return f"{name} in {space.folded.names[section[1]]}" if away and isinstance(section, tuple) else name
+
+
+# ---- conversions -----------------------------------------------------------------------------------------------------
+
+
+def _moves(assignment: Assignment, names: Names) -> dict[tuple[str, Role], list[Move]]:
+    """Every conversion by where it happens: before an operator (role), or after the one that makes the value."""
+    space, graph = assignment.space, assignment.space.graph
+    found: dict[tuple[str, Role], dict[object, Move]] = {}
+
+    def add(where: str, role: Role, place: object, ref: Ref, source: Layout, target: Layout, route: Route) -> None:
+        if source == target:
+            return
+        at, key = found.setdefault((where, role), {}), (place, source, target)
+        if key in at:
+            at[key] = replace(at[key], times=at[key].times + 1)
+            return
+        table, tensor = space.table(ref), graph.type_of(ref)
+        pair = table.index[source], table.index[target]
+        at[key] = Move(
+            _name_of(space, names, ref, role[1] if role[0] == "op" else None),
+            format_layout(source),
+            format_layout(target),
+            tuple(f"{step.rule} {space.mesh.axes[step.axis].name}" for step in route),
+            tuple(call for step in route for call in step.collectives(tensor, space.mesh)),
+            float(table.forward_s[pair]),
+            float(table.backward_s[pair]),
+        )
+
+    for node in graph.nodes:
+        role = space.role_of[node.name]
+        for index in range(len(node.results)):
+            ref = Ref(node.name, index)
+            if space.relay_of(ref) is not None:
+                add("after", role, index, ref, assignment.produced(ref), assignment.delivered(ref),
+                    assignment.relay_route(ref))  # fmt: skip
+        seen: set[tuple[Ref, Layout]] = set()
+        for position, ref in enumerate(node.inputs):
+            wanted = assignment.choice(node).operands[position]
+            if (ref, wanted) not in seen:
+                seen.add((ref, wanted))
+                add("before", role, position, ref, assignment.delivered(ref), wanted,
+                    assignment.operand_route(node, position))  # fmt: skip
+    for position, ref in enumerate(space.leaving):
+        add("after", space.role_of[ref.node], f"output {position}", ref, assignment.delivered(ref),
+            assignment.output_layout(position), assignment.output_route(position))  # fmt: skip
+    return {where: list(moves.values()) for where, moves in found.items()}
+
+
+# ---- strategies in words ---------------------------------------------------------------------------------------------
+
+_LABELS = {"batch": "batch", "sequence": "context"}
+
+
+def _meaning(
+    space: Space, node: Node, strategy: AxisStrategy, labels: Mapping[str, Labels], reads: Mapping[Ref, Ref]
+) -> str:
+    """What an operator shards on one axis: ``batch``, ``sequence``, ``heads``, ``columns`` or ``rows`` of a
+    weight, ``vocabulary``, ``dim 2`` of the result; ``whole`` when every rank does all, ``terms`` of a sum.
+    """
+    if not strategy.factor:
+        return "terms" if strategy.kind == "partial" else "whole"
+    rule = space.rules[node.name]
+    for word, dims in labels.items():
+        if (strategy.factor, strategy.outer) in labelled_parts(node, rule, dims):
+            return word
+    place = next((at for dims in rule.results if (at := find(dims, strategy.factor, rule.sizes))), None)
+    weighted = any(
+        ref in reads and find(dims, strategy.factor, rule.sizes)
+        for ref, dims in zip(node.inputs, rule.operands, strict=True)
+    )
+    if weighted and "embedding" in node.op:
+        return "features" if place else "vocabulary"
+    row = OPS.get(node.op)
+    if weighted and row is not None and row.flops is contraction_flops:
+        return "columns" if place else "rows"
+    if node.op == ATTENTION:
+        return "heads"
+    return f"dim {place[0]}" if place else "terms"
+
+
+def _parameters_read(space: Space) -> dict[Ref, Ref]:
+    """Value -> the parameter that it is, or is a view of."""
+    found: dict[Ref, Ref] = {}
+    for node in space.graph.nodes:
+        row = OPS.get(node.op)
+        if node.op == "param":
+            found[Ref(node.name)] = Ref(node.name)
+        elif row is not None and row.view and node.inputs and node.inputs[0] in found and len(node.inputs) == 1:
+            found.update({Ref(node.name, i): found[node.inputs[0]] for i in range(len(node.results))})
+    return found

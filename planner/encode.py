@@ -1,0 +1,205 @@
+"""Encode: a plan document as JSON for people, and back.
+
+What decides comes first, what was predicted of it last; whatever fits on a line is one line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
+
+from planner.cluster import ClusterSpec
+from planner.conversion import Collective
+from planner.document import BlockDetail, BlockPlan, Document, LeafDetail, Move, OpDetail, Search
+from planner.errors import ClusterError, PlanError
+from planner.layout import Axis, Mesh
+from planner.predict import Prediction
+
+FORMAT, VERSION = "autopar-plan", 1
+WIDTH = 110
+
+
+def encode(document: Document) -> dict[str, Any]:
+    """A document as JSON values."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": dict(document.model),
+        "cluster": document.cluster.to_dict(),
+        "mesh": [asdict(axis) for axis in document.mesh.axes],
+        "pin": dict(document.pin),
+        "inputs": dict(document.inputs),
+        "blocks": [
+            {"name": b.name, "count": b.count, "at": _runs(b.at), "ops": dict(b.ops), "values": dict(b.values)}
+            for b in document.blocks
+        ],
+        "parameters": dict(document.parameters),
+        "buffers": dict(document.buffers),
+        "values": dict(document.values),
+        "outputs": list(document.outputs),
+        "coverage": dict(document.coverage),
+        "search": {**asdict(document.search), "candidates": list(document.search.candidates)},
+        "predicted": {**asdict(document.predicted), "collectives": _calls(document.predicted.collectives)},
+        "details": [
+            {"ops": {name: _sparse(op) for name, op in d.ops.items()}, "collectives": _calls(d.collectives)}
+            for d in document.details
+        ],
+        "leaves": {name: _sparse(leaf) for name, leaf in document.leaves.items()},
+    }
+
+
+def decode(data: Any) -> dict[str, Any]:
+    """The fields of the document that :func:`encode` wrote.
+
+    Raises:
+        PlanError: not a plan, of another version, or with a field missing or wrong.
+    """
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise PlanError('this is no autopar plan: it lacks "format": "autopar-plan"')
+    if data.get("version") != VERSION:
+        raise PlanError(
+            f"the plan is of version {data.get('version')!r}, this autopar reads version {VERSION}: plan again"
+        )
+    try:
+        fields = _read_document(data)
+    except KeyError as error:
+        raise PlanError(f"the plan lacks the field {error}; restore it, or plan again") from error
+    except ClusterError as error:
+        raise PlanError(f"the plan's cluster: {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise PlanError(f"the plan has a wrong field: {error}; restore it, or plan again") from error
+    ranks, devices = fields["mesh"].size, fields["cluster"].world_size
+    if ranks != devices:
+        raise PlanError(f"the plan's mesh has {ranks} ranks, but its cluster has {devices} devices: plan again for it")
+    return fields
+
+
+def parse(text: str) -> Any:
+    """JSON values from text; raises :class:`PlanError` where it breaks off, or holds NaN or infinity."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise PlanError(
+            f"this is not a whole plan: JSON ends or breaks at line {error.lineno}, column {error.colno} "
+            f"({error.msg}); save the plan again"
+        ) from error
+
+
+def dump(value: Any) -> str:
+    """JSON for people: whatever fits on a line is one line; raises ``ValueError`` on NaN and infinity."""
+    return _dump(value, "") + "\n"
+
+
+def _dump(value: Any, indent: str, used: int = 0) -> str:
+    flat = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    if not isinstance(value, (dict, list)) or not value or len(indent) + used + len(flat) <= WIDTH:
+        return flat
+    inner = indent + " "
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(inner + _dump(item, inner) for item in value) + f"\n{indent}]"
+    keys = {key: json.dumps(str(key), ensure_ascii=False) + ": " for key in value}
+    items = [inner + keys[key] + _dump(item, inner, len(keys[key])) for key, item in value.items()]
+    return "{\n" + ",\n".join(items) + f"\n{indent}}}"
+
+
+def _refuse_constant(text: str) -> None:
+    raise PlanError(f"the plan holds {text}, which is not a number to plan with: restore it, or plan again")
+
+
+def _calls(calls: Iterable[tuple[Collective, int]]) -> list[dict[str, Any]]:
+    return [{**asdict(call), "calls": count} for call, count in calls]
+
+
+def _sparse(value: Any) -> Any:
+    """A dataclass as JSON without the fields that hold their default."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _sparse(getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) != f.default}
+    return [_sparse(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """``"0-2, 5"`` for 0, 1, 2, 5."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in found)
+
+
+def _parse_runs(text: str) -> tuple[int, ...]:
+    """The inverse of :func:`_runs`."""
+    found: list[int] = []
+    for run in text.split(",") if text else ():
+        first, _, last = run.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
+    predicted, search = data["predicted"], data["search"]
+    for section in ("model", "pin", "inputs", "parameters", "buffers", "values", "coverage"):
+        if not isinstance(data[section], dict):
+            raise TypeError(f"{section!r} is {data[section]!r}, not a mapping")
+    for block in data["blocks"]:
+        for section in ("ops", "values"):
+            if not all(isinstance(text, str) for text in block[section].values()):
+                raise TypeError(f"block {block['name']!r}: {section!r} maps names to text")
+    return {
+        "model": data["model"],
+        "cluster": ClusterSpec.from_dict(data["cluster"]),
+        "mesh": Mesh(tuple(Axis(**axis) for axis in data["mesh"])),
+        "pin": data["pin"],
+        "inputs": data["inputs"],
+        "parameters": data["parameters"],
+        "buffers": data["buffers"],
+        "values": data["values"],
+        "blocks": tuple(
+            BlockPlan(b["name"], b["count"], b["ops"], b["values"], _parse_runs(b["at"])) for b in data["blocks"]
+        ),
+        "outputs": tuple(data["outputs"]),
+        "predicted": Prediction(
+            float(predicted["step_time_s"]),
+            int(predicted["peak_bytes"]),
+            predicted["time_s"],
+            predicted["memory_bytes"],
+            _read_calls(predicted["collectives"]),
+        ),
+        "search": Search(search["status"], search["gap"], search["seconds"], tuple(search["candidates"])),
+        "coverage": data["coverage"],
+        "details": tuple(
+            BlockDetail({name: _read_op(op) for name, op in d["ops"].items()}, _read_calls(d["collectives"]))
+            for d in data["details"]
+        ),
+        "leaves": {name: _read_leaf(leaf) for name, leaf in data["leaves"].items()},
+    }
+
+
+def _read_calls(calls: Iterable[Mapping[str, Any]]) -> tuple[tuple[Collective, int], ...]:
+    return tuple((_read_call(call), call["calls"]) for call in calls)
+
+
+def _read_call(call: Mapping[str, Any]) -> Collective:
+    return Collective(call["kind"], call["axis"], call["bytes_in"], call["phase"])
+
+
+def _read_move(data: Mapping[str, Any]) -> Move:
+    tuples = {"steps": tuple(data.get("steps", ())), "calls": tuple(map(_read_call, data.get("calls", ())))}
+    return Move(**{**data, **tuples})
+
+
+def _read_op(data: Mapping[str, Any]) -> OpDetail:
+    found: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    found["operands"] = tuple((value, layout) for value, layout in data["operands"])
+    for key in ("before", "after"):
+        found[key] = tuple(map(_read_move, data.get(key, ())))
+    found["inner"] = tuple(map(_read_call, data.get("inner", ())))
+    return OpDetail(**found)
+
+
+def _read_leaf(data: Mapping[str, Any]) -> LeafDetail:
+    shape, after = tuple(data["shape"]), tuple(map(_read_move, data.get("after", ())))
+    return LeafDetail(**{**data, "shape": shape, "after": after})

@@ -1,0 +1,74 @@
+"""Names: what a decision is called in a plan — module path and operator, never an internal id.
+
+``Space -> {role: (section, name)}``. Plan files, reports and explanations all speak these names.
+"""
+
+from __future__ import annotations
+
+from planner.formulate import Role, Space
+from planner.graph import Node
+
+Section = str | tuple[str, int]
+
+
+def role_names(space: Space) -> dict[Role, tuple[Section, str]]:
+    """Where each role stands in the document: (section, name).
+
+    A section is ``inputs``, ``parameters``, ``buffers``, ``values`` (of leaves), ``outputs``, or
+    ``("ops" | "values", block number)``. Names are unique in their section: a second one is ``"add #2"``.
+    """
+    found: dict[Role, tuple[Section, str]] = {}
+    taken: set[tuple[Section, str]] = set()
+    op_names: dict[Role, str] = {}
+    for role in space.roles:
+        if role[0] == "op":
+            node = space.graph.by_name[space.members[role][0]]
+            section: Section = ("ops", int(str(role[1])))
+            name = _op_name(node, space.folded.names[int(str(role[1]))])
+        elif role[0] == "leaf":
+            members = [space.graph.by_name[n] for n in space.members[role]]
+            section = {"param": "parameters", "input": "inputs"}.get(members[0].op, "buffers")
+            name = pattern([m.target or m.name for m in members])
+        elif role[0] == "relay":
+            producer = role[1]
+            assert isinstance(producer, tuple)
+            suffix = f" result {role[2]}" if role[2] else ""
+            if producer[0] == "op":
+                section, name = ("values", int(str(producer[1]))), op_names[producer] + suffix
+            else:
+                section, name = "values", found[producer][1] + suffix
+        else:
+            section, name = "outputs", str(role[1])
+        unique, times = name, 1
+        while (section, unique) in taken:
+            times += 1
+            unique = f"{name} #{times}"
+        taken.add((section, unique))
+        found[role] = (section, unique)
+        if role[0] == "op":
+            op_names[role] = unique
+    return found
+
+
+def short_op(op: str) -> str:
+    """``aten.add.Tensor`` as ``add.Tensor``, ``aten.linear.default`` as ``linear``."""
+    return op.removeprefix("aten.").removesuffix(".default")
+
+
+def pattern(names: list[str]) -> str:
+    """One name for several that differ in places: ``layers.*.weight``."""
+    split = [name.split(".") for name in names]
+    if len({len(parts) for parts in split}) != 1:
+        return names[0]
+    return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))
+
+
+def _op_name(node: Node, block: str) -> str:
+    """``"mlp.down_proj: linear"``: the path below the block, and the operator."""
+    parts = node.path.split(".") if node.path else []
+    for own in block.split("#")[0].split("."):
+        if parts and (own == "*" or parts[0] == own):
+            parts = parts[1:]
+        else:
+            break
+    return f"{'.'.join(parts)}: {short_op(node.op)}" if parts else short_op(node.op)

@@ -1,0 +1,152 @@
+"""Capture and lower: what comes in, what is refused and how, and what the planner's graph holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture import capture
+from autopar.lower import lower
+from planner.errors import CaptureError, InputError
+from planner.graph import Ref
+
+X = torch.randn(4, 8)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return {"logits": self.head(self.embed(ids)), "extra": (ids, 3)}
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.inner(x)
+        if y.sum() > 0:
+            y = y + 1
+        return y
+
+
+class WritesInput(nn.Module):
+    def forward(self, x):
+        x.add_(1)
+        return x * 2
+
+
+class NoGrad(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = self.weight * 2
+        return (x * scale * self.weight).sum()
+
+
+class Running(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(x).sum()
+
+
+def test_tied_weights_are_one_leaf():
+    captured = capture(Tied(), None, {"ids": torch.zeros(4, 6, dtype=torch.long)})
+    graph = lower(captured)
+    params = [leaf for leaf in graph.leaves if leaf.op == "param"]
+    assert [leaf.target for leaf in params] == ["embed.weight"]
+    assert len(graph.users[Ref(params[0].name)]) == 2
+
+
+def test_nested_outputs_and_static_values_are_remembered():
+    captured = capture(Tied(), None, {"ids": torch.zeros(4, 6, dtype=torch.long)})
+    assert len(captured.outputs) == 3
+    assert captured.outputs[2] is None
+    assert captured.static_outputs[2] == 3
+
+
+def test_a_branch_on_values_names_the_line_and_the_way_out():
+    with pytest.raises(CaptureError) as caught:
+        capture(Branches(), (X,))
+    message = str(caught.value)
+    assert "Branches cannot be captured" in message
+    assert "test_capture.py" in message
+    assert "if y.sum() > 0" in message
+    assert "torch.where" in message
+
+
+def test_without_inputs_it_says_what_to_pass():
+    with pytest.raises(InputError, match="example_kwargs"):
+        capture(nn.Linear(2, 2))
+
+
+def test_dummy_inputs_are_used():
+    model = nn.Linear(8, 8)
+    model.dummy_inputs = {"input": X}
+    assert lower(capture(model)).leaves[-1].results[0].shape == (4, 8)
+
+
+def test_writing_into_an_input_is_refused():
+    with pytest.raises(CaptureError, match="clone the input"):
+        capture(WritesInput(), (X,))
+
+
+def test_a_loss_function_sees_what_the_model_does_not_take():
+    def loss(outputs, batch):
+        return nn.functional.mse_loss(outputs, batch["target"])
+
+    graph = lower(capture(nn.Linear(8, 8), None, {"input": X, "target": X}, loss_fn=loss))
+    assert [leaf.target for leaf in graph.leaves if leaf.op == "param"] == ["weight", "bias"]
+    assert {leaf.target for leaf in graph.leaves if leaf.op == "input"} == {"input", "target"}
+    assert graph.type_of(graph.outputs[0]).shape == ()
+
+
+def test_a_loss_function_needs_names():
+    with pytest.raises(InputError, match="example_kwargs"):
+        capture(nn.Linear(8, 8), (X,), loss_fn=lambda outputs, batch: outputs.sum())
+
+
+def test_gradients_stop_at_no_grad_regions():
+    graph = lower(capture(NoGrad(), (X,)))
+    scaled = next(node for node in graph.nodes if node.op == "aten.mul.Tensor")
+    assert not scaled.results[0].grad
+    assert graph.type_of(graph.outputs[0]).grad
+
+
+def test_running_statistics_become_updates():
+    captured = capture(Running().train(), (X,))
+    assert [name for name, _ in captured.updates] == [
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    ]
+    assert captured.training
+    assert not capture(Running().eval(), (X,)).updates
+
+
+def test_the_meta_device_costs_no_memory():
+    with torch.device("meta"):
+        model = nn.Linear(2**16, 2**16)
+    graph = lower(capture(model, None, {"input": torch.empty(2, 2**16, device="meta")}))
+    assert sum(leaf.results[0].numel for leaf in graph.leaves if leaf.op == "param") == 2**32 + 2**16
+
+
+def test_arguments_have_schema_names_and_defaults():
+    graph = lower(capture(nn.Linear(8, 8, bias=False), (X,)))
+    (node,) = (node for node in graph.nodes if not node.is_leaf)
+    assert dict(node.args).keys() == {"input", "weight", "bias"}
+    assert node["bias"] is None
+    assert [graph.by_name[ref.node].op for ref in node.inputs] == ["input", "param"]

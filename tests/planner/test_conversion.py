@@ -1,0 +1,100 @@
+"""Conversions: the table of steps, legal routes, and routes that are as cheap as any."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from planner.conversion import STEPS, Collective, ConversionTable, Step
+from planner.graph import TensorType
+from planner.layout import I, Mesh, P, R, Shard, local_shape
+
+TENSOR = TensorType((8, 4), "float32", grad=True)
+
+
+def price(kind, axis, bytes_in):
+    """Whole microseconds, so that sums are exact."""
+    return {"all_reduce": 8, "all_gather": 3, "reduce_scatter": 4, "all_to_all": 2}[kind] * 1e-6 * axis.size
+
+
+def table(mesh):
+    return ConversionTable(TENSOR, mesh, (Shard(0), Shard(1)), price, touch_s_per_byte=0.0, launch_s=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "forward", "backward"),
+    [
+        (I, R, None, ("all_reduce", 128)),
+        (P, I, ("all_reduce", 128), None),
+        (P, R, ("all_reduce", 128), ("all_reduce", 128)),
+        (P, Shard(0), ("reduce_scatter", 128), ("all_gather", 32)),
+        (Shard(0), R, ("all_gather", 32), ("reduce_scatter", 128)),
+        (Shard(0), I, ("all_gather", 32), None),
+        (I, Shard(0), None, ("all_gather", 32)),
+        (R, Shard(0), None, None),
+        (Shard(0), Shard(1), ("all_to_all", 32), ("all_to_all", 32)),
+        (I, P, None, None),
+        (R, P, None, None),
+        (R, I, None, None),
+    ],
+)
+def test_each_step_has_its_collectives(src, dst, forward, backward):
+    """The table of architecture.md, with the bytes that each rank passes in on four ranks."""
+    mesh = Mesh.of(a=4)
+    expected = [
+        Collective(call[0], "a", call[1], phase)
+        for call, phase in ((forward, "forward"), (backward, "backward"))
+        if call
+    ]
+    assert list(Step(0, src, dst, (src,)).collectives(TENSOR, mesh)) == expected
+
+
+def test_without_a_gradient_nothing_runs_backward():
+    tensor = TensorType((8, 4), "int64")
+    for src, dst in ((P, R), (Shard(0), R), (Shard(0), Shard(1))):
+        assert all(call.phase == "forward" for call in Step(0, src, dst, (src,)).collectives(tensor, Mesh.of(a=4)))
+
+
+def test_an_axis_of_one_rank_is_silent():
+    assert Step(0, P, R, (P,)).collectives(TENSOR, Mesh.of(a=1)) == ()
+
+
+@pytest.mark.parametrize("mesh", [Mesh.of(a=4), Mesh.of(a=2, b=2)])
+def test_routes_are_legal_and_as_cheap_as_promised(mesh):
+    found = table(mesh)
+    for src, dst in itertools.product(found.layouts, repeat=2):
+        i, j = found.index[src], found.index[dst]
+        if not np.isfinite(found.forward_s[i, j] + found.backward_s[i, j]):
+            continue
+        at, seconds = src, {"forward": 0.0, "backward": 0.0}
+        for step in found.route(src, dst):
+            assert step.before == at
+            assert step.rule in STEPS
+            assert local_shape(TENSOR.shape, step.after, mesh.sizes) is not None
+            # A slice can only be taken or joined where no minor axis cuts the same strips.
+            assert not {step.src, step.dst} & set(at[step.axis + 1 :]) & {Shard(0), Shard(1)}
+            for call in step.collectives(TENSOR, mesh):
+                seconds[call.phase] += price(call.kind, mesh.axes[step.axis], call.bytes_in)
+            at = step.after
+        assert at == dst
+        assert seconds["forward"] == pytest.approx(found.forward_s[i, j], abs=1e-7)
+        assert seconds["backward"] == pytest.approx(found.backward_s[i, j], abs=1e-7)
+
+
+def test_routes_obey_the_triangle_inequality():
+    found = table(Mesh.of(a=2, b=2))
+    total = found.forward_s + found.backward_s
+    through = np.min(total[:, :, None] + total[None, :, :], axis=1)
+    assert np.all(total <= through * (1 + 1e-9))
+
+
+def test_partial_sums_are_never_made_up():
+    """Nothing but a whole value turns into terms of a sum, and shards never do."""
+    found = table(Mesh.of(a=2))
+    assert np.isfinite(found.forward_s[found.index[(R,)], found.index[(P,)]])
+    assert all(step.src in (R, I) for step in found.route((Shard(0),), (P,)) if step.dst == P)
+
+
+def test_the_major_axis_is_gathered_after_the_minor_one():
+    route = table(Mesh.of(a=2, b=2)).route((Shard(0), Shard(0)), (R, R))
+    assert [step.axis for step in route] == [1, 0]

@@ -1,0 +1,103 @@
+"""Strategies follow from factor rules: what is tried, and which cuts into strips survive."""
+
+import pytest
+
+from planner.formulate import rules_of
+from planner.graph import Graph, Node, Ref, TensorType
+from planner.layout import I, Mesh, P, R, Shard
+from planner.rules import Rule, axis_strategies, shard_factor
+from planner.strategy import find_cuts, leaf_layouts, op_choices, rule_of
+
+
+def linear_rule(m=8, k=4, n=6):
+    return Rule(
+        sizes={"m": m, "k": k, "n": n},
+        operands=((("m",), ("k",)), (("n",), ("k",)), (("n",),)),
+        results=((("m",), ("n",)),),
+        addends=frozenset({2}),
+        linear=(frozenset({0, 2}), frozenset({1, 2})),
+    )
+
+
+@pytest.mark.parametrize(
+    ("factor", "operands", "result"),
+    [
+        ("m", (Shard(0), R, R), Shard(0)),
+        ("n", (R, Shard(0), Shard(0)), Shard(1)),
+        ("k", (Shard(1), Shard(1), P), P),
+    ],
+)
+def test_sharding_a_factor_of_a_linear(factor, operands, result):
+    strategy = shard_factor(linear_rule(), factor)
+    assert strategy.operands == operands
+    assert strategy.results == (result,)
+
+
+def test_every_strategy_of_a_linear_on_two_ranks():
+    assert [str(s) for s in axis_strategies(linear_rule(), 2)] == [
+        "invariant", "replicate", "m", "k", "n", "partial", "partial",
+    ]  # fmt: skip
+
+
+def test_factors_that_do_not_divide_are_left_out():
+    assert [str(s) for s in axis_strategies(linear_rule(), 4)][2:4] == ["m", "k"]
+
+
+def test_whole_factors_are_never_sharded():
+    rule = Rule({"a": 8, "b": 8}, ((("a",), ("b",)),), ((("a",), ("b",)),), whole=frozenset({"b"}))
+    assert [str(s) for s in axis_strategies(rule, 2)] == ["invariant", "replicate", "a"]
+
+
+def unary(name, op, source, shape, **args):
+    return Node(name, op, (("self", Ref(source)), *args.items()), (TensorType(shape, "float32", True),))
+
+
+def test_a_sequence_survives_being_merged_behind_the_batch():
+    """x[b, s, h] -> relu -> view[b*s, h] -> relu -> view[b, s, h]: the sequence is strip-wise in the middle."""
+    shape, flat = (2, 8, 4), (16, 4)
+    graph = Graph(
+        (
+            Node("w", "param", (), (TensorType(shape, "float32", True),), target="w"),
+            unary("relu", "aten.relu.default", "w", shape),
+            unary("merged", "aten.view.default", "relu", flat, size=flat),
+            unary("middle", "aten.relu.default", "merged", flat),
+            unary("parted", "aten.view.default", "middle", shape, size=shape),
+        ),
+        (Ref("parted"),),
+    )
+    rules = rules_of(graph)
+    cuts = find_cuts(graph, rules, (4,))
+    assert cuts[Ref("merged"), 0] == frozenset({2})
+    choices = op_choices(graph, graph.by_name["middle"], rules["middle"], Mesh.of(a=4), cuts)
+    assert (Shard(0, 2),) in [choice.results[0] for choice in choices]
+
+
+def test_a_cut_that_no_one_can_use_is_dropped():
+    """Softmax over the merged dim keeps it whole, so nothing asks for strips."""
+    shape, flat = (2, 8), (16,)
+    graph = Graph(
+        (
+            Node("w", "param", (), (TensorType(shape, "float32", True),), target="w"),
+            unary("merged", "aten.view.default", "w", flat, size=flat),
+            unary("soft", "aten.softmax.int", "merged", flat, dim=0, dtype=None),
+        ),
+        (Ref("soft"),),
+    )
+    assert not find_cuts(graph, rules_of(graph), (2, 4))
+
+
+def test_an_unknown_operator_is_replicated():
+    node = Node("odd", "mylib.odd.default", (("x", Ref("x")),), (TensorType((4, 4), "float32", True),))
+    leaf = Node("x", "param", (), (TensorType((4, 4), "float32", True),), target="x")
+    graph = Graph((leaf, node), (Ref("odd"),))
+    choices = op_choices(graph, node, rule_of(graph, node), Mesh.of(a=2, b=2), {})
+    assert {t for choice in choices for layout in (*choice.operands, *choice.results) for t in layout} == {I, R}
+
+
+def test_how_leaves_may_be_stored():
+    param = Node("w", "param", (), (TensorType((8, 6), "float32", True),), target="w")
+    assert leaf_layouts(param, Mesh.of(a=4), {}) == [(I,), (Shard(0),)]
+    batch = Node("x", "input", (), (TensorType((8, 6), "float32"),), target="x")
+    assert leaf_layouts(batch, Mesh.of(a=2), {}) == [(R,), (Shard(0),)]
+    scale = Node("s", "buffer", (), (TensorType((), "float32"),), target="s")
+    assert leaf_layouts(scale, Mesh.of(a=2), {}) == [(R,)]
