@@ -48,6 +48,7 @@ def build(
         device_mesh,
         rank,
         names,
+        _not_saved(model),
         make_part,
         state,
     )
@@ -88,3 +89,12 @@ def _names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def _not_saved(model: nn.Module) -> frozenset[str]:
+    """Names of the buffers that the model keeps out of its state dict."""
+    return frozenset(
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    )

@@ -40,21 +40,25 @@ class LocalProcesses:
 
     def __init__(self, count: int, preload: Sequence[str] = ("torch",), timeout_s: float = 120.0):
         forks = sys.platform == "linux"
-        context = multiprocessing.get_context("forkserver" if forks else "spawn")
+        context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             context.set_forkserver_preload(list(preload))
-        self.count, self._timeout_s = count, timeout_s
+        self.count, self._timeout_s, self._context = count, timeout_s, context
         self._directory = tempfile.TemporaryDirectory(prefix="autopar-")
         self._calls = 0
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(count):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, theirs, timeout_s), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
+            pipe, process = self._start(rank)
+            self._pipes.append(pipe)
             self._processes.append(process)
+
+    def _start(self, rank: int) -> tuple[Connection, Any]:
+        mine, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(rank, self.count, theirs, self._timeout_s), daemon=True)
+        process.start()
+        theirs.close()
+        return mine, process
 
     def __enter__(self) -> LocalProcesses:
         return self
@@ -99,15 +103,18 @@ class LocalProcesses:
         failures: list[str] = []
         waiting = {self._pipes[rank]: rank for rank in range(ranks)}
         while waiting:
-            for pipe in wait(list(waiting), timeout=10.0 if failures else None) or [None]:
-                if not isinstance(pipe, Connection):
-                    raise RankError(failures[0])  # the others hang, waiting for the rank that failed
+            ready = wait(list(waiting), timeout=10.0 if failures else None)
+            if not ready:  # the others hang, waiting for the rank that failed
+                self._replace(list(waiting.values()))
+                break
+            for pipe in [pipe for pipe in ready if isinstance(pipe, Connection)]:
                 rank = waiting[pipe]
                 try:
                     what, value = pipe.recv()
                 except EOFError:
                     self._processes[rank].join(1)
                     what, value = "error", f"the process ended with exit code {self._processes[rank].exitcode}"
+                    self._replace([rank])
                 if what == "event":
                     if on_event is not None:
                         on_event(rank, value)
@@ -120,6 +127,13 @@ class LocalProcesses:
         if failures:
             raise RankError(failures[0])
         return results
+
+    def _replace(self, ranks: Sequence[int]) -> None:
+        """Start processes anew in place of those that hang or ended."""
+        for rank in ranks:
+            self._processes[rank].kill()
+            self._processes[rank].join()
+            self._pipes[rank], self._processes[rank] = self._start(rank)
 
 
 def _serve(rank: int, count: int, pipe: Connection, timeout_s: float) -> None:

@@ -7,7 +7,7 @@ inputs (:meth:`ParallelModule.shard` cuts a global batch) and gets what the mode
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,7 @@ class ParallelModule(nn.Module):
         device_mesh: the torch mesh of the same axes.
         rank: this process's rank.
         names: every parameter and buffer name of the original model -> the first name of that tensor.
+        not_saved: the buffers among them that are no part of the state dict.
         make_part: makes this rank's part of a leaf (local tensor).
         state: training mode and random numbers.
     """
@@ -83,6 +84,7 @@ class ParallelModule(nn.Module):
         device_mesh: DeviceMesh,
         rank: int,
         names: Mapping[str, str],
+        not_saved: Collection[str],
         make_part: Callable[[LeafSpec], Tensor],
         state: RunState,
     ):
@@ -99,7 +101,7 @@ class ParallelModule(nn.Module):
                 self._constants[leaf.name] = make_part(leaf)
         for name, first in names.items():
             if first in tensors:
-                _register(self, name, tensors[first])
+                _register(self, name, tensors[first], name not in not_saved)
         self._leaf_names = {leaf.name: leaf for leaf in interface.leaves if leaf.kind in ("param", "buffer")}
         self.train(interface.captured_training)
 
@@ -273,7 +275,7 @@ class _Part(nn.Module):
     """Holds parameters and buffers where the original model's submodule held them."""
 
 
-def _register(root: nn.Module, name: str, tensor: Tensor) -> None:
+def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
     *path, last = name.split(".")
     module = root
     for part in path:
@@ -285,7 +287,7 @@ def _register(root: nn.Module, name: str, tensor: Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         module.register_parameter(last, tensor)
     else:
-        module.register_buffer(last, tensor)
+        module.register_buffer(last, tensor, persistent=saved)
 
 
 def _lookup(root: nn.Module, name: str) -> Tensor:
