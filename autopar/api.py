@@ -21,11 +21,10 @@ from autopar.runtime.module import ParallelModule
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import PlanError
-from planner.fold import fold as fold_graph
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
 from planner.pins import Pins, filters
-from planner.plan import Plan, Search, describe, model_facts, restore
+from planner.plan import Plan, Search, describe, model_facts, refold, restore
 from planner.predict import predict
 from planner.search import search
 
@@ -145,13 +144,14 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     """
     if plan.assignment is not None and plan.assignment.space.graph == traced.graph:
         return plan.assignment
+    facts = model_facts(traced.graph, traced.name)
+    folded = refold(plan, traced.graph, facts)
     rules = rules_of(traced.graph)
-    folded = fold_graph(traced.graph)
     pins = Pins.parse(plan.pin)
     space = Space(
         folded, plan.mesh, CostModel(plan.cluster), Training(), rules, *filters(pins, traced.graph, rules, plan.mesh)
     )
-    return restore(plan, space, model_facts(traced.graph, traced.name))
+    return restore(plan, space, facts)
 
 
 def parallelize(

@@ -8,29 +8,21 @@ they add up to the prediction.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from planner.conversion import Collective, Route, local_bytes
-from planner.document import BlockDetail, LeafDetail, Move, OpDetail
+from planner.conversion import Collective, local_bytes
+from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
 from planner.formulate import Assignment, Role, Space
 from planner.graph import Node, Ref
-from planner.layout import Layout, format_layout
+from planner.layout import format_layout
 from planner.names import Section, pattern, role_names
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.pins import ATTENTION, Labels, label_dims, labelled_parts
-from planner.predict import calls_by_block, sorted_calls
+from planner.predict import calls_by_block, conversions, sorted_calls
 from planner.rules import AxisStrategy, find
 
 Names = Mapping[Role, tuple[Section, str]]
-
-
-@dataclass(frozen=True)
-class Account:
-    """Details of every block and of every leaf."""
-
-    blocks: tuple[BlockDetail, ...]
-    leaves: Mapping[str, LeafDetail]
 
 
 def account(assignment: Assignment) -> Account:
@@ -120,42 +112,26 @@ def _moves(assignment: Assignment, names: Names) -> dict[tuple[str, Role], list[
     space, graph = assignment.space, assignment.space.graph
     found: dict[tuple[str, Role], dict[object, Move]] = {}
 
-    def add(where: str, role: Role, place: object, ref: Ref, source: Layout, target: Layout, route: Route) -> None:
-        if source == target:
-            return
-        at, key = found.setdefault((where, role), {}), (place, source, target)
+    for each, times in conversions(assignment):
+        role = space.role_of[each.reader or each.ref.node]
+        at = found.setdefault(("before" if each.reader else "after", role), {})
+        key = (each.place, each.source, each.target)
         if key in at:
-            at[key] = replace(at[key], times=at[key].times + 1)
-            return
-        table, tensor = space.table(ref), graph.type_of(ref)
-        pair = table.index[source], table.index[target]
+            at[key] = replace(at[key], times=at[key].times + times)
+            continue
+        table, tensor = space.table(each.ref), graph.type_of(each.ref)
+        pair = table.index[each.source], table.index[each.target]
+        route = table.route(each.source, each.target)
         at[key] = Move(
-            _name_of(space, names, ref, role[1] if role[0] == "op" else None),
-            format_layout(source),
-            format_layout(target),
+            _name_of(space, names, each.ref, role[1] if role[0] == "op" else None),
+            format_layout(each.source),
+            format_layout(each.target),
             tuple(f"{step.rule} {space.mesh.axes[step.axis].name}" for step in route),
             tuple(call for step in route for call in step.collectives(tensor, space.mesh)),
             float(table.forward_s[pair]),
             float(table.backward_s[pair]),
+            times,
         )
-
-    for node in graph.nodes:
-        role = space.role_of[node.name]
-        for index in range(len(node.results)):
-            ref = Ref(node.name, index)
-            if space.relay_of(ref) is not None:
-                add("after", role, index, ref, assignment.produced(ref), assignment.delivered(ref),
-                    assignment.relay_route(ref))  # fmt: skip
-        seen: set[tuple[Ref, Layout]] = set()
-        for position, ref in enumerate(node.inputs):
-            wanted = assignment.choice(node).operands[position]
-            if (ref, wanted) not in seen:
-                seen.add((ref, wanted))
-                add("before", role, position, ref, assignment.delivered(ref), wanted,
-                    assignment.operand_route(node, position))  # fmt: skip
-    for position, ref in enumerate(space.leaving):
-        add("after", space.role_of[ref.node], f"output {position}", ref, assignment.delivered(ref),
-            assignment.output_layout(position), assignment.output_route(position))  # fmt: skip
     return {where: list(moves.values()) for where, moves in found.items()}
 
 

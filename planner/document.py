@@ -1,17 +1,19 @@
 """The document that a plan is: decisions, and next to them what was predicted of each.
 
-Values only. ``planner.account`` fills in the details, ``planner.plan`` gives the document its doors
-(files, views), ``planner.report`` and ``planner.explain`` read it.
+``planner.plan`` gives the document its doors (files, views); ``planner.report`` and ``planner.explain``
+read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from planner.account import account
 from planner.cluster import ClusterSpec
-from planner.conversion import Collective
+from planner.detail import Account
 from planner.formulate import Assignment
 from planner.layout import Mesh
 from planner.predict import Prediction
@@ -48,86 +50,6 @@ class BlockPlan:
 
 
 @dataclass(frozen=True)
-class Move:
-    """A conversion of one value, ``times`` per step over all instances of a block.
-
-    Attributes:
-        value: the operator (of this block, or ``"name in block"``) or the leaf that it comes from.
-        source, target: layouts before and after.
-        steps: local types along the route, axis by axis: ``"S>R data"``.
-        calls: its collectives, forward and backward. Gradients of parameters that are summed together
-            with others of their block are listed alone here and together in the block's collectives.
-        forward_s, backward_s: seconds of one occurrence.
-    """
-
-    value: str
-    source: str
-    target: str
-    steps: tuple[str, ...] = ()
-    calls: tuple[Collective, ...] = ()
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    times: int = 1
-
-
-@dataclass(frozen=True)
-class OpDetail:
-    """What one operator of a block does under the plan; seconds and bytes are of one occurrence on one rank.
-
-    Attributes:
-        path: the owning module, ``*`` where the instances of the block differ.
-        meaning: per axis, what the strategy shards, in words: ``batch``, ``sequence``, ``columns`` ...
-        operands: (where it comes from, layout in which the operator takes it).
-        results: layout of each result.
-        shape: of the first result, whole.
-        parameters: names of the parameters that it reads.
-        flops: forward operations of the whole operator.
-        forward_s, backward_s: computing.
-        inner: collectives of the operator's own local form; ``inner_s`` their seconds.
-        before, after: conversions of its operands, and of its results right after it.
-    """
-
-    path: str
-    meaning: tuple[str, ...]
-    operands: tuple[tuple[str, str], ...]
-    results: tuple[str, ...]
-    shape: tuple[int, ...] = ()
-    parameters: tuple[str, ...] = ()
-    flops: int = 0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    saved_bytes: int = 0
-    transient_bytes: int = 0
-    inner: tuple[Collective, ...] = ()
-    inner_s: float = 0.0
-    before: tuple[Move, ...] = ()
-    after: tuple[Move, ...] = ()
-
-
-@dataclass(frozen=True)
-class BlockDetail:
-    """What a distinct block does: its operators by the names of :class:`BlockPlan`, and its calls per step."""
-
-    ops: Mapping[str, OpDetail] = field(default_factory=dict)
-    collectives: tuple[tuple[Collective, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class LeafDetail:
-    """A parameter, buffer or input: whole shape, dtype, how many share the entry, bytes of one on one rank.
-
-    ``state_bytes`` is what the rank holds with it: gradient and optimizer state.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    count: int
-    local_bytes: int
-    state_bytes: int = 0
-    after: tuple[Move, ...] = ()
-
-
-@dataclass(frozen=True)
 class Document:
     """A plan for one model on one cluster.
 
@@ -144,8 +66,7 @@ class Document:
         predicted: the step's time, memory and collectives.
         search: status, bound and seconds.
         coverage: operators that the op table does not know -> how often they occur; they run replicated.
-        details: what each block does, aligned with ``blocks``; what ``predicted`` consists of.
-        leaves: details of parameters, buffers and inputs by name.
+        recorded: the details that a file brought along.
         assignment: the decisions themselves, where the plan was made in this process; not part of the file.
     """
 
@@ -162,6 +83,12 @@ class Document:
     predicted: Prediction
     search: Search
     coverage: Mapping[str, int] = field(default_factory=dict)
-    details: tuple[BlockDetail, ...] = ()
-    leaves: Mapping[str, LeafDetail] = field(default_factory=dict)
+    recorded: Account | None = field(default=None, compare=False, repr=False)
     assignment: Assignment | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def account(self) -> Account:
+        """What each operator does and costs; worked out when somebody asks."""
+        if self.recorded is not None:
+            return self.recorded
+        return account(self.assignment) if self.assignment is not None else Account()

@@ -12,7 +12,8 @@ from typing import Any
 
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
-from planner.document import BlockDetail, BlockPlan, Document, LeafDetail, Move, OpDetail, Search
+from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
+from planner.document import BlockPlan, Document, Search
 from planner.errors import ClusterError, PlanError
 from planner.layout import Axis, Mesh
 from planner.predict import Prediction
@@ -23,11 +24,26 @@ WIDTH = 110
 
 def encode(document: Document) -> dict[str, Any]:
     """A document as JSON values."""
+    search, predicted, account = document.search, document.predicted, document.account
     return {
         "format": FORMAT,
         "version": VERSION,
         "model": dict(document.model),
         "cluster": document.cluster.to_dict(),
+        **decisions(document),
+        "search": {**asdict(search), "candidates": list(search.candidates)},
+        "predicted": {**asdict(predicted), "collectives": _calls(predicted.collectives)},
+        "details": [
+            {"ops": {name: _sparse(op) for name, op in d.ops.items()}, "collectives": _calls(d.collectives)}
+            for d in account.blocks
+        ],
+        "leaves": {name: _sparse(leaf) for name, leaf in account.leaves.items()},
+    }
+
+
+def decisions(document: Document) -> dict[str, Any]:
+    """The part that decides what is run: what a person edits, and what all ranks must agree on."""
+    return {
         "mesh": [asdict(axis) for axis in document.mesh.axes],
         "pin": dict(document.pin),
         "inputs": dict(document.inputs),
@@ -40,13 +56,6 @@ def encode(document: Document) -> dict[str, Any]:
         "values": dict(document.values),
         "outputs": list(document.outputs),
         "coverage": dict(document.coverage),
-        "search": {**asdict(document.search), "candidates": list(document.search.candidates)},
-        "predicted": {**asdict(document.predicted), "collectives": _calls(document.predicted.collectives)},
-        "details": [
-            {"ops": {name: _sparse(op) for name, op in d.ops.items()}, "collectives": _calls(d.collectives)}
-            for d in document.details
-        ],
-        "leaves": {name: _sparse(leaf) for name, leaf in document.leaves.items()},
     }
 
 
@@ -170,11 +179,13 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         ),
         "search": Search(search["status"], search["gap"], search["seconds"], tuple(search["candidates"])),
         "coverage": data["coverage"],
-        "details": tuple(
-            BlockDetail({name: _read_op(op) for name, op in d["ops"].items()}, _read_calls(d["collectives"]))
-            for d in data["details"]
+        "recorded": Account(
+            tuple(
+                BlockDetail({name: _read_op(op) for name, op in d["ops"].items()}, _read_calls(d["collectives"]))
+                for d in data["details"]
+            ),
+            {name: _read_leaf(leaf) for name, leaf in data["leaves"].items()},
         ),
-        "leaves": {name: _read_leaf(leaf) for name, leaf in data["leaves"].items()},
     }
 
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.account import account
 from planner.document import BlockPlan, Document, Search
-from planner.encode import decode, dump, encode
+from planner.encode import decisions, decode, dump, encode
 from planner.encode import parse as parse_json
 from planner.errors import PlanError
 from planner.fold import Folded, fold, fold_off, relabel
@@ -89,9 +88,8 @@ class Plan(Document):
 
     def digest(self) -> str:
         """A short name of what the plan decides; equal on all ranks that run the same plan."""
-        predicted = ("search", "predicted", "cluster", "details", "leaves")
-        decisions = {k: v for k, v in self.to_dict().items() if k not in predicted}
-        return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()[:16]
+        decided = [dict(self.model), decisions(self)]
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
     # ---- views -------------------------------------------------------------------------------------------------
 
@@ -213,13 +211,15 @@ def describe(
     at: dict[int, list[int]] = {}
     for number, instance in enumerate(space.folded.instances):
         at.setdefault(instance.kind, []).append(number)
-    details = account(assignment)
     return Plan(
         model=model,
         cluster=space.cost.cluster,
         mesh=space.mesh,
         pin=pin,
-        **sections,
+        inputs=sections["inputs"],
+        parameters=sections["parameters"],
+        buffers=sections["buffers"],
+        values=sections["values"],
         blocks=tuple(
             BlockPlan(name, len(at[kind]), ops.get(kind, {}), values.get(kind, {}), tuple(at[kind]))
             for kind, name in enumerate(space.folded.names)
@@ -228,8 +228,6 @@ def describe(
         predicted=predicted,
         search=replace(search, candidates=tuple(_finite(c) for c in search.candidates)),
         coverage=coverage(space.graph),
-        details=details.blocks,
-        leaves=details.leaves,
         assignment=assignment,
     )
 

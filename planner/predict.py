@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from planner.conversion import Collective, Route, local_bytes
 from planner.fold import Instance
 from planner.formulate import Assignment
-from planner.graph import Ref
+from planner.graph import Node, Ref
 from planner.layout import Layout
 
 
@@ -55,8 +55,10 @@ def calls_by_block(assignment: Assignment) -> dict[int | None, Calls]:
     """Distinct block -> its calls over all instances; ``None`` holds those of leaves and outputs."""
     space = assignment.space
     found: dict[int | None, Calls] = {None: Counter()}
-    for instance in space.folded.instances:
-        found.setdefault(instance.kind, Counter()).update(_block_calls(assignment, instance))
+    for instance, times in _alike(assignment):
+        calls = found.setdefault(instance.kind, Counter())
+        for call, count in _block_calls(assignment, instance).items():
+            calls[call] += count * times
     for leaf in space.graph.leaves:
         if space.is_read(Ref(leaf.name)):
             found[None].update(_route_calls(assignment, Ref(leaf.name), assignment.relay_route(Ref(leaf.name))))
@@ -68,6 +70,64 @@ def calls_by_block(assignment: Assignment) -> dict[int | None, Calls]:
 def sorted_calls(calls: Mapping[Collective, int]) -> list[tuple[Collective, int]]:
     """Calls in a fixed order: backward before forward, by axis, kind and bytes."""
     return sorted(calls.items(), key=lambda item: (item[0].phase, item[0].axis, item[0].kind, item[0].bytes_in))
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A value changes layout: as operand number ``place`` of ``reader``, or (no reader) once it is made."""
+
+    ref: Ref
+    source: Layout
+    target: Layout
+    place: str
+    reader: str = ""
+
+
+def conversions(assignment: Assignment) -> list[tuple[Conversion, int]]:
+    """Every conversion of a step, of one representative of those that are alike, and how often it occurs."""
+    space = assignment.space
+    found: list[tuple[Conversion, int]] = []
+
+    def add(conversion: Conversion, times: int) -> None:
+        if conversion.source != conversion.target:
+            found.append((conversion, times))
+
+    def deliver(ref: Ref, times: int) -> None:
+        if space.relay_of(ref) is not None:
+            produced, delivered = assignment.produced(ref), assignment.delivered(ref)
+            add(Conversion(ref, produced, delivered, f"result {ref.index}"), times)
+
+    for leaf in space.graph.leaves:
+        deliver(Ref(leaf.name), 1)
+    for instance, times in _alike(assignment):
+        for node in instance.block.nodes:
+            for index in range(len(node.results)):
+                deliver(Ref(node.name, index), times)
+            for position, ref in _operands(assignment, node):
+                wanted = assignment.choice(node).operands[position]
+                add(Conversion(ref, assignment.delivered(ref), wanted, f"operand {position}", node.name), times)
+    for position, ref in enumerate(space.leaving):
+        add(Conversion(ref, assignment.delivered(ref), assignment.output_layout(position), f"output {position}"), 1)
+    return found
+
+
+def _alike(assignment: Assignment) -> list[tuple[Instance, int]]:
+    """One instance of each block and entry layout, and how many there are: all of these do the same."""
+    space = assignment.space
+    found: dict[object, tuple[Instance, int]] = {}
+    for instance in space.folded.instances:
+        read = tuple(space.is_read(ref) for ref in instance.block.outputs)
+        key = (instance.kind, read, tuple(assignment.delivered(ref) for ref in instance.block.inputs))
+        first, times = found.get(key, (instance, 0))
+        found[key] = first, times + 1
+    return list(found.values())
+
+
+def _operands(assignment: Assignment, node: Node) -> list[tuple[int, Ref]]:
+    """Operands by position; a value that is taken twice in one layout is converted once."""
+    choice = assignment.choice(node)
+    first = {(ref, choice.operands[position]): position for position, ref in reversed([*enumerate(node.inputs)])}
+    return sorted((position, ref) for (ref, _), position in first.items())
 
 
 def _route_calls(assignment: Assignment, ref: Ref, route: Route) -> Calls:
@@ -90,12 +150,8 @@ def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
             ref = Ref(node.name, index)
             if space.is_read(ref):
                 calls.update(_route_calls(assignment, ref, assignment.relay_route(ref)))
-        seen: set[tuple[Ref, Layout]] = set()
         choice = assignment.choice(node)
-        for position, ref in enumerate(node.inputs):
-            if (ref, choice.operands[position]) in seen:
-                continue
-            seen.add((ref, choice.operands[position]))
+        for position, ref in _operands(assignment, node):
             axes, tensor = assignment.summed_over(node, position), graph.type_of(ref)
             if axes:
                 summed = sums.setdefault((axes, tensor.dtype), {})
@@ -137,32 +193,14 @@ def predict(assignment: Assignment, step_time_s: float, peak_bytes: int) -> Pred
         cover += work.backward_s * space.overlap
         memory["activations"] += work.saved_bytes
         memory["temporary"] = max(memory["temporary"], work.transient_bytes)
-    for ref, source, target in _conversions(assignment):
-        table = space.table(ref)
-        pair = table.index[source], table.index[target]
-        time["communication"] += float(table.forward_s[pair])
-        is_param = space.graph.by_name[ref.node].op == "param"
-        time["gradients" if is_param else "communication"] += float(table.backward_s[pair])
+    for each, times in conversions(assignment):
+        table = space.table(each.ref)
+        pair = table.index[each.source], table.index[each.target]
+        time["communication"] += float(table.forward_s[pair]) * times
+        is_param = space.graph.by_name[each.ref.node].op == "param"
+        time["gradients" if is_param else "communication"] += float(table.backward_s[pair]) * times
         if is_param:
-            before, after = (local_bytes(table.tensor, layout, space.mesh) for layout in (source, target))
-            memory["gathered"] += max(0, after - before)
+            before, after = (local_bytes(table.tensor, layout, space.mesh) for layout in (each.source, each.target))
+            memory["gathered"] += max(0, after - before) * times
     time["gradients"] = max(0.0, time["gradients"] - cover)
     return Prediction(step_time_s, peak_bytes, time, memory, tuple(sorted_calls(collectives(assignment))))
-
-
-def _conversions(assignment: Assignment) -> list[tuple[Ref, Layout, Layout]]:
-    """Every conversion of the step: of results and leaves once made, of operands, of outputs."""
-    space = assignment.space
-    found: list[tuple[Ref, Layout, Layout]] = []
-    for node in space.graph.nodes:
-        results = [Ref(node.name, index) for index in range(len(node.results))]
-        found += [(r, assignment.produced(r), assignment.delivered(r)) for r in results if space.relay_of(r)]
-        seen: set[tuple[Ref, Layout]] = set()
-        for position, ref in enumerate(node.inputs):
-            wanted = assignment.choice(node).operands[position]
-            if (ref, wanted) not in seen:
-                seen.add((ref, wanted))
-                found.append((ref, assignment.delivered(ref), wanted))
-    for position, ref in enumerate(space.leaving):
-        found.append((ref, assignment.delivered(ref), assignment.output_layout(position)))
-    return [(ref, source, target) for ref, source, target in found if source != target]

@@ -32,9 +32,16 @@ ROOMS: dict[str, set[str]] = {
     "pins": {*BASE, "rules", "ops", "mesh", "strategy", "formulate"},
     "predict": {*BASE, "fold", "cost", "conversion", "formulate"},
 }
-ROOMS["plan"] = {*ROOMS} - {"solve"}
 ROOMS["search"] = {*ROOMS}
-ROOMS["explain"] = {*ROOMS}
+ROOMS["detail"] = {"conversion"}
+ROOMS["names"] = {"graph", "formulate"}
+ROOMS["account"] = {*BASE, "rules", "ops", "conversion", "formulate", "pins", "predict", "detail", "names"}
+ROOMS["document"] = {"layout", "cluster", "formulate", "predict", "detail", "account"}
+ROOMS["encode"] = {*BASE, "cluster", "conversion", "predict", "detail", "document"}
+VIEWS = {*ROOMS} - {"search"}
+ROOMS["report"] = VIEWS
+ROOMS["explain"] = VIEWS | {"report"}
+ROOMS["plan"] = VIEWS - {"solve"} | {"report", "explain"}
 
 
 def files(folder: Path) -> list[Path]:
