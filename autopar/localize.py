@@ -59,11 +59,17 @@ class Call:
 
     def _is_default(self, argument: Any) -> bool:
         value = self.args[argument.name]
+        if argument.name == "pin_memory":
+            return not value
         return (
             argument.has_default_value()
             and type(value) is type(argument.default_value)
             and (value == argument.default_value)
         )
+
+    def emit(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """The call, under the name that the model's graph gives the operator."""
+        return self.graph.create_node("call_function", function, args, kwargs, name=self.node.name)
 
     def sharded(self, factors: tuple[str, ...]) -> tuple[int, ...]:
         """Axes on which one of ``factors`` is sharded, major first."""
@@ -102,17 +108,15 @@ def local_form(call: Call) -> fx.Node:
                 call.args[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             )
             keywords = {name: call.args[name] for name in ("scale", "enable_gqa")}
-            return call.graph.call_function(
-                draw_attention, (call.state(), varying, *positional), {**keywords, **groups}
-            )
+            return call.emit(draw_attention, (call.state(), varying, *positional), {**keywords, **groups})
         positional, keywords = call.arguments()
-        return call.graph.call_function(draw, (call.target, call.state(), varying, *positional), keywords)
+        return call.emit(draw, (call.target, call.state(), varying, *positional), keywords)
     positional, keywords = call.arguments()
     if not groups:
-        return call.graph.call_function(call.target, positional, keywords)
+        return call.emit(call.target, positional, keywords)
     assert form is not None
     first = (call.target,) if form.takes_op else ()
-    return call.graph.call_function(form.function, (*first, *positional), {**keywords, **groups})
+    return call.emit(form.function, (*first, *positional), {**keywords, **groups})
 
 
 ATTENTION = "aten.scaled_dot_product_attention.default"

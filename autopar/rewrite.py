@@ -57,7 +57,7 @@ def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any
     calls: dict[str, int] = {}
     graph = assignment.space.graph
     for leaf in graph.leaves:
-        root.values[Ref(leaf.name)] = root.graph.placeholder(leaf.name)
+        root.values[Ref(leaf.name)] = root.graph.placeholder(_leaf_name(leaf, ""))
     for leaf in graph.leaves:
         root.relay(Ref(leaf.name))
     names = program_names(assignment)
@@ -84,8 +84,7 @@ def program_names(assignment: Assignment) -> list[str]:
     """A Python identifier for each kind of block."""
     found: list[str] = []
     for path in assignment.space.folded.names:
-        text = "".join(c if c.isalnum() else "_" for c in path.replace(".*", "")).strip("_") or "block"
-        name = text if not text[0].isdigit() else f"block_{text}"
+        name = _identifier(path.replace(".*", ""))
         while name in found or name in (*assignment.space.mesh.names, STATE):
             name += "_"
         found.append(name)
@@ -102,7 +101,8 @@ def _emit_block(
 ) -> fx.GraphModule:
     body = _Body(assignment, targets, device)
     for ref in block.inputs:
-        body.values[ref] = body.graph.placeholder(ref.node if ref.index == 0 else f"{ref.node}_{ref.index}")
+        source = assignment.space.graph.by_name[ref.node]
+        body.values[ref] = body.graph.placeholder(_leaf_name(source, block.path) if source.is_leaf else _name(ref))
     body.replicate_parameters(block)
     for node in block.nodes:
         body.emit(node, frozenset(block.outputs))
@@ -116,7 +116,7 @@ def _bind_results(graph: fx.Graph, call: fx.Node, refs: tuple[Ref, ...], values:
         values[refs[0]] = call
         return
     for i, ref in enumerate(refs):
-        values[ref] = graph.call_function(_getitem, (call, i))
+        values[ref] = _call(graph, _getitem, (call, i), _name(ref))
 
 
 def _module(holder: dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphModule:
@@ -151,7 +151,7 @@ class _Body:
         src = _local_text(step.before, step.axis, self.mesh.sizes)
         dst = _local_text(step.after, step.axis, self.mesh.sizes)
         group = self.attribute(self.mesh.axes[step.axis].name)
-        return self.graph.call_function(convert, (value, group, src, dst))
+        return _call(self.graph, convert, (value, group, src, dst), f"{value.name}_{dst[0].lower()}")
 
     def converted(self, value: fx.Node, route: Route) -> fx.Node:
         for step in route:
@@ -177,7 +177,8 @@ class _Body:
             for axis in axes:
                 group = self.attribute(self.mesh.axes[axis].name)
                 call = self.graph.call_function(replicate_parameters, (tuple(current), group))
-                current = [self.graph.call_function(_getitem, (call, i)) for i in range(len(current))]
+                names = [f"{value.name}_r" for value in current]
+                current = [_call(self.graph, _getitem, (call, i), name) for i, name in enumerate(names)]
             for (ref, layout), value in zip(wanted.items(), current, strict=True):
                 self._ready[ref, layout] = value
 
@@ -233,7 +234,7 @@ class _Body:
         used = [ref for ref in refs if space.is_read(ref) or ref in kept]
         for ref in used:
             multiple = len(refs) > 1 or self.targets[node.name]._schema.returns[0].type.kind() == "ListType"
-            value = self.graph.call_function(_getitem, (emitted, ref.index)) if multiple else emitted
+            value = _call(self.graph, _getitem, (emitted, ref.index), _name(ref)) if multiple else emitted
             tensor = node.results[ref.index]
             if not tensor.grad and any(t.grad for t in space.graph.input_types(node)) and _is_float(tensor.dtype):
                 value = self.graph.call_function(torch.ops.aten.detach.default, (value,))
@@ -261,6 +262,26 @@ def _local_text(layout: Layout, axis: int, sizes: tuple[int, ...]) -> str:
     if isinstance(local_type, Mark):
         return str(local_type)
     return str(Shard(local_type.dim, local_outer(layout, axis, sizes)))
+
+
+def _identifier(text: str) -> str:
+    """A Python identifier that reads like ``text``."""
+    word = "".join(c if c.isalnum() else "_" for c in text).strip("_") or "block"
+    return f"block_{word}" if word[0].isdigit() else word
+
+
+def _name(ref: Ref) -> str:
+    return ref.node if ref.index == 0 else f"{ref.node}_{ref.index}"
+
+
+def _leaf_name(leaf: Node, path: str) -> str:
+    """A leaf's own name below the block that reads it: ``self_attn_q_proj_weight``."""
+    target = leaf.target or leaf.name
+    return _identifier(target.removeprefix(f"{path}.") if path else target)
+
+
+def _call(graph: fx.Graph, function: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+    return graph.create_node("call_function", function, args, {}, name=name)
 
 
 def _is_float(dtype: str) -> bool:

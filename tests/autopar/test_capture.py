@@ -150,3 +150,15 @@ def test_arguments_have_schema_names_and_defaults():
     assert dict(node.args).keys() == {"input", "weight", "bias"}
     assert node["bias"] is None
     assert [graph.by_name[ref.node].op for ref in node.inputs] == ["input", "param"]
+
+
+class TwoInputs(nn.Module):
+    def forward(self, a, b):
+        return (a * 2 + b).sum()
+
+
+def test_one_tensor_passed_twice_is_two_inputs():
+    """``model(input_ids=ids, labels=ids)`` plans for a model whose inputs will differ."""
+    graph = lower(capture(TwoInputs(), None, {"a": X, "b": X}))
+    assert [leaf.target for leaf in graph.leaves] == ["a", "b"]
+    assert all(graph.users.get(Ref(leaf.name)) for leaf in graph.leaves)
