@@ -8,23 +8,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from planner.cluster import ClusterSpec
-from planner.plan import Plan
-
 if TYPE_CHECKING:
     from autopar.api import parallelize, plan
     from autopar.verify import verify
+    from planner.cluster import ClusterSpec
+    from planner.plan import Plan
 
-_LAZY = {"parallelize": "autopar.api", "plan": "autopar.api", "verify": "autopar.verify"}
+_LAZY = {
+    "ClusterSpec": "planner.cluster",
+    "Plan": "planner.plan",
+    "parallelize": "autopar.api",
+    "plan": "autopar.api",
+    "verify": "autopar.verify",
+}
 
 __all__ = ["ClusterSpec", "Plan", "parallelize", "plan", "verify"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch on first use, so that ``import autopar`` is instant."""
+    """Import on first use, so that ``import autopar`` is instant."""
     if name not in _LAZY:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value  # importing autopar.verify has put the module under the function's name
+    return value
