@@ -152,7 +152,7 @@ class Space:
                 kept = [layout for layout in layouts if self._allow_leaf is None or self._allow_leaf(node, layout)]
                 found[role] = kept or layouts[:1]
             else:
-                found[role] = op_choices(self.graph, node, self.rules[node.name], self.mesh, self.cuts, self._allow)
+                found[role] = self._choices(role)
         for relay, ref in self._relays.items():
             found[relay] = self._relay_layouts(ref)
         for position, ref in enumerate(self.leaving):

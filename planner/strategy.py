@@ -68,46 +68,100 @@ def find_cuts(graph: Graph, rules: Mapping[str, Rule], sizes: tuple[int, ...]) -
     every operator that keeps the factor. A cut survives only at values that some operator can both
     produce and consume cut.
     """
-    cuts: dict[tuple[Ref, int], set[int]] = {}
-    nodes = [node for node in graph.nodes if node.name in rules]
-    tensors = {node.name: tensors_of(node, rules[node.name]) for node in nodes}
-    for node in nodes:
-        rule = rules[node.name]
-        for ref, dims in tensors[node.name]:
-            for dim, factors in enumerate(dims):
+    wires = _Wires(graph, rules)
+    cuts = _born(wires, sizes)
+    _spread(cuts, wires)
+    _drop_dead(cuts, wires)
+    return {(wires.refs[value], dim): frozenset(strips) for (value, dim), strips in cuts.items() if strips}
+
+
+class _Seats:
+    """Where the factors of a rule sit in its tensors (operands, then results); made once per distinct rule."""
+
+    def __init__(self, rule: Rule):
+        self.rule, self.operands, self.dims = rule, len(rule.operands), (*rule.operands, *rule.results)
+        self.of = {
+            factor: [(place, *at) for place, dims in enumerate(self.dims) if (at := find(dims, factor, rule.sizes))]
+            for factor in rule.sizes
+            if rule.may_stride(factor)
+        }
+        """Factor that may be cut -> (tensor, dim, product of the factors major to it in that dim)."""
+        self._cut: dict[tuple[int, int, int], tuple[str, int] | None] = {}
+
+    def cut(self, place: int, dim: int, strips: int) -> tuple[str, int] | None:
+        """The factor that a cut of a tensor falls in and the strips within it; ``None`` if that cannot be."""
+        key = place, dim, strips
+        if key not in self._cut:
+            found = factor_at(self.dims[place][dim], strips, self.rule)
+            self._cut[key] = found if found is not None and found[0] in self.of else None
+        return self._cut[key]
+
+
+class _Wires:
+    """A graph as numbered values.
+
+    Attributes:
+        refs: the value of each number.
+        uses: for each value, the operators that touch it: numbers of their tensors, their seats, which tensor it is.
+        produced: for each value, whether an operator produces it.
+    """
+
+    def __init__(self, graph: Graph, rules: Mapping[str, Rule]):
+        self.refs: list[Ref] = []
+        self.uses: list[list[tuple[list[int], _Seats, int]]] = []
+        self.produced: list[bool] = []
+        numbers: dict[Ref, int] = {}
+        seats: dict[int, _Seats] = {}
+        for node in graph.nodes:
+            rule = rules.get(node.name)
+            if rule is None:
+                continue
+            if id(rule) not in seats:
+                seats[id(rule)] = _Seats(rule)
+            values = []
+            for place, ref in enumerate((*node.inputs, *(Ref(node.name, i) for i in range(len(node.results))))):
+                value = numbers.setdefault(ref, len(numbers))
+                if value == len(self.refs):
+                    self.refs.append(ref)
+                    self.uses.append([])
+                    self.produced.append(place >= len(node.inputs))
+                values.append(value)
+                self.uses[value].append((values, seats[id(rule)], place))
+
+
+_NumberedCuts = dict[tuple[int, int], set[int]]
+
+
+def _born(wires: _Wires, sizes: tuple[int, ...]) -> _NumberedCuts:
+    """Cuts at factors that lie behind others in a dim, where an axis may shard them."""
+    cuts: _NumberedCuts = {}
+    for value, uses in enumerate(wires.uses):
+        for _, seats, place in uses:
+            rule = seats.rule
+            for dim, factors in enumerate(seats.dims[place]):
                 for factor in factors[1:]:
-                    if factor in rule.whole:
-                        continue
-                    found = find(dims, factor, rule.sizes)
-                    assert found is not None
-                    if any(rule.sizes[factor] % size == 0 for size in sizes if size > 1):
-                        cuts.setdefault((ref, dim), set()).add(found[1])
-    changed = bool(cuts)
-    while changed:
-        changed = False
-        for node in (*nodes, *reversed(nodes)):
-            rule = rules[node.name]
-            shared: dict[str, set[int]] = {}
-            for ref, dims in tensors[node.name]:
-                for dim, _ in enumerate(dims):
-                    for cut in cuts.get((ref, dim), ()):
-                        part = factor_at(dims[dim], cut, rule)
-                        if part:
-                            shared.setdefault(part[0], set()).add(part[1])
-            for factor_name, outers in shared.items():
-                if not rule.may_stride(factor_name):
-                    continue
-                for ref, dims in tensors[node.name]:
-                    found = find(dims, factor_name, rule.sizes)
-                    if found is None:
-                        continue
-                    wanted = {found[1] * outer for outer in outers} - {1}
-                    have = cuts.setdefault((ref, found[0]), set())
-                    if not wanted <= have:
-                        have |= wanted
-                        changed = True
-    _drop_dead(cuts, nodes, tensors, rules)
-    return {key: frozenset(values) for key, values in cuts.items() if values}
+                    if factor not in rule.whole and any(rule.sizes[factor] % size == 0 for size in sizes if size > 1):
+                        found = find(seats.dims[place], factor, rule.sizes)
+                        assert found is not None
+                        cuts.setdefault((value, dim), set()).add(found[1])
+    return cuts
+
+
+def _spread(cuts: _NumberedCuts, wires: _Wires) -> None:
+    """Carry every cut along its factor through all operators."""
+    waiting = [(*key, strips) for key, values in cuts.items() for strips in values]
+    while waiting:
+        value, dim, strips = waiting.pop()
+        for values, seats, place in wires.uses[value]:
+            found = seats.cut(place, dim, strips)
+            if found is None:
+                continue
+            factor, outer = found
+            for other, other_dim, major in seats.of[factor]:
+                have = cuts.setdefault((values[other], other_dim), set())
+                if major * outer > 1 and major * outer not in have:
+                    have.add(major * outer)
+                    waiting.append((values[other], other_dim, major * outer))
 
 
 def tensors_of(node: Node, rule: Rule) -> list[tuple[Ref, tuple[tuple[str, ...], ...]]]:
@@ -126,55 +180,48 @@ def factor_at(dim: tuple[str, ...], cut: int, rule: Rule) -> tuple[str, int] | N
     return None
 
 
-def _drop_dead(
-    cuts: dict[tuple[Ref, int], set[int]],
-    nodes: list[Node],
-    tensors: dict[str, list[tuple[Ref, tuple[tuple[str, ...], ...]]]],
-    rules: Mapping[str, Rule],
-) -> None:
+def _drop_dead(cuts: _NumberedCuts, wires: _Wires) -> None:
     """Remove cuts that the producer cannot make or no consumer can take, until none is left."""
-    produced = {Ref(node.name, i) for node in nodes for i in range(len(node.results))}
-    while True:
-        made: set[tuple[Ref, int, int]] = set()
-        taken: set[tuple[Ref, int, int]] = set()
-        for node in nodes:
-            rule, operands = rules[node.name], len(node.inputs)
-            for place, (ref, dims) in enumerate(tensors[node.name]):
-                for dim, factors in enumerate(dims):
-                    for cut in cuts.get((ref, dim), ()):
-                        factor = factor_at(factors, cut, rule)
-                        if factor is None or not rule.may_stride(factor[0]):
-                            continue
-                        if _alive_elsewhere(factor, place, tensors[node.name], operands, rule, cuts, produced):
-                            (made if place >= operands else taken).add((ref, dim, cut))
-        dead = [
-            (ref, dim, cut)
-            for (ref, dim), values in cuts.items()
-            for cut in values
-            if (ref in produced and (ref, dim, cut) not in made) or (ref, dim, cut) not in taken
-        ]
-        if not dead:
-            return
-        for ref, dim, cut in dead:
-            cuts[ref, dim].discard(cut)
+    waiting = {(*key, strips): None for key, values in cuts.items() for strips in values}
+    while waiting:
+        value, dim, strips = waiting.popitem()[0]
+        if _is_alive(value, dim, strips, cuts, wires):
+            continue
+        cuts[value, dim].discard(strips)
+        for values, seats, place in wires.uses[value]:
+            found = seats.cut(place, dim, strips)
+            if found is None:
+                continue
+            factor, outer = found
+            for other, other_dim, major in seats.of[factor]:
+                if major * outer in cuts.get((values[other], other_dim), ()):
+                    waiting[values[other], other_dim, major * outer] = None
+
+
+def _is_alive(value: int, dim: int, strips: int, cuts: _NumberedCuts, wires: _Wires) -> bool:
+    """Whether the producer of a value, if it has one, makes the cut and some consumer takes it."""
+    made, taken = not wires.produced[value], False
+    for values, seats, place in wires.uses[value]:
+        consumes = place < seats.operands
+        if taken if consumes else made:
+            continue
+        found = seats.cut(place, dim, strips)
+        if found is None or not _alive_elsewhere(*found, consumes, values, seats, cuts, wires.produced):
+            continue
+        made, taken = made or not consumes, taken or consumes
+    return made and taken
 
 
 def _alive_elsewhere(
-    factor: tuple[str, int],
-    place: int,
-    tensors: list[tuple[Ref, tuple[tuple[str, ...], ...]]],
-    operands: int,
-    rule: Rule,
-    cuts: Mapping[tuple[Ref, int], set[int]],
-    produced: set[Ref],
+    factor: str, outer: int, consumes: bool, values: list[int], seats: _Seats, cuts: _NumberedCuts, produced: list[bool]
 ) -> bool:
-    """Whether the other side of the operator (results of an operand, activations of a result) keeps the cut."""
-    name, outer = factor
-    others = tensors[operands:] if place < operands else [t for t in tensors[:operands] if t[0] in produced]
-    holding = [(ref, found) for ref, dims in others if (found := find(dims, name, rule.sizes))]
-    if not holding:
-        return True
-    return any(found[1] * outer == 1 or found[1] * outer in cuts.get((ref, found[0]), ()) for ref, found in holding)
+    """Whether the operator's other side (its results for an operand, its activations for a result) keeps the cut."""
+    others = [
+        (values[place], dim, major * outer)
+        for place, dim, major in seats.of[factor]
+        if (place >= seats.operands if consumes else place < seats.operands and produced[values[place]])
+    ]
+    return not others or any(strips == 1 or strips in cuts.get((value, dim), ()) for value, dim, strips in others)
 
 
 def op_choices(
