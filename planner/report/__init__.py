@@ -1,0 +1,8 @@
+"""Report: a plan as a page of text, and as a page of HTML that needs nothing else."""
+
+from __future__ import annotations
+
+from planner.report.html import fragment, page
+from planner.report.text import text
+
+__all__ = ["fragment", "page", "text"]

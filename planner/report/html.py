@@ -1,0 +1,404 @@
+"""HTML: a plan as a page that needs nothing else — no script, no font, no request.
+
+:func:`fragment` is what a notebook shows, :func:`page` a file of its own. The style knows the light and
+dark themes of the browser, JupyterLab and VS Code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib import resources
+from itertools import product
+from typing import Any
+
+from planner.cluster import ClusterSpec
+from planner.conversion import Collective
+from planner.detail import LeafDetail, OpDetail
+from planner.document import Document
+from planner.layout import Mesh
+from planner.report.summary import BlockSummary, blocks, counted, is_notable, op_calls, stored, traffic
+from planner.report.words import MEMORY_USES, TIME_USES, in_bytes, in_count, in_percent, in_seconds, sizes_text
+
+DARK = """
+  --ink: #e6e9ef; --soft: #a3adbd; --faint: #7c8799; --line: #2c333f; --card: #1b2029; --page: #14181f; --well: #262d38;
+  --a0: #7fb0ff; --a1: #f3a95c; --a2: #5fd3b0; --a0-bg: #1d2f4d; --a1-bg: #44301a; --a2-bg: #17392f;
+  --u0: #5b8fe8; --u1: #e39a4c; --u2: #d8705f; --u3: #45b596; --u4: #a587da; --u5: #78828f;
+  --warn: #f0c560; --warn-bg: #3a2f12; --good: #63d3a0; --good-bg: #15392a; --bad: #f0867a;
+"""
+MOST_RANKS = 256
+Cell = str | tuple[str, str]
+
+
+def page(document: Document) -> str:
+    """A whole page."""
+    title = escape(f"{document.model['class']} on {document.cluster.name}")
+    body = "margin:0;padding:24px 12px;background:#f6f7fa"
+    dark = "@media (prefers-color-scheme: dark) { body { background: #14181f !important; } }"
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<style>{dark}</style></head>\n<body style="{body}">\n{fragment(document)}\n</body></html>\n'
+    )
+
+
+def fragment(document: Document) -> str:
+    """An element to put into a page."""
+    parts = [
+        f"<style>{_style()}</style>",
+        _head(document),
+        _note(document),
+        f'<div class="top">{_mesh(document)}<div class="bars">{_step(document)}{_memory(document)}</div></div>',
+        _blocks(document),
+        f'<div class="two">{_collectives(document)}{_search(document)}</div>',
+        _leaves(document),
+    ]
+    return '<div class="autopar">' + "\n".join(filter(None, parts)) + "</div>"
+
+
+def _style() -> str:
+    """The style sheet, with the dark theme wherever a dark theme announces itself."""
+    sheet = resources.files("planner.report").joinpath("style.css").read_text(encoding="utf-8")
+    themes = 'body[data-jp-theme-light="false"] .autopar, body.vscode-dark .autopar'
+    light = 'body[data-jp-theme-light="true"] .autopar, body.vscode-light .autopar'
+    media = f"@media (prefers-color-scheme: dark) {{ .autopar:not(:is({light})) {{ {DARK} }} }}"
+    return sheet.replace("/*DARK*/", f"{media}\n{themes} {{ {DARK} }}")
+
+
+# ---- the head --------------------------------------------------------------------------------------------------------
+
+
+def _head(document: Document) -> str:
+    cluster, search, model = document.cluster, document.search, document.model
+    proven = search.status == "optimal"
+    pills = [
+        _pill("optimal" if proven else f"at most {search.gap * 100:.1f} % from the best", "good" if proven else "warn")
+    ]
+    pills += [_pill(f"pinned: {name} {value}") for name, value in document.pin.items()]
+    devices = f"{cluster.world_size} × {escape(cluster.device.kind)}"
+    return (
+        f'<div class="head"><h1>{escape(str(model["class"]))}</h1>{"".join(pills)}</div>'
+        f'<div class="sub">{in_count(int(model["parameters"]))} parameters on {escape(cluster.name)}: {devices}, '
+        f"{escape(cluster.backend)}</div>"
+    )
+
+
+def _pill(text: str, tone: str = "") -> str:
+    return f'<span class="pill {tone}">{escape(text)}</span>'
+
+
+def _note(document: Document) -> str:
+    if not document.coverage:
+        return ""
+    ops = ", ".join(f"{times} × <code>{escape(op)}</code>" for op, times in document.coverage.items())
+    return (
+        f'<div class="note"><b>Not in the op table</b>, so computed whole on every rank: {ops}. '
+        "See docs/adding_an_op.md.</div>"
+    )
+
+
+# ---- mesh ------------------------------------------------------------------------------------------------------------
+
+
+def _mesh(document: Document) -> str:
+    mesh = document.mesh
+    axes = "".join(
+        f'<span class="chip a{i % 3}">{escape(axis.name)} {axis.size}</span> ' for i, axis in enumerate(mesh.axes)
+    )
+    links = "".join(f"<li>{escape(line)}</li>" for line in _links(document.cluster))
+    drawing = _drawing(mesh, document.cluster.spans[0])
+    return f'<div class="card"><h2>Mesh</h2>{drawing}<div>{axes}</div><ul class="links">{links}</ul></div>'
+
+
+def _links(cluster: ClusterSpec) -> list[str]:
+    """The levels of the network, innermost first."""
+    unit, found = "devices", []
+    for level in cluster.levels:
+        if level.size > 1:
+            speed = f"{level.bandwidth_bytes_per_s / 1e9:.4g} GB/s, {in_seconds(level.latency_s)}"
+            found.append(f"{level.size} {unit} per {level.name}: {speed}")
+        unit = f"{level.name}s"
+    return found
+
+
+def _drawing(mesh: Mesh, node: int) -> str:
+    """Ranks in a grid: the last axis to the right, the one before downwards, others side by side; one shade a node."""
+    if mesh.size > MOST_RANKS:
+        return f'<p class="soft">{mesh.size:,} devices in nodes of {node:,}</p>'
+    *outer, rows, columns = (*(1, 1), *mesh.sizes)
+    if rows == 1 and not any(size > 1 for size in outer) and columns > 16:
+        rows, columns = columns // 8, 8
+        names: tuple[str, ...] = ("", mesh.names[-1])
+    else:
+        names = ("", "", *mesh.names)[-2:]
+    cell = 34 if mesh.size <= 64 else 20
+    gap, left, top = 4, 18 if names[0] and rows > 1 else 2, 18
+    tables = list(product(*(range(size) for size in outer)))
+    width = left + len(tables) * columns * (cell + gap) + (len(tables) - 1) * 12
+    height = top + rows * (cell + gap)
+    found = [f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="mesh">']
+    found.append(f'<text x="{left}" y="11">{escape(names[1])} →</text>')
+    if names[0] and rows > 1:
+        middle = top + rows * (cell + gap) / 2
+        found.append(
+            f'<text x="11" y="{middle}" transform="rotate(-90 11 {middle})" text-anchor="middle">'
+            f"← {escape(names[0])}</text>"
+        )
+    for number in range(mesh.size):
+        table, place = divmod(number, rows * columns)
+        row, column = divmod(place, columns)
+        x = left + table * (columns * (cell + gap) + 12) + column * (cell + gap)
+        y = top + row * (cell + gap)
+        shade = 0.95 if number // node % 2 == 0 else 0.6
+        found.append(
+            f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" rx="6" fill="var(--u0)" opacity="{shade}"/>'
+            f'<text class="rank" x="{x + cell / 2}" y="{y + cell / 2 + 4}" text-anchor="middle">{number}</text>'
+        )
+    return "".join(found) + "</svg>"
+
+
+# ---- bars ------------------------------------------------------------------------------------------------------------
+
+
+def _bar(uses: Mapping[str, float], total: float, kind: str = "") -> str:
+    parts = [
+        f'<i class="u{i % 6}" style="width:{100 * value / total:.2f}%" title="{escape(name)}"></i>'
+        for i, (name, value) in enumerate(uses.items())
+        if value and total
+    ]
+    return f'<div class="bar {kind}">{"".join(parts)}</div>'
+
+
+def _legend(uses: Mapping[str, float], total: float, show: Any, hints: Mapping[str, str]) -> str:
+    parts = [
+        f'<span title="{escape(hints.get(name, ""))}"><i class="u{i % 6}"></i>{escape(name)} <b>{show(value)}</b> '
+        f"{in_percent(value / total)}</span>"
+        for i, (name, value) in enumerate(uses.items())
+        if value and total
+    ]
+    return f'<div class="legend">{"".join(parts)}</div>'
+
+
+def _step(document: Document) -> str:
+    predicted = document.predicted
+    return (
+        f'<div class="card"><div class="figure"><b>{in_seconds(predicted.step_time_s)}</b>'
+        f"<span>predicted for one step</span></div>{_bar(predicted.time_s, predicted.step_time_s)}"
+        f"{_legend(predicted.time_s, predicted.step_time_s, in_seconds, TIME_USES)}</div>"
+    )
+
+
+def _memory(document: Document) -> str:
+    predicted, device = document.predicted, document.cluster.device
+    limit, peak = device.usable_bytes, predicted.peak_bytes
+    thin = "thin" if peak < limit / 3 else ""
+    scale = f"<span>0</span><span>{in_bytes(limit)} usable of {in_bytes(device.memory_bytes)}</span>"
+    return (
+        f'<div class="card"><div class="figure"><b>{in_bytes(peak)}</b><span>predicted peak per device, '
+        f"{in_percent(peak / limit)} of what is usable</span></div>"
+        f"{_bar(predicted.memory_bytes, peak) if peak < limit / 3 else ''}"
+        f'{_bar(predicted.memory_bytes, max(limit, peak), thin)}<div class="scale">{scale}</div>'
+        f"{_legend(predicted.memory_bytes, peak, in_bytes, MEMORY_USES)}</div>"
+    )
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _blocks(document: Document) -> str:
+    summaries = blocks(document)
+    heaviest = max(summaries, key=lambda block: block.share, default=None)
+    cards = "".join(_block(document, block, block is heaviest) for block in summaries)
+    key = (
+        "One line per operator that has parameters, does the heavy work or communicates. Layouts give one type per "
+        "axis: <b>S(d)</b> sharded along dim d, <b>R</b> replicated with partial gradient, <b>I</b> replicated with "
+        "whole gradient, <b>P</b> partial sums. Collectives run forward (→) and backward (←); bytes are what each "
+        "rank passes in, over all instances of the block."
+    )
+    return f'<div class="card"><h2>Distinct blocks</h2><p class="key">{key}</p>{cards}</div>'
+
+
+def _block(document: Document, block: BlockSummary, is_open: bool) -> str:
+    plan = block.plan
+    total = document.predicted.step_time_s
+    uses = {"compute": block.compute_s, "communication": block.communication_s, "gradients": block.gradients_s}
+    bar = _bar(uses, total) if total else ""
+    share = f'<span class="mini">{bar}{in_percent(block.share)}</span>' if block.detail.ops else "<span></span>"
+    moved = sum(row.bytes_in for row in traffic(block.detail.collectives))
+    sent = f'<span class="n soft">{in_bytes(moved)} moved</span>' if moved else '<span class="n dim">no traffic</span>'
+    summary = (
+        f'<span><span class="times">{plan.count} ×</span> <code>{escape(plan.name)}</code></span>'
+        f"{share}{sent if block.detail.ops else '<span></span>'}"
+    )
+    if not block.detail.ops:
+        body = _plain(document, plan.ops)
+    else:
+        notable = {name: op for name, op in block.detail.ops.items() if is_notable(op)}
+        body = _ops(document, block, notable) if notable else ""
+        body += _traffic(block.detail.collectives)
+        body += (
+            f'<details class="more"><summary>all {len(block.detail.ops)} operators</summary>'
+            f"{_ops(document, block, block.detail.ops)}</details>"
+        )
+    opened = " open" if is_open else ""
+    return f'<details class="block"{opened}><summary>{summary}</summary><div class="body">{body}</div></details>'
+
+
+def _ops(document: Document, block: BlockSummary, ops: Mapping[str, OpDetail]) -> str:
+    header: list[Cell] = [
+        "operator",
+        *(f'<span class="chip a{i % 3}">{escape(name)}</span>' for i, name in enumerate(document.mesh.names)),
+        "result",
+        "parameters as stored",
+        "collectives",
+        ("time", "n"),
+        ("saved", "n"),
+    ]
+    return _table(header, (_op(document, block, name, op) for name, op in ops.items()))
+
+
+def _op(document: Document, block: BlockSummary, name: str, op: OpDetail) -> list[Cell]:
+    path, _, operator = name.rpartition(": ")
+    label = f"<code>{escape(path)}</code> " if path else ""
+    shape = "×".join(map(str, op.shape)) or "scalar"
+    result = f'{_layout(op.results[0])} <span class="dim">{shape}</span>' if op.results else ""
+    kept = "<br>".join(f"<code>{escape(short)}</code> {_layout(layout)}" for short, layout in stored(document, op))
+    seconds = (op.forward_s + op.backward_s) * block.plan.count
+    return [
+        f'{label}<code class="soft">{escape(operator)}</code>',
+        *(_strategy(word, i) for i, word in enumerate(op.meaning)),
+        result,
+        kept,
+        _call_lines(op_calls(op, block.plan.count)),
+        (in_seconds(seconds) if seconds else "", "n"),
+        (in_bytes(op.saved_bytes * block.plan.count) if op.saved_bytes else "", "n"),
+    ]
+
+
+def _strategy(word: str, axis: int) -> str:
+    tone = "" if word == "whole" else f"a{axis % 3}"
+    return f'<span class="chip {tone}">{escape(word)}</span>'
+
+
+def _layout(layout: str) -> str:
+    types = layout.split()
+    chips = (
+        f'<span class="chip {f"a{i % 3}" if t[0] in "SP" else ""}">{escape(t)}</span>' for i, t in enumerate(types)
+    )
+    return f'<span class="lay">{"".join(chips)}</span>'
+
+
+def _call_lines(calls: Iterable[tuple[Collective, int]]) -> str:
+    return "".join(
+        f'<span class="call" title="{row.phase}"><span class="dir">{"→" if row.phase == "forward" else "←"}</span>'
+        f'{escape(row.kind)} <span class="soft">{escape(row.axis)}</span> {in_bytes(row.bytes_in)}</span>'
+        for row in traffic(calls)
+    )
+
+
+def _traffic(calls: Sequence[tuple[Collective, int]]) -> str:
+    if not calls:
+        return ""
+    total = sum(count for _, count in calls)
+    return f'<details class="more"><summary>{total} collective calls</summary>{_traffic_table(calls)}</details>'
+
+
+def _plain(document: Document, ops: Mapping[str, str]) -> str:
+    """What a plan without details says."""
+    header = ["operator", *map(escape, document.mesh.names)]
+    rows = ([escape(name), *(escape(part.partition(":")[2]) for part in label.split())] for name, label in ops.items())
+    return _table(header, rows)
+
+
+# ---- tables below ----------------------------------------------------------------------------------------------------
+
+
+def _traffic_table(calls: Iterable[tuple[Collective, int]]) -> str:
+    return _table(
+        ["phase", "kind", "axis", ("calls", "n"), ("bytes in, per rank", "n")],
+        (
+            [row.phase, escape(row.kind), escape(row.axis), (f"{row.calls:,}", "n"), (in_bytes(row.bytes_in), "n")]
+            for row in traffic(calls)
+        ),
+    )
+
+
+def _collectives(document: Document) -> str:
+    calls = document.predicted.collectives
+    body = _traffic_table(calls) if calls else '<p class="soft">None: one device computes everything.</p>'
+    return f'<div class="card"><h2>Collectives of one step</h2>{body}</div>'
+
+
+def _search(document: Document) -> str:
+    search, limit = document.search, document.cluster.device.usable_bytes
+    steps = ", ".join(f"{escape(name)} {in_seconds(seconds)}" for name, seconds in search.seconds.items())
+    rows: list[list[Cell]] = []
+    for candidate in search.candidates:
+        fits = candidate["peak_bytes"] <= limit
+        seconds, bound = candidate["step_time_s"], candidate["bound_s"]
+        rows.append([
+            escape(sizes_text(candidate["mesh"])),
+            escape(str(candidate["status"])) if fits else '<span style="color:var(--bad)">does not fit</span>',
+            (in_seconds(seconds) if seconds is not None else "", "n"),
+            (in_seconds(bound) if bound is not None else "∞", "n"),
+            (in_bytes(candidate["peak_bytes"]), "n"),
+        ])  # fmt: skip
+    header: list[Cell] = ["mesh", "answer", ("step", "n"), ("proven bound", "n"), ("peak", "n")]
+    table = _table(header, rows) if rows else ""
+    took = f'<p class="key">{in_seconds(counted(search.seconds))}: {steps}</p>' if steps else ""
+    return f'<div class="card"><h2>Search</h2>{took}{table}</div>'
+
+
+def _leaves(document: Document) -> str:
+    """Every parameter, buffer and input, folded away."""
+    leaves = document.account.leaves
+    sections = {"parameter": document.parameters, "buffer": document.buffers, "input": document.inputs}
+    rows = [
+        _leaf(kind, name, layout, leaves.get(name))
+        for kind, entries in sections.items()
+        for name, layout in entries.items()
+    ]
+    if not rows:
+        return ""
+    header: list[Cell] = [
+        "",
+        "name",
+        "stored",
+        "shape",
+        ("number", "n"),
+        ("bytes per device", "n"),
+        ("gradient, optimizer", "n"),
+    ]
+    return (
+        f'<div class="card"><details class="more"><summary>all {len(rows)} parameters, buffers and inputs</summary>'
+        f"{_table(header, rows)}</details></div>"
+    )
+
+
+def _leaf(kind: str, name: str, layout: str, leaf: LeafDetail | None) -> list[Cell]:
+    row: list[Cell] = [
+        f'<span class="dim">{kind}</span>',
+        f"<code>{escape(name)}</code>",
+        _layout(layout),
+    ]
+    if leaf is None:
+        return [*row, "", "", "", ""]
+    return [
+        *row,
+        f'<span class="soft">{"×".join(map(str, leaf.shape)) or "scalar"} {escape(leaf.dtype)}</span>',
+        (str(leaf.count), "n"),
+        (in_bytes(leaf.local_bytes * leaf.count), "n"),
+        (in_bytes(leaf.state_bytes * leaf.count) if leaf.state_bytes else "", "n"),
+    ]
+
+
+def _table(header: Sequence[Cell], rows: Iterable[Sequence[Cell]]) -> str:
+    """A table; a cell is HTML, or HTML and a class."""
+
+    def cell(tag: str, content: Cell) -> str:
+        html, kind = content if isinstance(content, tuple) else (content, "")
+        return f'<{tag} class="{kind}">{html}</{tag}>' if kind else f"<{tag}>{html}</{tag}>"
+
+    head = "".join(cell("th", content) for content in header)
+    body = "".join(f"<tr>{''.join(cell('td', content) for content in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,0 +1,108 @@
+"""Summary: what the text and the HTML of a plan both say, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from planner.conversion import Collective
+from planner.detail import BlockDetail, Move, OpDetail
+from planner.document import BlockPlan, Document
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All calls of one kind on one axis in one phase: how many, and bytes passed in by each rank."""
+
+    phase: str
+    kind: str
+    axis: str
+    calls: int
+    bytes_in: int
+
+
+@dataclass(frozen=True)
+class BlockSummary:
+    """A distinct block over all its instances, on one rank.
+
+    ``share`` of the step is its computing, its communication, and its part of the gradients' reduction that
+    backward does not hide.
+    """
+
+    plan: BlockPlan
+    detail: BlockDetail
+    compute_s: float
+    communication_s: float
+    gradients_s: float
+    saved_bytes: int
+    share: float
+
+
+def traffic(calls: Iterable[tuple[Collective, int]]) -> list[Traffic]:
+    """Calls by phase, kind and axis; forward first, most bytes first."""
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for call, count in calls:
+        entry = found.setdefault((call.phase, call.kind, call.axis), [0, 0])
+        entry[0] += count
+        entry[1] += count * call.bytes_in
+    rows = [Traffic(*key, *entry) for key, entry in found.items()]
+    return sorted(rows, key=lambda row: (row.phase != "forward", -row.bytes_in, row.kind, row.axis))
+
+
+def blocks(document: Document) -> list[BlockSummary]:
+    """The distinct blocks in execution order; without details where the plan holds none."""
+    details = document.account.blocks or (BlockDetail(),) * len(document.blocks)
+    exposed = _exposed(document)
+    found = []
+    for plan, detail in zip(document.blocks, details, strict=True):
+        ops, moves = detail.ops.values(), [m for op in detail.ops.values() for m in (*op.before, *op.after)]
+        compute = sum(op.forward_s + op.backward_s for op in ops) * plan.count
+        gradients = exposed * sum(m.backward_s * m.times for m in moves if m.value in document.parameters)
+        communication = sum(op.inner_s for op in ops) * plan.count + sum(
+            (m.forward_s + (0.0 if m.value in document.parameters else m.backward_s)) * m.times for m in moves
+        )
+        share = (compute + communication + gradients) / (document.predicted.step_time_s or 1.0)
+        saved = sum(op.saved_bytes for op in ops) * plan.count
+        found.append(BlockSummary(plan, detail, compute, communication, gradients, saved, share))
+    return found
+
+
+def _exposed(document: Document) -> float:
+    """The share of the gradients' reduction that backward does not hide."""
+    account = document.account
+    moves = [m for block in account.blocks for op in block.ops.values() for m in (*op.before, *op.after)]
+    moves += [m for leaf in account.leaves.values() for m in leaf.after]
+    total = sum(m.backward_s * m.times for m in moves if m.value in document.parameters)
+    return document.predicted.time_s.get("gradients", 0.0) / total if total else 0.0
+
+
+def is_notable(op: OpDetail) -> bool:
+    """Whether an operator carries the plan: it has parameters, does the heavy work, or communicates."""
+    computes = bool(op.parameters) and (op.forward_s > 0 or op.flops > 0)
+    return computes or op.flops > 0 or bool(op.inner) or any(move.calls for move in (*op.before, *op.after))
+
+
+def op_calls(op: OpDetail, count: int) -> list[tuple[Collective, int]]:
+    """Collectives of one operator over all instances of its block, conversions and its own."""
+    calls = [(call, count) for call in op.inner]
+    return calls + [(call, move.times) for move in (*op.before, *op.after) for call in move.calls]
+
+
+def local_name(parameter: str, path: str) -> str:
+    """A parameter's name below the module that uses it: ``weight``."""
+    return parameter.removeprefix(path + ".") if path else parameter
+
+
+def stored(document: Document, op: OpDetail) -> list[tuple[str, str]]:
+    """(short name, layout as stored) of the parameters that an operator reads."""
+    return [(local_name(name, op.path), document.parameters.get(name, "?")) for name in op.parameters]
+
+
+def leaf_calls(document: Document) -> list[tuple[str, Move]]:
+    """Conversions of parameters and inputs that several readers share."""
+    return [(name, move) for name, leaf in document.account.leaves.items() for move in leaf.after]
+
+
+def counted(steps: Mapping[str, float]) -> float:
+    """The sum of seconds by step."""
+    return sum(steps.values())

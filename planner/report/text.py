@@ -1,0 +1,136 @@
+"""Text: a plan on one page of monospaced text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+
+from planner.detail import OpDetail
+from planner.document import Document
+from planner.report.summary import BlockSummary, blocks, counted, is_notable, op_calls, stored, traffic
+from planner.report.words import in_bytes, in_percent, in_seconds, mesh_text, sizes_text
+
+
+def text(document: Document) -> str:
+    """What was planned, what it costs, how every distinct block is laid out."""
+    parts = [
+        _head(document),
+        _blocks(document),
+        _collectives(document),
+        _candidates(document),
+        _warnings(document),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _head(document: Document) -> str:
+    predicted, search, device = document.predicted, document.search, document.cluster.device
+    proof = "" if search.status == "optimal" else f", at most {search.gap * 100:.1f} % from the best"
+    steps = ", ".join(f"{step} {seconds:.2f}" for step, seconds in search.seconds.items())
+    pins = ", ".join(f"{name} {value}" for name, value in document.pin.items())
+    devices = f"{document.cluster.world_size} x {device.kind} ({document.cluster.backend})"
+    rows = [
+        ("mesh", mesh_text(document.mesh) + (f"   pinned: {pins}" if pins else "")),
+        ("search", f"{search.status}{proof}, {counted(search.seconds):.2f} s" + (f" ({steps})" if steps else "")),
+        ("step", in_seconds(predicted.step_time_s)),
+        ("", _shares(predicted.time_s, predicted.step_time_s, in_seconds)),
+        (
+            "memory",
+            f"{in_bytes(predicted.peak_bytes)} of {in_bytes(device.usable_bytes)} usable "
+            f"({in_percent(predicted.peak_bytes / device.usable_bytes)}) on the fullest device",
+        ),
+        ("", _shares(predicted.memory_bytes, predicted.peak_bytes, in_bytes)),
+    ]
+    title = f"{document.model['class']}, {document.model['parameters']:,} parameters"
+    return "\n".join([f"{title}, on {document.cluster.name}: {devices}", *(f"  {a:<8}{b}" for a, b in rows)])
+
+
+def _shares(uses: Mapping[str, float], total: float, show: Callable[[float], str]) -> str:
+    """``"compute 136.8 ms (70 %), ..."``, over as many lines as it takes."""
+    found = [f"{name} {show(value)} ({in_percent(value / total)})" for name, value in uses.items() if value]
+    return (
+        textwrap.fill(", ".join(found).replace(" ", "\0").replace(",\0", ", "), 100)
+        .replace("\0", " ")
+        .replace("\n", "\n" + " " * 10)
+    )
+
+
+def _blocks(document: Document) -> str:
+    header = ["block", *document.mesh.names, "result", "parameters as stored", "communicates"]
+    rows: list[Sequence[str] | str] = []
+    for block in blocks(document):
+        share = f"   {in_percent(block.share)} of the step" if block.share else ""
+        rows.append(f"{block.plan.count} x {block.plan.name}{share}")
+        if not block.detail.ops:
+            rows += [_plain_row(document, name, label) for name, label in block.plan.ops.items()]
+            continue
+        shown = {name: op for name, op in block.detail.ops.items() if is_notable(op)}
+        rows += [_row(document, block, name, op) for name, op in shown.items()]
+        rest = len(block.detail.ops) - len(shown)
+        if rest:
+            rows.append(f"    and {rest} more that neither weigh nor communicate")
+    return _table(header, rows)
+
+
+def _row(document: Document, block: BlockSummary, name: str, op: OpDetail) -> Sequence[str]:
+    kept = ", ".join(f"{short} {layout}" for short, layout in stored(document, op))
+    calls: dict[str, list[str]] = {"forward": [], "backward": []}
+    for row in traffic(op_calls(op, block.plan.count)):
+        calls[row.phase].append(f"{row.kind} {row.axis} {in_bytes(row.bytes_in)}")
+    phases = [", ".join(calls["forward"]), "back: " + ", ".join(calls["backward"]) if calls["backward"] else ""]
+    return [f"    {name}", *op.meaning, op.results[0] if op.results else "", kept, "; ".join(filter(None, phases))]
+
+
+def _plain_row(document: Document, name: str, label: str) -> Sequence[str]:
+    strategies = dict(part.partition(":")[::2] for part in label.split(" "))
+    return [f"    {name}", *(strategies.get(axis, "") for axis in document.mesh.names), "", "", ""]
+
+
+def _collectives(document: Document) -> str:
+    rows = [
+        [f"  {row.phase}", row.kind, row.axis, f"{row.calls:,}", in_bytes(row.bytes_in)]
+        for row in traffic(document.predicted.collectives)
+    ]
+    if not rows:
+        return "collectives per step: none"
+    return _table(["collectives per step", "kind", "axis", "calls", "bytes from each rank"], rows, right=(3, 4))
+
+
+def _candidates(document: Document) -> str:
+    if len(document.search.candidates) < 2:
+        return ""
+    limit = document.cluster.device.usable_bytes
+    rows = []
+    for candidate in document.search.candidates:
+        fits = candidate["peak_bytes"] <= limit
+        seconds = candidate["step_time_s"]
+        rows.append([
+            f"  {sizes_text(candidate['mesh'])}",
+            candidate["status"] if fits else "does not fit",
+            in_seconds(seconds) if seconds is not None else "",
+            in_bytes(candidate["peak_bytes"]),
+        ])  # fmt: skip
+    return _table(["meshes tried", "", "step", "memory"], rows, right=(2, 3))
+
+
+def _warnings(document: Document) -> str:
+    if not document.coverage:
+        return ""
+    return "\n".join(
+        ["not in the op table, computed whole on every rank (docs/adding_an_op.md):"]
+        + [f"  {times} x {op}" for op, times in document.coverage.items()]
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str] | str], right: Sequence[int] = ()) -> str:
+    """Columns as wide as their widest cell; a row that is one text spans them all."""
+    cells = [header, *(row for row in rows if not isinstance(row, str))]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+
+    def line(row: Sequence[str] | str) -> str:
+        if isinstance(row, str):
+            return row
+        padded = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        return "  ".join(padded).rstrip()
+
+    return "\n".join(map(line, [header, *rows]))

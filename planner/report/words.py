@@ -1,0 +1,63 @@
+"""Words: numbers with units, and layouts, as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.layout import Mesh
+
+TIME_USES = {
+    "compute": "operators, forward and backward",
+    "communication": "conversions of activations, and gathering parameters",
+    "gradients": "reducing gradients, as far as backward does not hide it",
+    "optimizer": "updating parameters",
+}
+MEMORY_USES = {
+    "parameters": "parameters and buffers as stored",
+    "gradients": "their gradients",
+    "optimizer": "the optimizer's state",
+    "gathered": "parameters used in a larger layout than stored",
+    "activations": "saved for backward, and the inputs",
+    "temporary": "the largest operator's own",
+}
+
+
+def in_bytes(count: float) -> str:
+    """``"28.3 MiB"``."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def in_seconds(seconds: float) -> str:
+    """``"195.5 ms"``."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    for unit, size in (("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 1e-6:.2f} us" if seconds else "0 s"
+
+
+def in_percent(share: float) -> str:
+    """``"14 %"``, ``"< 1 %"``."""
+    return "< 1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
+
+
+def in_count(number: int) -> str:
+    """``"875 K"``, ``"8.03 B"``: three digits that matter."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """``"outer 2 x inner 4"``."""
+    return sizes_text(dict(zip(mesh.names, mesh.sizes, strict=True)))
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """``"outer 2 x inner 4"`` from axis sizes by name."""
+    return " x ".join(f"{name} {size}" for name, size in sizes.items())
