@@ -64,17 +64,22 @@ class Step:
 
     def collectives(self, tensor: TensorType, mesh: Mesh) -> tuple[Collective, ...]:
         """The calls this step makes for a tensor, backward only where a gradient flows."""
-        forward, backward = STEPS[self.rule]
         axis = mesh.axes[self.axis]
-        if axis.size == 1:
-            return ()
         before, after = (local_bytes(tensor, layout, mesh) for layout in (self.before, self.after))
-        calls = []
-        if forward:
-            calls.append(Collective(forward, axis.name, before, "forward"))
-        if backward and tensor.grad:
-            calls.append(Collective(backward, axis.name, after, "backward"))
-        return tuple(calls)
+        return _collectives(self.rule, axis, before, after, tensor.grad)
+
+
+def _collectives(rule: str, axis: Axis, before: int, after: int, grad: bool) -> tuple[Collective, ...]:
+    """The calls of a step on ``axis`` from ``before`` bytes to ``after`` bytes per rank."""
+    if axis.size == 1:
+        return ()
+    forward, backward = STEPS[rule]
+    calls = []
+    if forward:
+        calls.append(Collective(forward, axis.name, before, "forward"))
+    if backward and grad:
+        calls.append(Collective(backward, axis.name, after, "backward"))
+    return tuple(calls)
 
 
 Route = tuple[Step, ...]
@@ -151,7 +156,7 @@ class ConversionTable:
                     if j is None:
                         continue
                     seconds = {"forward": 0.0, "backward": 0.0}
-                    for call in step.collectives(tensor, mesh):
+                    for call in _collectives(step.rule, mesh.axes[axis], held[i], held[j], tensor.grad):
                         seconds[call.phase] += price(call.kind, mesh.axes[axis], call.bytes_in)
                     moved = 0.0 if step.rule in ("I>R", "R>I") else launch_s + touch_s_per_byte * (held[i] + held[j])
                     forward[i, j] = seconds["forward"] + moved

@@ -194,11 +194,12 @@ class Space:
     def _relay_layouts(self, ref: Ref) -> list[Layout]:
         """Layouts some reader of the value (in any instance) wants or its producer gives; P only if given."""
         names = self.members[self.role_of[ref.node]]
-        wanted: dict[Layout, None] = {}
-        for name in names:
-            for node, position in self.graph.users.get(Ref(name, ref.index), ()):
-                for choice in self._choices(self.role_of[node.name]):
-                    wanted[choice.operands[position]] = None
+        readers = {
+            (self.role_of[node.name], position): None
+            for name in names
+            for node, position in self.graph.users.get(Ref(name, ref.index), ())
+        }
+        wanted = {choice.operands[position]: None for role, position in readers for choice in self._choices(role)}
         for decision in self.options_of_producer(ref):
             wanted[decision.results[ref.index] if isinstance(decision, Choice) else decision] = None
         table = self.table(ref)

@@ -21,8 +21,10 @@ earlier axis is the major one.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from planner.errors import PlanError
 
@@ -84,7 +86,7 @@ class Mesh:
             stride *= size
         return Mesh(tuple(reversed(axes)))
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
 
@@ -100,6 +102,7 @@ class Mesh:
         return total
 
 
+@functools.lru_cache(maxsize=2**16)
 def local_shape(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
     """Shape of one rank's part of a tensor; ``None`` when the layout does not divide ``shape`` evenly.
 
