@@ -44,7 +44,8 @@ def lower(captured: Captured) -> Graph:
             lowered = Node(node.name, str(node.target), args, (), path=_module_path(node))
             grad = any(grads[ref] for ref in lowered.inputs) and not node.meta.get("no_grad", False)
             results = tuple(
-                _tensor_type(node, v, grad and _differentiable(node, v)) for v in _values(node, node.meta["val"])
+                _tensor_type(node, v, grad and _differentiable(node, v) and _of_own(lowered, i, grads))
+                for i, v in enumerate(_values(node, node.meta["val"]))
             )
             lowered = Node(node.name, lowered.op, args, results, path=lowered.path)
             nodes.append(lowered)
@@ -59,6 +60,14 @@ def lower(captured: Captured) -> Graph:
     )
     graph.check()
     return graph
+
+
+_EACH_ITS_OWN = {"aten.broadcast_tensors.default", "aten.meshgrid.default", "aten.meshgrid.indexing"}
+
+
+def _of_own(node: Node, index: int, grads: dict[Ref, bool]) -> bool:
+    """Whether a gradient flows back from result ``index``, where each result comes from one operand alone."""
+    return node.op not in _EACH_ITS_OWN or grads[node.inputs[index]]
 
 
 _NOT_DIFFERENTIABLE = {"aten.detach.default", "aten.zeros_like.default", "aten.ones_like.default"}

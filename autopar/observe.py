@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.conversion import Collective
@@ -82,7 +83,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self, groups: Mapping[str, ProcessGroup]):
         super().__init__()
         self.calls: Counter[Collective] = Counter()
-        self._by_name = {group.group_name: axis for axis, group in groups.items()}
+        self._by_name: dict[str, str] = {group.group_name: axis for axis, group in groups.items()}
         self._by_ranks = {tuple(dist.get_process_group_ranks(group)): axis for axis, group in groups.items()}
 
     def __torch_dispatch__(
@@ -107,7 +108,7 @@ class _Counter(TorchDispatchMode):
         name = given if isinstance(given, str) else given.group_name
         if name in self._by_name:
             return self._by_name[name]
-        group = dist.distributed_c10d._resolve_process_group(name) if isinstance(given, str) else given
+        group = dist.distributed_c10d._resolve_process_group(GroupName(name)) if isinstance(given, str) else given
         return self._by_ranks.get(tuple(dist.get_process_group_ranks(group)), UNKNOWN_AXIS)
 
 

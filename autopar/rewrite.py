@@ -228,7 +228,7 @@ class _Body:
             lambda: self.attribute(STATE),
         )
         emitted = local_form(call)
-        emitted.meta["node"] = node
+        emitted.meta["node"], emitted.meta["choice"] = node, choice
         refs = [Ref(node.name, i) for i in range(len(node.results))]
         space = self.assignment.space
         used = [ref for ref in refs if space.is_read(ref) or ref in kept]

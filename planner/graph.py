@@ -131,6 +131,24 @@ class Graph:
         return {ref: tuple(uses) for ref, uses in found.items()}
 
     @cached_property
+    def roots(self) -> tuple[int, ...]:
+        """Positions of the outputs that backward starts from.
+
+        The loss is the first differentiable scalar; without one, every differentiable output may be a root.
+        """
+        found = [i for i, ref in enumerate(self.outputs) if self.type_of(ref).grad]
+        return tuple([i for i in found if not self.type_of(self.outputs[i]).shape][:1] or found)
+
+    @cached_property
+    def differentiated(self) -> frozenset[Ref]:
+        """Values whose gradient a training step computes: those that reach a root."""
+        found = {self.outputs[i] for i in self.roots}
+        for node in reversed(self.nodes):
+            if any(Ref(node.name, i) in found for i in range(len(node.results))):
+                found.update(ref for ref in node.inputs if self.type_of(ref).grad)
+        return frozenset(found)
+
+    @cached_property
     def leaves(self) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.is_leaf)
 

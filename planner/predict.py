@@ -61,9 +61,12 @@ def calls_by_block(assignment: Assignment) -> dict[int | None, Calls]:
             calls[call] += count * times
     for leaf in space.graph.leaves:
         if space.is_read(Ref(leaf.name)):
-            found[None].update(_route_calls(assignment, Ref(leaf.name), assignment.relay_route(Ref(leaf.name))))
+            ref = Ref(leaf.name)
+            backward = ref in space.graph.differentiated
+            found[None].update(_route_calls(assignment, ref, assignment.relay_route(ref), backward))
     for position, ref in enumerate(space.leaving):
-        found[None].update(_route_calls(assignment, ref, assignment.output_route(position)))
+        backward = position in space.graph.roots
+        found[None].update(_route_calls(assignment, ref, assignment.output_route(position), backward))
     return found
 
 
@@ -117,7 +120,8 @@ def _alike(assignment: Assignment) -> list[tuple[Instance, int]]:
     found: dict[object, tuple[Instance, int]] = {}
     for instance in space.folded.instances:
         read = tuple(space.is_read(ref) for ref in instance.block.outputs)
-        key = (instance.kind, read, tuple(assignment.delivered(ref) for ref in instance.block.inputs))
+        flows = tuple(ref in space.graph.differentiated for ref in instance.block.outputs)
+        key = (instance.kind, read, flows, tuple(assignment.delivered(ref) for ref in instance.block.inputs))
         first, times = found.get(key, (instance, 0))
         found[key] = first, times + 1
     return list(found.values())
@@ -130,9 +134,11 @@ def _operands(assignment: Assignment, node: Node) -> list[tuple[int, Ref]]:
     return sorted((position, ref) for (ref, _), position in first.items())
 
 
-def _route_calls(assignment: Assignment, ref: Ref, route: Route) -> Calls:
+def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool) -> Calls:
+    """Calls of a conversion; those of ``backward`` are made only if a gradient comes back through it."""
     space = assignment.space
-    return Counter(call for step in route for call in step.collectives(space.graph.type_of(ref), space.mesh))
+    calls = (call for step in route for call in step.collectives(space.graph.type_of(ref), space.mesh))
+    return Counter(call for call in calls if backward or call.phase == "forward")
 
 
 def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
@@ -144,27 +150,30 @@ def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
     space = assignment.space
     graph, mesh = space.graph, space.mesh
     calls: Calls = Counter()
-    sums: dict[tuple[tuple[int, ...], str], dict[Ref, int]] = {}
+    sums: dict[tuple[tuple[int, ...], str], tuple[dict[Ref, int], list[bool]]] = {}
     for node in instance.block.nodes:
         for index in range(len(node.results)):
             ref = Ref(node.name, index)
             if space.is_read(ref):
-                calls.update(_route_calls(assignment, ref, assignment.relay_route(ref)))
+                backward = ref in graph.differentiated
+                calls.update(_route_calls(assignment, ref, assignment.relay_route(ref), backward))
         choice = assignment.choice(node)
+        differentiated = any(Ref(node.name, i) in graph.differentiated for i in range(len(node.results)))
         for position, ref in _operands(assignment, node):
             axes, tensor = assignment.summed_over(node, position), graph.type_of(ref)
             if axes:
-                summed = sums.setdefault((axes, tensor.dtype), {})
+                summed, live = sums.setdefault((axes, tensor.dtype), ({}, []))
                 summed[ref] = local_bytes(tensor, choice.operands[position], mesh)
+                live.append(differentiated)
             else:
-                calls.update(_route_calls(assignment, ref, assignment.operand_route(node, position)))
-        differentiated = any(t.grad for t in node.results)
+                route = assignment.operand_route(node, position)
+                calls.update(_route_calls(assignment, ref, route, differentiated))
         for number, inner in choice.inner:
             if mesh.axes[number].size > 1 and (inner.phase == "forward" or differentiated):
                 bytes_in = space.inner_bytes(space.rules[node.name], choice, inner)
                 calls[Collective(inner.kind, mesh.axes[number].name, bytes_in, inner.phase)] += 1
-    for (axes, _), sizes in sums.items():
-        for number in axes:
+    for (axes, _), (sizes, live) in sums.items():
+        for number in axes if any(live) else ():
             calls[Collective("all_reduce", mesh.axes[number].name, sum(sizes.values()), "backward")] += 1
     return calls
 

@@ -1,0 +1,75 @@
+"""Exact: a twin of a model that computes in float64 and drops nothing, so that errors stand out from rounding."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_CASTS = {
+    torch.Tensor.float: torch.Tensor.double,
+    torch.Tensor.half: torch.Tensor.double,
+    torch.Tensor.bfloat16: torch.Tensor.double,
+}
+_RATES = {
+    torch.nn.functional.scaled_dot_product_attention: (4, "dropout_p"),
+    # The mode is off inside functions that it is told of, so the outermost one must be stopped.
+    torch.nn.functional.multi_head_attention_forward: (
+        list(inspect.signature(torch.nn.functional.multi_head_attention_forward).parameters).index("dropout_p"),
+        "dropout_p",
+    ),
+}
+"""Where functions that drop values, other than those called ``..dropout..``, take the rate."""
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` with float64 parameters and buffers."""
+    return copy.deepcopy(model).double()
+
+
+def widen(tree: Any) -> Any:
+    """``tree`` with every tensor of a narrower float type in float64."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.dtype in _NARROW else t, tree)
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """Inside, casts to narrower floats go to float64, tensors are made in float64, and dropout drops nothing.
+
+    Models often compute a norm or a softmax ``in float32``, which would round a float64 model; random
+    masks could not be compared at all. Meant around both capturing and running the twin.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Exact():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _Exact(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        func = _CASTS.get(func, func)
+        args = tuple(_wide(a) for a in args)
+        kwargs = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        rate = _RATES.get(func, (1, "p") if "dropout" in getattr(func, "__name__", "") else None)
+        if rate is not None:
+            position, name = rate
+            args = (*args[:position], 0.0, *args[position + 1 :]) if len(args) > position else args
+            kwargs = {**kwargs, name: 0.0} if name in kwargs else kwargs
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value

@@ -1,0 +1,206 @@
+"""Type-check an emitted program for gradient correctness, at the plan's real mesh size, without a cluster.
+
+The program runs once on meta tensors, which have shapes but no data, as rank 0 of a fake process group of
+any size. ``spmd_types`` follows the local type of every tensor from the leaves on: an ``I`` that meets a
+sharded operand, a term of a sum taken for the whole, a conversion from a type that the tensor does not
+have are errors there. Beside that, every operator's operands must have the types that the plan says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed._tools.fake_collectives  # collectives of meta tensors
+import torch.utils._pytree as pytree
+from spmd_types.checker import typecheck as spmd_typecheck
+from torch import Tensor, fx
+from torch.distributed import ProcessGroup
+
+from autopar.build import interface_of
+from autopar.capture import Captured
+from autopar.rewrite import STATE, Rewritten, rewrite
+from autopar.runtime.conversions import convert, replicate_parameters
+from autopar.runtime.mesh import device_mesh, groups_of
+from autopar.runtime.random import RandomState
+from autopar.runtime.state import RunState
+from autopar.simulate import fake_process_group
+from planner.errors import VerificationError
+from planner.formulate import Assignment
+from planner.graph import Graph, Node
+from planner.layout import I, Layout, LocalType, Mark, P, R, Shard, format_layout, local_shape
+from planner.strategy import Choice
+
+
+@dataclass(frozen=True)
+class TypeReport:
+    """What was checked: calls of operators and conversions, on a mesh of this many ranks."""
+
+    operators: int
+    conversions: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operators} operator calls and {self.conversions} conversions have the right types on "
+            f"{self.ranks} ranks"
+        )
+
+
+def typecheck(captured: Captured, assignment: Assignment) -> TypeReport:
+    """Emit the program of rank 0 and check it.
+
+    Raises:
+        VerificationError: names the operator or conversion whose types are wrong.
+    """
+    with fake_process_group(assignment.space.mesh.size), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*meta.*")
+        groups = groups_of(device_mesh(assignment.space.mesh, "cpu"))
+        state = RunState(RandomState(0), captured.training)
+        program = rewrite(captured, assignment, {**groups, STATE: state}, torch.device("meta"))
+        return check_program(program, captured, assignment, groups)
+
+
+def check_program(
+    program: Rewritten, captured: Captured, assignment: Assignment, groups: Mapping[str, ProcessGroup]
+) -> TypeReport:
+    """Check an emitted program, run on meta tensors; see :func:`typecheck`."""
+    mesh = assignment.space.mesh
+    checker = _Checker({name: groups[name] for name in mesh.names}, mesh.sizes, assignment.space.graph)
+    leaves = []
+    for leaf in interface_of(captured, assignment).leaves:
+        shape = local_shape(leaf.shape, leaf.layout, mesh.sizes)
+        assert shape is not None
+        value = torch.empty(shape, dtype=leaf.dtype, device="meta")
+        trainable = leaf.kind == "param" and value.is_floating_point()
+        leaves.append(checker.stamp(value.requires_grad_(trainable), leaf.layout))
+    with spmd_typecheck():
+        results = _Root(program.module, checker).run(*leaves)
+        for number, (ref, result) in enumerate(zip(assignment.space.leaving, results, strict=True)):
+            wanted = assignment.output_layout(number)
+            checker.expect(result, wanted, assignment.space.graph.type_of(ref).shape, f"output {number}, {ref}")
+    graph = assignment.space.graph
+    for position in graph.roots:
+        if not graph.type_of(graph.outputs[position]).shape:
+            results[position].backward()
+    return TypeReport(checker.operators, checker.conversions, mesh.size)
+
+
+class _Checker:
+    """Sets and compares the types of tensors, one local type per mesh axis."""
+
+    def __init__(self, groups: Mapping[str, ProcessGroup], sizes: tuple[int, ...], graph: Graph):
+        self.graph = graph
+        # Axes of one rank have no types.
+        self.axes = {
+            number: spmd.normalize_axis(group)
+            for number, (group, size) in enumerate(zip(groups.values(), sizes, strict=True))
+            if size > 1
+        }
+        self.names, self.sizes = tuple(groups), sizes
+        self.operators, self.conversions = 0, 0
+
+    def stamp(self, value: Tensor, types: Layout) -> Tensor:
+        """Give ``value`` these types, whatever it had."""
+        spmd.runtime._set_local_type(value, {axis: _spmd(types[number]) for number, axis in self.axes.items()})
+        return value
+
+    def has(self, value: Tensor, number: int) -> object:
+        """The type of ``value`` on an axis; ``None`` where it has none."""
+        return spmd.get_local_type(value).get(self.axes[number])
+
+    def expect(self, value: Tensor, types: Layout, shape: tuple[int, ...], what: str) -> None:
+        """Assert that ``value`` is such a part of a tensor of ``shape``; without a gradient I is as good as R."""
+        for number in self.axes:
+            have, wanted = self.has(value, number), _spmd(types[number])
+            alike = not value.requires_grad and {have, wanted} == {spmd.R, spmd.I}
+            if have is not wanted and not alike:
+                raise VerificationError(
+                    f"{what}: on axis {self.names[number]!r} it has type {have or 'none'}, the plan says {wanted}"
+                )
+        if value.shape != local_shape(shape, types, self.sizes):
+            raise VerificationError(
+                f"{what}: it has shape {tuple(value.shape)} on a rank, which as {format_layout(types)} is no part of "
+                f"{shape} on {self.sizes} ranks"
+            )
+
+
+VARYING = Mark("V")
+_MARKS: dict[Mark, Any] = {R: spmd.R, I: spmd.I, P: spmd.P, VARYING: spmd.V}
+
+
+def _spmd(local_type: LocalType) -> Any:
+    return spmd.V if isinstance(local_type, Shard) else _MARKS[local_type]
+
+
+class _Root(fx.Interpreter):
+    """The root program: blocks are interpreted too."""
+
+    def __init__(self, module: fx.GraphModule, checker: _Checker):
+        super().__init__(module)
+        self.extra_traceback = False
+        self.checker = checker
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _Root(self.fetch_attr(target), self.checker).run(*args)
+
+    def run_node(self, n: fx.Node) -> Any:
+        node = n.meta.get("node")
+        if node is not None:
+            return self.operator(n, node)
+        if n.op == "call_function" and n.target in (convert, replicate_parameters):
+            self.checker.conversions += 1
+        try:
+            return super().run_node(n)
+        except spmd.SpmdTypeError as error:
+            raise VerificationError(f"{n.name} = {n.format_node()}: {_first_line(error)}") from error
+
+    def operator(self, n: fx.Node, node: Node) -> Any:
+        """One operator: operands as the plan says, then the checker's own rule, then the plan's result types."""
+        checker, choice = self.checker, n.meta["choice"]
+        where = f"{node.path or '(root)'}: {node.op} ({n.name}), run as {choice.label}"
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        assert len(given) == len(node.inputs), f"{n.name} takes other tensors than {node.name}"
+        shapes = [t.shape for t in self.checker.graph.input_types(node)]
+        for position, (value, shape) in enumerate(zip(given, shapes, strict=True)):
+            types = tuple(s.operands[position] for s in choice.axes)
+            checker.expect(value, types, shape, f"{where}: operand {position}")
+        checker.operators += 1
+        # That an operator is linear where the plan says so is proved by the op table's tests; the checker knows
+        # it of torch functions, not of operators. A constant is the same wherever it is made.
+        stated = not given or "aten.new_" in node.op or any(choice.axes[n].kind == "partial" for n in checker.axes)
+        try:
+            with spmd.no_typecheck() if stated else contextlib.nullcontext():
+                results = self.call_function(n.target, args, kwargs)
+        except spmd.SpmdTypeError as error:
+            raise VerificationError(f"{where}: {_first_line(error)}") from error
+        for index, value in enumerate(results if isinstance(results, (tuple, list)) else (results,)):
+            types = tuple(s.results[index] for s in choice.axes)
+            if not stated:
+                checker.expect(
+                    value, self.seen(value, types, choice), node.results[index].shape, f"{where}: result {index}"
+                )
+            checker.stamp(value, types)
+        return results
+
+    def seen(self, value: Tensor, types: Layout, choice: Choice) -> Layout:
+        """The plan's types of a result as the checker sees them.
+
+        Local types do not tell a slice from a term of a sum: where the plan shards a factor that the result
+        lacks, the plan's ``P`` is the checker's ``V``.
+        """
+        found = list(types)
+        for number in self.checker.axes:
+            if types[number] == P and choice.axes[number].factor and self.checker.has(value, number) is spmd.V:
+                found[number] = VARYING
+        return tuple(found)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

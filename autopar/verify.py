@@ -1,0 +1,406 @@
+"""Verify: does a plan's program compute what the model computes? Answered in one process, without a cluster.
+
+Three independent checks. The emitted program is type-checked for gradient correctness at the plan's real
+mesh size (:mod:`autopar.typecheck`). It is run on every rank of a small mesh, forward and backward, in
+float64, beside the original model. And the collectives that this run makes are counted, call by call,
+against the plan's prediction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from autopar.api import Traced, assign, plan_traced, trace
+from autopar.capture import LossFn, _caches_off, _example_inputs, _WithLoss
+from autopar.compare import first_divergence, reference_values
+from autopar.exact import exact, twin, widen
+from autopar.observe import differences, observe
+from autopar.runtime.mesh import groups_of
+from autopar.simulate import DivergedError, Simulation
+from autopar.typecheck import TypeReport, typecheck
+from planner.cluster import ClusterSpec
+from planner.conversion import Collective
+from planner.cost import CostModel
+from planner.errors import VerificationError
+from planner.fold import fold
+from planner.formulate import Assignment, Role, Space, Training, rules_of
+from planner.graph import Ref
+from planner.layout import Layout, Mesh
+from planner.pins import Pins, filters
+from planner.plan import Plan
+from planner.predict import collectives
+from planner.solve import solve
+from planner.strategy import Choice
+
+RTOL = 1e-10
+SIMULATED_RANKS = 8
+"""A mesh of more ranks is simulated with its axes reduced to 2."""
+
+
+# ---- what the original computes --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One step of the original model in float64.
+
+    Attributes:
+        model: the float64 twin, as it was before the step.
+        traced: its graph.
+        args, kwargs: the global batch.
+        outputs: what it returned, flattened; ``names`` aligns with it.
+        loss: position of the loss among the outputs, ``None`` if there is none (then no gradients).
+        gradients, buffers: after the step, by name.
+    """
+
+    model: nn.Module
+    traced: Traced
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Any, ...]
+    names: tuple[str, ...]
+    loss: int | None
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+def reference(
+    model: nn.Module,
+    example_args: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFn | None = None,
+) -> Reference:
+    """Capture the float64 twin of ``model`` and run one step of it."""
+    args, kwargs = widen(_example_inputs(model, example_args, example_kwargs))
+    before, stepped = twin(model), twin(model)
+    with exact():
+        traced = trace(before, args, kwargs, loss_fn)
+        whole = stepped if loss_fn is None else _WithLoss(stepped, loss_fn)
+        with _caches_off(stepped):
+            returned = whole(*args, **kwargs)
+        paths, _ = pytree.tree_flatten_with_path(returned)
+        outputs = tuple(value for _, value in paths)
+        names = tuple(_name(path) for path, _ in paths)
+        loss = _loss_position(outputs)
+        if loss is not None:
+            outputs[loss].backward()
+    gradients = {name: p.grad for name, p in stepped.named_parameters() if p.grad is not None}
+    kept = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
+    return Reference(before, traced, args, kwargs, kept, names, loss, gradients, dict(stepped.named_buffers()))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """``loss``, ``hidden_states.0``: where an output stands among all."""
+    steps = (str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+    return ".".join(steps) or "output"
+
+
+def _loss_position(outputs: tuple[Any, ...]) -> int | None:
+    """The first differentiable scalar, as in :attr:`planner.graph.Graph.differentiated`."""
+    return next((i for i, v in enumerate(outputs) if isinstance(v, Tensor) and not v.shape and v.requires_grad), None)
+
+
+# ---- the same on all ranks -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far a simulated step is from the original's: relative errors by name, and calls not as predicted."""
+
+    outputs: Mapping[str, float]
+    gradients: Mapping[str, float]
+    buffers: Mapping[str, float]
+    calls: Counter[Collective]
+    miscounted: tuple[str, ...]
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        """The largest relative error, and where it is."""
+        every = {
+            **{f"output {name}": e for name, e in self.outputs.items()},
+            **{f"gradient of {name}": e for name, e in self.gradients.items()},
+            **{f"buffer {name}": e for name, e in self.buffers.items()},
+        }
+        return max(((e, name) for name, e in every.items()), default=(0.0, "nothing"))
+
+    def agrees(self, rtol: float = RTOL) -> bool:
+        """Whether every value agrees and every call was predicted."""
+        return self.worst[0] <= rtol and not self.miscounted
+
+
+def simulate(reference: Reference, assignment: Assignment, seed: int = 0) -> Agreement:
+    """Run one step of an assignment on every rank, in this process, beside the original.
+
+    Args:
+        assignment: decisions for ``reference.traced``.
+
+    Raises:
+        DivergedError: ranks that should hold the same values do not.
+    """
+    with exact(), Simulation(reference.model, reference.traced.captured, assignment, seed) as simulation:
+        return observed_step(reference, assignment, simulation)
+
+
+def observed_step(reference: Reference, assignment: Assignment, simulation: Simulation) -> Agreement:
+    """One step of a running simulation, compared with the original's."""
+    module = simulation.module
+    specs = module.interface.outputs
+    args, kwargs = simulation.inputs(reference.args, reference.kwargs)
+    with observe(groups_of(module.device_mesh)) as calls:
+        returned = pytree.tree_leaves(module(*args, **kwargs))
+        if reference.loss is not None:
+            returned[reference.loss].backward()
+    predicted = collectives(assignment)
+    if reference.loss is None:
+        predicted = Counter({call: count for call, count in predicted.items() if call.phase == "forward"})
+    outputs = {}
+    for name, expected, got, spec in zip(reference.names, reference.outputs, returned, specs, strict=True):
+        if isinstance(expected, Tensor):
+            layout = spec.layout if spec is not None else ()
+            outputs[name] = _error(simulation.whole(got, layout, tuple(expected.shape)), expected)
+    layouts = {leaf.name: leaf.layout for leaf in module.interface.leaves}
+    own = dict(module.named_parameters())
+    largest = max((g.abs().max().item() for g in reference.gradients.values()), default=0.0)
+    gradients = {}
+    for name, gradient in reference.gradients.items():
+        got = own[name].grad if name in own else None
+        if got is None:
+            gradients[name] = _error(torch.zeros_like(gradient), gradient, largest)
+        else:
+            whole = simulation.whole(got, layouts[name], tuple(gradient.shape))
+            gradients[name] = _error(whole, gradient, largest)
+    buffers = {
+        name: _error(simulation.whole(value, layouts[name], tuple(value.shape)), reference.buffers[name])
+        for name, value in module.named_buffers()
+        if name in layouts
+    }
+    return Agreement(outputs, gradients, buffers, calls, tuple(differences(predicted, calls)))
+
+
+def _error(got: Tensor, expected: Tensor, largest: float = 0.0) -> float:
+    """Largest difference, relative to the largest value expected.
+
+    Args:
+        largest: the largest value of all tensors of the kind; one that is all rounding beside it (a key's
+            bias has no gradient) is measured against it.
+    """
+    if got.shape != expected.shape:
+        return math.inf
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return 0.0 if torch.equal(got, expected) else math.inf
+    if not expected.numel():
+        return 0.0
+    finite = torch.isfinite(expected)
+    if not torch.equal(got[~finite], expected[~finite]):
+        return math.inf
+    difference = torch.where(finite, got - expected, 0).abs().max().item()
+    scale = torch.where(finite, expected, 0).abs().max().item()
+    scale = max(scale, largest) if scale < 1e-9 * largest else scale
+    if math.isnan(difference):
+        return math.inf
+    return difference / scale if scale else difference
+
+
+def locate(reference: Reference, assignment: Assignment, rtol: float = RTOL, seed: int = 0) -> str:
+    """The first operator whose forward result is not the original's, in words."""
+    captured, model = reference.traced.captured, reference.model
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **captured.constants}
+    with exact(), torch.no_grad(), Simulation(model, captured, assignment, seed) as simulation:
+        flat = simulation.module._flatten(reference.args, dict(reference.kwargs))
+        inputs = {name: value for name, value in zip(captured.input_names, flat, strict=True) if name is not None}
+        leaves = {
+            name: inputs[name] if kind == "input" else tensors[name if kind == "const" else target].detach()
+            for name, (kind, target) in captured.leaves.items()
+        }
+        with simulation.mode.disable():
+            values = reference_values(captured, assignment, leaves)
+        parts = tuple(
+            simulation.parts(leaves[leaf.name], assignment.produced(Ref(leaf.name)))
+            for leaf in assignment.space.graph.leaves
+        )
+        found = first_divergence(simulation, assignment, values, parts, rtol)
+    if found is not None:
+        return f"the first module to differ is {found}"
+    return "every operator's forward result agrees: a gradient goes wrong on its way back"
+
+
+# ---- the front door --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was checked, and how well it agrees.
+
+    Attributes:
+        model: class name.
+        mesh: the plan's mesh; ``types`` is what the type checker saw at that size.
+        simulated: the mesh on which the program was run, ``None`` if it was not.
+        agreement: errors of that run.
+        notes: what a reader should know of how the comparison was made.
+    """
+
+    model: str
+    mesh: Mesh
+    types: TypeReport
+    simulated: Mesh | None
+    agreement: Agreement | None
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} on mesh {_describe(self.mesh)}: verified", f"  types        {self.types}"]
+        if self.agreement is not None and self.simulated is not None:
+            for what, errors in (
+                ("outputs", self.agreement.outputs),
+                ("gradients", self.agreement.gradients),
+                ("buffers", self.agreement.buffers),
+            ):
+                if errors:
+                    name = max(errors, key=lambda n: errors[n])
+                    lines.append(
+                        f"  {what:<12} {len(errors)} equal on {_describe(self.simulated)}, "
+                        f"largest relative error {errors[name]:.1e} ({name})"
+                    )
+            lines.append(f"  collectives  {sum(self.agreement.calls.values())} calls, all as predicted")
+        return "\n".join([*lines, *(f"  note         {note}" for note in self.notes)])
+
+
+def verify(
+    model: nn.Module,
+    cluster_or_plan: ClusterSpec | Plan,
+    *,
+    example_args: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFn | None = None,
+    pin: Mapping[str, Any] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    seed: int = 0,
+    rtol: float = RTOL,
+    time_limit_s: float = 60.0,
+) -> Verification:
+    """Check that a plan computes what the model computes; needs no process group and no device.
+
+    Args:
+        model: as for :func:`autopar.plan`. On the meta device there are no values: only types are checked.
+        cluster_or_plan: a plan, or a cluster to plan for.
+        example_args, example_kwargs, loss_fn, pin, time_limit_s: as for :func:`autopar.plan`; the batch is also
+            the one that is compared.
+        mesh: with a cluster, plan on this mesh (axis name -> ranks) instead of searching all.
+        rtol: largest relative error allowed, in float64.
+
+    Raises:
+        VerificationError: a type is wrong, a value differs (names the first module that does), or a collective
+            was not predicted.
+    """
+    traced = trace(model, example_args, example_kwargs, loss_fn)
+    assignment, pins = _decide(traced, cluster_or_plan, pin, mesh, time_limit_s)
+    real = assignment.space.mesh
+    types = typecheck(traced.captured, assignment)
+    notes: list[str] = []
+    args, kwargs = _example_inputs(model, example_args, example_kwargs)
+    if any(t.is_meta for t in _tensors(model, args, kwargs)):
+        notes.append("the model or its batch is on the meta device: types were checked, values were not")
+        return Verification(traced.name, real, types, None, None, tuple(notes))
+    ref = reference(model, args, kwargs, loss_fn)
+    small = real if real.size <= SIMULATED_RANKS else _shrunk(real)
+    if small != real:
+        notes.append(f"{real.size} ranks are too many to simulate: values were compared on {_describe(small)}")
+    twin_assignment = _transfer(assignment, space_on(ref.traced, small, assignment.space.cost.cluster, pins))
+    if twin_assignment is None:
+        notes.append("the plan's own decisions do not fit there: it was planned again with the same pins")
+        twin_assignment = decide_on(ref.traced, small, assignment.space.cost.cluster, pins, time_limit_s)
+    if _draws(traced):
+        notes.append("dropout was switched off for the comparison")
+    if ref.loss is None:
+        notes.append("the model returns no differentiable scalar: outputs were compared, gradients were not")
+    agreement = _agree(ref, twin_assignment, rtol, seed)
+    return Verification(traced.name, real, types, small, agreement, tuple(notes))
+
+
+def _decide(
+    traced: Traced,
+    cluster_or_plan: ClusterSpec | Plan,
+    pin: Mapping[str, Any] | None,
+    mesh: Mapping[str, int] | None,
+    time_limit_s: float,
+) -> tuple[Assignment, Pins]:
+    if isinstance(cluster_or_plan, Plan):
+        return assign(traced, cluster_or_plan), Pins.parse(cluster_or_plan.pin)
+    pins = Pins.parse(pin)
+    if mesh is not None:
+        return decide_on(traced, Mesh.of(**mesh), cluster_or_plan, pins, time_limit_s), pins
+    plan = plan_traced(traced, cluster_or_plan, pins, Training(), time_limit_s=time_limit_s)
+    return assign(traced, plan), pins
+
+
+def _agree(ref: Reference, assignment: Assignment, rtol: float, seed: int) -> Agreement:
+    try:
+        agreement = simulate(ref, assignment, seed)
+    except DivergedError as error:
+        raise VerificationError(f"{error}; {locate(ref, assignment, rtol, seed)}") from error
+    worst, where = agreement.worst
+    if worst > rtol:
+        raise VerificationError(
+            f"the {where} differs from the model's by {worst:.2g}, relative ({rtol:.0e} is allowed); "
+            + locate(ref, assignment, rtol, seed)
+        )
+    if agreement.miscounted:
+        raise VerificationError("collectives are not as predicted:\n  " + "\n  ".join(agreement.miscounted))
+    return agreement
+
+
+def space_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins) -> Space:
+    """Every decision to take for a captured model on one mesh."""
+    rules = rules_of(traced.graph)
+    return Space(
+        fold(traced.graph), mesh, CostModel(cluster), Training(), rules, *filters(pins, traced.graph, rules, mesh)
+    )
+
+
+def decide_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, time_limit_s: float = 60.0) -> Assignment:
+    """The fastest plan found on one mesh, memory unlimited."""
+    space = space_on(traced, mesh, cluster, pins)
+    return space.assignment(solve(space.problem(None), time_limit_s=time_limit_s))
+
+
+def _transfer(assignment: Assignment, space: Space) -> Assignment | None:
+    """The same decisions for another space of the same roles; ``None`` if one does not exist there."""
+    chosen: dict[Role, Choice | Layout] = {}
+    for role in space.roles:
+        if role not in assignment.chosen:
+            return None
+        wanted = _key(assignment.chosen[role])
+        found = next((option for option in space.options[role] if _key(option) == wanted), None)
+        if found is None:
+            return None
+        chosen[role] = found
+    return Assignment(space, chosen)
+
+
+def _key(decision: Choice | Layout) -> object:
+    return (decision.operands, decision.results) if isinstance(decision, Choice) else decision
+
+
+def _shrunk(mesh: Mesh) -> Mesh:
+    return Mesh.of(**{axis.name: min(axis.size, 2) for axis in mesh.axes})
+
+
+def _describe(mesh: Mesh) -> str:
+    return " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
+
+
+def _draws(traced: Traced) -> bool:
+    """Whether any operator drops values at random."""
+    return any(("dropout" in node.op and node["p"]) or node["dropout_p"] for node in traced.graph.nodes)
+
+
+def _tensors(model: nn.Module, *trees: Any) -> list[Tensor]:
+    given = [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, Tensor)]
+    return [*model.parameters(), *model.buffers(), *given]

@@ -1,0 +1,298 @@
+"""The zoo: small models of every kind, as data.
+
+Sizes divide by 4 (batches by 8), batches differ from row to row, and ignored labels lie unevenly: whole
+sequences of them, halves, single ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BATCH, LENGTH, WIDTH, HEADS, VOCAB, LABELS = 8, 8, 32, 4, 64, 8
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and a global batch for it.
+
+    Attributes:
+        name: short, unique.
+        make: makes the module; the caller seeds torch first.
+        batch: makes a batch of keyword inputs.
+        attends: whether query sequences can be sharded (the ``context`` recipe applies).
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+    attends: bool = True
+
+    def build(self, seed: int = 0) -> tuple[nn.Module, Batch]:
+        """The module, in training mode with weights that matter, and its batch."""
+        torch.manual_seed(seed)
+        model, batch = self.make().train(), self.batch()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Fresh weights are often zero or one: what multiplies them would go unnoticed.
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+        return model, batch
+
+
+def tokens(rows: int = BATCH, length: int = LENGTH) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, length))
+
+
+def labels(rows: int = BATCH, length: int = LENGTH) -> Tensor:
+    """Class indices, some ignored: all of row 0, half of row 1, row 2 but one, and here and there."""
+    found = tokens(rows, length)
+    found[0] = -100
+    found[1, : length // 2] = -100
+    found[2, :-1] = -100
+    found[3, 1::3] = -100
+    return found
+
+
+def images(size: int) -> Batch:
+    return {"pixel_values": torch.randn(BATCH, 3, size, size), "labels": torch.randint(0, LABELS, (BATCH,))}
+
+
+def text() -> Batch:
+    return {"input_ids": tokens(), "labels": labels()}
+
+
+# ---- written by hand -------------------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    """Four linear layers in a sequence, mean squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(),
+            nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        out = self.layers(x)
+        return {"loss": F.mse_loss(out, y), "out": out}
+
+
+class FunctionalGPT(nn.Module):
+    """A GPT as functions over one dictionary of parameters: no layer is a module, the loss is written out."""
+
+    LAYERS = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes: dict[str, tuple[int, ...]] = {"token": (VOCAB, WIDTH), "position": (LENGTH, WIDTH), "scale": (WIDTH,)}
+        for i in range(self.LAYERS):
+            shapes |= {
+                f"norm1_{i}": (WIDTH,), f"qkv_{i}": (3 * WIDTH, WIDTH), f"mix_{i}": (WIDTH, WIDTH),
+                f"norm2_{i}": (WIDTH,), f"up_{i}": (WIDTH, 64), f"up_bias_{i}": (64,), f"down_{i}": (64, WIDTH),
+            }  # fmt: skip
+        self.p = nn.ParameterDict({name: nn.Parameter(torch.randn(shape) * 0.1) for name, shape in shapes.items()})
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        p = self.p
+        x = p["token"][ids] + p["position"][torch.arange(ids.shape[1])]
+        for i in range(self.LAYERS):
+            x = x + self.attend(F.layer_norm(x, (WIDTH,), p[f"norm1_{i}"]), i)
+            hidden = F.gelu(F.layer_norm(x, (WIDTH,), p[f"norm2_{i}"]) @ p[f"up_{i}"] + p[f"up_bias_{i}"])
+            x = x + hidden @ p[f"down_{i}"]
+        logits = F.layer_norm(x, (WIDTH,), p["scale"]) @ p["token"].T
+        counted = labels >= 0
+        losses = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return (losses * counted).sum() / counted.sum(), logits
+
+    def attend(self, x: Tensor, i: int) -> Tensor:
+        query, key, value = F.linear(x, self.p[f"qkv_{i}"]).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return out.transpose(1, 2).flatten(2) @ self.p[f"mix_{i}"]
+
+
+class Encoder(nn.Module):
+    """``nn.TransformerEncoder`` over vectors, classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, LABELS)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.encoder(x).mean(1)), y, label_smoothing=0.1)
+
+
+class SharedLayers(nn.Module):
+    """One layer applied three times, the embedding tied to the output: as ALBERT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.1, batch_first=True, norm_first=True)
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for _ in range(3):
+            x = self.layer(x)
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+@torch.library.custom_op("autopar_zoo::bend", mutates_args=())
+def bend(x: Tensor, amount: float) -> Tensor:
+    """``x + amount * sin(x).mean(-1)``: an operator that only this file knows."""
+    return x + amount * x.sin().mean(-1, keepdim=True)
+
+
+@torch.library.custom_op("autopar_zoo::bend_backward", mutates_args=())
+def bend_backward(grad: Tensor, x: Tensor, amount: float) -> Tensor:
+    return grad + amount * grad.sum(-1, keepdim=True) * x.cos() / x.shape[-1]
+
+
+@bend.register_fake
+def _(x: Tensor, amount: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@bend_backward.register_fake
+def _(grad: Tensor, x: Tensor, amount: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.amount = inputs[1]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return bend_backward(grad.contiguous(), *ctx.saved_tensors, ctx.amount), None
+
+
+bend.register_autograd(_backward, setup_context=_save)
+
+
+class UnknownOp(nn.Module):
+    """An MLP with an operator that has no row in the op table, forward or backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.head = nn.Linear(WIDTH, LABELS)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x + self.down(bend(self.up(x), 0.3).relu())
+        return F.cross_entropy(self.head(x), y)
+
+
+# ---- Transformers' ---------------------------------------------------------------------------------------------------
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=HEADS, bos_token_id=0, eos_token_id=0
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def llama(**changes: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": HEADS, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=HEADS
+        )
+    )
+
+
+def bert_batch() -> Batch:
+    """Rows are padded to different lengths."""
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[1, 5:], mask[4, 3:], mask[6, 7:] = 0, 0, 0
+    kinds = (torch.arange(LENGTH) >= 4).long().expand(BATCH, LENGTH).contiguous()
+    return {"input_ids": tokens(), "attention_mask": mask, "token_type_ids": kinds, "labels": labels()}
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCAB, d_model=WIDTH, d_ff=64, d_kv=8, num_layers=2, num_heads=HEADS, decoder_start_token_id=0
+        )
+    )
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=WIDTH,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=HEADS,
+            image_size=16,
+            patch_size=4,
+            num_labels=LABELS,
+        )
+    )
+
+
+def resnet() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(
+        ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], num_labels=LABELS)
+    )
+
+
+MODELS: dict[str, Model] = {
+    model.name: model
+    for model in (
+        Model("mlp", MLP, lambda: {"x": torch.randn(BATCH, WIDTH), "y": torch.randn(BATCH, 16)}, attends=False),
+        Model("functional-gpt", FunctionalGPT, lambda: {"ids": tokens(), "labels": labels()}),
+        Model("gpt2", gpt2, text),
+        Model("llama", llama, text),
+        Model("bert", bert, bert_batch),
+        Model("t5", t5, lambda: {"input_ids": tokens(), "labels": labels(length=12)}),
+        # 16 patches and the class token: no number of ranks divides the sequence.
+        Model("vit", vit, lambda: images(16), attends=False),
+        Model("resnet", resnet, lambda: images(32), attends=False),
+        Model(
+            "encoder",
+            Encoder,
+            lambda: {"x": torch.randn(BATCH, LENGTH, WIDTH), "y": torch.randint(0, LABELS, (BATCH,))},
+        ),
+        Model("shared-layers", SharedLayers, lambda: {"ids": tokens(), "labels": labels()}),
+        Model(
+            "unknown-op",
+            UnknownOp,
+            lambda: {"x": torch.randn(BATCH, WIDTH), "y": torch.randint(0, LABELS, (BATCH,))},
+            attends=False,
+        ),
+    )
+}  # fmt: skip
