@@ -7,7 +7,7 @@ they add up to the prediction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from planner.conversion import Collective, local_bytes
@@ -21,8 +21,10 @@ from planner.ops.table import contraction_flops
 from planner.pins import ATTENTION, Labels, label_dims, labelled_parts
 from planner.predict import calls_by_block, conversions, sorted_calls
 from planner.rules import AxisStrategy, find
+from planner.strategy import Choice
 
 Names = Mapping[Role, tuple[Section, str]]
+Meanings = Callable[[Node, Choice], tuple[str, ...]]
 
 
 def account(assignment: Assignment) -> Account:
@@ -31,7 +33,7 @@ def account(assignment: Assignment) -> Account:
     names = role_names(space)
     moves = _moves(assignment, names)
     reads = _parameters_read(space)
-    labels = {word: label_dims(space.graph, space.rules, which) for word, which in _LABELS.items()}
+    meaning_of = meanings(space)
     called = calls_by_block(assignment)
     ops: list[dict[str, OpDetail]] = [{} for _ in space.folded.kinds]
     leaves: dict[str, LeafDetail] = {}
@@ -41,7 +43,7 @@ def account(assignment: Assignment) -> Account:
         if isinstance(section, str):
             leaves[name] = _leaf_detail(assignment, node, len(members), moves.get(("after", role), ()))
         else:
-            detail = _op_detail(assignment, role, names, labels, reads)
+            detail = _op_detail(assignment, role, names, meaning_of, reads)
             before, after = moves.get(("before", role), ()), moves.get(("after", role), ())
             ops[section[1]][name] = replace(detail, before=tuple(before), after=tuple(after))
     blocks = [BlockDetail(each, tuple(sorted_calls(called.get(kind, {})))) for kind, each in enumerate(ops)]
@@ -57,7 +59,7 @@ def _leaf_detail(assignment: Assignment, node: Node, count: int, after: Iterable
 
 
 def _op_detail(
-    assignment: Assignment, role: Role, names: Names, labels: Mapping[str, Labels], reads: Mapping[Ref, Ref]
+    assignment: Assignment, role: Role, names: Names, meaning_of: Meanings, reads: Mapping[Ref, Ref]
 ) -> OpDetail:
     space = assignment.space
     graph, members = space.graph, space.members[role]
@@ -81,7 +83,7 @@ def _op_detail(
     ]
     return OpDetail(
         path=pattern([graph.by_name[m].path for m in members]),
-        meaning=tuple(_meaning(space, node, strategy, labels, reads) for strategy in choice.axes),
+        meaning=meaning_of(node, choice),
         operands=tuple(operands),
         results=tuple(map(format_layout, choice.results)),
         shape=node.results[0].shape if node.results else (),
@@ -138,6 +140,13 @@ def _moves(assignment: Assignment, names: Names) -> dict[tuple[str, Role], list[
 # ---- strategies in words ---------------------------------------------------------------------------------------------
 
 _LABELS = {"batch": "batch", "sequence": "context"}
+
+
+def meanings(space: Space) -> Meanings:
+    """A function that says in words, per axis, what a choice shards; see :class:`planner.detail.OpDetail`."""
+    reads = _parameters_read(space)
+    labels = {word: label_dims(space.graph, space.rules, which) for word, which in _LABELS.items()}
+    return lambda node, choice: tuple(_meaning(space, node, strategy, labels, reads) for strategy in choice.axes)
 
 
 def _meaning(

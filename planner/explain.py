@@ -1,0 +1,371 @@
+"""Explain: why an operator or a parameter is laid out as it is, and what the next best would cost.
+
+The next best is found by the same search: the chosen kind of strategy is forbidden for that one decision
+(everywhere the block occurs), everything else is free, and the problem is solved again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.account import Meanings, meanings
+from planner.detail import LeafDetail, Move, OpDetail
+from planner.document import BlockPlan, Document
+from planner.errors import PlanError
+from planner.formulate import Assignment, Role
+from planner.layout import Layout
+from planner.names import role_names
+from planner.problem import Evaluation, Problem, evaluate
+from planner.report.summary import is_notable, local_name
+from planner.report.words import in_bytes, in_percent, in_seconds, sizes_text
+from planner.solve import solve
+from planner.strategy import Choice
+
+IN_WORDS = {
+    "batch": "each rank computes its part of the batch",
+    "sequence": "each rank computes its part of the sequence",
+    "heads": "each rank computes its share of the heads",
+    "columns": "each rank holds a part of the weight's output features and computes those",
+    "rows": "each rank holds a part of the weight's input features; the results are terms of a sum",
+    "vocabulary": "each rank holds a part of the vocabulary; the results are terms of a sum",
+    "features": "each rank holds a part of the features and computes those",
+    "terms": "the results are terms of a sum",
+}
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best plan in which one decision is taken otherwise.
+
+    Attributes:
+        decision: what it would be, in words; empty if nothing else is possible.
+        extra_s: seconds more per step than the plan; ``inf`` if none fits in memory.
+        extra_share: the same relative to the plan's step.
+        proven: whether it is known to be the cheapest; otherwise there may be a cheaper one.
+        peak_bytes: its peak.
+        changes: how many other decisions change with it.
+    """
+
+    decision: str
+    extra_s: float = 0.0
+    extra_share: float = 0.0
+    proven: bool = True
+    peak_bytes: int = 0
+    changes: int = 0
+
+    def __str__(self) -> str:
+        if not self.decision:
+            return "none: nothing else is possible here"
+        if math.isinf(self.extra_s):
+            return f"none fits in memory; the leanest needs {in_bytes(self.peak_bytes)}"
+        others = f", with {self.changes} other decision{'s' * (self.changes != 1)} changed" if self.changes else ""
+        proof = "" if self.proven else " (the best found in the time)"
+        cost = (
+            f"+{self.extra_share * 100:.2f} % step time ({in_seconds(self.extra_s)})" if self.extra_s else "no slower"
+        )
+        return f"{cost}: {self.decision}{others}{proof}"
+
+
+@dataclass(frozen=True)
+class ExplainedOp:
+    """One operator of a distinct block."""
+
+    block: BlockPlan
+    name: str
+    strategy: str
+    detail: OpDetail | None
+    next_best: Alternative | None = None
+
+
+@dataclass(frozen=True)
+class ExplainedLeaf:
+    """A parameter, buffer or input, with the operators that read it."""
+
+    name: str
+    layout: str
+    detail: LeafDetail | None
+    readers: tuple[str, ...]
+    uses: tuple[Move, ...]
+    next_best: Alternative | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` found; prints as text."""
+
+    name: str
+    axes: tuple[tuple[str, int], ...]
+    step_time_s: float
+    ops: tuple[ExplainedOp, ...]
+    leaves: tuple[ExplainedLeaf, ...]
+    remark: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.name}, on mesh {sizes_text(dict(self.axes))}"
+        heavy = [op for op in self.ops if len(self.ops) == 1 or op.detail is None or is_notable(op.detail)]
+        light = [op for op in self.ops if op not in heavy]
+        parts = [head, *(self._op(op) for op in heavy), *(self._leaf(leaf) for leaf in self.leaves)]
+        if light:
+            rows = [f"  {op.block.name} / {op.name}: {self._short(op)}" for op in light]
+            parts.append("\n".join(["and, without parameters, heavy work or communication:", *rows]))
+        return "\n\n".join([*parts, *filter(None, [self.remark])]) + "\n"
+
+    __repr__ = __str__
+
+    def _short(self, op: ExplainedOp) -> str:
+        words = op.detail.meaning if op.detail else ()
+        return ", ".join(f"{name} {word}" for (name, _), word in zip(self.axes, words, strict=True))
+
+    def _op(self, op: ExplainedOp) -> str:
+        lines = [f"{op.block.count} x {op.block.name} / {op.name}"]
+        detail = op.detail
+        if detail is None:
+            return "\n".join([*lines, f"  strategy  {op.strategy}"])
+        factors = dict(part.partition(":")[::2] for part in op.strategy.split())
+        for i, (axis, _) in enumerate(self.axes):
+            lines.append(f"  {axis:<9} {detail.meaning[i]}: {_in_words(detail, i)} ({factors.get(axis, '?')})")
+        lines += [f"  takes     {local_name(what, detail.path)} as {layout}" for what, layout in detail.operands]
+        shape = "x".join(map(str, detail.shape)) or "a scalar"
+        lines += [
+            f"  gives     {layout}" + (f" of {shape}" if not i else "") for i, layout in enumerate(detail.results)
+        ]
+        lines += [f"  before    {_move(move, detail.path)}" for move in detail.before]
+        lines += [
+            f"  within    {call.kind} {call.axis} {in_bytes(call.bytes_in)} {call.phase}" for call in detail.inner
+        ]
+        lines += [f"  after     {_move(move, detail.path)}" for move in detail.after]
+        seconds = detail.forward_s + detail.backward_s
+        share = f", {in_percent(seconds * op.block.count / self.step_time_s)} of the step" if self.step_time_s else ""
+        times = f" (all {op.block.count}: {in_seconds(seconds * op.block.count)}{share})" if seconds else ""
+        lines.append(
+            f"  computes  {in_seconds(detail.forward_s)} forward, {in_seconds(detail.backward_s)} backward{times}"
+        )
+        if detail.saved_bytes:
+            lines.append(f"  saves     {in_bytes(detail.saved_bytes)} for backward")
+        if op.next_best is not None:
+            lines.append(f"  next best {op.next_best}")
+        return "\n".join(lines)
+
+    def _leaf(self, leaf: ExplainedLeaf) -> str:
+        lines = [leaf.name, f"  stored    {leaf.layout}"]
+        if leaf.detail is not None:
+            detail = leaf.detail
+            shape = "x".join(map(str, detail.shape)) or "a scalar"
+            held = f", and {in_bytes(detail.state_bytes)} for gradient and optimizer" if detail.state_bytes else ""
+            lines[1] += f", of {shape} {detail.dtype}: {in_bytes(detail.local_bytes)} on each device{held}"
+            if detail.count > 1:
+                lines.append(f"  {detail.count} of them share this entry")
+            lines += [f"  once      {_move(move, '')}" for move in detail.after]
+        lines += [f"  for use   {_move(move, '')}" for move in leaf.uses]
+        lines += [f"  read by   {reader}" for reader in leaf.readers]
+        if leaf.next_best is not None:
+            lines.append(f"  next best {leaf.next_best}")
+        return "\n".join(lines)
+
+
+def _in_words(detail: OpDetail, axis: int) -> str:
+    word = detail.meaning[axis]
+    if word == "whole":
+        partial = any(result.split()[axis] == "R" for result in detail.results)
+        return "every rank computes all of it" + (", and its gradient is a term of a sum" if partial else "")
+    return IN_WORDS.get(word, f"each rank computes its part of {word} of the result")
+
+
+def _move(move: Move, path: str) -> str:
+    calls = ", ".join(f"{call.kind} {call.axis} {in_bytes(call.bytes_in)} {call.phase}" for call in move.calls)
+    seconds = move.forward_s + move.backward_s
+    how = f": {calls}" if calls else ": no communication"
+    return (
+        f"{local_name(move.value, path)} {move.source} -> {move.target}{how}, {in_seconds(seconds)}, {move.times} times"
+    )
+
+
+# ---- looking up ------------------------------------------------------------------------------------------------------
+
+
+def explain(document: Document, name: str, *, time_limit_s: float = 10.0) -> Explanation:
+    """Explain everything that ``name`` means: a module and all below it, an operator, or a parameter.
+
+    Args:
+        name: module path (``*`` and ``?`` allowed), operator as the plan writes it, or name of a leaf.
+        time_limit_s: for all searches of a next best together.
+
+    Raises:
+        PlanError: nothing of that name; says what is close.
+    """
+    ops = list(_find_ops(document, name))
+    leaves = [leaf for leaf in _leaves(document) if _same(leaf, name) or fnmatch.fnmatchcase(leaf, name)]
+    if not ops and not leaves:
+        raise PlanError(f"the plan has no module, operator or parameter called {name!r}{_near(document, name)}")
+    explained_leaves = [_explain_leaf(document, leaf) for leaf in leaves]
+    remark = ""
+    if document.assignment is not None:
+        rival = _Rival(document.assignment, time.monotonic() + time_limit_s)
+        ops = [replace(op, next_best=rival.of_op(op)) if _asks(op, ops) else op for op in ops]
+        explained_leaves = [replace(leaf, next_best=rival.of_leaf(leaf)) for leaf in explained_leaves]
+    else:
+        remark = (
+            "This plan was read from a file, which does not hold the alternatives: plan again with autopar.plan to see "
+            "what the next best would cost."
+        )
+    axes = tuple((axis.name, axis.size) for axis in document.mesh.axes)
+    return Explanation(name, axes, document.predicted.step_time_s, tuple(ops), tuple(explained_leaves), remark)
+
+
+def _asks(op: ExplainedOp, ops: list[ExplainedOp]) -> bool:
+    return len(ops) == 1 or (op.detail is not None and is_notable(op.detail))
+
+
+def _find_ops(document: Document, name: str) -> Iterator[ExplainedOp]:
+    details = document.account.blocks
+    for number, block in enumerate(document.blocks):
+        paths = _member_paths(document.assignment, number)
+        for key, strategy in block.ops.items():
+            detail = details[number].ops.get(key) if details else None
+            known = paths.get(key) or ([detail.path] if detail else [])
+            named = key == name or f"{block.name} / {key}" == name or f"{block.name}: {key}" == name
+            if named or any(_within(path, name) for path in known):
+                yield ExplainedOp(block, key, strategy, detail)
+
+
+def _member_paths(assignment: Assignment | None, number: int) -> dict[str, list[str]]:
+    """Module paths of all instances of each operator of a block, where they are known."""
+    if assignment is None:
+        return {}
+    space = assignment.space
+    return {
+        name: [space.graph.by_name[member].path for member in space.members[role]]
+        for role, (section, name) in role_names(space).items()
+        if section == ("ops", number)
+    }
+
+
+def _within(path: str, name: str) -> bool:
+    """Whether a module path is ``name`` or lies below it."""
+    parts = path.split(".")
+    ancestors = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return bool(path) and any(_same(ancestor, name) or fnmatch.fnmatchcase(ancestor, name) for ancestor in ancestors)
+
+
+def _same(pattern: str, name: str) -> bool:
+    """Whether two dotted names agree part by part; ``*`` in the plan's stands for one part."""
+    mine, theirs = pattern.split("."), name.split(".")
+    return len(mine) == len(theirs) and all(a in ("*", b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _leaves(document: Document) -> dict[str, str]:
+    return {**document.inputs, **document.parameters, **document.buffers}
+
+
+def _near(document: Document, name: str) -> str:
+    known: dict[str, None] = dict.fromkeys(_leaves(document))
+    for block, detail in zip(document.blocks, document.account.blocks, strict=False):
+        known.update(dict.fromkeys(block.ops))
+        for op in detail.ops.values():
+            parts = op.path.split(".")
+            known.update(dict.fromkeys(".".join(parts[:length]) for length in range(1, len(parts) + 1)))
+    close = difflib.get_close_matches(name, list(known), n=4, cutoff=0.4)
+    return f"; close are: {', '.join(map(repr, close))}" if close else ""
+
+
+def _explain_leaf(document: Document, name: str) -> ExplainedLeaf:
+    readers, uses = [], []
+    for block, detail in zip(document.blocks, document.account.blocks, strict=False):
+        for key, op in detail.ops.items():
+            wanted = [layout for what, layout in op.operands if what == name]
+            readers += [f"{block.count} x {block.name} / {key}, as {layout}" for layout in wanted]
+            uses += [move for move in op.before if move.value == name]
+    leaf = document.account.leaves.get(name)
+    return ExplainedLeaf(name, _leaves(document)[name], leaf, tuple(readers), tuple(uses))
+
+
+# ---- the next best ---------------------------------------------------------------------------------------------------
+
+
+class _Rival:
+    """Solves the plan's problem again with one decision forbidden."""
+
+    def __init__(self, assignment: Assignment, deadline: float) -> None:
+        space = assignment.space
+        self._assignment, self._deadline = assignment, deadline
+        self._problem: Problem = space.problem(space.cost.cluster.device.usable_bytes)
+        self._chosen = tuple(
+            next(i for i, option in enumerate(space.options[role]) if option == assignment.chosen[role])
+            for role in space.roles
+        )
+        self._now: Evaluation = evaluate(self._problem, self._chosen)
+        self._meaning_of: Meanings = meanings(space)
+        self._role_of = {name: role for role, name in role_names(space).items()}
+
+    def of_op(self, op: ExplainedOp) -> Alternative:
+        """The best plan in which an operator shards something else (not merely the same on a mirrored mesh)."""
+        space = self._assignment.space
+        names = list(space.folded.names)
+        return self._without(self._role_of[("ops", names.index(op.block.name)), op.name])
+
+    def of_leaf(self, leaf: ExplainedLeaf) -> Alternative:
+        """The best plan in which a leaf is stored otherwise."""
+        sections = ("parameters", "inputs", "buffers")
+        return self._without(next(self._role_of[s, leaf.name] for s in sections if (s, leaf.name) in self._role_of))
+
+    def _without(self, role: Role) -> Alternative:
+        space = self._assignment.space
+        number = space.roles.index(role)
+        options = space.options[role]
+        now = self._mirrored(self._words(role, options[self._chosen[number]]))
+        allowed = np.array([self._mirrored(self._words(role, option)) != now for option in options])
+        if not allowed.any():
+            return Alternative("")
+        vertex = self._problem.vertices[number]
+        forbidden = replace(vertex, time_s=np.where(allowed, vertex.time_s, np.inf))
+        vertices = (*self._problem.vertices[:number], forbidden, *self._problem.vertices[number + 1 :])
+        problem = replace(self._problem, vertices=vertices)
+        answer = solve(problem, time_limit_s=max(0.5, self._deadline - time.monotonic()))
+        found = evaluate(problem, answer.choices)
+        extra = found.time_s - self._now.time_s if found.feasible else math.inf
+        changes = sum(
+            self._words(each, space.options[each][mine]) != self._words(each, space.options[each][other])
+            for each, mine, other in zip(space.roles, self._chosen, answer.choices, strict=True)
+            if each in space.members and each != role
+        )
+        return Alternative(
+            self._say(role, options[answer.choices[number]]),
+            0.0 if abs(extra) <= 1e-9 * self._now.time_s else extra,
+            extra / self._now.time_s if self._now.time_s else 0.0,
+            answer.status != "feasible",
+            found.peak_bytes,
+            changes,
+        )
+
+    def _words(self, role: Role, option: Choice | Layout) -> tuple[str, ...]:
+        """A decision, one word for each axis."""
+        if isinstance(option, Choice):
+            space = self._assignment.space
+            return self._meaning_of(space.graph.by_name[space.members[role][0]], option)
+        return tuple(map(str, option))
+
+    def _mirrored(self, words: tuple[str, ...]) -> list[list[str]]:
+        """Words as a set per group of axes that may be exchanged: the mirror image of a plan is no other plan."""
+        space = self._assignment.space
+        groups: dict[object, list[str]] = {}
+        for axis, word in zip(space.mesh.axes, words, strict=True):
+            prices = tuple(
+                space.cost.collective_terms(kind, axis) for kind in ("all_reduce", "all_gather", "all_to_all")
+            )
+            groups.setdefault((axis.size, prices), []).append(word)
+        return [sorted(group) for group in groups.values()]
+
+    def _say(self, role: Role, option: Choice | Layout) -> str:
+        """A decision in words."""
+        words = self._words(role, option)
+        if not isinstance(option, Choice):
+            return f"stored {' '.join(words)}"
+        names = self._assignment.space.mesh.names
+        return ", ".join(f"{axis} {word}" for axis, word in zip(names, words, strict=True))
