@@ -153,6 +153,8 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
     for section in ("model", "pin", "inputs", "parameters", "buffers", "values", "coverage"):
         if not isinstance(data[section], dict):
             raise TypeError(f"{section!r} is {data[section]!r}, not a mapping")
+    if not isinstance(data["outputs"], list):
+        raise TypeError(f"'outputs' is {data['outputs']!r}, not a list")
     for block in data["blocks"]:
         for section in ("ops", "values"):
             if not all(isinstance(text, str) for text in block[section].values()):

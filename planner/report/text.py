@@ -65,20 +65,25 @@ def _blocks(document: Document) -> str:
             rows += [_plain_row(document, name, label) for name, label in block.plan.ops.items()]
             continue
         shown = {name: op for name, op in block.detail.ops.items() if is_notable(op)}
-        rows += [_row(document, block, name, op) for name, op in shown.items()]
+        for name, op in shown.items():
+            rows += _rows(document, block, name, op)
         rest = len(block.detail.ops) - len(shown)
         if rest:
             rows.append(f"    and {rest} more that neither weigh nor communicate")
     return _table(header, rows)
 
 
-def _row(document: Document, block: BlockSummary, name: str, op: OpDetail) -> Sequence[str]:
+def _rows(document: Document, block: BlockSummary, name: str, op: OpDetail) -> list[Sequence[str]]:
+    """An operator; what it communicates backward stands on a line of its own if there is something forward."""
     kept = ", ".join(f"{short} {layout}" for short, layout in stored(document, op))
     calls: dict[str, list[str]] = {"forward": [], "backward": []}
     for row in traffic(op_calls(op, block.plan.count)):
         calls[row.phase].append(f"{row.kind} {row.axis} {in_bytes(row.bytes_in)}")
-    phases = [", ".join(calls["forward"]), "back: " + ", ".join(calls["backward"]) if calls["backward"] else ""]
-    return [f"    {name}", *op.meaning, op.results[0] if op.results else "", kept, "; ".join(filter(None, phases))]
+    lines = [", ".join(calls["forward"])] if calls["forward"] else []
+    lines += ["back: " + ", ".join(calls["backward"])] if calls["backward"] else []
+    first, *more = lines or [""]
+    row = [f"    {name}", *op.meaning, op.results[0] if op.results else "", kept, first]
+    return [row, *([""] * (len(row) - 1) + [line] for line in more)]
 
 
 def _plain_row(document: Document, name: str, label: str) -> Sequence[str]:

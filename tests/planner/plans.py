@@ -1,0 +1,96 @@
+"""Helpers: a small model as a planner graph, a cluster that is the same everywhere, and their plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planner.cluster import ClusterSpec
+from planner.formulate import Assignment, Training
+from planner.graph import Graph, Node, Ref, TensorType
+from planner.pins import Pins
+from planner.plan import Plan, Search, describe, model_facts
+from planner.predict import predict
+from planner.search import search
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def cluster(devices: int = 4, memory: int | str = "1 GiB") -> ClusterSpec:
+    """CPU processes with figures that do not depend on the machine."""
+    return ClusterSpec.local(devices, memory_bytes=memory, cores=2)
+
+
+def residual_mlp(layers: int = 3, width: int = 256, batch: int = 512, strange: bool = False) -> Graph:
+    """``mean(head(h + down(relu(up(h))) ...))`` with ``h = stem(x)``: weights, biases, residuals, repeats and a loss.
+
+    ``strange`` adds an operator that no table knows.
+    """
+    nodes: list[Node] = []
+
+    def leaf(name: str, op: str, shape: tuple[int, ...], target: str) -> Ref:
+        nodes.append(Node(name, op, (), (TensorType(shape, "float32", op == "param"),), target=target))
+        return Ref(name)
+
+    def call(name: str, op: str, shape: tuple[int, ...], path: str, **args: object) -> Ref:
+        nodes.append(Node(name, op, tuple(args.items()), (TensorType(shape, "float32", True),), path=path))
+        return Ref(name)
+
+    def linear(name: str, value: Ref, rows: int, columns: int, path: str) -> Ref:
+        weight = leaf(f"{name}_w", "param", (columns, rows), f"{path}.weight")
+        bias = leaf(f"{name}_b", "param", (columns,), f"{path}.bias")
+        return call(name, "aten.linear.default", (batch, columns), path, input=value, weight=weight, bias=bias)
+
+    value = linear("stem", leaf("x", "input", (batch, width), "x"), width, width, "stem")
+    for i in range(layers):
+        up = linear(f"up{i}", value, width, 4 * width, f"layers.{i}.up")
+        hidden = call(f"relu{i}", "aten.relu.default", (batch, 4 * width), f"layers.{i}", self=up)
+        down = linear(f"down{i}", hidden, 4 * width, width, f"layers.{i}.down")
+        value = call(
+            f"add{i}", "aten.add.Tensor", (batch, width), f"layers.{i}", self=value, other=down, alpha=1
+        )  # fmt: skip
+    if strange:
+        value = call("strange", "house.strange.default", (batch, width), "odd", self=value)
+    value = linear("head", value, width, 64, "head")
+    call("loss", "aten.mean.default", (), "", self=value, dtype=None)
+    return Graph(tuple(nodes), (Ref("loss"),))
+
+
+def plan_of(graph: Graph, spec: ClusterSpec | None = None, pin: Mapping[str, Any] | None = None) -> Plan:
+    """Plan a graph as :func:`autopar.plan` plans a model, with seconds that are always the same."""
+    pins = Pins.parse(pin)
+    found = search(graph, spec or cluster(), pins, Training())
+    candidates = tuple(
+        {
+            "mesh": dict(zip(c.mesh.names, c.mesh.sizes, strict=True)),
+            "status": c.status,
+            "step_time_s": c.objective_s,
+            "bound_s": c.bound_s,
+            "peak_bytes": c.peak_bytes,
+        }
+        for c in found.candidates
+    )
+    return written(found.assignment, found.evaluation.time_s, found.evaluation.peak_bytes, pins, candidates)
+
+
+def written(
+    assignment: Assignment, time_s: float, peak_bytes: int, pins: Pins | None = None, candidates: tuple[Any, ...] = ()
+) -> Plan:
+    """An assignment as a plan."""
+    predicted = predict(assignment, time_s, peak_bytes)
+    seconds = {"capture": 1.0, "fold": 0.25, "solve": 0.5}
+    facts = model_facts(assignment.space.graph, "ResidualMLP")
+    return describe(
+        assignment, facts, (pins or Pins()).to_dict(), predicted, Search("optimal", 0.0, seconds, candidates)
+    )
+
+
+def check_golden(name: str, text: str) -> None:
+    """Compare with a file of ``golden/``; with ``UPDATE_GOLDEN=1`` in the environment, write it."""
+    path = GOLDEN / name
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    expected = path.read_text(encoding="utf-8")
+    assert text == expected, f"{path} differs; if the change is wanted: UPDATE_GOLDEN=1 make test ARGS=tests/planner"

@@ -1,0 +1,362 @@
+"""Plans as files: they come back as they were, edits apply, and what is wrong is said."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.cost import CostModel
+from planner.encode import _parse_runs, _runs, dump
+from planner.errors import PlanError
+from planner.fold import fold, relabel
+from planner.formulate import Assignment, Space, Training, rules_of
+from planner.graph import Graph
+from planner.pins import Pins, filters
+from planner.plan import Plan, model_facts, refold, restore
+from planner.predict import collectives
+from planner.problem import evaluate
+from planner.solve import solve
+from tests.planner.plans import check_golden, cluster, plan_of, residual_mlp, written
+
+PINS: list[dict[str, Any]] = [
+    {},
+    {"data": 4},
+    {"data": 4, "zero": 3},
+    {"tensor": 4},
+    {"data": 2, "tensor": 2},
+]
+
+
+GRAPH = residual_mlp()
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return GRAPH
+
+
+@cache
+def pinned(**pin: Any) -> Plan:
+    """The plan of the model under a recipe; made once."""
+    return plan_of(GRAPH, pin=pin)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return pinned()
+
+
+def assign(plan: Plan, graph: Graph) -> Assignment:
+    """The decisions of a plan for a graph, as :func:`autopar.api.assign` reads them."""
+    facts = model_facts(graph, "ResidualMLP")
+    folded, rules = refold(plan, graph, facts), rules_of(graph)
+    kept = filters(Pins.parse(plan.pin), graph, rules, plan.mesh)
+    return restore(plan, Space(folded, plan.mesh, CostModel(plan.cluster), Training(), rules, *kept), facts)
+
+
+def document(plan: Plan) -> dict[str, Any]:
+    return json.loads(dump(plan.to_dict()))  # type: ignore[no-any-return]
+
+
+# ---- round trip ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pin", PINS, ids=str)
+def test_a_plan_comes_back_from_its_file_as_it_was(pin: dict[str, Any], graph: Graph, tmp_path: Path) -> None:
+    plan = pinned(**pin)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.account == plan.account
+    assert loaded.digest() == plan.digest()
+    assert plan.assignment is not None
+    assert assign(loaded, graph).chosen == plan.assignment.chosen
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
+
+
+@pytest.mark.parametrize("pin", PINS, ids=str)
+def test_seconds_and_bytes_by_use_add_up_to_the_prediction(pin: dict[str, Any], graph: Graph) -> None:
+    predicted = pinned(**pin).predicted
+    assert sum(predicted.time_s.values()) == pytest.approx(predicted.step_time_s, rel=1e-9)
+    assert sum(predicted.memory_bytes.values()) == predicted.peak_bytes
+
+
+@pytest.mark.parametrize("pin", PINS, ids=str)
+def test_the_calls_of_the_blocks_are_the_calls_of_the_step(pin: dict[str, Any], graph: Graph) -> None:
+    plan = pinned(**pin)
+    assert plan.assignment is not None
+    total = collectives(plan.assignment)
+    assert dict(plan.predicted.collectives) == total
+    for block in plan.account.blocks:
+        for call, count in block.collectives:
+            assert count <= total[call]
+
+
+def test_blocks_that_are_decided_apart_come_back_apart(graph: Graph) -> None:
+    apart = relabel(fold(graph), [str(i == 1) for i in range(len(fold(graph).instances))])
+    assert len(apart.kinds) == len(fold(graph).kinds) + 1
+    space = Space(apart, pinned(tensor=4).mesh, CostModel(cluster()), Training(), rules_of(graph))
+    problem = space.problem(None)
+    answer = solve(problem)
+    cost = evaluate(problem, answer.choices)
+    plan = written(space.assignment(answer), cost.time_s, cost.peak_bytes)
+    loaded = Plan.from_dict(document(plan))
+    assert [block.at for block in loaded.blocks] == [block.at for block in plan.blocks]
+    assert assign(loaded, graph).chosen == space.assignment(answer).chosen
+
+
+def test_the_file_is_as_expected(plan: Plan) -> None:
+    check_golden("residual_mlp.json", dump(plan.to_dict()))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(json_values)
+def test_what_is_dumped_for_people_is_json(value: Any) -> None:
+    assert json.loads(dump(value)) == value
+
+
+@given(st.sets(st.integers(0, 200)))
+def test_numbers_are_written_as_runs(numbers: set[int]) -> None:
+    assert _parse_runs(_runs(sorted(numbers))) == tuple(sorted(numbers))
+
+
+def test_runs_are_short() -> None:
+    assert _runs([0, 1, 2, 5]) == "0-2, 5"
+
+
+# ---- edits -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_edited_strategy_is_applied(graph: Graph) -> None:
+    edited = document(pinned(tensor=4))
+    edited["pin"] = {}
+    layer = next(block for block in edited["blocks"] if block["count"] == 3)
+    assert layer["ops"]["up: linear"] == "tensor:n"
+    layer["ops"]["up: linear"] = "tensor:k"
+    assignment = assign(Plan.from_dict(edited), graph)
+    assert [assignment.choice(graph.by_name[f"up{i}"]).label for i in range(3)] == ["tensor:k"] * 3
+    assert collectives(assignment)
+
+
+def test_an_edited_layout_of_a_parameter_is_applied(graph: Graph) -> None:
+    edited = document(pinned(data=4))
+    edited["parameters"]["layers.*.up.weight"] = "S(1)"
+    assignment = assign(Plan.from_dict(edited), graph)
+    assert {str(assignment.produced(graph.by_name["up0"].inputs[1])[0])} == {"S(1)"}
+
+
+def block_of(data: dict[str, Any]) -> dict[str, Any]:
+    return next(block for block in data["blocks"] if block["count"] == 3)
+
+
+def edit_strategy(data: dict[str, Any]) -> None:
+    block_of(data)["ops"]["up: linear"] = "outer:rows inner:rows"
+
+
+def edit_axis(data: dict[str, Any]) -> None:
+    data["parameters"]["head.weight"] = "I"
+
+
+def edit_name(data: dict[str, Any]) -> None:
+    block_of(data)["ops"]["upp: linear"] = block_of(data)["ops"].pop("up: linear")
+
+
+def edit_extra(data: dict[str, Any]) -> None:
+    data["parameters"]["head.wieght"] = "I I"
+
+
+def edit_outputs(data: dict[str, Any]) -> None:
+    data["outputs"] = []
+
+
+def edit_numbers(data: dict[str, Any]) -> None:
+    block_of(data)["at"] = "0-1"
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (
+            edit_strategy,
+            r"'outer:rows inner:rows' for block 'layers\.\*', ops, 'up: linear'.*possible: .*'outer:\w+ inne",
+        ),
+        (edit_axis, r"'I' for parameters, 'head\.weight'.*possible: .*'I I'"),
+        (edit_name, r"no entry for block 'layers\.\*', ops, 'up: linear'"),
+        (edit_extra, r"entry 'head\.wieght' that the model does not have; did you mean 'head\.weight'"),
+        (edit_outputs, r"no entry for outputs\[0\]"),
+        (edit_numbers, r"numbers \d blocks .*the model has \d"),
+    ],
+)
+def test_an_edit_that_cannot_be_is_refused(edit: Callable[[dict[str, Any]], None], message: str, graph: Graph) -> None:
+    data = document(pinned(data=2, tensor=2))
+    text = json.dumps(data).replace('"data"', '"outer"').replace('"tensor"', '"inner"')
+    data = json.loads(text.replace("data:", "outer:").replace("tensor:", "inner:"))
+    data["pin"] = {}
+    assign(Plan.from_dict(data), graph)
+    edit(data)
+    with pytest.raises(PlanError, match=message):
+        assign(Plan.from_dict(data), graph)
+
+
+def test_a_refusal_names_the_pin_that_stands_in_the_way(graph: Graph) -> None:
+    data = document(pinned(data=4))
+    block_of(data)["ops"]["up: linear"] = "data:n"
+    with pytest.raises(PlanError, match=r'under its pin {"data": 4}; possible: .*\'data:m0\''):
+        assign(Plan.from_dict(data), graph)
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (
+            residual_mlp(layers=2),
+            r"parameters: plan 1\d+, model 1\d+; block: plan 3 x layers\.\*, model 2 x layers\.\*",
+        ),
+        (residual_mlp(batch=256), "the same structure, but other shapes, arguments or input sizes"),
+    ],
+    ids=["fewer layers", "smaller batch"],
+)
+def test_a_plan_of_another_model_says_what_differs(other: Graph, message: str, plan: Plan) -> None:
+    with pytest.raises(PlanError, match=message):
+        assign(Plan.from_dict(document(plan)), other)
+
+
+def test_a_plan_of_another_class_says_so(plan: Plan, graph: Graph) -> None:
+    loaded = replace(Plan.from_dict(document(plan)), model={**plan.model, "class": "Other", "fingerprint": "0"})
+    with pytest.raises(PlanError, match="class: plan Other, model ResidualMLP"):
+        assign(loaded, graph)
+
+
+# ---- damaged files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
+def test_a_truncated_file_is_refused(share: float, plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    text = dump(plan.to_dict())
+    path.write_text(text[: int(len(text.rstrip()) * share)])
+    with pytest.raises(PlanError, match=r"plan\.json'.* not a whole plan: JSON ends or breaks at line \d+, column \d+"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"[]", "no autopar plan"),
+        (b"{}", "no autopar plan"),
+        (b"\xff\xfe\x00", "not text"),
+        (b'{"format": "autopar-plan", "version": 99}', "version 99, this autopar reads version 1"),
+        (b'{"format": "autopar-plan"}', "version None"),
+    ],
+)
+def test_what_is_no_plan_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(PlanError, match=message):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"cannot read the plan '.*nowhere\.json': No such file"):
+        Plan.load(tmp_path / "nowhere.json")
+
+
+FIELDS = [
+    "model", "cluster", "mesh", "pin", "inputs", "blocks", "parameters", "buffers", "values", "outputs", "coverage",
+    "search", "predicted", "details", "leaves",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_missing_field_is_named(field: str, plan: Plan) -> None:
+    data = document(plan)
+    del data[field]
+    with pytest.raises(PlanError, match=f"lacks the field '{field}'"):
+        Plan.from_dict(data)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("wrong", [3, None, "text"], ids=str)
+def test_a_field_of_another_kind_is_refused(field: str, wrong: object, plan: Plan) -> None:
+    data = document(plan)
+    data[field] = wrong
+    with pytest.raises(PlanError, match=r"wrong field|lacks the field|cluster"):
+        Plan.from_dict(data)
+
+
+def test_the_file_names_every_field(plan: Plan) -> None:
+    assert set(document(plan)) == {"format", "version", *FIELDS}
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_a_file_with_a_number_that_is_none_is_refused(number: str, plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    text = dump(plan.to_dict()).replace(f'"step_time_s": {plan.predicted.step_time_s}', f'"step_time_s": {number}')
+    path.write_text(text)
+    with pytest.raises(PlanError, match=f"holds {number}, which is not a number"):
+        Plan.load(path)
+
+
+def test_a_wrong_cluster_is_named(plan: Plan) -> None:
+    data = document(plan)
+    data["cluster"]["device"]["memory_bytes"] = -1
+    with pytest.raises(PlanError, match=r"the plan's cluster: device\.memory_bytes is -1"):
+        Plan.from_dict(data)
+
+
+def test_a_mesh_of_another_world_size_is_refused(plan: Plan) -> None:
+    data = document(plan)
+    data["cluster"]["levels"][0]["size"] = 8
+    with pytest.raises(PlanError, match="mesh has 4 ranks, but its cluster has 8 devices"):
+        Plan.from_dict(data)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_when_a_number_is_nan(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    before = path.read_bytes()
+    with pytest.raises(PlanError, match="NaN or infinite"):
+        replace(plan, predicted=replace(plan.predicted, step_time_s=math.nan)).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_is_not_there_is_named(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"cannot write '.*nowhere/plan\.json': No such file"):
+        plan.save(tmp_path / "nowhere" / "plan.json")
+
+
+def test_a_candidate_without_a_bound_can_be_written(plan: Plan) -> None:
+    candidate = {**plan.search.candidates[0], "bound_s": None}
+    data = document(replace(plan, search=replace(plan.search, candidates=(candidate,))))
+    assert Plan.from_dict(data).search.candidates[0]["bound_s"] is None
+
+
+def test_the_digest_tells_decisions_apart_and_nothing_else(plan: Plan) -> None:
+    data = document(plan)
+    other = copy.deepcopy(data)
+    other["search"]["seconds"] = {}
+    assert Plan.from_dict(other).digest() == plan.digest()
+    other["parameters"]["head.weight"] = "S(0) S(0)" if data["parameters"]["head.weight"] != "S(0) S(0)" else "I I"
+    assert Plan.from_dict(other).digest() != plan.digest()

@@ -1,0 +1,218 @@
+"""Reports: the text of a plan as golden files, and an HTML page that is whole and needs nothing else."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.detail import Account
+from planner.document import BlockPlan
+from planner.layout import Mesh
+from planner.plan import Plan
+from planner.report.html import _drawing
+from planner.report.summary import blocks, traffic
+from planner.report.words import in_bytes, in_count, in_percent, in_seconds
+from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp
+
+
+@cache
+def mlp(strange: bool = False) -> Plan:
+    return plan_of(residual_mlp(strange=strange))
+
+
+@cache
+def gpt2() -> Plan:
+    """Transformers' GPT-2 (4 layers of 128) on 4 CPU processes, pinned data 2, tensor 2, sequence parallel."""
+    return Plan.load(GOLDEN / "gpt2.plan.json")
+
+
+def bare() -> Plan:
+    """A plan that holds no details, as one written by hand may."""
+    return replace(mlp(), recorded=Account(), assignment=None)
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, plan",
+    [("residual_mlp.txt", mlp), ("gpt2.txt", gpt2), ("strange.txt", lambda: mlp(strange=True)), ("bare.txt", bare)],
+)
+def test_the_text_is_as_expected(name: str, plan: Any) -> None:
+    check_golden(name, str(plan()))
+
+
+def test_a_plan_with_a_gap_says_how_far_from_the_best_it_may_be() -> None:
+    plan = replace(mlp(), search=replace(mlp().search, status="feasible", gap=0.034))
+    assert "feasible, at most 3.4 % from the best" in str(plan)
+    assert "at most 3.4 % from the best" in plan.to_html()
+
+
+def test_a_mesh_that_does_not_fit_is_marked() -> None:
+    big = {**mlp().search.candidates[0], "peak_bytes": 2**40, "status": "infeasible", "bound_s": None}
+    plan = replace(mlp(), search=replace(mlp().search, candidates=(*mlp().search.candidates, big)))
+    assert re.search(r"does not fit .* 1\.0 TiB", str(plan))
+    assert "does not fit" in plan.to_html()
+
+
+def test_one_device_needs_no_collective() -> None:
+    text = str(plan_of(residual_mlp(), cluster(1)))
+    assert "mesh    all 1" in text
+    assert "collectives per step: none" in text
+
+
+# ---- summary ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [mlp, gpt2])
+def test_blocks_and_optimizer_make_up_the_step(plan: Any) -> None:
+    document = plan()
+    moves = [move for leaf in document.account.leaves.values() for move in leaf.after]
+    shared = sum((move.forward_s + move.backward_s) * move.times for move in moves) / document.predicted.step_time_s
+    optimizer = document.predicted.time_s["optimizer"] / document.predicted.step_time_s
+    assert sum(block.share for block in blocks(document)) + optimizer + shared == pytest.approx(1, abs=1e-9)
+
+
+def test_traffic_keeps_every_call_and_byte() -> None:
+    calls = gpt2().predicted.collectives
+    rows = traffic(calls)
+    assert sum(row.calls for row in rows) == sum(count for _, count in calls)
+    assert sum(row.bytes_in for row in rows) == sum(call.bytes_in * count for call, count in calls)
+    assert len({(row.phase, row.kind, row.axis) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    "shown, expected",
+    [
+        (in_bytes(0), "0 B"),
+        (in_bytes(1023), "1023 B"),
+        (in_bytes(1536), "1.5 KiB"),
+        (in_bytes(80 * 2**30), "80.0 GiB"),
+        (in_seconds(0), "0 s"),
+        (in_seconds(2.5e-7), "0.25 us"),
+        (in_seconds(1.5e-5), "15.0 us"),
+        (in_seconds(0.0123), "12.3 ms"),
+        (in_seconds(61), "61.00 s"),
+        (in_percent(0.001), "< 1 %"),
+        (in_percent(0), "0 %"),
+        (in_percent(0.856), "86 %"),
+        (in_count(999), "999"),
+        (in_count(8_030_261_248), "8.03 B"),
+    ],
+)
+def test_numbers_are_written_for_people(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+# ---- HTML ------------------------------------------------------------------------------------------------------------
+
+VOID = {"meta", "br", "rect"}
+
+
+class Page(HTMLParser):
+    """Reads a page, checks that its elements nest, and keeps its words and attributes."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(html)
+        self.close()
+        assert not self.open, f"unclosed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+
+@pytest.mark.parametrize(
+    "plan", [mlp, gpt2, bare, lambda: mlp(strange=True), lambda: plan_of(residual_mlp(), cluster(1))]
+)
+def test_the_page_is_whole_and_needs_nothing_else(plan: Any) -> None:
+    document = plan()
+    html = document.to_html()
+    page = Page(html)
+    assert "script" not in page.tags
+    assert not {"src", "href", "onclick"} & {name for name, _ in page.attributes}
+    assert "http" not in html and "url(" not in html and "@import" not in html
+    text = " ".join(page.words)
+    for block in document.blocks:
+        assert block.name in text
+    for axis in document.mesh.axes:
+        assert f"{axis.name} {axis.size}" in text
+    assert in_seconds(document.predicted.step_time_s) in text
+    assert in_bytes(document.predicted.peak_bytes) in text
+
+
+def test_every_operator_is_on_the_page() -> None:
+    text = " ".join(" ".join(Page(gpt2().to_html()).words).split())
+    for block in gpt2().blocks:
+        for name in block.ops:
+            path, _, op = name.rpartition(": ")
+            assert f"{path} {op}".strip() in text
+
+
+def test_a_notebook_shows_the_same_without_a_page_around_it() -> None:
+    fragment = gpt2()._repr_html_()
+    Page(fragment)
+    assert fragment.startswith('<div class="autopar">')
+    assert "<body" not in fragment
+    assert fragment in gpt2().to_html()
+
+
+def test_unknown_operators_are_pointed_out() -> None:
+    assert mlp(strange=True).coverage == {"house.strange.default": 1}
+    assert "1 × <code>house.strange.default</code>" in mlp(strange=True).to_html()
+
+
+def test_names_cannot_break_the_page() -> None:
+    nasty = "<script>alert('x')</script>"
+    block = BlockPlan(nasty, 1, {nasty: "outer:n inner:n"}, {}, (0,))
+    plan = replace(bare(), model={**mlp().model, "class": nasty}, blocks=(block,))
+    page = Page(plan.to_html())
+    assert "script" not in page.tags
+    assert any(nasty in word for word in page.words)
+
+
+@pytest.mark.parametrize(
+    "mesh, ranks",
+    [
+        (Mesh.of(all=1), 1),
+        (Mesh.of(all=8), 8),
+        (Mesh.of(all=64), 64),
+        (Mesh.of(outer=4, inner=8), 32),
+        (Mesh.of(pipeline=2, data=2, tensor=4), 16),
+        (Mesh.of(data=32, tensor=32), 0),
+    ],
+    ids=str,
+)
+def test_every_rank_is_drawn_once(mesh: Mesh, ranks: int) -> None:
+    drawing = _drawing(mesh, 8)
+    Page(drawing)
+    assert sorted(map(int, re.findall(r'class="rank"[^>]*>(\d+)<', drawing))) == list(range(ranks))
+    assert len(set(re.findall(r'<rect x="(\d+)" y="(\d+)"', drawing))) == ranks
+
+
+def test_the_page_is_saved_whole(tmp_path: Path) -> None:
+    gpt2().save_html(tmp_path / "plan.html")
+    assert (tmp_path / "plan.html").read_text(encoding="utf-8") == gpt2().to_html()
+    assert len(list(tmp_path.iterdir())) == 1
