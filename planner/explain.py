@@ -257,7 +257,9 @@ def _within(path: str, name: str) -> bool:
 def _same(pattern: str, name: str) -> bool:
     """Whether two dotted names agree part by part; ``*`` in the plan's stands for one part."""
     mine, theirs = pattern.split("."), name.split(".")
-    return len(mine) == len(theirs) and all(a in ("*", b) for a, b in zip(mine, theirs, strict=True))
+    return len(mine) == len(theirs) and all(
+        a == b or (a == "*" and b.replace("_", "a").isalnum()) for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 def _leaves(document: Document) -> dict[str, str]:
@@ -356,6 +358,8 @@ class _Rival:
         space = self._assignment.space
         groups: dict[object, list[str]] = {}
         for axis, word in zip(space.mesh.axes, words, strict=True):
+            if axis.size == 1:
+                continue
             prices = tuple(
                 space.cost.collective_terms(kind, axis) for kind in ("all_reduce", "all_gather", "all_to_all")
             )
