@@ -35,11 +35,10 @@ def solve(
     best = Best(problem, cutoff_s)
     if incumbent is not None:
         best.offer(incumbent)
-    model = build_model(problem)
-    allowed = drop_forbidden(model)
-    bound = math.inf if allowed is None else search(allowed, best, deadline)
+    model = drop_forbidden(build_model(problem))
+    bound = math.inf if model is None else search(model, best, deadline)
     if best.choices is None:
-        choices = least_peak(model, deadline)
+        choices = least_peak(problem, deadline)
         best.offer(choices)
     if best.choices is None:
         objective = evaluate(problem, choices).time_s

@@ -9,7 +9,7 @@ is then one matrix-vector product per factor. Bytes are kept as floats: whole nu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,12 +82,6 @@ def _stack(time: Floats, background: Floats, held: Ints, cover: Floats | float =
     columns = (time, time + background - cover, held)
     finite = [np.where(allowed, column, 0.0) for column in columns]
     return np.stack([*finite, np.where(allowed, 0.0, math.inf)], axis=-1)
-
-
-def allow_everything(model: Model) -> Model:
-    """The model without its walls; what was forbidden costs nothing."""
-    singles = tuple(np.where(np.isinf(single), 0.0, single) for single in model.singles)
-    return replace(model, singles=singles, pairs={k: np.where(np.isinf(c), 0.0, c) for k, c in model.pairs.items()})
 
 
 def drop_forbidden(model: Model) -> Model | None:

@@ -1,33 +1,89 @@
-"""Turn a model into its assignment of least peak memory, for when no assignment fits the limit."""
+"""Turn a problem into its assignment of least peak memory, for when nothing fits the limit."""
 
 from __future__ import annotations
 
 import math
-import time
+from dataclasses import replace
 
+import numpy as np
+
+from planner.problem import Problem, evaluate
+from planner.solve.best import Best
 from planner.solve.eliminate import decode, eliminate
-from planner.solve.exact import minimise_exactly
-from planner.solve.model import Model, allow_everything, drop_forbidden, restrict, total
-from planner.solve.tree import build_tree
-from planner.solve.window import HELD_ONLY, MAX_ENTRIES
+from planner.solve.model import Model, build_model, drop_forbidden, restrict, total
+from planner.solve.tree import Tree, build_tree
+from planner.solve.window import HELD_ONLY, MAX_ENTRIES, search
 
 
-def least_peak(model: Model, deadline: float) -> tuple[int, ...]:
-    """The problem's choices of least peak; forbidden ones only when every assignment is forbidden.
+def least_peak(problem: Problem, deadline: float) -> tuple[int, ...]:
+    """The choices of least peak; forbidden ones only when every assignment is forbidden.
 
-    Where elimination is not exact CP-SAT improves on it, until ``deadline`` (``time.monotonic``).
+    Where elimination is not exact, less and less is looked for until ``deadline`` (``time.monotonic``).
     """
-    allowed = drop_forbidden(model)
-    choices = None if allowed is None else _least_allowed_peak(allowed, deadline)
+    weighed = _weigh(problem)
+    choices = _least_allowed_peak(weighed, deadline)
     if choices is None:
-        choices = _least_allowed_peak(allow_everything(model), deadline)
-    assert choices is not None, "without walls every assignment is allowed"
+        choices = _least_allowed_peak(_allow_everything(weighed), deadline)
+    assert choices is not None, "without forbidden choices every assignment is allowed"
     return choices
 
 
-def _least_allowed_peak(model: Model, deadline: float) -> tuple[int, ...] | None:
-    """The least held bytes under a cap on the transients bound every peak under that cap: a few caps suffice."""
+def _weigh(problem: Problem) -> Problem:
+    """The problem with its held bytes for seconds, forbidden choices and pairs as they were."""
+    vertices = tuple(
+        replace(
+            vertex,
+            time_s=np.where(np.isfinite(vertex.time_s + vertex.background_s), vertex.held_bytes, math.inf),
+            background_s=np.zeros(vertex.choices),
+            cover_s=np.zeros(vertex.choices),
+        )
+        for vertex in problem.vertices
+    )
+    edges = tuple(
+        replace(
+            edge,
+            time_s=np.where(np.isfinite(edge.time_s + edge.background_s), edge.held_bytes, math.inf),
+            background_s=np.zeros(edge.time_s.shape),
+        )
+        for edge in problem.edges
+    )
+    return Problem(vertices, edges, problem.limit_bytes)
+
+
+def _allow_everything(weighed: Problem) -> Problem:
+    return Problem(
+        tuple(replace(vertex, time_s=vertex.held_bytes.astype(np.float64)) for vertex in weighed.vertices),
+        tuple(replace(edge, time_s=edge.held_bytes.astype(np.float64)) for edge in weighed.edges),
+        weighed.limit_bytes,
+    )
+
+
+def _least_allowed_peak(weighed: Problem, deadline: float) -> tuple[int, ...] | None:
+    # Without a limit a model counts no bytes; here any limit will do.
+    model = drop_forbidden(build_model(replace(weighed, limit_bytes=0)))
+    if model is None:
+        return None
     tree = build_tree(model, MAX_ENTRIES)
+    choices = _cap_transients(model, tree)
+    if tree.exact:
+        return choices
+    lower = _find(weighed, None if choices is None else evaluate(weighed, choices).peak_bytes - 1, deadline)
+    while lower is not None:
+        choices, lower = lower, _find(weighed, evaluate(weighed, lower).peak_bytes - 1, deadline)
+    return choices
+
+
+def _find(weighed: Problem, limit_bytes: int | None, deadline: float) -> tuple[int, ...] | None:
+    """An assignment within the limit that holds as little as possible, if there is one and time suffices."""
+    problem = replace(weighed, limit_bytes=limit_bytes)
+    model, best = drop_forbidden(build_model(problem)), Best(problem, math.inf)
+    if model is not None:
+        search(model, best, deadline)
+    return best.choices
+
+
+def _cap_transients(model: Model, tree: Tree) -> tuple[int, ...] | None:
+    """The least held bytes under a cap on the transients bound every peak under that cap: a few caps suffice."""
     found: tuple[int, ...] | None = None
     least = math.inf
     capped: Model | None = model
@@ -43,8 +99,4 @@ def _least_allowed_peak(model: Model, deadline: float) -> tuple[int, ...] | None
         cap = min(totals.transient_bytes, least - held.bound)
         kept = restrict(capped, [values < cap for values in capped.transient])
         capped = None if kept is None else drop_forbidden(kept)
-    if not tree.exact:
-        outcome = minimise_exactly(model, "peak", None, deadline - time.monotonic())
-        if outcome.assignment is not None and total(model, outcome.assignment).peak_bytes < least:
-            found = model.choices(outcome.assignment)
     return found

@@ -16,17 +16,17 @@ import numpy as np
 from planner.problem import Floats
 from planner.solve.best import Best
 from planner.solve.eliminate import Elimination, choice_bounds, decode, eliminate
-from planner.solve.exact import minimise_exactly
 from planner.solve.labels import search_labels
-from planner.solve.model import Mask, Model, drop_forbidden, restrict
+from planner.solve.mip import solve_mip
+from planner.solve.model import Mask, Model, drop_forbidden, restrict, total
 from planner.solve.relax import Multipliers, Relaxation, relax
 from planner.solve.tree import build_tree
 
 MAX_ENTRIES = 5_000_000  # of an elimination table; beyond, its bucket is split
 HELD_ONLY: Floats = np.array([0.0, 0.0, 1.0, 1.0])
 
-_NARROW, _WIDEST = 300, 30_000  # labels kept by the first search and by the last
-_WIDENING = 10
+_NARROW, _WIDER = 300, (3_000, 30_000, 300_000)  # labels kept by the first search, and by later ones
+_PROMISING = 0.7  # part of the gap that a search must close for a wider one to be worth it
 _STEPS = (0.001, 0.003, 0.012, 0.05, 0.2, math.inf)  # by which the aim rises, relative to the bound
 _SHRUNK = 0.9  # bound again once pruning left at most this part of the choices
 _SPLIT = 0.2  # part of the gap that a window's transient range may account for
@@ -172,33 +172,40 @@ def _search(bounded: Bounded, best: Best, width: int, deadline: float) -> float:
 
 
 def _split(bounded: Bounded, best: Best) -> list[Window]:
-    """The window cut in the middle of its transients, or nothing where they explain little of the gap."""
-    window, price = bounded.window, bounded.window.multipliers.price
-    above = np.concatenate([values[values > window.floor_bytes] for values in window.model.transient])
-    reach = float(above.max(initial=window.floor_bytes)) - window.floor_bytes
-    if price * reach <= _SPLIT * (best.target_s - window.bound):
+    """The window cut in two between its transients, or nothing where they explain little of the gap."""
+    window, relaxation = bounded.window, bounded.relaxation
+    transients = np.unique(np.concatenate(window.model.transient))
+    above = transients[transients > window.floor_bytes]
+    if len(above) == 0:
         return []
-    middle = window.floor_bytes + reach / 2
-    floor = float(above[above > middle].min())
-    low = window.keep([values <= middle for values in window.model.transient])
+    relaxed = total(window.model, decode(relaxation.elimination))
+    if relaxed.held_bytes <= window.room_bytes and relaxed.peak_bytes > window.model.limit_bytes:
+        # Neither part admits the relaxed assignment.
+        floor = relaxed.transient_bytes
+    elif relaxation.multipliers.price * (above[-1] - window.floor_bytes) > _SPLIT * (best.target_s - window.bound):
+        floor = float(above[above >= (window.floor_bytes + above[-1]) / 2][0])
+    else:
+        return []
+    low = window.keep([values < floor for values in window.model.transient])
     high = replace(window, floor_bytes=floor)
     return [high] if low is None else [low, high]
 
 
 def _close(bounded: Bounded, left: float, best: Best, deadline: float) -> float:
-    """Search wider and wider; a bound on what was missed below the target."""
-    width = _NARROW
-    while left < best.target_s and width < _WIDEST and time.monotonic() <= deadline:
-        width *= _WIDENING
+    """Search wider while that soon closes the gap, else solve exactly; a bound on what was missed below the target."""
+    for width in _WIDER:
         again = _bound(bounded.window, best, deadline)
         if again is None:
             return math.inf
         bounded = again
         left = _search(bounded, best, width, deadline)
-    left = max(left, bounded.window.bound)
+        closed = left - bounded.window.bound
+        if left >= best.target_s or closed < _PROMISING * (best.target_s - bounded.window.bound):
+            break
+    window = bounded.window
     if left < best.target_s and time.monotonic() <= deadline:
-        outcome = minimise_exactly(bounded.window.model, "time", None, deadline - time.monotonic())
+        outcome = solve_mip(window.model, window.floor_bytes, best.target_s, deadline - time.monotonic())
         left = max(left, outcome.bound)
         if outcome.assignment is not None:
-            best.offer_assignment(bounded.window.model, outcome.assignment)
-    return left
+            best.offer_assignment(window.model, outcome.assignment)
+    return max(left, window.bound)

@@ -1,0 +1,104 @@
+"""Turn a model into a mixed-integer program for HiGHS, and its outcome into an assignment and a proven bound."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+from ortools.math_opt.python import mathopt
+from ortools.math_opt.solvers.highs_pb2 import HighsOptionsProto
+
+from planner.problem import Floats, Ints
+from planner.solve.model import EXPOSED, HELD, TIME, WALL, Model
+
+_TOLERANCE = 1e-9  # of integrality and of rows, whose largest numbers are near one
+_GAP = 1e-7
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """The best assignment found, if any, and a lower bound in seconds (inf: nothing lies below the target)."""
+
+    assignment: Ints | None
+    bound: float
+
+
+def solve_mip(model: Model, floor_bytes: float, target_s: float, time_limit_s: float) -> Outcome:
+    """Minimise the step time of assignments within the limit that take at most ``target_s``.
+
+    Transient bytes count as at least ``floor_bytes``.
+    """
+    program = mathopt.Model()
+    picks = [[program.add_binary_variable() for _ in range(size)] for size in model.sizes]
+    variables = [pick for each in picks for pick in each]
+    costs = list(model.singles)
+    for pick in picks:
+        # Every vertex takes exactly one choice.
+        program.add_linear_constraint(mathopt.fast_sum(pick) == 1.0)
+    for (tail, head), table in model.pairs.items():
+        allowed = np.isfinite(table[..., WALL])
+        flow = {(int(a), int(b)): program.add_variable(lb=0.0, ub=1.0) for a, b in np.argwhere(allowed)}
+        variables += flow.values()
+        costs.append(table[allowed])
+        # The pair taken agrees with the choice at its tail, and with the choice at its head.
+        for a, pick in enumerate(picks[tail]):
+            program.add_linear_constraint(mathopt.fast_sum(flow[a, int(b)] for b in np.flatnonzero(allowed[a])) == pick)
+        for b, pick in enumerate(picks[head]):
+            program.add_linear_constraint(
+                mathopt.fast_sum(flow[int(a), b] for a in np.flatnonzero(allowed[:, b])) == pick
+            )
+    columns = np.concatenate(costs)
+    second = float(np.abs(columns[:, TIME]).max()) or 1.0
+    byte = max(float(columns[:, HELD].max()), abs(model.limit_bytes)) or 1.0
+
+    # What is exposed of the background is at least zero, and at least the background that no work covers.
+    exposed = program.add_variable(lb=0.0)
+    program.add_linear_constraint(_sum(variables, (columns[:, EXPOSED] - columns[:, TIME]) / second) <= exposed)
+    # The largest transient is at least the floor, and at least what each vertex's choice needs.
+    transient = program.add_variable(lb=floor_bytes / byte)
+    for pick, values in zip(picks, model.transient, strict=True):
+        if values.max() > floor_bytes:
+            program.add_linear_constraint(_sum(pick, values / byte) <= transient)
+    # Held bytes and the largest transient fit into the limit together.
+    program.add_linear_constraint(_sum(variables, columns[:, HELD] / byte) + transient <= model.limit_bytes / byte)
+    # The step takes the plain time and what is exposed; only steps up to the target matter.
+    step = _sum(variables, columns[:, TIME] / second) + exposed
+    if math.isfinite(target_s):
+        program.add_linear_constraint(step <= target_s / second)
+    program.minimize(step)
+
+    result = _run(program, time_limit_s)
+    reason = result.termination.reason
+    if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+        return Outcome(None, math.inf)
+    bound = float(result.termination.objective_bounds.dual_bound) * second
+    if not result.has_primal_feasible_solution():
+        return Outcome(None, bound)
+    values = result.variable_values()
+    return Outcome(np.array([int(np.argmax([values[x] for x in pick])) for pick in picks]), bound)
+
+
+def _sum(variables: list[mathopt.Variable], factors: Floats) -> mathopt.LinearSum:
+    return mathopt.fast_sum(float(factor) * x for factor, x in zip(factors, variables, strict=True) if factor != 0.0)
+
+
+def _run(program: mathopt.Model, time_limit_s: float) -> mathopt.SolveResult:
+    """Solve on a thread of its own, so that an interrupt reaches the caller while HiGHS is at work."""
+    tolerances = {"mip_feasibility_tolerance": _TOLERANCE, "primal_feasibility_tolerance": _TOLERANCE}
+    parameters = mathopt.SolveParameters(
+        time_limit=timedelta(seconds=max(0.01, time_limit_s)),
+        relative_gap_tolerance=_GAP,
+        random_seed=0,
+        highs=HighsOptionsProto(int_options={"threads": 1}, double_options=tolerances),
+    )
+    results: list[mathopt.SolveResult] = []
+    work = threading.Thread(
+        target=lambda: results.append(mathopt.solve(program, mathopt.SolverType.HIGHS, params=parameters)), daemon=True
+    )
+    work.start()
+    while work.is_alive():
+        work.join(timeout=0.1)
+    return results[0]
