@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,19 @@ class _Checker:
         """The type of ``value`` on an axis; ``None`` where it has none."""
         return spmd.get_local_type(value).get(self.axes[number])
 
-    def expect(self, value: Tensor, types: Layout, shape: tuple[int, ...], what: str) -> None:
+    @contextlib.contextmanager
+    def pretending(self, values: list[Tensor], numbers: list[int]) -> Iterator[None]:
+        """Inside, ``values`` are ``R`` on the axes ``numbers``."""
+        before = [dict(spmd.get_local_type(value)) for value in values]
+        for value, types in zip(values, before, strict=True):
+            spmd.runtime._set_local_type(value, types | {self.axes[number]: spmd.R for number in numbers})
+        try:
+            yield
+        finally:
+            for value, types in zip(values, before, strict=True):
+                spmd.runtime._set_local_type(value, types)
+
+    def expect(self, value: Tensor, types: Layout, shape: tuple[int, ...] | None, what: str) -> None:
         """Assert that ``value`` is such a part of a tensor of ``shape``; without a gradient I is as good as R."""
         for number in self.axes:
             have, wanted = self.has(value, number), _spmd(types[number])
@@ -123,7 +135,7 @@ class _Checker:
                 raise VerificationError(
                     f"{what}: on axis {self.names[number]!r} it has type {have or 'none'}, the plan says {wanted}"
                 )
-        if value.shape != local_shape(shape, types, self.sizes):
+        if shape is not None and value.shape != local_shape(shape, types, self.sizes):
             raise VerificationError(
                 f"{what}: it has shape {tuple(value.shape)} on a rank, which as {format_layout(types)} is no part of "
                 f"{shape} on {self.sizes} ranks"
@@ -155,6 +167,11 @@ class _Root(fx.Interpreter):
             return self.operator(n, node)
         if n.op == "call_function" and n.target in (convert, replicate_parameters):
             self.checker.conversions += 1
+        if n.target is torch.ops.aten.detach.default:
+            with spmd.no_typecheck():
+                result = super().run_node(n)
+            spmd.assert_type_like(result, self.env[n.args[0]])
+            return result
         try:
             return super().run_node(n)
         except spmd.SpmdTypeError as error:
@@ -172,33 +189,48 @@ class _Root(fx.Interpreter):
             types = tuple(s.operands[position] for s in choice.axes)
             checker.expect(value, types, shape, f"{where}: operand {position}")
         checker.operators += 1
-        # That an operator is linear where the plan says so is proved by the op table's tests; the checker knows
-        # it of torch functions, not of operators. A constant is the same wherever it is made.
-        stated = not given or "aten.new_" in node.op or any(choice.axes[n].kind == "partial" for n in checker.axes)
+        # That an operator is linear where the plan says so is proved by the op table's tests; the checker knows it of
+        # torch functions, not of operators: on such an axis it is shown whole tensors.
+        terms = [number for number in checker.axes if any(s == P for s in choice.axes[number].operands)]
+        # A constant is the same wherever it is made.
+        constant = not given or "aten.new_" in node.op
         try:
-            with spmd.no_typecheck() if stated else contextlib.nullcontext():
-                results = self.call_function(n.target, args, kwargs)
+            with checker.pretending(given, terms):
+                with spmd.no_typecheck() if constant else contextlib.nullcontext():
+                    results = self.call_function(n.target, args, kwargs)
+                several = isinstance(results, (tuple, list))
+                values = list(results) if several else [results]
+                for index, value in enumerate(values):
+                    if not constant:
+                        types = tuple(s.results[index] for s in choice.axes)
+                        checker.expect(value, self.seen(value, types, choice, terms), None, f"{where}: result {index}")
+                    if any(value is operand for operand in given):
+                        with spmd.no_typecheck():
+                            values[index] = value.view_as(value)
         except spmd.SpmdTypeError as error:
             raise VerificationError(f"{where}: {_first_line(error)}") from error
-        for index, value in enumerate(results if isinstance(results, (tuple, list)) else (results,)):
+        for index, value in enumerate(values):
             types = tuple(s.results[index] for s in choice.axes)
-            if not stated:
-                checker.expect(
-                    value, self.seen(value, types, choice), node.results[index].shape, f"{where}: result {index}"
-                )
             checker.stamp(value, types)
-        return results
+            checker.expect(value, types, node.results[index].shape, f"{where}: result {index}")
+        return values if several else values[0]
 
-    def seen(self, value: Tensor, types: Layout, choice: Choice) -> Layout:
+    def seen(self, value: Tensor, types: Layout, choice: Choice, terms: list[int]) -> Layout:
         """The plan's types of a result as the checker sees them.
 
-        Local types do not tell a slice from a term of a sum: where the plan shards a factor that the result
-        lacks, the plan's ``P`` is the checker's ``V``.
+        Local types do not tell a slice from a term of a sum: where the plan shards a factor that the result lacks,
+        the plan's ``P`` is the checker's ``V``. And equal slices (of what is spread along a sharded factor) are ``R``
+        to it; the gradients of both are per rank.
         """
         found = list(types)
         for number in self.checker.axes:
-            if types[number] == P and choice.axes[number].factor and self.checker.has(value, number) is spmd.V:
+            have = self.checker.has(value, number)
+            if number in terms:
+                found[number] = R
+            elif types[number] == P and choice.axes[number].factor and have is spmd.V:
                 found[number] = VARYING
+            elif isinstance(types[number], Shard) and have is spmd.R:
+                found[number] = R
         return tuple(found)
 
 

@@ -39,7 +39,8 @@ def convert(x: Tensor, axis: ProcessGroup, src: str, dst: str) -> Tensor:
     src_type, dst_type = _spmd_type(source, restore), _spmd_type(target, restore)
     result = _step(x, axis, src_type, dst_type)
     if result.requires_grad:
-        result.register_hook(Tensor.contiguous)
+        with spmd.no_typecheck():
+            result.register_hook(Tensor.contiguous)
     return _close_strips(result, restore)
 
 
