@@ -7,6 +7,7 @@ name, and a filter that keeps, on that axis, the strategies the recipe means.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from planner.errors import PinError
 from planner.formulate import AllowLeaf
 from planner.graph import Graph, Node, Ref
-from planner.layout import I, Layout, Mesh, R, Shard
+from planner.layout import Axis, I, Layout, Mesh, R, Shard
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.rules import AxisStrategy, Rule, find
@@ -27,6 +28,9 @@ LATER = {
     "offload": ("none", "offload"),
     "virtual_stages": (1, "virtual stages"),
 }
+
+FREE_AXES = ("all", "outer", "middle", "inner")
+"""Axes of the meshes that are tried when no size is pinned."""
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
@@ -164,7 +168,8 @@ def filters(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> 
     context = label_dims(graph, rules, "context") if {"context", "tensor"} & set(names) else {}
     _check_recipe(pins, graph, mesh, context)
     weighted = _weighted(graph, rules)
-    _check_globs(pins, graph)
+    _check_weights(pins, mesh, rules, weighted)
+    _check_layers(pins, graph, rules, mesh)
 
     def labelled(node: Node, strategy: AxisStrategy, labels: Labels) -> bool:
         return (strategy.factor, strategy.outer) in labelled_parts(node, rules[node.name], labels)
@@ -279,7 +284,56 @@ def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, context: Labels) -> None
             )
 
 
-def _check_globs(pins: Pins, graph: Graph) -> None:
-    for glob in pins.layers:
-        if not any(fnmatch.fnmatchcase(node.path, glob) for node in graph.nodes if not node.is_leaf):
-            raise PinError(f"pin 'layers': no module matches {glob!r}")
+def _check_layers(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> None:
+    """Refuse pins by module that pin nothing: no such module, axis or strategy, or a size that does not divide."""
+    for glob, wanted in pins.layers.items():
+        nodes = [node for node in graph.nodes if not node.is_leaf and fnmatch.fnmatchcase(node.path, glob)]
+        if not nodes:
+            paths = sorted({node.path for node in graph.nodes if node.path})
+            near = difflib.get_close_matches(glob, paths, n=3, cutoff=0.4)
+            hint = f"; close are: {', '.join(map(repr, near))}" if near else ""
+            raise PinError(f"pin 'layers': no module matches {glob!r}{hint}")
+        products = [node for node in nodes if (row := OPS.get(node.op)) and row.flops is contraction_flops]
+        if not products:
+            raise PinError(f"pin 'layers': {glob!r} holds no matrix product, and only these can be pinned")
+        for name, strategy in wanted.items():
+            if name not in mesh.names:
+                if pins.sizes or name not in FREE_AXES:
+                    raise PinError(
+                        f"pin 'layers', {glob!r}: there is no axis {name!r}; the mesh has {', '.join(mesh.names)}"
+                    )
+                continue
+            for node in products:
+                _check_strategy(glob, rules[node.name], mesh.axes[mesh.names.index(name)], strategy)
+
+
+def _check_strategy(glob: str, rule: Rule, axis: Axis, strategy: object) -> None:
+    factor = str(strategy).partition("/")[0]
+    if factor in ("invariant", "replicate", "partial"):
+        return
+    sizes = {name: size for name, size in rule.sizes.items() if name not in rule.whole}
+    if factor not in sizes:
+        known = ", ".join(f"{name} ({size})" for name, size in sizes.items())
+        raise PinError(
+            f"pin 'layers', {glob!r}, axis {axis.name!r}: there is no strategy {strategy!r}; shard one of the factors "
+            f"{known}, or pin 'invariant' or 'replicate'"
+        )
+    if sizes[factor] % axis.size:
+        raise PinError(
+            f"pin 'layers', {glob!r}, axis {axis.name!r}: {strategy} has size {sizes[factor]}, which {axis.size} ranks "
+            "do not divide: pin another factor, or another size of the axis"
+        )
+
+
+def _check_weights(pins: Pins, mesh: Mesh, rules: Mapping[str, Rule], weighted: Mapping[str, frozenset[str]]) -> None:
+    """Refuse recipes that would shard no weight at all."""
+    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    if pins.zero is not None and mesh.size > 1 and not (pins.zero == 0 and pins.sizes) and "data" not in mesh.names:
+        raise PinError(
+            f"pin 'zero' is {pins.zero}; it says how the data axis stores parameters: pin 'data' above 1 too"
+        )
+    tensor = sizes.get("tensor", 1)
+    found = sorted({rules[name].sizes[factor] for name, factors in weighted.items() for factor in factors})
+    if tensor > 1 and not any(size % tensor == 0 for size in found):
+        shown = f"the sizes of the weights, {', '.join(map(str, found))}" if found else "no weight: the model has none"
+        raise PinError(f"pin 'tensor' is {tensor}, which divides none of {shown}: pin another size")

@@ -82,8 +82,8 @@ def _rows(document: Document, block: BlockSummary, name: str, op: OpDetail) -> l
     lines = [", ".join(calls["forward"])] if calls["forward"] else []
     lines += ["back: " + ", ".join(calls["backward"])] if calls["backward"] else []
     first, *more = lines or [""]
-    row = [f"    {name}", *op.meaning, op.results[0] if op.results else "", kept, first]
-    return [row, *([""] * (len(row) - 1) + [line] for line in more)]
+    cells = [f"    {name}", *op.meaning, op.results[0] if op.results else "", kept, first]
+    return [cells, *([""] * (len(cells) - 1) + [line] for line in more)]
 
 
 def _plain_row(document: Document, name: str, label: str) -> Sequence[str]:

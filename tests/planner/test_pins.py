@@ -1,0 +1,156 @@
+"""Pins: what contradicts itself, the model or the cluster is refused, by name and number; what is kept is kept."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.errors import InfeasibleError, PinError
+from planner.graph import Graph, Node, Ref, TensorType
+from planner.pins import Pins
+from planner.plan import Plan
+from tests.planner.plans import cluster, plan_of, residual_mlp
+
+GRAPH = residual_mlp(layers=2, width=64, batch=48)
+
+
+def attention(length: int = 48) -> Graph:
+    """Attention over three inputs, and a mean."""
+    shape = TensorType((2, 4, length, 8), "float32", True)
+    leaves = tuple(Node(name, "input", (), (shape,), target=name) for name in "qkv")
+    args = (
+        ("query", Ref("q")), ("key", Ref("k")), ("value", Ref("v")), ("attn_mask", None), ("dropout_p", 0.0),
+        ("is_causal", False), ("scale", None), ("enable_gqa", False),
+    )  # fmt: skip
+    op = Node("a", "aten.scaled_dot_product_attention.default", args, (shape,), path="attn")
+    mean = Node("m", "aten.mean.default", (("self", Ref("a")), ("dtype", None)), (TensorType((), "float32", True),))
+    return Graph((*leaves, op, mean), (Ref("m"),))
+
+
+@pytest.mark.parametrize(
+    "pin, message",
+    [
+        ({"tensr": 2}, "no decision called 'tensr'; known: .*tensor"),
+        ({"data": 0}, "pin 'data' is 0; .* whole number from 1"),
+        ({"data": "2"}, "pin 'data' is '2'"),
+        ({"tensor": True}, "pin 'tensor' is True"),
+        ({"zero": 1}, r"pin 'zero' is 1; this version stores parameters whole \(0\) or sharded \(3\)"),
+        ({"sequence_parallel": 3, "tensor": 2}, "pin 'sequence_parallel' is 3; it is True or False"),
+        ({"sequence_parallel": True}, "pin 'tensor' above 1 too"),
+        ({"sequence_parallel": True, "tensor": 1}, "pin 'tensor' above 1 too"),
+        ({"pipeline": 2}, "plans no pipeline stages"),
+        ({"recompute": "full"}, "plans no recomputation; leave it out or pin 'none'"),
+        ({"offload": "host"}, "plans no offload"),
+        ({"micro_batch": 1}, "it has no micro_batch"),
+        ({"schedule": "1f1b"}, "it has no schedule"),
+        ({"layers": {"head": "n"}}, "maps a module path"),
+    ],
+    ids=str,
+)
+def test_a_wrong_pin_is_refused_before_anything_is_planned(pin: dict[str, Any], message: str) -> None:
+    with pytest.raises(PinError, match=message):
+        Pins.parse(pin)
+
+
+@pytest.mark.parametrize(
+    "pin, message",
+    [
+        ({"data": 2, "tensor": 4}, "data 2 x tensor 4 = 8, but 'local' has 4 devices"),
+        ({"data": 2}, "data 2 = 2, but 'local' has 4 devices"),
+        ({"tensor": 3}, "tensor 3 = 3 does not divide the 4 devices"),
+        ({"zero": 3}, "pin 'zero' is 3; .* pin 'data' above 1 too"),
+        ({"zero": 3, "tensor": 4}, "pin 'data' above 1 too"),
+        ({"context": 4}, "the model has no attention operator"),
+        ({"layers": {"heads": {"all": "n"}}}, "no module matches 'heads'; close are: 'head'"),
+        ({"layers": {"layers.0": {"all": "n"}}}, "holds no matrix product"),
+        ({"layers": {"head": {"tensor": "n"}}}, "there is no axis 'tensor'; the mesh has all"),
+        ({"tensor": 4, "layers": {"head": {"inner": "n"}}}, "there is no axis 'inner'; the mesh has tensor"),
+        ({"layers": {"head": {"all": "rows"}}}, r"no strategy 'rows'; shard one of .* m0 \(48\), k \(64\), n \(64\)"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_pin_that_does_not_fit_is_refused(pin: dict[str, Any], message: str) -> None:
+    with pytest.raises(PinError, match=message):
+        plan_of(GRAPH, pin=pin)
+
+
+@pytest.mark.parametrize(
+    "graph, devices, pin, message",
+    [
+        (GRAPH, 5, {"data": 5}, "pin 'data' is 5 but input 'x' has a batch of 48, which it does not divide"),
+        (GRAPH, 5, {"tensor": 5}, "pin 'tensor' is 5, which divides none of the sizes of the weights, 64, 256"),
+        (GRAPH, 3, {"tensor": 3, "layers": {"head": {"tensor": "n"}}}, "tensor' is 3, which divides none"),
+        (GRAPH, 3, {"data": 3, "layers": {"head": {"data": "n"}}}, "'head', axis 'data': n has size 64, which 3 ranks"),
+        (attention(), 5, {"context": 5}, "pin 'context' is 5 but the sequence has length 48, which it does not divide"),
+    ],
+)
+def test_a_size_that_does_not_divide_is_named(graph: Graph, devices: int, pin: dict[str, Any], message: str) -> None:
+    with pytest.raises(PinError, match=message):
+        plan_of(graph, cluster(devices), pin)
+
+
+def test_pins_come_back_as_the_user_wrote_them() -> None:
+    pin = {"data": 2, "tensor": 2, "sequence_parallel": False, "zero": 3, "layers": {"head": {"tensor": "k"}}}
+    assert Pins.parse(pin).to_dict() == pin
+    assert Pins.parse({"pipeline": 1, "recompute": "none"}) == Pins()
+
+
+def strategies(plan: Plan, op: str) -> set[str]:
+    return {label for block in plan.blocks for name, label in block.ops.items() if name.endswith(op)}
+
+
+def test_data_shards_the_batch_everywhere() -> None:
+    plan = plan_of(GRAPH, pin={"data": 4})
+    assert strategies(plan, "linear") == {"data:m0"}
+    assert plan.inputs == {"x": "S(0)"}
+
+
+def test_zero_3_stores_every_parameter_sharded_and_zero_0_none() -> None:
+    sharded, whole = (plan_of(GRAPH, pin={"data": 4, "zero": zero}) for zero in (3, 0))
+    assert all(layout.startswith("S") for layout in sharded.parameters.values())
+    assert set(whole.parameters.values()) == {"I"}
+    assert sharded.predicted.memory_bytes["optimizer"] * 4 == whole.predicted.memory_bytes["optimizer"]
+
+
+def test_tensor_shards_weights() -> None:
+    plan = plan_of(GRAPH, pin={"tensor": 4})
+    assert strategies(plan, "linear") <= {"tensor:n", "tensor:k"}
+
+
+def test_context_shards_the_query_sequence() -> None:
+    plan = plan_of(attention(), pin={"context": 4})
+    assert strategies(plan, "attention") == {"context:query"}
+
+
+@pytest.mark.parametrize("strategy", ["n", "k"])
+def test_layers_fix_one_module(strategy: str) -> None:
+    plan = plan_of(GRAPH, pin={"tensor": 4, "layers": {"he*d": {"tensor": strategy}}})
+    (op,) = (op for op in plan.explain("head").ops if op.name.endswith("linear"))
+    assert op.strategy == f"tensor:{strategy}"
+
+
+# ---- clusters that are too small -------------------------------------------------------------------------------------
+
+
+def test_a_cluster_too_small_says_by_how_much_and_what_would_fit() -> None:
+    with pytest.raises(InfeasibleError) as error:
+        plan_of(GRAPH, cluster(4, memory="256 KiB"))
+    text = str(error.value)
+    limit, needs, over = (
+        int(number.replace(",", ""))
+        for number in re.search(r"can use ([\d,]+) bytes.*needs ([\d,]+), ([\d,]+) too many", text).groups()  # type: ignore[union-attr]
+    )
+    assert needs - limit == over > 0
+    memory = int(re.search(r"memory_bytes of at least ([\d,]+)", text)[1].replace(",", ""))  # type: ignore[index]
+    assert plan_of(GRAPH, cluster(4, memory)).predicted.peak_bytes <= ClusterSpec.local(4, memory).device.usable_bytes
+    with pytest.raises(InfeasibleError):
+        plan_of(GRAPH, cluster(4, memory - 1024))
+
+
+def test_pins_that_leave_no_room_say_that_relaxing_them_may_help() -> None:
+    roomy = plan_of(GRAPH, pin={"data": 4, "zero": 3}).predicted.peak_bytes
+    with pytest.raises(InfeasibleError, match="Relaxing the pins may also help"):
+        plan_of(GRAPH, cluster(4, int(roomy / 0.9) + 1024), {"data": 4, "zero": 0})
