@@ -1,0 +1,235 @@
+"""The command line: ``autopar plan``, ``show``, ``verify`` and ``demo``.
+
+Only what ``--help`` needs is imported at the top; torch comes with the first command that needs it. An
+error of the user's is one message and exit code 2.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import autopar
+from planner.errors import AutoparError, InputError
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+
+class _Commands(TyperGroup):
+    """Commands whose errors for users are messages."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AutoparError as error:
+            typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
+            typer.echo(str(error), err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="[bold]module:function[/] returning a model, or (model, example inputs); or a Transformers config.json.",
+    ),
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option("--cluster", "-c", metavar="CLUSTER", help="A cluster file, preset:dgx-h100:4 (nodes), or local:4."),
+]
+Pins = Annotated[
+    list[str] | None, typer.Option("--pin", metavar="NAME=VALUE", help="Fix a decision: data=2, tensor=4, zero=3 ...")
+]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option("--input", metavar="NAME=SHAPE:DTYPE", help="An input of the global batch: input_ids=8x128:int64."),
+]
+Batch = Annotated[int, typer.Option(min=1, help="Global batch of a Transformers model.")]
+Sequence = Annotated[int, typer.Option("--seq", min=1, help="Sequence length of a Transformers model.")]
+TimeLimit = Annotated[float, typer.Option(min=1, help="Seconds after which the search returns the best so far.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that autopar plan --out wrote.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"autopar {autopar.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Automatic parallelism for PyTorch: plan a model for a cluster, look at the plan, check it."""
+
+
+@app.command()
+def plan(
+    model: Model,
+    cluster: ClusterOption,
+    batch: Batch = 8,
+    seq: Sequence = 512,
+    inputs: Inputs = None,
+    pin: Pins = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
+    time_limit: TimeLimit = 60.0,
+) -> None:
+    """Find the fastest plan for training a model; needs neither the cluster nor a GPU."""
+    _check_writable(out, html)
+    with _status("reading the model") as say:
+        from autopar import api, arguments
+
+        where, pins = arguments.read_cluster(cluster), arguments.read_pins(pin or ())
+        named = arguments.read_model(model, batch, seq, inputs or ())
+        found = api.plan(
+            named.model, where, example_kwargs=named.inputs, pin=pins, time_limit_s=time_limit, progress=say
+        )
+    typer.echo(str(found), nl=False)
+    _write(found, out, html)
+
+
+@app.command()
+def show(
+    plan: PlanFile,
+    explain: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Say why this module, operator or parameter is laid out so.")
+    ] = None,
+    block: Annotated[
+        str | None, typer.Option(metavar="NAME", help="List every operator of this distinct block.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
+) -> None:
+    """Print a plan."""
+    from planner.plan import Plan
+
+    found = Plan.load(plan)
+    if explain is not None:
+        typer.echo(str(found.explain(explain)))
+    elif block is not None:
+        typer.echo(_block(found, block))
+    else:
+        typer.echo(str(found), nl=False)
+    _write(found, None, html)
+
+
+@app.command()
+def verify(
+    model: Model,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", "-c", metavar="CLUSTER", help="Plan for this cluster, then check.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="Check this plan.")] = None,
+    batch: Batch = 8,
+    seq: Sequence = 32,
+    inputs: Inputs = None,
+    pin: Pins = None,
+    time_limit: TimeLimit = 60.0,
+) -> None:
+    """Check that a plan computes what the model computes; one process plays all ranks."""
+    if (cluster is None) == (plan is None):
+        raise InputError("say what to check: either --cluster, to plan for it, or --plan, a plan file")
+    with _status("reading the model") as say:
+        from autopar import arguments
+        from autopar.verify import verify as check
+        from planner.plan import Plan
+
+        what = Plan.load(plan) if plan is not None else arguments.read_cluster(str(cluster))
+        pins = arguments.read_pins(pin or ())
+        named = arguments.read_model(model, batch, seq, inputs or (), real=True)
+        say("checking types, then values on every rank")
+        result = check(named.model, what, example_kwargs=named.inputs, pin=pins, time_limit_s=time_limit)
+    typer.echo(str(result))
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
+    ranks: Annotated[int, typer.Option(min=1, help="Local processes.")] = 4,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    hidden: Annotated[int, typer.Option(min=8, help="Hidden size, a multiple of 8.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Passages in the global batch.")] = 8,
+    text: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Text to train on; by default Python's own language reference.")
+    ] = None,
+    pin: Pins = None,
+) -> None:
+    """Plan a small GPT-2, train it on local processes, compare with one process. Writes plan.json and plan.html."""
+    from rich.console import Console
+
+    if hidden % 8:
+        raise InputError(f"--hidden {hidden} does not divide into 8 heads: give a multiple of 8")
+    console = Console()
+    with console.status("importing torch"):
+        from autopar import arguments
+        from autopar import demo as demonstration
+
+    settings = demonstration.Settings(
+        ranks, steps, layers, hidden, batch=batch, text=text, pin=arguments.read_pins(pin or ())
+    )
+    if not demonstration.run(settings, console, Path.cwd()):
+        raise typer.Exit(1)
+
+
+# ---- what commands share ---------------------------------------------------------------------------------------------
+
+
+class _status:
+    """A line on the terminal that says what is going on; gives a function that changes it."""
+
+    def __init__(self, text: str):
+        from rich.console import Console
+
+        self._status = Console(stderr=True).status(f"{text} ...")
+
+    def __enter__(self) -> Any:
+        self._status.__enter__()
+        return lambda text: self._status.update(f"{text} ...")
+
+    def __exit__(self, *exc: Any) -> None:
+        self._status.__exit__(*exc)
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Before a long search, not after it."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(f"cannot write {str(path)!r}: there is no directory {str(path.absolute().parent)!r}")
+
+
+def _write(plan: Plan, out: Path | None, html: Path | None) -> None:
+    _check_writable(out, html)
+    if out is not None:
+        plan.save(out)
+        typer.echo(f"written: {out}", err=True)
+    if html is not None:
+        plan.save_html(html)
+        typer.echo(f"written: {html}", err=True)
+
+
+def _block(plan: Plan, name: str) -> str:
+    """Every operator of a block and its strategy, as the plan file has them."""
+    for block in plan.blocks:
+        if block.name == name:
+            width = max((len(op) for op in block.ops), default=0)
+            lines = [f"  {op:<{width}}  {strategy}" for op, strategy in block.ops.items()]
+            return "\n".join([f"{block.name}  x {block.count}", *lines])
+    raise InputError(f"the plan has no block {name!r}; it has: {', '.join(block.name for block in plan.blocks)}")
+
+
+def main() -> None:
+    """Entry point of the ``autopar`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
