@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockPlan", "Plan", "Search", "describe", "model_facts", "refold", "restore"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Document):
     """A plan for one model on one cluster: the document, and its doors. See :class:`planner.document.Document`."""
 
@@ -92,6 +92,12 @@ class Plan(Document):
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
     # ---- views -------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        """One line; ``print(plan)`` shows the whole."""
+        from planner.report import line
+
+        return f"<Plan of {line(self)}>"
 
     def __str__(self) -> str:
         """A page of text: what was planned, what it costs, how every block is laid out."""

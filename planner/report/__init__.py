@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from planner.report.html import fragment, page
-from planner.report.text import text
+from planner.report.text import line, text
 
-__all__ = ["fragment", "page", "text"]
+__all__ = ["fragment", "line", "page", "text"]

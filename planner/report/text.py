@@ -23,6 +23,15 @@ def text(document: Document) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def line(document: Document) -> str:
+    """Model, cluster, mesh, and the two figures that matter most."""
+    predicted = document.predicted
+    return (
+        f"{document.model['class']} on {document.cluster.name}: mesh {mesh_text(document.mesh)}, "
+        f"step {in_seconds(predicted.step_time_s)}, peak {in_bytes(predicted.peak_bytes)}, {document.search.status}"
+    )
+
+
 def _head(document: Document) -> str:
     predicted, search, device = document.predicted, document.search, document.cluster.device
     proof = "" if search.status == "optimal" else f", at most {search.gap * 100:.1f} % from the best"

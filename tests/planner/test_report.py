@@ -67,6 +67,12 @@ def test_one_device_needs_no_collective() -> None:
     assert "collectives per step: none" in text
 
 
+def test_a_plan_is_one_line_where_a_value_is_shown() -> None:
+    assert repr(gpt2()) == (
+        "<Plan of GPT2LMHeadModel on local: mesh data 2 x tensor 2, step 198.2 ms, peak 26.1 MiB, optimal>"
+    )
+
+
 # ---- summary ---------------------------------------------------------------------------------------------------------
 
 
