@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from planner.problem import Floats, Ints
 from planner.solve.model import Model
-from planner.solve.tree import Scope, Tree
+from planner.solve.tree import Cluster, Scope, Tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,23 +74,41 @@ def decode(done: Elimination) -> Ints:
 
 def choice_bounds(done: Elimination) -> list[Floats]:
     """Per vertex and choice, a lower bound on the weighted cost of every assignment with that choice."""
-    clusters = done.tree.clusters
     bounds = [np.full(len(single), -math.inf) for single in done.singles]
-    # Cost of the best whole assignment for each entry of a separator, filled in by the parent cluster.
+    for cluster, whole in _whole_tables(done):
+        least = whole.reshape(len(whole), -1).min(axis=1)
+        bounds[cluster.vertex] = np.maximum(bounds[cluster.vertex], least)
+    return bounds
+
+
+def pair_bounds(done: Elimination) -> dict[tuple[int, int], Floats]:
+    """Per pair of neighbours and their choices, a lower bound on the weighted cost of every assignment with both."""
+    bounds: dict[tuple[int, int], Floats] = {}
+    for cluster, whole in _whole_tables(done):
+        for pair in cluster.pairs:
+            bounds[pair] = _least(whole, (cluster.vertex, *cluster.separator), pair)
+    return bounds
+
+
+def _whole_tables(done: Elimination) -> Iterator[tuple[Cluster, Floats]]:
+    """Per cluster and entry of its table, the cost of the best whole assignment with that entry."""
+    clusters = done.tree.clusters
+    # The same over a cluster's separator, filled in by its parent.
     through: dict[int, Floats] = {}
     for number in reversed(range(len(clusters))):
         cluster, message = clusters[number], done.messages[number]
         # What an entry costs beyond the best entry with the same separator.
         regret = _table(done, number) - np.where(np.isinf(message), 0.0, message)
         whole = regret + through.pop(number, np.asarray(done.bound))
-        mine = whole.reshape(len(whole), -1).min(axis=1)
-        bounds[cluster.vertex] = np.maximum(bounds[cluster.vertex], mine)
-        scope = (cluster.vertex, *cluster.separator)
         for child in cluster.children:
-            wanted = clusters[child].separator
-            least = whole.min(axis=tuple(i for i, u in enumerate(scope) if u not in wanted))
-            through[child] = _aligned(least, tuple(u for u in scope if u in wanted), wanted)
-    return bounds
+            through[child] = _least(whole, (cluster.vertex, *cluster.separator), clusters[child].separator)
+        yield cluster, whole
+
+
+def _least(table: Floats, scope: Scope, wanted: Scope) -> Floats:
+    """The least entries over all but the ``wanted`` vertices, which are the axes of the result."""
+    least = np.asarray(table.min(axis=tuple(i for i, u in enumerate(scope) if u not in wanted)))
+    return _aligned(least, tuple(u for u in scope if u in wanted), wanted)
 
 
 def _parts(done: Elimination, number: int) -> list[tuple[Scope, Floats]]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from planner.problem import Floats, Ints
 from planner.solve.eliminate import Elimination
-from planner.solve.model import EXPOSED, HELD, Mask, Model
+from planner.solve.model import EXPOSED, HALF_BYTE, HELD, Mask, Model
 from planner.solve.tree import Scope, Tree
 
 _MAX_BATCH = 1_000_000  # labels times choices looked at together
@@ -182,7 +182,7 @@ def _extend_batch(
     choices = np.arange(model.sizes[vertex])[None]
     transient = np.maximum(labels.transient[:, None], model.transient[vertex])
     over = transient - model.limit_bytes
-    keep = extend_least(-1, every, choices) + over <= 0
+    keep = extend_least(-1, every, choices) + over <= HALF_BYTE
     keep &= extend_least(0, every, choices) + guides[0].weights[HELD] * over < cutoff_s
     rows, last = np.nonzero(keep)
     costs = labels.costs[rows] + model.singles[vertex][last]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -94,11 +95,13 @@ def _run(program: mathopt.Model, time_limit_s: float) -> mathopt.SolveResult:
         random_seed=0,
         highs=HighsOptionsProto(int_options={"threads": 1}, double_options=tolerances),
     )
-    results: list[mathopt.SolveResult] = []
-    work = threading.Thread(
-        target=lambda: results.append(mathopt.solve(program, mathopt.SolverType.HIGHS, params=parameters)), daemon=True
-    )
-    work.start()
-    while work.is_alive():
-        work.join(timeout=0.1)
-    return results[0]
+    outcome: Future[mathopt.SolveResult] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(mathopt.solve(program, mathopt.SolverType.HIGHS, params=parameters))
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return outcome.result()

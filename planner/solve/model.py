@@ -18,6 +18,7 @@ from planner.errors import AutoparError
 from planner.problem import Floats, Ints, Problem
 
 TIME, EXPOSED, HELD, WALL = range(4)
+HALF_BYTE = 0.5  # bytes are whole, so a bound may miss them by rounding up to this
 Mask = NDArray[np.bool_]
 
 

@@ -60,7 +60,7 @@ def relax(
     ``known`` assignments give the first planes. Stops early once the bound reaches ``best``, an upper bound, or at
     ``deadline`` (``time.monotonic``).
     """
-    planes = [total(model, assignment) for assignment in known]
+    planes = [plane for plane in (total(model, assignment) for assignment in known) if plane.allowed]
     assignments: list[Ints] = []
     tried: set[Multipliers] = set()
     found = Relaxation(start, eliminate(model, tree, start.weights()), -math.inf, ())

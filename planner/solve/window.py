@@ -15,21 +15,22 @@ import numpy as np
 
 from planner.problem import Floats
 from planner.solve.best import Best
-from planner.solve.eliminate import Elimination, choice_bounds, decode, eliminate
+from planner.solve.eliminate import Elimination, choice_bounds, decode, eliminate, pair_bounds
 from planner.solve.labels import search_labels
 from planner.solve.mip import solve_mip
-from planner.solve.model import Mask, Model, drop_forbidden, restrict, total
+from planner.solve.model import HALF_BYTE, WALL, Mask, Model, drop_forbidden, restrict, total
 from planner.solve.relax import Multipliers, Relaxation, relax
 from planner.solve.tree import build_tree
 
 MAX_ENTRIES = 5_000_000  # of an elimination table; beyond, its bucket is split
 HELD_ONLY: Floats = np.array([0.0, 0.0, 1.0, 1.0])
 
-_NARROW, _WIDER = 300, (3_000, 30_000, 300_000)  # labels kept by the first search, and by later ones
-_PROMISING = 0.7  # part of the gap that a search must close for a wider one to be worth it
-_STEPS = (0.001, 0.003, 0.012, 0.05, 0.2, math.inf)  # by which the aim rises, relative to the bound
+_NARROW = 300  # labels kept by the first search
+_WIDER = ((3_000, 0.3), (30_000, 0.7), (300_000, 0.8))  # by later ones, if the last closed that part of the gap
+_AIMS = (*(0.0005 * 2**i for i in range(11)), math.inf)  # how far above the bound to search, relative to it
+_MAX_PAIRS = 200_000  # allowed in a mixed-integer program
 _SHRUNK = 0.9  # bound again once pruning left at most this part of the choices
-_SPLIT = 0.2  # part of the gap that a window's transient range may account for
+_SPLIT = 0.5  # part of the gap that a window's transient range may account for
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +80,9 @@ def search(model: Model, best: Best, deadline: float) -> float:
     root = _bound(Window(model, bound=free.bound), best, deadline)
     if root is None:
         return best.target_s
-    bound = root.window.bound
-    for step in _STEPS:
-        best.aim_s = bound + step * abs(bound)
+    bound = start = root.window.bound
+    for distance in _AIMS:
+        best.aim_s = start + distance * abs(start) if distance < math.inf else math.inf
         below = root.window.keep([least < best.target_s for least in root.least_s])
         proven = best.target_s if below is None else _search_windows(below, best, deadline)
         if proven < best.target_s or best.target_s == best.useful_s:
@@ -120,7 +121,7 @@ def _bound(window: Window, best: Best, deadline: float) -> Bounded | None:
         held = eliminate(model, tree, HELD_ONLY)
         lightest = decode(held)
         best.offer_assignment(model, lightest)
-        if held.bound > window.room_bytes:
+        if held.bound > window.room_bytes + HALF_BYTE:
             return None
         fitting = window.keep(_fitting(window, held))
         if fitting is None:
@@ -146,7 +147,8 @@ def _fitting(window: Window, held: Elimination) -> list[Mask]:
     """Choices whose least peak is within the limit."""
     model = window.model
     least = zip(choice_bounds(held), model.transient, strict=True)
-    return [bytes_ + np.maximum(values, window.floor_bytes) <= model.limit_bytes for bytes_, values in least]
+    most = model.limit_bytes + HALF_BYTE
+    return [held_bytes + np.maximum(values, window.floor_bytes) <= most for held_bytes, values in least]
 
 
 def _least_times(window: Window, relaxation: Relaxation) -> list[Floats]:
@@ -154,6 +156,21 @@ def _least_times(window: Window, relaxation: Relaxation) -> list[Floats]:
     price, limit = relaxation.multipliers.price, window.model.limit_bytes
     least = zip(choice_bounds(relaxation.elimination), window.model.transient, strict=True)
     return [seconds + price * (np.maximum(values, window.floor_bytes) - limit) for seconds, values in least]
+
+
+def _wall_off(bounded: Bounded, target_s: float) -> Model:
+    """The model with every pair forbidden whose relaxed time is not below the target."""
+    model, relaxation = bounded.window.model, bounded.relaxation
+    most = target_s + relaxation.multipliers.price * bounded.window.room_bytes
+    pairs = {}
+    for pair, least in pair_bounds(relaxation.elimination).items():
+        pairs[pair] = model.pairs[pair].copy()
+        pairs[pair][..., WALL] = np.where(least < most, model.pairs[pair][..., WALL], math.inf)
+    return replace(model, pairs=pairs)
+
+
+def _pairs_allowed(model: Model) -> int:
+    return sum(int(np.isfinite(costs[..., WALL]).sum()) for costs in model.pairs.values())
 
 
 def _shrunk(before: Window, after: Window) -> bool:
@@ -193,19 +210,19 @@ def _split(bounded: Bounded, best: Best) -> list[Window]:
 
 def _close(bounded: Bounded, left: float, best: Best, deadline: float) -> float:
     """Search wider while that soon closes the gap, else solve exactly; a bound on what was missed below the target."""
-    for width in _WIDER:
+    for width, promising in _WIDER:
+        closed = left - bounded.window.bound
+        if left >= best.target_s or closed < promising * (best.target_s - bounded.window.bound):
+            break
         again = _bound(bounded.window, best, deadline)
         if again is None:
             return math.inf
         bounded = again
         left = _search(bounded, best, width, deadline)
-        closed = left - bounded.window.bound
-        if left >= best.target_s or closed < _PROMISING * (best.target_s - bounded.window.bound):
-            break
-    window = bounded.window
-    if left < best.target_s and time.monotonic() <= deadline:
-        outcome = solve_mip(window.model, window.floor_bytes, best.target_s, deadline - time.monotonic())
+    model, floor = _wall_off(bounded, best.target_s), bounded.window.floor_bytes
+    if left < best.target_s and _pairs_allowed(model) <= _MAX_PAIRS and time.monotonic() <= deadline:
+        outcome = solve_mip(model, floor, best.target_s, deadline - time.monotonic())
         left = max(left, outcome.bound)
         if outcome.assignment is not None:
-            best.offer_assignment(window.model, outcome.assignment)
-    return max(left, window.bound)
+            best.offer_assignment(model, outcome.assignment)
+    return max(left, bounded.window.bound)
