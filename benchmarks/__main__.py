@@ -1,0 +1,95 @@
+"""Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
+
+python -m benchmarks [plan] [step]
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import sys
+from dataclasses import asdict
+
+from benchmarks import plan_time, record, step_time
+
+PLAN_CASES = tuple(
+    plan_time.Case(layers, nodes, batch) for nodes, batch in ((1, 8), (32, 256)) for layers in (2, 8, 32)
+)
+REPEATS = 3
+STEP_CASES = tuple(step_time.Case(kind, ranks) for kind in ("data", "tensor") for ranks in (2, 4))
+
+
+def main(what: list[str]) -> None:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if not what or "plan" in what:
+        plans()
+    if not what or "step" in what:
+        steps()
+
+
+def plans() -> None:
+    """Every case several times; the run of median total counts."""
+    facts = record.circumstances()
+    plan_time.measure(plan_time.Case(1, 1, 8))  # imports and caches of the first export
+    results = []
+    for case in PLAN_CASES:
+        runs = sorted((plan_time.measure(case) for _ in range(REPEATS)), key=lambda run: run.total_s)
+        results.append(runs[len(runs) // 2])
+        print(f"planned {case}: {results[-1].total_s:.2f} s", flush=True)
+    rows = [
+        {
+            "layers": str(r.case.layers),
+            "devices": str(8 * r.case.nodes),
+            "sequences": str(r.case.batch),
+            **{f"{phase} s": f"{r.seconds[phase]:.2f}" for phase in plan_time.PHASES},
+            "to plan s": f"{r.total_s:.2f}",
+            "CPU s": f"{r.cpu_s:.2f}",
+            "found": f"{' x '.join(f'{k} {v}' for k, v in r.mesh.items())}, {r.status}",
+            "step s": f"{r.step_time_s:.3f}",
+            "peak GB": f"{r.peak_bytes / 1e9:.1f}",
+        }
+        for r in results
+    ]
+    notes = (
+        f"Transformers' Llama in the shape of Llama-3-8B on the meta device (bfloat16, {plan_time.SEQUENCE} tokens per "
+        f"sequence), planned for nodes of eight H100. The run of median total of {REPEATS}. *To plan* goes from "
+        "`nn.Module` to `Plan`; *rewrite* then emits one rank's program. *Step* and *peak* are what the plan predicts."
+    )
+    print(record.write("plan_time", "Plan time", notes, rows, [asdict(r) for r in results], facts), flush=True)
+
+
+def steps() -> None:
+    """Ours beside theirs."""
+    facts = record.circumstances()
+    results = []
+    for case in STEP_CASES:
+        results.append(step_time.compare(case))
+        print(f"stepped {case.kind} {case.ranks}: ratio {results[-1].ratio:.3f}", flush=True)
+    rows = [
+        {
+            "model": "Transformers GPT-2" if r.case.kind == "data" else "hand-written GPT",
+            "ours": ", ".join(f"{k}={v}" for k, v in r.case.pin.items()),
+            "theirs": "DDP" if r.case.kind == "data" else "parallelize_module",
+            "ranks": str(r.case.ranks),
+            "ours s": f"{statistics.median(r.ours_s):.3f}",
+            "theirs s": f"{statistics.median(r.theirs_s):.3f}",
+            "ratio": f"{r.ratio:.3f}",
+            "ours CPU s": f"{statistics.median(r.ours_cpu_s):.3f}",
+            "theirs CPU s": f"{statistics.median(r.theirs_cpu_s):.3f}",
+            "CPU ratio": f"{r.cpu_ratio:.3f}",
+            "loss differs by": f"{r.loss_difference:.1e}",
+        }
+        for r in results
+    ]
+    shape, case = results[0].case.shape, results[0].case
+    notes = (
+        f"One training step (forward, backward, fused AdamW) on local gloo processes: {shape.layers} layers of width "
+        f"{shape.hidden}, {shape.vocab} tokens of vocabulary, {shape.batch} x {shape.sequence} tokens, float32. Medians "
+        f"of {case.steps} steps, taken in turns in one run. CPU seconds are those of the busiest rank: they say what "
+        "each side costs where the wall clock also measures other users of the machine."
+    )
+    print(record.write("step_time", "Step time", notes, rows, [asdict(r) for r in results], facts), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,105 @@
+"""Plan time: from an ``nn.Module`` to a ``Plan``, and to one rank's program, for the Llama-3-8B shape.
+
+The model is Transformers' own on the meta device, in bfloat16, with a number of layers. Capture, fold, build and
+solve are the plan's own times (``plan.search.seconds``); rewrite emits one rank's program under a fake process group
+of the whole cluster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from autopar import ClusterSpec, Plan
+from autopar.api import Traced, assign, plan_traced, trace
+from autopar.rewrite import STATE, rewrite
+from autopar.runtime.mesh import device_mesh, groups_of
+from autopar.runtime.random import RandomState
+from autopar.runtime.state import RunState
+from autopar.simulate import fake_process_group
+from planner.formulate import Training
+from planner.pins import Pins
+
+SEQUENCE = 4096
+PHASES = ("capture", "fold", "build", "solve", "rewrite")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A number of layers, for a number of nodes of eight H100, with one global batch of sequences."""
+
+    layers: int
+    nodes: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Seconds by phase, and what was found.
+
+    Attributes:
+        total_s: wall seconds from the module to the plan; rewrite is not part of it.
+        cpu_s: CPU seconds of the same stretch.
+    """
+
+    case: Case
+    seconds: Mapping[str, float]
+    total_s: float
+    cpu_s: float
+    status: str
+    mesh: Mapping[str, int]
+    step_time_s: float
+    peak_bytes: int
+
+
+def measure(case: Case) -> Planned:
+    """Plan once."""
+    model, batch = llama(case.layers, case.batch)
+    cluster = ClusterSpec.preset("dgx-h100", nodes=case.nodes)
+    wall, cpu = time.perf_counter(), time.process_time()
+    traced = trace(model, example_kwargs=batch)
+    plan = plan_traced(traced, cluster, Pins.parse(None), Training())
+    total_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+    return Planned(
+        case,
+        {**plan.search.seconds, "rewrite": _rewrite_s(traced, plan)},
+        total_s,
+        cpu_s,
+        plan.search.status,
+        dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
+        plan.predicted.step_time_s,
+        plan.predicted.peak_bytes,
+    )
+
+
+def _rewrite_s(traced: Traced, plan: Plan) -> float:
+    with fake_process_group(plan.mesh.size):
+        groups = {**groups_of(device_mesh(plan.mesh, "cpu")), STATE: RunState(RandomState(0))}
+        start = time.perf_counter()
+        rewrite(traced.captured, assign(traced, plan), groups, torch.device("cpu"))
+        return time.perf_counter() - start
+
+
+def llama(layers: int, batch: int, sequence: int = SEQUENCE) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Transformers' Llama in the shape of Llama-3-8B, and a global batch, both without data."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+        ids = torch.zeros(batch, sequence, dtype=torch.long)
+    return model, {"input_ids": ids, "labels": ids.clone()}

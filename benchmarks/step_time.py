@@ -1,0 +1,198 @@
+"""Step time on local gloo processes: our plan beside torch's hand-written one, step by step in the same run.
+
+Data parallel: Transformers' GPT-2, ours pinned ``{"data": n, "zero": 0}`` (parameters whole on every rank, as DDP
+holds them) against ``DistributedDataParallel``. Tensor parallel: a GPT with one linear per projection, ours pinned
+``{"tensor": n}`` against ``parallelize_module`` with column and row styles, vocabulary included. Both sides train
+the same model on the same batches from the same weights with the same optimizer, and the losses must agree. The
+optimizer is torch's fused AdamW: its default walks over parameters one by one, which costs several times more on
+DTensors than on plain tensors.
+
+Besides wall seconds the CPU seconds of the busiest rank are recorded: on a machine that others use too, processes
+that wait for each other are delayed by chance, and only the latter can be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from autopar import ClusterSpec, parallelize
+from autopar.processes import LocalProcesses
+from benchmarks.gpt import GPT, Shape
+
+Batch = dict[str, Tensor]
+PRELOAD = ("torch", "transformers.models.gpt2.modeling_gpt2", "benchmarks.step_time")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: ``kind`` is ``data`` or ``tensor``, over ``ranks`` processes."""
+
+    kind: str
+    ranks: int
+    shape: Shape = field(default_factory=Shape)
+    steps: int = 15
+    warmup: int = 2
+
+    @property
+    def pin(self) -> dict[str, int]:
+        """What our side is told."""
+        return {"data": self.ranks, "zero": 0} if self.kind == "data" else {"tensor": self.ranks}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Seconds per step, wall and CPU, each of the slowest rank, and by how much losses differed at most."""
+
+    case: Case
+    ours_s: tuple[float, ...]
+    theirs_s: tuple[float, ...]
+    ours_cpu_s: tuple[float, ...]
+    theirs_cpu_s: tuple[float, ...]
+    loss_difference: float
+
+    @property
+    def ratio(self) -> float:
+        """Median wall time of ours over theirs."""
+        return statistics.median(self.ours_s) / statistics.median(self.theirs_s)
+
+    @property
+    def cpu_ratio(self) -> float:
+        """Median CPU time of ours over theirs."""
+        return statistics.median(self.ours_cpu_s) / statistics.median(self.theirs_cpu_s)
+
+
+def compare(case: Case) -> Compared:
+    """Start the processes and train both sides in them."""
+    with LocalProcesses(case.ranks, PRELOAD) as processes:
+        return processes.run(train_both, case)[0]
+
+
+def train_both(case: Case) -> Compared:
+    """One rank: a step of ours, a step of theirs, in turns."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = gpt2(case.shape) if case.kind == "data" else GPT(case.shape)
+    theirs = _ddp if case.kind == "data" else _tensor_parallel
+    sides = [_Side(*make(copy.deepcopy(model.train()), case)) for make in (_ours, theirs)]
+    times: list[list[tuple[float, float]]] = [[], []]
+    difference = 0.0
+    for step in range(case.warmup + case.steps):
+        batch = _batch(case, step)
+        losses = [0.0, 0.0]
+        for which in (0, 1) if step % 2 else (1, 0):
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            losses[which] = sides[which].step(batch)
+            spent = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu])
+            dist.all_reduce(spent, dist.ReduceOp.MAX)
+            if step >= case.warmup:
+                times[which].append((spent[0].item(), spent[1].item()))
+        difference = max(difference, abs(losses[0] - losses[1]))
+    (ours, ours_cpu), (others, others_cpu) = (tuple(zip(*found, strict=True)) for found in times)
+    return Compared(case, ours, others, ours_cpu, others_cpu, difference)
+
+
+class _Side:
+    """A parallelized model with its optimizer.
+
+    Args:
+        module: what is called.
+        cut: this rank's part of a global batch.
+        around: context of forward and backward.
+        mean: whether losses are of this rank's part and still to be averaged.
+    """
+
+    def __init__(self, module: nn.Module, cut: Callable[[Batch], Batch], around: Any, mean: bool):
+        self.module, self.cut, self.around, self.mean = module, cut, around, mean
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+
+    def step(self, batch: Batch) -> float:
+        with self.around():
+            found = self.module(**self.cut(batch))
+            loss = found if isinstance(found, Tensor) else found.loss
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        value = loss.detach().clone()
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if self.mean:
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+        return value.item()
+
+
+def _ours(model: nn.Module, case: Case) -> tuple[Any, ...]:
+    pmodel = parallelize(model, ClusterSpec.local(case.ranks), example_kwargs=_batch(case, 0), pin=case.pin)
+    return pmodel, pmodel.shard, contextlib.nullcontext, False
+
+
+def _ddp(model: nn.Module, case: Case) -> tuple[Any, ...]:
+    rank, ranks = dist.get_rank(), case.ranks
+    return (
+        DistributedDataParallel(model),
+        lambda batch: {name: t.chunk(ranks)[rank] for name, t in batch.items()},
+        contextlib.nullcontext,
+        True,
+    )
+
+
+def _tensor_parallel(model: nn.Module, case: Case) -> tuple[Any, ...]:
+    plan: dict[str, ParallelStyle] = {
+        "token": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    for i in range(case.shape.layers):
+        for name in ("attention.q", "attention.k", "attention.v", "up"):
+            plan[f"layers.{i}.{name}"] = ColwiseParallel()
+        for name in ("attention.o", "down"):
+            plan[f"layers.{i}.{name}"] = RowwiseParallel()
+    mesh = init_device_mesh("cpu", (case.ranks,))
+    return parallelize_module(model, mesh, plan), lambda batch: batch, loss_parallel, False
+
+
+def gpt2(shape: Shape) -> nn.Module:
+    """Transformers' GPT-2, without dropout so that losses can be compared."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=shape.layers,
+            n_embd=shape.hidden,
+            n_head=shape.heads,
+            n_positions=shape.sequence,
+            vocab_size=shape.vocab,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+
+
+def _batch(case: Case, step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, case.shape.vocab, (case.shape.batch, case.shape.sequence), generator=generator)
+    return {"input_ids" if case.kind == "data" else "ids": ids, "labels": ids.roll(-1, 1)}
