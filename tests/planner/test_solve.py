@@ -1,0 +1,160 @@
+"""The solver against exhaustive enumeration, and what it promises about limits, cutoffs and damaged problems."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.errors import AutoparError
+from planner.problem import Answer, Edge, Floats, Problem, Vertex, evaluate
+from planner.solve import solve, window
+
+
+def random_problem(seed: int, vertices: int, choices: int, density: float) -> Problem:
+    """Costs of one magnitude, a few forbidden pairs, and a limit that is anything from hopeless to slack."""
+    random = np.random.default_rng(seed)
+
+    def sparse(values: Floats, share: float) -> Floats:
+        return values * (random.random(values.shape) < share)
+
+    def vertex(number: int) -> Vertex:
+        size = int(random.integers(1, choices + 1))
+        return Vertex(
+            name=f"v{number}",
+            time_s=random.uniform(0, 1, size),
+            background_s=sparse(random.uniform(0, 0.5, size), 0.5),
+            cover_s=sparse(random.uniform(0, 0.4, size), 0.5),
+            held_bytes=random.integers(0, 50, size),
+            transient_bytes=random.integers(0, 30, size) * (random.random(size) < 0.7),
+        )
+
+    def edge(tail: int, head: int) -> Edge:
+        shape = nodes[tail].choices, nodes[head].choices
+        time_s = random.uniform(0, 1, shape)
+        time_s[random.random(shape) < 0.15] = math.inf
+        return Edge(tail, head, time_s, sparse(random.uniform(0, 0.3, shape), 0.3), random.integers(0, 20, shape))
+
+    nodes = tuple(vertex(number) for number in range(vertices))
+    pairs = [pair for pair in itertools.product(range(vertices), repeat=2) if random.random() < density / 2]
+    limit = int(random.integers(20, 200)) if random.random() < 0.8 else None
+    return Problem(nodes, tuple(edge(*pair) for pair in pairs), limit)
+
+
+def enumerate_all(problem: Problem) -> tuple[float, float]:
+    """The least step time among assignments that fit, and the least peak among those that nothing forbids."""
+    every = [evaluate(problem, c) for c in itertools.product(*(range(v.choices) for v in problem.vertices))]
+    allowed = [found for found in every if math.isfinite(found.time_s)]
+    best = min((found.time_s for found in allowed if found.feasible), default=math.inf)
+    return best, min((found.peak_bytes for found in allowed), default=math.inf)
+
+
+def check_optimal(problem: Problem, answer: Answer) -> None:
+    """The answer is what enumeration finds, and every number in it is consistent with ``evaluate``."""
+    best, least_peak = enumerate_all(problem)
+    found = evaluate(problem, answer.choices)
+    assert answer.objective_s == found.time_s
+    if math.isfinite(best):
+        assert answer.status == "optimal" and found.feasible
+        assert answer.objective_s == pytest.approx(best, rel=1e-6)
+        assert answer.bound_s <= best * (1 + 1e-9)
+    else:
+        assert answer.status == "infeasible" and answer.bound_s == math.inf
+        assert found.peak_bytes == least_peak or math.isinf(least_peak)
+
+
+problems = st.builds(
+    random_problem,
+    seed=st.integers(0, 2**32),
+    vertices=st.integers(0, 6),
+    choices=st.integers(1, 4),
+    density=st.sampled_from([0.3, 0.6, 1.0]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems)
+def test_finds_what_enumeration_finds(problem: Problem) -> None:
+    check_optimal(problem, solve(problem))
+
+
+@pytest.mark.parametrize(
+    "max_entries, narrow, wider",
+    [
+        pytest.param(20, 300, window._WIDER, id="split buckets"),
+        pytest.param(20, 2, ((4, 0.0), (16, 0.0)), id="overflowing beams"),
+        pytest.param(5_000_000, 1, (), id="mixed-integer program"),
+    ],
+)
+@settings(max_examples=40, deadline=None)
+@given(problem=problems)
+def test_every_way_through_is_exact(problem: Problem, max_entries: int, narrow: int, wider: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("planner.solve.window.MAX_ENTRIES", max_entries)
+        patch.setattr("planner.solve.peak.MAX_ENTRIES", max_entries)
+        patch.setattr("planner.solve.window._NARROW", narrow)
+        patch.setattr("planner.solve.window._WIDER", wider)
+        check_optimal(problem, solve(problem))
+
+
+def test_time_or_exposed_background_whichever_dominates() -> None:
+    """By hand: (1 + max(0, 3 - 1), 2 + max(0, 1 - 1), 2.5 + 0) = (3, 2, 2.5) seconds."""
+    zero = np.zeros(3, dtype=np.int64)
+    vertex = Vertex("v", np.array([1.0, 2.0, 2.5]), np.array([3.0, 1.0, 0.0]), np.array([1.0, 1.0, 0.0]), zero, zero)
+    answer = solve(Problem((vertex,), ()))
+    assert (answer.choices, answer.objective_s, answer.status) == ((1,), 2.0, "optimal")
+
+
+def test_only_the_largest_transient_counts() -> None:
+    """By hand: two fast choices need 10 bytes each at different moments, so 10 suffice for both."""
+    vertex = Vertex("v", np.array([1.0, 5.0]), np.zeros(2), np.zeros(2), np.array([0, 0]), np.array([10, 1]))
+    problem = Problem((vertex, vertex), (), 10)
+    assert solve(problem).choices == (0, 0)
+    assert solve(replace(problem, limit_bytes=9)).choices == (1, 1)
+
+
+def test_infeasible_answers_with_the_least_peak() -> None:
+    vertex = Vertex("v", np.array([1.0, 5.0]), np.zeros(2), np.zeros(2), np.array([7, 3]), np.array([1, 4]))
+    answer = solve(Problem((vertex, vertex), (), 5))
+    assert (answer.status, answer.choices, answer.bound_s) == ("infeasible", (1, 1), math.inf)
+
+
+def test_all_forbidden_is_infeasible() -> None:
+    vertex = Vertex("v", np.full(2, math.inf), np.zeros(2), np.zeros(2), np.array([7, 3]), np.array([0, 0]))
+    answer = solve(Problem((vertex,), (), 100))
+    assert (answer.status, answer.choices, answer.objective_s) == ("infeasible", (1,), math.inf)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems)
+def test_cutoff_stops_with_a_bound_above_it(problem: Problem) -> None:
+    best, _ = enumerate_all(problem)
+    if not 0 < best < math.inf:
+        return
+    missed, met = solve(problem, cutoff_s=0.9 * best), solve(problem, cutoff_s=1.1 * best)
+    assert evaluate(problem, missed.choices).feasible
+    assert 0.9 * best * (1 - 1e-8) <= missed.bound_s <= best * (1 + 1e-9)
+    assert met.status == "optimal" and met.objective_s == pytest.approx(best, rel=1e-6)
+
+
+def test_incumbent_is_kept_when_nothing_is_better() -> None:
+    vertex = Vertex("v", np.array([2.0, 1.0, 1.0]), np.zeros(3), np.zeros(3), *np.zeros((2, 3), np.int64))
+    assert solve(Problem((vertex,), ()), incumbent=(2,)).choices == (2,)
+    assert solve(Problem((vertex,), ()), incumbent=(0,)).choices == (1,)
+
+
+@pytest.mark.parametrize(
+    "broken, message",
+    [
+        ({"time_s": np.array([math.nan, 1.0])}, "vertex v: a cost is NaN"),
+        ({"time_s": np.array([1.0])}, "vertex v: every array needs one entry per choice"),
+        ({"cover_s": np.array([math.inf, 0.0])}, "vertex v: cover_s must be finite"),
+    ],
+)
+def test_damaged_problems_raise(broken: dict[str, Floats], message: str) -> None:
+    vertex = Vertex("v", np.ones(2), np.zeros(2), np.zeros(2), *np.zeros((2, 2), np.int64))
+    with pytest.raises(AutoparError, match=message):
+        solve(Problem((replace(vertex, **broken),), ()))
