@@ -9,20 +9,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import parallelize, plan
-    from autopar.verify import verify
+    from autopar.api import evaluate, parallelize, plan
+    from autopar.verification import verify
     from planner.cluster import ClusterSpec
     from planner.plan import Plan
 
 _LAZY = {
     "ClusterSpec": "planner.cluster",
     "Plan": "planner.plan",
+    "evaluate": "autopar.api",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
-    "verify": "autopar.verify",
+    "verify": "autopar.verification",
 }
 
-__all__ = ["ClusterSpec", "Plan", "parallelize", "plan", "verify"]
+__all__ = ["ClusterSpec", "Plan", "evaluate", "parallelize", "plan", "verify"]
 __version__ = "0.1.0"
 
 

@@ -24,7 +24,7 @@ from planner.errors import PlanError
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
 from planner.pins import Pins, filters
-from planner.plan import Plan, Search, describe, model_facts, refold, restore
+from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restore
 from planner.predict import predict
 from planner.search import search
 
@@ -134,6 +134,25 @@ def plan_traced(
         Search(found.status, found.gap, seconds, candidates),
     )
     return replace(plan, assignment=found.assignment)
+
+
+def evaluate(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    example_args: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFn | None = None,
+) -> Plan:
+    """What a plan decides, priced again for the model at hand: for plans that were edited, or read from a file.
+
+    Args:
+        model, example_args, example_kwargs, loss_fn: as in :func:`plan`.
+
+    Raises:
+        PlanError: the plan does not fit the model.
+    """
+    return reprice(plan, assign(trace(model, example_args, example_kwargs, loss_fn), plan))
 
 
 def assign(traced: Traced, plan: Plan) -> Assignment:

@@ -212,8 +212,8 @@ def explain(document: Document, name: str, *, time_limit_s: float = 10.0) -> Exp
         explained_leaves = [replace(leaf, next_best=rival.of_leaf(leaf)) for leaf in explained_leaves]
     else:
         remark = (
-            "This plan was read from a file, which does not hold the alternatives: plan again with autopar.plan to see "
-            "what the next best would cost."
+            "This plan was read from a file, which does not hold the alternatives. autopar.evaluate(model, plan, ...) "
+            "gives a plan that can tell what the next best would cost."
         )
     axes = tuple((axis.name, axis.size) for axis in document.mesh.axes)
     return Explanation(name, axes, document.predicted.step_time_s, tuple(ops), tuple(explained_leaves), remark)

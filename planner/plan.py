@@ -29,13 +29,14 @@ from planner.graph import Graph, Ref
 from planner.layout import Layout, format_layout
 from planner.names import role_names
 from planner.ops import OPS
-from planner.predict import Prediction
+from planner.predict import Prediction, predict
+from planner.problem import evaluate
 from planner.strategy import Choice
 
 if TYPE_CHECKING:
     from planner.explain import Explanation
 
-__all__ = ["BlockPlan", "Plan", "Search", "describe", "model_facts", "refold", "restore"]
+__all__ = ["BlockPlan", "Plan", "Search", "describe", "model_facts", "refold", "reprice", "restore"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -333,6 +334,23 @@ def _check_routes(assignment: Assignment) -> None:
             check(ref, assignment.delivered(ref), assignment.choice(node).operands[position])
     for position, ref in enumerate(space.leaving):
         check(ref, assignment.delivered(ref), assignment.output_layout(position))
+
+
+def reprice(plan: Plan, assignment: Assignment) -> Plan:
+    """A plan with the predictions and details of what it decides now: of one that was edited, or read from a file.
+
+    Args:
+        assignment: its decisions for the model at hand, see :func:`restore`.
+    """
+    space = assignment.space
+    problem = space.problem(plan.cluster.device.usable_bytes)
+    chosen = tuple(space.options[role].index(assignment.chosen[role]) for role in space.roles)  # type: ignore[arg-type]
+    cost = evaluate(problem, chosen)
+    predicted, search = predict(assignment, cost.time_s, cost.peak_bytes), plan.search
+    if not math.isclose(cost.time_s, plan.predicted.step_time_s, rel_tol=1e-9):
+        bound = plan.predicted.step_time_s * (1 - search.gap)
+        search = replace(search, status="edited", gap=max(0.0, 1 - bound / cost.time_s))
+    return describe(assignment, plan.model, plan.pin, predicted, search)
 
 
 def _entry(values: tuple[str, ...], position: int) -> str | None:

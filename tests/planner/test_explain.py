@@ -89,7 +89,7 @@ def test_the_text_of_a_file_is_as_expected(name: str) -> None:
 def test_a_plan_from_a_file_says_how_to_get_the_rest() -> None:
     explanation = gpt2().explain("transformer.h.2.attn.c_attn")
     assert all(op.next_best is None for op in explanation.ops)
-    assert "read from a file" in str(explanation) and "autopar.plan" in str(explanation)
+    assert "read from a file" in str(explanation) and "autopar.evaluate" in str(explanation)
 
 
 def test_a_plan_without_details_still_shows_its_decisions() -> None:

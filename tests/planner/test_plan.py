@@ -22,7 +22,7 @@ from planner.fold import fold, relabel
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
 from planner.pins import Pins, filters
-from planner.plan import Plan, model_facts, refold, restore
+from planner.plan import Plan, model_facts, refold, reprice, restore
 from planner.predict import collectives
 from planner.problem import evaluate
 from planner.solve import solve
@@ -159,6 +159,25 @@ def test_an_edited_layout_of_a_parameter_is_applied(graph: Graph) -> None:
     edited["parameters"]["layers.*.up.weight"] = "S(1)"
     assignment = assign(Plan.from_dict(edited), graph)
     assert {str(assignment.produced(graph.by_name["up0"].inputs[1])[0])} == {"S(1)"}
+
+
+def test_a_plan_can_be_priced_again(graph: Graph) -> None:
+    plan = pinned(tensor=4)
+    same = reprice(Plan.from_dict(document(plan)), assign(plan, graph))
+    assert same == plan
+    assert same.explain("head").ops[0].next_best is not None
+
+
+def test_an_edited_plan_says_what_it_costs_now(graph: Graph) -> None:
+    plan = pinned(tensor=4)
+    edited = document(plan)
+    edited["pin"] = {}
+    block_of(edited)["ops"]["up: linear"] = "tensor:k"
+    loaded = Plan.from_dict(edited)
+    priced = reprice(loaded, assign(loaded, graph))
+    assert priced.search.status == "edited"
+    assert priced.predicted.step_time_s > plan.predicted.step_time_s == loaded.predicted.step_time_s
+    assert priced.search.gap == pytest.approx(1 - plan.predicted.step_time_s / priced.predicted.step_time_s, abs=1e-6)
 
 
 def block_of(data: dict[str, Any]) -> dict[str, Any]:
