@@ -140,7 +140,7 @@ def verify(
         raise InputError("say what to check: either --cluster, to plan for it, or --plan, a plan file")
     with _status("reading the model") as say:
         from autopar import arguments
-        from autopar.verify import verify as check
+        from autopar.verification import verify as check
         from planner.plan import Plan
 
         what = Plan.load(plan) if plan is not None else arguments.read_cluster(str(cluster))

@@ -9,7 +9,6 @@ have are errors there. Beside that, every operator's operands must have the type
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,12 +57,16 @@ def typecheck(captured: Captured, assignment: Assignment) -> TypeReport:
     Raises:
         VerificationError: names the operator or conversion whose types are wrong.
     """
-    with fake_process_group(assignment.space.mesh.size), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*meta.*")
-        groups = groups_of(device_mesh(assignment.space.mesh, "cpu"))
-        state = RunState(RandomState(0), captured.training)
-        program = rewrite(captured, assignment, {**groups, STATE: state}, torch.device("meta"))
+    with fake_process_group(assignment.space.mesh.size):
+        program, groups = emit(captured, assignment)
         return check_program(program, captured, assignment, groups)
+
+
+def emit(captured: Captured, assignment: Assignment) -> tuple[Rewritten, Mapping[str, ProcessGroup]]:
+    """The program of rank 0 for meta tensors, and the groups of the mesh's axes, in a fake process group."""
+    groups = groups_of(device_mesh(assignment.space.mesh, "cpu"))
+    state = RunState(RandomState(0), captured.training)
+    return rewrite(captured, assignment, {**groups, STATE: state}, torch.device("meta")), groups
 
 
 def check_program(

@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.simulate import DivergedError
 from autopar.typecheck import typecheck
-from autopar.verify import RTOL, Agreement, Reference, locate, reference, simulate, space_on
+from autopar.verification import RTOL, Agreement, Reference, locate, reference, simulate, space_on
 from planner.cluster import ClusterSpec
 from planner.errors import PinError, VerificationError
 from planner.formulate import Assignment

@@ -1,0 +1,235 @@
+"""``autopar.verify``: what it says of right plans, what it catches, and how it compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.exact import exact, twin, widen
+from autopar.observe import differences
+from autopar.verification import decide_on, reference, verify
+from planner.cluster import ClusterSpec
+from planner.conversion import Collective
+from planner.errors import PinError, VerificationError
+from planner.layout import Mesh
+from planner.ops import OPS
+from planner.pins import Pins
+from planner.plan import Plan
+from tests.autopar.models import MLP, MODELS, llama
+
+QUICK = {"time_limit_s": 5.0}
+
+
+# ---- right plans -----------------------------------------------------------------------------------------------------
+
+
+def test_a_searched_plan_is_verified() -> None:
+    model, batch = MODELS["mlp"].build()
+    found = autopar.verify(model, ClusterSpec.local(2), example_kwargs=batch, **QUICK)
+    assert found.agreement is not None and found.agreement.agrees()
+    assert set(found.agreement.outputs) == {"loss", "out"}
+    assert set(found.agreement.gradients) == {name for name, _ in model.named_parameters()}
+    assert "MLP on mesh" in str(found) and "all as predicted" in str(found)
+
+
+def test_dropout_is_off_and_said_to_be() -> None:
+    model, batch = MODELS["shared-layers"].build()
+    found = verify(model, ClusterSpec.local(4), example_kwargs=batch, pin={"data": 2, "tensor": 2}, **QUICK)
+    assert "dropout was switched off for the comparison" in found.notes
+    assert found.simulated == found.mesh == Mesh.of(data=2, tensor=2)
+
+
+def test_a_saved_plan_is_verified_as_it_is(tmp_path: Path) -> None:
+    model, batch = MODELS["functional-gpt"].build()
+    plan = autopar.plan(model, ClusterSpec.local(2), example_kwargs=batch, pin={"tensor": 2})
+    plan.save(tmp_path / "plan.json")
+    found = verify(model, Plan.load(tmp_path / "plan.json"), example_kwargs=batch)
+    assert found.agreement is not None
+    assert len(found.notes) == 0
+    assert {call.axis for call in found.agreement.calls} == {"tensor"}
+
+
+def test_the_plan_of_a_large_mesh_is_compared_on_a_small_one() -> None:
+    torch.manual_seed(0)
+    model = llama(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8)
+    ids = torch.randint(0, 64, (16, 8))
+    found = verify(
+        model,
+        ClusterSpec.preset("dgx-h100", nodes=16),
+        example_kwargs={"input_ids": ids, "labels": ids},
+        pin={"data": 16, "tensor": 8},
+    )
+    assert found.mesh.size == found.types.ranks == 128
+    assert found.simulated == Mesh.of(data=2, tensor=2)
+    assert any("128 ranks are too many" in note for note in found.notes)
+    assert not any("planned again" in note for note in found.notes)
+
+
+def test_a_model_without_values_has_its_types_checked() -> None:
+    with torch.device("meta"):
+        model = MLP()
+    batch = {"x": torch.empty(8, 32, device="meta"), "y": torch.empty(8, 16, device="meta")}
+    found = verify(model, ClusterSpec.local(4), example_kwargs=batch, pin={"tensor": 4})
+    assert found.agreement is None
+    assert "on the meta device" in str(found)
+
+
+def test_a_loss_function_of_the_user() -> None:
+    torch.manual_seed(0)
+    batch = {"input": torch.randn(8, 16), "target": torch.randint(0, 4, (8,))}
+    found = verify(
+        nn.Linear(16, 4), ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2},
+        loss_fn=lambda out, given: F.cross_entropy(out, given["target"]),
+    )  # fmt: skip
+    assert found.agreement is not None
+    assert set(found.agreement.gradients) == {"weight", "bias"}
+
+
+def test_without_a_loss_outputs_are_compared() -> None:
+    batch = {"input": torch.randn(8, 16)}
+    found = verify(nn.Linear(16, 4), ClusterSpec.local(4), example_kwargs=batch, mesh={"outer": 2, "inner": 2})
+    assert found.agreement is not None
+    assert not found.agreement.gradients
+    assert found.agreement.outputs
+    assert any("no differentiable scalar" in note for note in found.notes)
+
+
+def test_pins_that_do_not_apply_are_refused_as_in_planning() -> None:
+    model, batch = MODELS["mlp"].build()
+    with pytest.raises(PinError, match="no attention"):
+        verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"context": 2})
+
+
+# ---- type checking at the real size ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes,extra",
+    [
+        ({"all": 8}, {}),
+        ({"data": 4, "tensor": 2}, {}),
+        ({"data": 2, "tensor": 8}, {"sequence_parallel": True}),
+        ({"context": 4, "tensor": 8}, {}),
+        ({"data": 16, "tensor": 8}, {}),
+        ({"data": 16, "tensor": 8}, {"sequence_parallel": True, "zero": 3}),
+        ({"data": 16, "context": 8}, {}),
+        ({"outer": 16, "inner": 8}, {}),
+    ],
+    ids=str,
+)
+def test_the_llama_plan_type_checks_at_every_size(sizes: dict[str, int], extra: dict[str, object]) -> None:
+    with torch.device("meta"):
+        model = llama(
+            hidden_size=128, intermediate_size=256, num_attention_heads=16, num_key_value_heads=8, vocab_size=256
+        )
+        batch = {"input_ids": torch.zeros(32, 32, dtype=torch.long), "labels": torch.zeros(32, 32, dtype=torch.long)}
+    pin = {name: size for name, size in sizes.items() if name in ("data", "context", "tensor")}
+    cluster = ClusterSpec.preset("dgx-h100", nodes=16)
+    if pin:
+        cluster = ClusterSpec.local(Mesh.of(**sizes).size)
+    found = verify(model, cluster, example_kwargs=batch, pin=pin | extra, mesh=sizes, **QUICK)
+    assert found.types.ranks == Mesh.of(**sizes).size
+    assert found.types.operators > 100
+
+
+# ---- wrong programs --------------------------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """Puts a module where its name can be read from an error."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.first, self.culprit = nn.Linear(16, 16), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.culprit(self.first(x)).square().mean()
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+class Bend(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.autopar_zoo.bend(x, 0.3)
+
+
+def test_the_first_diverging_module_is_named() -> None:
+    with pytest.raises(VerificationError, match="culprit") as caught:
+        verify(Wrapped(Noise()), ClusterSpec.local(2), example_kwargs={"x": torch.randn(8, 16)}, pin={"data": 2})
+    assert "rand_like" in str(caught.value)
+
+
+def test_a_wrong_row_of_the_op_table_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    # bend averages over its last dim; this says that it treats every element by itself.
+    monkeypatch.setitem(OPS, "autopar_zoo.bend.default", OPS["aten.tanh.default"])
+    with pytest.raises(VerificationError, match=r"culprit: autopar_zoo\.bend"):
+        verify(
+            Wrapped(Bend()),
+            ClusterSpec.local(2),
+            example_kwargs={"x": torch.randn(8, 16)},
+            pin={"tensor": 2, "layers": {"first": {"tensor": "n"}}},
+        )
+
+
+def test_a_collective_that_was_not_predicted_is_a_line() -> None:
+    gather = Collective("all_gather", "tensor", 1024, "forward")
+    reduce = Collective("all_reduce", "data", 8, "backward")
+    assert differences({gather: 2, reduce: 1}, {gather: 2, reduce: 1}) == []
+    assert differences({gather: 2}, {gather: 1, reduce: 1}) == [
+        "backward all_reduce of 8 bytes on axis 'data': predicted 0, observed 1",
+        "forward all_gather of 1,024 bytes on axis 'tensor': predicted 2, observed 1",
+    ]
+
+
+# ---- the exact twin --------------------------------------------------------------------------------------------------
+
+
+class Narrowing(nn.Module):
+    """Casts and drops in every way that models do."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (
+            x.float(),
+            x.to(torch.float32),
+            x.to(dtype=torch.bfloat16),
+            F.softmax(x, dim=-1, dtype=torch.float32),
+            torch.zeros(2) + x,
+            F.dropout(x, 0.5, True),
+            nn.Dropout(0.9)(x),
+            F.scaled_dot_product_attention(x, x, x, dropout_p=0.9),
+        )
+
+
+def test_the_twin_computes_in_float64_and_drops_nothing() -> None:
+    x = torch.randn(2, 4, 2, dtype=torch.float64)
+    before = torch.get_default_dtype()
+    with exact():
+        *rest, dropped, layer, attended = Narrowing()(x)
+    assert torch.get_default_dtype() == before
+    assert all(value.dtype == torch.float64 for value in rest)
+    assert torch.equal(rest[0], x) and torch.equal(dropped, x) and torch.equal(layer, x)
+    assert torch.equal(attended, F.scaled_dot_product_attention(x, x, x))
+
+
+def test_a_twin_is_another_module() -> None:
+    model = nn.BatchNorm1d(4)
+    other = twin(model)
+    assert other.weight.dtype == torch.float64 and model.weight.dtype == torch.float32
+    assert other.num_batches_tracked.dtype == torch.int64
+    given = widen({"x": torch.ones(2, dtype=torch.bfloat16), "ids": torch.ones(2, dtype=torch.int32), "flag": True})
+    assert given["x"].dtype == torch.float64 and given["ids"].dtype == torch.int32
+
+
+def test_a_decision_can_be_made_on_any_mesh() -> None:
+    model, batch = MODELS["mlp"].build()
+    ref = reference(model, None, batch)
+    assignment = decide_on(ref.traced, Mesh.of(data=2, tensor=2), ClusterSpec.local(4), Pins.parse({"data": 2}))
+    assert assignment.space.mesh.sizes == (2, 2)
