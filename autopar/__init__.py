@@ -34,5 +34,5 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value  # importing autopar.verify has put the module under the function's name
+    globals()[name] = value
     return value

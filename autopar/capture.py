@@ -220,6 +220,7 @@ def _flatten(exported: ExportedProgram, model: nn.Module, prefix: str) -> Captur
                 f"the model holds an input of kind {spec.kind.name} ({spec.target}), which has no graph form"
             )
     _merge_shared(graph, leaves)
+    _drop_contiguous(graph)
     updates, outputs, static = [], [], []
     for spec in signature.output_specs:
         name = spec.arg.name if isinstance(spec.arg, TensorArgument) else None
@@ -295,6 +296,15 @@ def _inline_no_grad(module: torch.fx.GraphModule) -> None:
             user.replace_all_uses_with(mapping[results[user.args[1]]])
             graph.erase_node(user)
         graph.erase_node(node)
+
+
+def _drop_contiguous(graph: torch.fx.Graph) -> None:
+    """How memory is ordered depends on the device that captured; leave it out, so that graphs do not."""
+    contiguous = torch.ops.aten.contiguous.default
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is contiguous and len(node.args) == 1 and not node.kwargs:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def _drop_assertions(graph: torch.fx.Graph) -> None:

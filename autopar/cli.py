@@ -6,6 +6,7 @@ error of the user's is one message and exit code 2.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -170,6 +171,7 @@ def demo(
         raise InputError(f"--hidden {hidden} does not divide into 8 heads: give a multiple of 8")
     console = Console()
     with console.status("importing torch"):
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the processes
         from autopar import arguments
         from autopar import demo as demonstration
 

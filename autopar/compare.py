@@ -15,6 +15,8 @@ from planner.fold import Instance
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -47,7 +49,9 @@ def reference_values(captured: Captured, assignment: Assignment, leaves: Mapping
                 values[node.name] = leaves[node.name]
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
-            values[node.name] = node.target(*args, **kwargs)
+            # Captured graphs say nothing of strides, so a view may have to copy.
+            op = aten.reshape.default if node.target is aten.view.default else node.target
+            values[node.name] = op(*args, **kwargs)
             if node.name in known:
                 results = values[node.name] if isinstance(values[node.name], (tuple, list)) else [values[node.name]]
                 found.update({Ref(node.name, i): value for i, value in enumerate(results)})

@@ -29,6 +29,7 @@ from autopar.meter import LiveBytes, held_tensors
 from autopar.observe import observe
 from autopar.processes import LocalProcesses
 from autopar.runtime.mesh import groups_of
+from autopar.runtime.module import ParallelModule
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.errors import InputError
@@ -162,7 +163,7 @@ def train_rank(settings: Settings, document: Mapping[str, Any]) -> Generator[Ste
     return Observed(dict(calls), peak_bytes)
 
 
-def _step(pmodel: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> float:
+def _step(pmodel: ParallelModule, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> float:
     loss: Tensor = pmodel(**pmodel.shard(batch)).loss
     optimizer.zero_grad()
     loss.backward()

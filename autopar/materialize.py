@@ -7,17 +7,20 @@ read slice by slice, or one module after another is initialised, cut, and droppe
 from __future__ import annotations
 
 import copy
+import json
 import os
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.capture import Captured
-from autopar.runtime.mesh import part_of
+from autopar.runtime.mesh import Rows, rows_of, take
 from autopar.runtime.module import LeafSpec
 from planner.errors import InputError
 from planner.layout import Mesh
@@ -45,21 +48,23 @@ def part_maker(
     initialised = _Initialiser(model, seed)
 
     def make(leaf: LeafSpec) -> Tensor:
+        rows = rows_of(leaf.shape, leaf.layout, mesh, rank)
         if leaf.kind == "const":
             full = captured.constants[leaf.name]
-        elif read is not None and (found := read(leaf.name, _aliases(model, leaf.name))) is not None:
-            if tuple(found.shape) != leaf.shape:
-                raise InputError(
-                    f"{leaf.name} has shape {tuple(found.shape)} in the checkpoint, {leaf.shape} in the model"
-                )
-            full = found
+        elif read is not None and (found := read(_aliases(model, leaf.name))) is not None:
+            shape = tuple(found.get_shape())
+            if shape != leaf.shape:
+                raise InputError(f"{leaf.name} has shape {shape} in the checkpoint, {leaf.shape} in the model")
+            return _cut(found, rows).to(device, leaf.dtype, copy=True).contiguous()
+        elif read is not None and leaf.kind == "param":
+            raise InputError(f"the checkpoint has no tensor {leaf.name!r}; is it of another model?")
         elif tensors[leaf.name].is_meta:
             full = initialised(leaf.name)
         else:
             full = tensors[leaf.name].detach().to(device).clone()
             if dist.get_world_size() > 1:
                 dist.broadcast(full, src=0)
-        return part_of(full.detach(), leaf.layout, mesh, rank).to(device, leaf.dtype)
+        return take(full.detach(), rows).clone(memory_format=torch.contiguous_format).to(device, leaf.dtype)
 
     return make
 
@@ -69,35 +74,77 @@ def _aliases(model: nn.Module, name: str) -> list[str]:
     return [other for other, tensor in named.items() if tensor is named[name]]
 
 
-def _reader(source: Source) -> Callable[[str, list[str]], Tensor | None]:
-    """Reads a tensor under any of its names; ``None`` for buffers that checkpoints leave out."""
+class _Stored(Protocol):
+    """A tensor in a checkpoint, of which a part can be read; what safetensors calls a slice."""
+
+    def get_shape(self) -> Sequence[int]: ...
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    tensor: Tensor
+
+    def get_shape(self) -> Sequence[int]:
+        return self.tensor.shape
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        return self.tensor.detach()[index]
+
+
+def _cut(stored: _Stored, rows: Rows) -> Tensor:
+    """Read slices as slices; what is strided is read whole in that dim, then cut."""
+    read = stored[tuple(r if isinstance(r, slice) else slice(None) for r in rows)]
+    return take(read, tuple(slice(0, read.shape[d]) if isinstance(r, slice) else r for d, r in enumerate(rows)))
+
+
+def _reader(source: Source) -> Callable[[list[str]], _Stored | None]:
+    """Finds a tensor under any of its names: in a state dict, a safetensors file, or a directory of such files."""
     if isinstance(source, Mapping):
         known = source
 
-        def from_mapping(name: str, names: list[str]) -> Tensor | None:
-            return next((known[n] for n in names if n in known), None)
+        def from_mapping(names: list[str]) -> _Stored | None:
+            return next((_InMemory(known[n]) for n in names if n in known), None)
 
         return from_mapping
+    files = _safetensors(Path(source))
+
+    def from_files(names: list[str]) -> _Stored | None:
+        name = next((n for n in names if n in files), None)
+        if name is None:
+            return None
+        file = files[name]
+        return file.get_slice(name) if file.get_slice(name).get_shape() else _InMemory(file.get_tensor(name))
+
+    return from_files
+
+
+def _safetensors(path: Path) -> dict[str, Any]:
+    """Name of every tensor -> the open file that holds it."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        file = safe_open(os.fspath(source), framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot read the checkpoint {os.fspath(source)!r}: {error}") from error
-    keys = set(file.keys())
-
-    def from_file(name: str, names: list[str]) -> Tensor | None:
-        key = next((n for n in names if n in keys), None)
-        return None if key is None else file.get_tensor(key)
-
-    return from_file
+        if path.is_dir():
+            index = path / "model.safetensors.index.json"
+            parts = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ()
+            paths = [path / part for part in sorted(parts)] or [path / "model.safetensors"]
+        else:
+            paths = [path]
+        files = [safe_open(str(p), framework="pt") for p in paths]
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise InputError(
+            f"cannot read the checkpoint {str(path)!r}: {error}; give a safetensors file, or a directory that holds "
+            "model.safetensors or model.safetensors.index.json"
+        ) from error
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
 
 class _Initialiser:
     """Initialises meta modules one at a time, the same on every rank, and forgets them."""
 
     def __init__(self, model: nn.Module, seed: int):
-        self.model, self.seed = model, seed
+        self.model: Any = model
+        self.seed = seed
         self._owner = {
             (f"{path}." if path else "") + name: (path, module)
             for path, module in model.named_modules()
@@ -130,7 +177,19 @@ class _Initialiser:
                     "initialise itself: give it a reset_parameters() method, or pass state_dict= with the full weights"
                 )
             initialise()
+            if hasattr(self.model, "_init_weights"):
+                self._let_parents_adjust(path, twin)
         return {k: t for k, t in (*twin._parameters.items(), *twin._buffers.items()) if t is not None}
+
+    def _let_parents_adjust(self, path: str, twin: nn.Module) -> None:
+        """Transformers models also initialise a module's weights through its parents, whose other parts stay meta."""
+        while path:
+            path, _, name = path.rpartition(".")
+            parent = self.model.get_submodule(path)
+            above = copy.copy(parent)
+            above._modules = {**parent._modules, name: twin}
+            self.model._init_weights(above)
+            twin = above
 
 
 def _initialisation(model: nn.Module, module: nn.Module, path: str) -> Callable[[], Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -62,18 +61,12 @@ def placements(layout: Layout) -> tuple[Placement, ...]:
     return tuple(found)
 
 
-def part_of(full: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """The part of ``full`` that ``rank`` holds (a copy)."""
-    return full[_indices(full.shape, layout, mesh, rank)].contiguous().clone()
+Rows = tuple[slice | torch.Tensor, ...]
+"""Which indices of each dim a rank holds; a slice where they are contiguous."""
 
 
-def put_part(full: torch.Tensor, part: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> None:
-    """Write the part of ``full`` that ``rank`` holds; the inverse of :func:`part_of`."""
-    full[_indices(full.shape, layout, mesh, rank)] = part
-
-
-def _indices(shape: torch.Size, layout: Layout, mesh: Mesh, rank: int) -> tuple[torch.Tensor | slice, ...]:
-    """Global indices of a rank's part: an index tensor for each cut dim, broadcast against each other."""
+def rows_of(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Rows:
+    """Where the part of a tensor that ``rank`` holds lies in the whole."""
     place = coordinates(mesh, rank)
     rows = [torch.arange(size) for size in shape]
     for axis, local_type in enumerate(layout):
@@ -84,6 +77,36 @@ def _indices(shape: torch.Size, layout: Layout, mesh: Mesh, rank: int) -> tuple[
             piece = whole.shape[1] // mesh.axes[axis].size
             start = place[axis] * piece
             rows[local_type.dim] = whole[:, start : start + piece].flatten()
-    if not shape:
-        return ()
-    return torch.meshgrid(*rows, indexing="ij") if math.prod(shape) else (slice(None),) * len(shape)
+    return tuple(_as_slice(indices) for indices in rows)
+
+
+def _as_slice(indices: torch.Tensor) -> slice | torch.Tensor:
+    if not len(indices):
+        return slice(0, 0)
+    first, last = int(indices[0]), int(indices[-1])
+    return slice(first, last + 1) if last - first + 1 == len(indices) else indices
+
+
+def take(full: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The part of ``full`` in ``rows``; a view where all of them are slices."""
+    for dim, indices in enumerate(rows):
+        if isinstance(indices, slice):
+            full = full.narrow(dim, indices.start, indices.stop - indices.start)
+        else:
+            full = full.index_select(dim, indices.to(full.device))
+    return full
+
+
+def part_of(full: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """The part of ``full`` that ``rank`` holds (a copy)."""
+    return take(full, rows_of(tuple(full.shape), layout, mesh, rank)).clone(memory_format=torch.contiguous_format)
+
+
+def put_part(full: torch.Tensor, part: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> None:
+    """Write the part of ``full`` that ``rank`` holds; the inverse of :func:`part_of`."""
+    rows = rows_of(tuple(full.shape), layout, mesh, rank)
+    if all(isinstance(indices, slice) for indices in rows):
+        take(full, rows).copy_(part)
+    else:
+        whole = [torch.arange(i.start, i.stop) if isinstance(i, slice) else i for i in rows]
+        full[torch.meshgrid(*whole, indexing="ij")] = part

@@ -5,12 +5,16 @@ The processes start once; what they do is in ``workers.py``. A case is a model, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from autopar.processes import LocalProcesses
+from autopar.processes import LocalProcesses, RankError
 from tests.autopar import workers
 
 pytestmark = pytest.mark.processes
@@ -55,3 +59,120 @@ def test_trains_as_the_original(pool: LocalProcesses, model: str, pin: dict[str,
     document = workers.plan_of(model, pin, ranks)
     losses = pool.run(workers.trains_alike, model, document, ranks=ranks)
     assert len(set(losses)) == 1
+
+
+@pytest.fixture(scope="module")
+def documents() -> Callable[..., dict[str, Any]]:
+    """Plans by (model, pins, ranks), each made once."""
+    made: dict[str, dict[str, Any]] = {}
+
+    def document(model: str, pin: dict[str, Any] | None, ranks: int, dropout: float = 0.0) -> dict[str, Any]:
+        key = repr((model, pin, ranks, dropout))
+        if key not in made:
+            made[key] = workers.plan_of(model, pin, ranks, dropout)
+        return made[key]
+
+    return document
+
+
+DATA_TENSOR = {"data": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize("pin", [{"tensor": 2, "sequence_parallel": True}, {"data": 2, "zero": 3}], ids=name_of)
+def test_runs_in_low_precision(pool: LocalProcesses, pin: dict[str, Any]) -> None:
+    document = workers.plan_of("llama", pin, 2, dtype=torch.float32)
+    pool.run(workers.runs_in_low_precision, "llama", document, ranks=2)
+
+
+def test_accumulates_gradients(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    pool.run(workers.accumulates, "gpt2", documents("gpt2", DATA_TENSOR, 4))
+
+
+@pytest.mark.parametrize("model", ["gpt2", "mlp"])
+def test_evaluates(pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str) -> None:
+    pool.run(workers.evaluates, model, documents(model, DATA_TENSOR, 4, 0.5))
+
+
+def test_keeps_running_statistics(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    pool.run(workers.keeps_running_statistics, documents("mlp", {"data": 4}, 4))
+
+
+def test_keeps_tied_weights_tied(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    pool.run(workers.keeps_tied, documents("gpt2", DATA_TENSOR, 4))
+
+
+@pytest.mark.parametrize("model, pin", [("gpt2", DATA_TENSOR), ("gpt2", {"context": 4}), ("mlp", {"tensor": 4})])
+def test_drops_in_step(
+    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str, pin: dict[str, Any]
+) -> None:
+    pool.run(workers.drops_in_step, model, documents(model, pin, 4, 0.2))
+
+
+def test_drops_differently_where_sharded(pool: LocalProcesses) -> None:
+    pool.run(workers.drops_differently_where_sharded)
+
+
+@pytest.mark.parametrize(
+    "model, pin", [("gpt2", DATA_TENSOR), ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3})]
+)
+def test_saves_and_loads(
+    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str, pin: dict[str, Any]
+) -> None:
+    pool.run(workers.saves_and_loads, model, documents(model, pin, 4))
+
+
+@pytest.mark.parametrize("pin", [DATA_TENSOR, {"data": 4, "zero": 3}], ids=name_of)
+def test_takes_any_optimizer(
+    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], pin: dict[str, Any]
+) -> None:
+    pool.run(workers.takes_any_optimizer, "mlp", documents("mlp", pin, 4))
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt2", "llama"])
+def test_initialises_models_on_the_meta_device(
+    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str
+) -> None:
+    pool.run(workers.initialises_meta, model, documents(model, {"data": 2, "zero": 3}, 2), ranks=2)
+
+
+@pytest.mark.parametrize("form", ["state dict", "file", "directory"])
+def test_loads_models_on_the_meta_device(
+    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], tmp_path: Path, form: str
+) -> None:
+    path = None
+    if form != "state dict":
+        state = workers.model_of("gpt2").state_dict()
+        del state["lm_head.weight"]  # as Transformers saves tied weights: once
+        names = sorted(state)
+        shards = {"model.safetensors": names}
+        if form == "directory":
+            shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+            index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        for shard, held in shards.items():
+            save_file({name: state[name].contiguous() for name in held}, tmp_path / shard)
+        path = str(tmp_path / "model.safetensors" if form == "file" else tmp_path)
+    pool.run(workers.loads_meta, "gpt2", documents("gpt2", {"tensor": 2}, 2), path, ranks=2)
+
+
+def test_ranks_given_different_plans_say_so(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    both = [documents("mlp", {"data": 2}, 2), documents("mlp", {"tensor": 2}, 2)]
+    pool.run(workers.refuses_other_plans, both, ranks=2)
+
+
+def test_a_plan_for_more_processes_says_so(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    pool.run(workers.refuses_other_world_sizes, documents("mlp", {"data": 4}, 4), ranks=2)
+
+
+def test_wrong_inputs_say_what_to_do(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    pool.run(workers.refuses_wrong_inputs, documents("mlp", {"data": 2}, 2), ranks=2)
+
+
+def test_errors_of_rank_0_reach_all(pool: LocalProcesses) -> None:
+    pool.run(workers.raises_on_every_rank, ranks=2)
+
+
+def test_a_rank_that_fails_ends_the_call(pool: LocalProcesses) -> None:
+    with pytest.raises(RankError):
+        pool.run(workers.fails_alone)
+    pool.run(workers.drops_differently_where_sharded)  # and the processes can be used again

@@ -10,15 +10,19 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.meter import LiveBytes
 from autopar.observe import differences, observe
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import ParallelModule
 from planner.cluster import ClusterSpec
+from planner.errors import InputError, PinError, PlanError
 from planner.plan import Plan
 
 Batch = dict[str, Tensor]
@@ -115,9 +119,11 @@ def cluster_of(ranks: int) -> ClusterSpec:
     return ClusterSpec.local(ranks, memory_bytes="4 GiB", cores=4)
 
 
-def plan_of(name: str, pin: Pin, ranks: int, dropout: float = 0.0) -> dict[str, Any]:
+def plan_of(
+    name: str, pin: Pin, ranks: int, dropout: float = 0.0, dtype: torch.dtype = torch.float64
+) -> dict[str, Any]:
     """A plan as the document that every rank is given; made by the parent, once."""
-    model, batch = model_of(name, dropout), batch_of(name)
+    model, batch = model_of(name, dropout, dtype), batch_of(name, dtype=dtype)
     return autopar.plan(model, cluster_of(ranks), example_kwargs=batch, loss_fn=loss_fn, pin=pin).to_dict()
 
 
@@ -198,3 +204,278 @@ def trains_alike(name: str, document: Mapping[str, Any]) -> float:
             optimizer.step()
     same_state(pmodel, model)
     return losses[1].item()
+
+
+# ---- the ways of running ---------------------------------------------------------------------------------------------
+
+
+def equal_on_all_ranks(what: str, value: Any) -> None:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    assert all(other == found[0] for other in found), f"{what} differs between ranks: {found}"
+
+
+def bits(value: Tensor) -> bytes:
+    return whole(value.detach()).contiguous().numpy().tobytes()
+
+
+def runs_in_low_precision(name: str, document: Mapping[str, Any]) -> None:
+    model, batch = model_of(name, dtype=torch.float32), batch_of(name, dtype=torch.float32)
+    pmodel = parallel(model, document, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, ploss = loss_of(model, batch), loss_of(pmodel, batch)
+    same("loss", ploss.float(), loss.float(), 1e-2)
+    loss.backward()
+    ploss.backward()
+    for key, parameter in pmodel.named_parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32, key
+        assert torch.isfinite(whole(parameter.grad)).all(), key
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 1e9) for m in (pmodel, model)]
+    same("norm of the gradients", norms[0], norms[1], 5e-2)
+
+
+def accumulates(name: str, document: Mapping[str, Any]) -> None:
+    model, batch = model_of(name), batch_of(name)
+    pmodel = parallel(model, document, batch)
+    for seed in (1, 2):
+        for m in (model, pmodel):
+            loss_of(m, batch_of(name, seed)).backward()
+    same_gradients(pmodel, model)
+
+
+def evaluates(name: str, document: Mapping[str, Any]) -> None:
+    """Dropout is off and running statistics are used, but not changed, in eval mode; nothing is saved for backward."""
+    model, batch = model_of(name, dropout=0.5), batch_of(name)
+    pmodel = parallel(model, document, batch)
+    model.eval()
+    pmodel.eval()
+    with torch.no_grad():
+        loss, ploss = loss_of(model, batch), loss_of(pmodel, batch)
+    assert not ploss.requires_grad
+    same("loss", ploss, loss)
+    same_state(pmodel, model)
+    loss_of(model, batch).backward()
+    loss_of(pmodel, batch).backward()
+    same_gradients(pmodel, model)
+    pmodel.train()
+    with torch.no_grad():
+        assert loss_of(pmodel, batch) != ploss
+
+
+def keeps_running_statistics(document: Mapping[str, Any]) -> None:
+    model, batch = model_of("mlp"), batch_of("mlp")
+    pmodel = parallel(model, document, batch)
+    for seed in (1, 2):
+        for m in (model, pmodel):
+            loss_of(m, batch_of("mlp", seed)).backward()
+    same_state(pmodel, model)
+    assert model.state_dict()["norm.num_batches_tracked"] == 2
+    model.eval()
+    pmodel.eval()
+    same("loss", loss_of(pmodel, batch), loss_of(model, batch))
+
+
+def keeps_tied(document: Mapping[str, Any]) -> None:
+    model, batch = model_of("gpt2"), batch_of("gpt2")
+    pmodel = parallel(model, document, batch)
+    assert pmodel.lm_head.weight is pmodel.transformer.wte.weight
+    assert [n for n, _ in pmodel.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert "lm_head.weight" not in dict(pmodel.named_parameters())
+    assert set(pmodel.state_dict()) == set(model.state_dict())
+    optimizer = torch.optim.SGD(pmodel.parameters(), lr=0.1)
+    loss_of(pmodel, batch).backward()
+    optimizer.step()
+    full = pmodel.full_state_dict()
+    assert torch.equal(full["lm_head.weight"], full["transformer.wte.weight"])
+
+
+def drops_in_step(name: str, document: Mapping[str, Any]) -> None:
+    """Ranks that hold the same values draw the same, so that what is replicated stays equal, bit by bit."""
+    runs = []
+    for _ in range(2):
+        pmodel = parallel(model_of(name, dropout=0.2), document, batch_of(name), seed=7)
+        losses = [loss_of(pmodel, batch_of(name)) for _ in range(2)]
+        losses[0].backward()
+        found = [loss.item() for loss in losses]
+        equal_on_all_ranks("the loss", found)
+        assert found[0] != found[1]
+        gradients = {key: bits(p.grad) for key, p in pmodel.named_parameters() if p.grad is not None}
+        for key, value in gradients.items():
+            equal_on_all_ranks(f"the gradient of {key}", value)
+        runs.append((found, gradients))
+    assert runs[0] == runs[1]
+    other = parallel(model_of(name, dropout=0.2), document, batch_of(name), seed=8)
+    assert loss_of(other, batch_of(name)).item() != runs[0][0][0]
+
+
+class DropOnes(nn.Module):
+    """Shows the mask that dropout drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.weight, 0.5, self.training)
+
+
+def drops_differently_where_sharded() -> None:
+    batch = {"x": torch.ones(BATCH, 64)}
+    pmodel = autopar.parallelize(
+        DropOnes(), cluster_of(dist.get_world_size()), example_kwargs=batch, pin={"data": dist.get_world_size()}
+    )
+    out = pmodel(**pmodel.shard(batch))
+    assert isinstance(out, DTensor) and out.to_local().shape[0] == BATCH // dist.get_world_size()
+    rows = {tuple(row) for row in out.full_tensor().tolist()}
+    assert len(rows) == BATCH, "two rows were dropped alike"
+
+
+# ---- checkpoints and optimizers --------------------------------------------------------------------------------------
+
+
+def saves_and_loads(name: str, document: Mapping[str, Any]) -> None:
+    model, batch = model_of(name), batch_of(name)
+    pmodel = parallel(model, document, batch)
+    original = {key: value.clone() for key, value in model.state_dict().items()}
+    state = pmodel.state_dict()
+    assert set(state) == set(original)
+    parameters = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    assert all(isinstance(state[n], DTensor) for n in parameters)
+    sharded = {key: value.clone() for key, value in state.items()}
+    full = pmodel.full_state_dict()
+    assert full.keys() == original.keys() and all(torch.equal(full[k], original[k]) for k in original)
+
+    def disturb() -> None:
+        with torch.no_grad():
+            for parameter in pmodel.parameters():
+                parameter.mul_(0.5)
+
+    for saved in (full, sharded):
+        disturb()
+        result = pmodel.load_state_dict(saved)
+        assert not result.missing_keys and not result.unexpected_keys
+        again = pmodel.full_state_dict()
+        assert all(torch.equal(again[k], original[k]) for k in original)
+
+    disturb()
+    model.load_state_dict(pmodel.full_state_dict())
+    same("loss", loss_of(pmodel, batch), loss_of(model, batch))
+    wrong = {**full, next(iter(parameters)): torch.zeros(3)}
+    with pytest.raises(InputError, match=r"has shape \(3,\) in the state dict"):
+        pmodel.load_state_dict(wrong)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        pmodel.load_state_dict({})
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-2),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-2),
+}
+
+
+def takes_any_optimizer(name: str, document: Mapping[str, Any]) -> None:
+    """The optimizer's own state dict survives a round trip, too."""
+    for label, make in OPTIMIZERS.items():
+        model, batch = model_of(name), batch_of(name)
+        pmodel = parallel(model, document, batch)
+        optimizers = [make(list(m.parameters())) for m in (model, pmodel)]
+        for step in range(2):
+            for m, optimizer in zip((model, pmodel), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss_of(m, batch_of(name, step)).backward()
+                optimizer.step()
+            optimizers[1].load_state_dict(optimizers[1].state_dict())
+        try:
+            same_state(pmodel, model)
+        except AssertionError as error:
+            raise AssertionError(f"{label}: {error}") from error
+
+
+# ---- models on the meta device ---------------------------------------------------------------------------------------
+
+
+def initialises_meta(name: str, document: Mapping[str, Any]) -> None:
+    """Every rank initialises alike, plausibly, and never holds more than one module and its own parts."""
+    real = model_of(name)
+    with torch.device("meta"):
+        model = model_of(name)
+    module = max(
+        sum(t.numel() * t.element_size() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
+        for m in model.modules()
+    )
+    with LiveBytes() as live:
+        pmodel = parallel(model, document, batch_of(name))
+    parts = sum(t.to_local().numel() * t.element_size() for t in pmodel.parameters())
+    parts += sum(t.numel() * t.element_size() for t in pmodel.buffers())
+    # Cutting a part out of a module's tensor takes index tensors and a copy of the part.
+    assert live.peak <= parts + 4 * module + 4096, f"{live.peak} bytes, {parts} of them parts, module {module}"
+    full = pmodel.full_state_dict()
+    for key, value in real.state_dict().items():
+        equal_on_all_ranks(key, bits(full[key]))
+        spread = [t.double().std(correction=0).item() for t in (full[key], value)]
+        assert spread[0] == pytest.approx(spread[1], rel=0.3 if value.numel() > 100 else 0.7, abs=1e-9), key
+    buffers = dict(real.named_buffers())
+    for key, buffer in pmodel.named_buffers():
+        same(key, buffer, buffers[key])
+    loss = loss_of(pmodel, batch_of(name))
+    equal_on_all_ranks("the loss", loss.item())
+    real.load_state_dict(full)
+    same("loss", loss, loss_of(real, batch_of(name)))
+
+
+def loads_meta(name: str, document: Mapping[str, Any], path: str | None) -> None:
+    """From a state dict, or a safetensors file or directory: bit-equal, tied names and unsaved buffers right."""
+    real, batch = model_of(name), batch_of(name)
+    with torch.device("meta"):
+        model = model_of(name)
+    pmodel = parallel(model, document, batch, state_dict=real.state_dict() if path is None else path)
+    full = pmodel.full_state_dict()
+    for key, value in real.state_dict().items():
+        assert torch.equal(full[key], value), key
+    same("loss", loss_of(pmodel, batch), loss_of(real, batch))
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def refuses_other_plans(documents: list[Mapping[str, Any]]) -> None:
+    mine = documents[dist.get_rank()]
+    with pytest.raises(PlanError, match=r"different plans.*ranks \[1\]"):
+        parallel(model_of("mlp"), mine, batch_of("mlp"))
+
+
+def refuses_other_world_sizes(document: Mapping[str, Any]) -> None:
+    with pytest.raises(PlanError, match="has 4 devices but 2 processes were started"):
+        parallel(model_of("mlp"), document, batch_of("mlp"))
+
+
+def refuses_wrong_inputs(document: Mapping[str, Any]) -> None:
+    batch = batch_of("mlp")
+    pmodel = parallel(model_of("mlp"), document, batch)
+    with pytest.raises(InputError, match=r"input 'x' has shape \(8, 16\).*pmodel.shard"):
+        pmodel(**batch)
+    with pytest.raises(InputError, match=r"input 'x' has shape \(4, 16\).*the global batch was planned as \(8, 16\)"):
+        pmodel.shard({"x": batch["x"][:4], "target": batch["target"][:4]})
+    with pytest.raises(InputError, match=r"missing: \['target'\]"):
+        pmodel.shard({"x": batch["x"]})
+    with pytest.raises(InputError, match=r"unknown: \['y'\]"):
+        pmodel(**pmodel.shard(batch), y=1)
+
+
+def raises_on_every_rank() -> None:
+    """An error of the search, which only rank 0 makes, reaches all."""
+    with pytest.raises(PinError, match="known"):
+        autopar.parallelize(
+            model_of("mlp"), cluster_of(2), example_kwargs=batch_of("mlp"), loss_fn=loss_fn, pin={"tensors": 2}
+        )
+
+
+def fails_alone() -> None:
+    """Rank 1 fails while the others wait for it."""
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 is out of order")
+    dist.barrier()

@@ -1,0 +1,131 @@
+"""Parts of tensors, live bytes, and what the front door says outside of a process group; in this process alone."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.materialize import _cut
+from autopar.meter import LiveBytes, held_tensors
+from autopar.runtime.mesh import part_of, put_part, rows_of, take
+from planner.cluster import ClusterSpec
+from planner.errors import PlanError
+from planner.layout import I, Layout, Mesh, R, Shard, local_shape
+
+MESH = Mesh.of(data=2, tensor=3)
+LAYOUTS: list[Layout] = [
+    (I, R),
+    (Shard(0), I),
+    (Shard(0), Shard(0)),
+    (Shard(1), Shard(0)),
+    (R, Shard(0, 2)),
+    (Shard(0), Shard(0, 2)),
+    (Shard(1, 3), Shard(0, 4)),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_parts_make_up_the_whole(layout: Layout) -> None:
+    whole = torch.arange(24 * 12).reshape(24, 12)
+    rebuilt = torch.zeros_like(whole)
+    for rank in range(MESH.size):
+        part = part_of(whole, layout, MESH, rank)
+        assert part.is_contiguous()
+        assert tuple(part.shape) == local_shape((24, 12), layout, MESH.sizes)
+        put_part(rebuilt, part, layout, MESH, rank)
+    assert torch.equal(rebuilt, whole)
+
+
+def test_a_part_of_strips_by_hand() -> None:
+    # Six columns as 2 strips of 3; the tensor axis takes one column of each strip.
+    whole = torch.arange(6)[None].expand(2, 6)
+    assert part_of(whole, (R, Shard(1, 2)), MESH, 1)[0].tolist() == [1, 4]
+
+
+def test_contiguous_parts_are_slices() -> None:
+    rows = rows_of((24, 12), (Shard(0), Shard(1)), MESH, 4)
+    assert rows == (slice(12, 24), slice(4, 8))
+    whole = torch.zeros(24, 12)
+    assert take(whole, rows).untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+class Recorded:
+    """A stored tensor that remembers what was read of it."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        self.read: tuple[slice, ...] = ()
+
+    def get_shape(self) -> Any:
+        return self.tensor.shape
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        self.read = index
+        return self.tensor[index]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("rank", [0, 4])
+def test_checkpoints_are_read_in_slices(layout: Layout, rank: int) -> None:
+    stored = Recorded(torch.arange(24 * 12).reshape(24, 12))
+    got = _cut(stored, rows_of((24, 12), layout, MESH, rank))
+    assert torch.equal(got, part_of(stored.tensor, layout, MESH, rank))
+    for index, rows in zip(stored.read, rows_of((24, 12), layout, MESH, rank), strict=True):
+        assert index == (rows if isinstance(rows, slice) else slice(None))
+
+
+def test_live_bytes_by_hand() -> None:
+    # 4 MB of weights, twice as much optimizer state; a step adds gradients (4 MB) and what forward saves.
+    model, inputs = nn.Linear(1000, 1000, bias=False), torch.randn(500, 1000)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(inputs).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    held = held_tensors(model, optimizer)
+    with LiveBytes(held) as live:
+        assert live.now == pytest.approx(12e6, abs=100)
+        hidden = model(inputs)  # 2 MB
+        assert live.now == pytest.approx(14e6, abs=100)
+        hidden.relu_()
+        view = hidden.view(-1)
+        assert live.now == pytest.approx(14e6, abs=100), "views and in-place results are no new bytes"
+        del hidden, view
+        assert live.now == pytest.approx(12e6, abs=100)
+        assert live.peak == pytest.approx(14e6, abs=100)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+def test_outside_of_torchrun_it_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(PlanError, match=r"torchrun --nproc-per-node 2 .*autopar.verify"):
+        autopar.parallelize(Small(), ClusterSpec.local(2), example_kwargs={"x": torch.zeros(4, 8)})
+
+
+def test_a_plan_for_another_cluster_is_refused() -> None:
+    batch = {"x": torch.zeros(4, 8)}
+    plan = autopar.plan(Small(), ClusterSpec.local(2), example_kwargs=batch)
+    with pytest.raises(PlanError, match="the plan is for 2 devices, the cluster has 4"):
+        autopar.parallelize(Small(), ClusterSpec.local(4), plan=plan, example_kwargs=batch)
+
+
+def test_the_front_door_is_the_function_even_after_its_module_was_imported() -> None:
+    import importlib
+
+    importlib.import_module("autopar.verification")
+    for name, _ in itertools.product(("verify", "plan", "parallelize"), range(2)):
+        assert callable(getattr(autopar, name)), name
