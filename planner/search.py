@@ -224,6 +224,12 @@ def _why_nothing_fits(
     mesh = " x ".join(f"{name} {size}" for name, size in zip(least.mesh.names, least.mesh.sizes, strict=True))
     needed = math.ceil(least.peak_bytes / (1 - cluster.device.reserve_fraction))
     pinned = " Relaxing the pins may also help." if pins.to_dict() else ""
+    if any(math.isfinite(c.bound_s) for c in candidates):
+        return (
+            f"no plan that fits {cluster.name!r} was found before the time limit, but none was ruled out either: the "
+            f"leanest one seen (mesh {mesh}) needs {least.peak_bytes:,} bytes of {limit:,}. Give a longer time_limit_s, "
+            f"or pin decisions to narrow the search."
+        )
     return (
         f"no plan fits {cluster.name!r}: each of its {cluster.world_size} devices can use {limit:,} bytes, and the "
         f"leanest plan (mesh {mesh}) needs {least.peak_bytes:,}, {least.peak_bytes - limit:,} too many "
