@@ -226,9 +226,9 @@ def _why_nothing_fits(
     pinned = " Relaxing the pins may also help." if pins.to_dict() else ""
     if any(math.isfinite(c.bound_s) for c in candidates):
         return (
-            f"no plan that fits {cluster.name!r} was found before the time limit, but none was ruled out either: the "
-            f"leanest one seen (mesh {mesh}) needs {least.peak_bytes:,} bytes of {limit:,}. Give a longer time_limit_s, "
-            f"or pin decisions to narrow the search."
+            f"no plan that fits {cluster.name!r} was found before the time limit, but none was ruled out either: "
+            f"the leanest one seen (mesh {mesh}) needs {least.peak_bytes:,} bytes of {limit:,}. Give a longer "
+            "time_limit_s, or pin decisions to narrow the search."
         )
     return (
         f"no plan fits {cluster.name!r}: each of its {cluster.world_size} devices can use {limit:,} bytes, and the "
