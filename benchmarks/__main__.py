@@ -84,9 +84,9 @@ def steps() -> None:
     shape, case = results[0].case.shape, results[0].case
     notes = (
         f"One training step (forward, backward, fused AdamW) on local gloo processes: {shape.layers} layers of width "
-        f"{shape.hidden}, {shape.vocab} tokens of vocabulary, {shape.batch} x {shape.sequence} tokens, float32. Medians "
-        f"of {case.steps} steps, taken in turns in one run. CPU seconds are those of the busiest rank: they say what "
-        "each side costs where the wall clock also measures other users of the machine."
+        f"{shape.hidden}, {shape.vocab} tokens of vocabulary, {shape.batch} x {shape.sequence} tokens, float32. "
+        f"Medians of {case.steps} steps, taken in turns in one run. CPU seconds are those of the busiest rank: they "
+        "say what each side costs where the wall clock also measures other users of the machine."
     )
     print(record.write("step_time", "Step time", notes, rows, [asdict(r) for r in results], facts), flush=True)
 
