@@ -173,7 +173,7 @@ class _Root(fx.Interpreter):
         if n.target is torch.ops.aten.detach.default:
             with spmd.no_typecheck():
                 result = super().run_node(n)
-            spmd.assert_type_like(result, self.env[n.args[0]])
+            spmd.assert_type_like(result, *self.fetch_args_kwargs_from_env(n)[0])
             return result
         try:
             return super().run_node(n)
