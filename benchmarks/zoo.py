@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import platform
+import subprocess
 import sys
 import time
 import traceback
@@ -108,6 +109,9 @@ def record(rows: Sequence[dict[str, object]], seconds: float) -> None:
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "spmd_types", "ortools")},
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
     }
     ordered = sorted(rows, key=lambda row: (row["model"], row["mesh"]))
@@ -125,7 +129,7 @@ def record(rows: Sequence[dict[str, object]], seconds: float) -> None:
         *(f"* {name}: {value}" for name, value in machine.items()),
         "",
     ]
-    for mesh in dict.fromkeys(str(row["mesh"]) for row in sorted(rows, key=lambda row: len(str(row["mesh"])))):
+    for mesh in sorted({str(row["mesh"]) for row in rows}, key=lambda mesh: (len(mesh), mesh)):
         here = [row for row in rows if row["mesh"] == mesh]
         plans = list(dict.fromkeys(str(row["plan"]) for row in here))
         models = sorted({str(row["model"]) for row in here})
