@@ -200,7 +200,7 @@ def run(settings: Settings, console: Console, directory: Path) -> bool:
             )
             planned_s = time.monotonic() - start
         console.print(f"[bold]Plan[/bold], found in {in_seconds(planned_s)}\n", highlight=False)
-        console.print(str(plan), highlight=False, markup=False, soft_wrap=True)
+        _print_plan(console, plan)
         plan.save(directory / "plan.json")
         plan.save_html(directory / "plan.html")
         with _progress(console) as progress:
@@ -212,7 +212,9 @@ def run(settings: Settings, console: Console, directory: Path) -> bool:
     ]
     _compare_costs(console, plan, observed, parallel, alone)
     took = in_seconds(time.monotonic() - began)
-    console.print(f"written: plan.json and plan.html in {directory.resolve()}; all this took {took}", highlight=False)
+    console.print(
+        f"all this took {took}; written to {directory.resolve()}: plan.html, to look at, and plan.json", highlight=False
+    )
     return all(agree)
 
 
@@ -225,6 +227,14 @@ def _introduce(console: Console, settings: Settings, model: nn.Module) -> None:
         f"batch   {settings.batch} passages of {settings.sequence} bytes of {source}\n"
         f"devices {settings.ranks} processes on this machine, talking over gloo\n",
         highlight=False,
+    )
+
+
+def _print_plan(console: Console, plan: Plan) -> None:
+    """Whole into a file; on a terminal, lines that are too long end in dots."""
+    narrow = console.is_terminal
+    console.print(
+        str(plan), highlight=False, markup=False, soft_wrap=not narrow, no_wrap=True, overflow="ellipsis", crop=narrow
     )
 
 

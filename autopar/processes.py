@@ -19,10 +19,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from planner.errors import AutoparError
+
 OnEvent = Callable[[int, Any], None]
 
 
-class RankError(RuntimeError):
+class RankError(AutoparError):
     """A rank failed; the message holds its traceback."""
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.runtime.mesh import part_of, placements
 from autopar.runtime.state import RunState
@@ -233,7 +233,7 @@ class ParallelModule(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The original model's state dict, whole, on the CPU; every rank must call it (it gathers)."""
         return {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
+            name: (_whole(value) if isinstance(value, DTensor) else value).detach().cpu().clone()
             for name, value in self.state_dict().items()
         }
 
@@ -253,12 +253,21 @@ class ParallelModule(nn.Module):
                 f"{name} has shape {tuple(value.shape)} in the state dict, {tuple(own.shape)} in the model"
             )
         if isinstance(value, DTensor):
-            value = value.full_tensor()
+            value = _whole(value)
         leaf = next(spec for spec in self._leaf_names.values() if _lookup(self, spec.name) is _lookup(self, name))
         part = part_of(value, leaf.layout, self.mesh, self.rank).to(own.device, own.dtype)
         return DTensor.from_local(
             part, self.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
         )
+
+
+def _whole(value: DTensor) -> Tensor:
+    """The global tensor, gathered axis by axis, minor first: torch warns of gathering over several at once."""
+    kept = list(value.placements)
+    for axis in reversed(range(len(kept))):
+        kept[axis] = Replicate()
+        value = value.redistribute(placements=kept)
+    return value.to_local()
 
 
 def _readable(code: str, name: str) -> str:

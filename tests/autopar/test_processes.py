@@ -56,7 +56,7 @@ def pool() -> Iterator[LocalProcesses]:
 
 @pytest.mark.parametrize("model, pin, ranks", CASES, ids=name_of)
 def test_trains_as_the_original(pool: LocalProcesses, model: str, pin: dict[str, Any] | None, ranks: int) -> None:
-    document = workers.plan_of(model, pin, ranks)
+    document = workers.plan_exactly(model, pin, ranks)
     losses = pool.run(workers.trains_alike, model, document, ranks=ranks)
     assert len(set(losses)) == 1
 

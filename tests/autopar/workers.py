@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.exact import exact
 from autopar.meter import LiveBytes
 from autopar.observe import differences, observe
 from autopar.runtime.mesh import groups_of
@@ -171,6 +172,13 @@ def same_state(pmodel: ParallelModule, model: nn.Module, rtol: float = 1e-10) ->
 # ---- a model under a plan --------------------------------------------------------------------------------------------
 
 
+def plan_exactly(name: str, pin: Pin, ranks: int) -> dict[str, Any]:
+    """A plan for the model without what Transformers computes in float32 whatever the model's own precision."""
+    with exact():
+        return plan_of(name, pin, ranks)
+
+
+@exact()
 def trains_alike(name: str, document: Mapping[str, Any]) -> float:
     """Collectives as predicted; loss, gradients, clipping, three Adam steps and the state dict as the original's."""
     model, batch = model_of(name), batch_of(name)
