@@ -6,6 +6,9 @@ The processes start once; what they do is in ``workers.py``. A case is a model, 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -176,3 +179,34 @@ def test_a_rank_that_fails_ends_the_call(pool: LocalProcesses) -> None:
     with pytest.raises(RankError):
         pool.run(workers.fails_alone)
     pool.run(workers.drops_differently_where_sharded)  # and the processes can be used again
+
+
+PROGRAM = """
+import autopar, torch, torch.distributed as dist
+from tests.autopar.workers import batch_of, loss_fn, loss_of, model_of
+
+model, batch = model_of("mlp"), batch_of("mlp")
+cluster = autopar.ClusterSpec.local(2)
+pmodel = autopar.parallelize(model, cluster, example_kwargs=batch, loss_fn=loss_fn, pin={"data": 2})
+loss = pmodel(**pmodel.shard(batch))
+loss.backward()
+torch.optim.AdamW(pmodel.parameters()).step()
+assert abs(loss.item() - loss_of(model, batch).item()) < 1e-10
+print("rank", dist.get_rank(), "of", dist.get_world_size(), "agrees")
+dist.destroy_process_group()
+"""
+
+
+def test_runs_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    root = str(Path(__file__).parents[2])
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    assert all(f"rank {rank} of 2 agrees" in result.stdout for rank in range(2))
