@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import spmd_types as spmd
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -88,9 +89,9 @@ class _ReduceGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        total = spmd.all_reduce(flat, ctx.axis, src=spmd.P, dst=spmd.I)
-        sums = total.split([g.numel() for g in grads])
+        flat = torch.cat([g.reshape(-1) for g in grads])  # a copy of ours, so it may be summed in place
+        dist.all_reduce(flat, group=ctx.axis)
+        sums = flat.split([g.numel() for g in grads])
         return None, *(s.view(g.shape) for s, g in zip(sums, grads, strict=True))
 
 
