@@ -20,7 +20,7 @@ from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import ParallelModule
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
-from planner.errors import PlanError
+from planner.errors import ClusterError, InputError, PinError, PlanError
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
 from planner.pins import Pins, filters
@@ -86,6 +86,8 @@ def plan(
         PinError: the pins contradict each other, the model, or the cluster.
         InfeasibleError: no plan fits in memory.
     """
+    check_arguments(model, cluster, example_args, example_kwargs, pin)
+    _check_search(fold, time_limit_s, optimizer_bytes_per_element)
     pins = Pins.parse(pin)
     _say(progress, f"capturing {type(model).__name__}")
     traced = trace(model, example_args, example_kwargs, loss_fn)
@@ -200,6 +202,9 @@ def parallelize(
     Raises:
         PlanError: the plan does not fit the model, the cluster or the process group, or ranks differ.
     """
+    check_arguments(model, cluster, example_args, example_kwargs, pin)
+    if plan is not None and pin is not None:
+        raise PinError("a plan is already decided, so pin has nothing left to fix: give plan or pin, not both")
     if plan is not None and plan.cluster.world_size != cluster.world_size:
         raise PlanError(
             f"the plan is for {plan.cluster.world_size} devices, the cluster has {cluster.world_size}: plan again"
@@ -210,11 +215,10 @@ def parallelize(
             f"the cluster has {cluster.world_size} devices but {dist.get_world_size()} processes were started: "
             f"start {cluster.world_size} (torchrun --nproc-per-node), or describe the cluster that is there"
         )
+    _check_ranks_agree(plan, model, state_dict)
     traced = trace(model, example_args, example_kwargs, loss_fn)
     if plan is None:
         plan = _plan_on_rank_0(traced, cluster, pin, time_limit_s)
-    else:
-        _check_same_plan(plan)
     assignment = assign(traced, plan)
     mesh = device_mesh(plan.mesh, device.type)
     make_part = part_maker(model, traced.captured, plan.mesh, dist.get_rank(), device, state_dict, seed)
@@ -260,15 +264,58 @@ def _plan_on_rank_0(traced: Traced, cluster: ClusterSpec, pin: Mapping[str, Any]
     return Plan.from_dict(message[0])
 
 
-def _check_same_plan(plan: Plan) -> None:
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, plan.digest())
-    if len(set(digests)) > 1:
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        raise PlanError(
-            f"ranks were given different plans: rank 0 has {digests[0]}, ranks {others} have others; "
-            "load the same plan file on every rank"
+def _check_ranks_agree(plan: Plan | None, model: nn.Module, state_dict: Source | None) -> None:
+    """Compare what decides which collectives follow, in one that all ranks make; what differs would hang later."""
+    mine = {
+        "plan": "none" if plan is None else plan.digest(),
+        "model": "on the meta device" if any(p.is_meta for p in model.parameters()) else "with weights",
+        "state_dict": "none" if state_dict is None else "given",
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for what in mine:
+        others = [rank for rank, theirs in enumerate(everyone) if theirs[what] != everyone[0][what]]
+        if others:
+            raise PlanError(
+                f"ranks were given different {what}s: rank 0 has {everyone[0][what]}, rank {others[0]} has "
+                f"{everyone[others[0]][what]}; ranks {others} differ from rank 0: give every rank the same"
+            )
+
+
+def check_arguments(
+    model: object, cluster: object, example_args: object = None, example_kwargs: object = None, pin: object = None
+) -> None:
+    """Refuse arguments of the wrong kind before anything is captured.
+
+    Raises:
+        InputError, ClusterError, PinError: names the argument and what it should be.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is {_kind(model)}; give a torch.nn.Module")
+    if not isinstance(cluster, ClusterSpec):
+        raise ClusterError(
+            f"cluster is {_kind(cluster)}; give a ClusterSpec, e.g. ClusterSpec.local(4), "
+            "ClusterSpec.preset('dgx-h100', nodes=4) or ClusterSpec.load('cluster.yaml')"
         )
+    if example_args is not None and not isinstance(example_args, (tuple, list)):
+        raise InputError(f"example_args is {_kind(example_args)}; give a tuple of positional inputs: example_args=(x,)")
+    if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
+        raise InputError(f"example_kwargs is {_kind(example_kwargs)}; give a dict of inputs by name")
+    if pin is not None and not isinstance(pin, Mapping):
+        raise PinError(f"pin is {_kind(pin)}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
+
+
+def _check_search(fold: str, time_limit_s: float, optimizer_bytes_per_element: int) -> None:
+    if fold not in ("graph", "off"):
+        raise InputError(f"fold is {fold!r}; it is 'graph' (decide once per distinct block) or 'off'")
+    if not time_limit_s > 0:
+        raise InputError(f"time_limit_s is {time_limit_s!r}; give seconds, more than 0")
+    if not optimizer_bytes_per_element >= 0:
+        raise InputError(f"optimizer_bytes_per_element is {optimizer_bytes_per_element!r}; give bytes, at least 0")
+
+
+def _kind(value: object) -> str:
+    return f"{value!r}" if isinstance(value, (str, int, float)) else f"of type {type(value).__name__}"
 
 
 def _say(progress: Progress | None, text: str) -> None:

@@ -62,7 +62,7 @@ def interface_of(captured: Captured, assignment: Assignment) -> Interface:
         tensor = leaf.results[0]
         dtype = getattr(torch, tensor.dtype)
         name = leaf.name if leaf.op in ("input", "const") else leaf.target
-        leaves.append(LeafSpec(leaf.op, name, tensor.shape, dtype, assignment.produced(Ref(leaf.name))))
+        leaves.append(LeafSpec(leaf.op, name, tensor.shape, dtype, assignment.produced(Ref(leaf.name)), tensor.grad))
     outputs: list[OutputSpec | None] = []
     position = 0
     for output in captured.outputs:
@@ -81,6 +81,7 @@ def interface_of(captured: Captured, assignment: Assignment) -> Interface:
         captured.out_spec,
         tuple(name for name, _ in captured.updates),
         captured.training,
+        captured.static_inputs,
     )
 
 

@@ -40,7 +40,9 @@ class Captured:
         outputs: names of the nodes that leave the model, ``None`` where the output is a static value.
         static_outputs: the static values, aligned with ``outputs``.
         in_spec, out_spec: how nested inputs (args, kwargs) and outputs are flattened.
+        input_names: aligned with the flattened inputs: a placeholder's name, or ``None`` for a static value.
         training: whether any module was in training mode.
+        static_inputs: the static values, aligned with ``input_names``.
     """
 
     graph: torch.fx.Graph
@@ -53,6 +55,7 @@ class Captured:
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     training: bool
+    static_inputs: tuple[Any, ...] = ()
 
 
 class _WithLoss(nn.Module):
@@ -62,12 +65,25 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.module = module
         self._loss_fn = loss_fn
+        self._accepted = _accepted_names(module)
         self.training = module.training
 
     def forward(self, **batch: Any) -> torch.Tensor:
-        accepted = inspect.signature(self.module.forward).parameters
-        outputs = self.module(**{name: value for name, value in batch.items() if name in accepted})
+        outputs = self.module(**{name: value for name, value in batch.items() if name in self._accepted})
         return self._loss_fn(outputs, batch)
+
+
+def _accepted_names(module: nn.Module) -> frozenset[str]:
+    """The inputs that ``module.forward`` names; what else is in a batch goes to the loss alone."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(module.forward).parameters.values()
+    named = frozenset(p.name for p in parameters if p.kind in kinds)
+    if not named:
+        raise InputError(
+            f"{type(module).__name__}.forward names none of its inputs (*args, **kwargs), so loss_fn cannot tell them "
+            "from the loss's: wrap the model in a module whose forward names its inputs"
+        )
+    return named
 
 
 def capture(
@@ -203,10 +219,12 @@ def _flatten(exported: ExportedProgram, model: nn.Module, prefix: str) -> Captur
     leaves: dict[str, tuple[str, str]] = {}
     constants: dict[str, torch.Tensor] = {}
     input_names: list[str | None] = []
+    static_inputs: list[Any] = []
     for spec in signature.input_specs:
         if spec.kind == InputKind.USER_INPUT:
             name = spec.arg.name if isinstance(spec.arg, TensorArgument) else None
             input_names.append(name)
+            static_inputs.append(getattr(spec.arg, "value", None))
             if name is not None:
                 leaves[name] = ("input", name)
         elif spec.kind in kinds:
@@ -234,6 +252,11 @@ def _flatten(exported: ExportedProgram, model: nn.Module, prefix: str) -> Captur
             raise CaptureError(
                 f"the model writes into its input {spec.target!r} in place; clone the input before writing"
             )
+        else:
+            raise CaptureError(
+                f"the model's forward writes into {spec.target!r} in place ({spec.kind.name.lower()}), which a plan "
+                "cannot carry: write to parameters between steps (constraints, max_norm), not in forward"
+            )
     graph.eliminate_dead_code()
     return Captured(
         graph,
@@ -246,6 +269,7 @@ def _flatten(exported: ExportedProgram, model: nn.Module, prefix: str) -> Captur
         exported.call_spec.in_spec,
         exported.call_spec.out_spec,
         any(module.training for module in model.modules()),
+        tuple(static_inputs),
     )
 
 

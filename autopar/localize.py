@@ -125,7 +125,8 @@ ATTENTION = "aten.scaled_dot_product_attention.default"
 def _draws(call: Call) -> bool:
     """Whether the operator draws random numbers, as it is called here."""
     row = OPS.get(call.node.op)
-    if row is None or not row.random:
+    random = row.random if row is not None else torch.Tag.nondeterministic_seeded in call.target.tags
+    if not random:
         return False
     rate = call.args.get("dropout_p", call.args.get("p"))
     return bool(rate) if call.node.op == ATTENTION or "dropout" in call.node.op else True
@@ -133,7 +134,7 @@ def _draws(call: Call) -> bool:
 
 def _ask_whether_training(call: Call) -> None:
     """What was captured in training mode trains only while the module does."""
-    for name in ("train", "training"):
+    for name in ("train", "training", "use_input_stats"):
         if call.args.get(name) is True:
             call.args[name] = call.graph.call_function(getattr, (call.state(), "training"))
 

@@ -6,6 +6,7 @@ Node names are kept, so that the rewrite finds each planner node's operator agai
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 import torch
@@ -40,6 +41,11 @@ def lower(captured: Captured) -> Graph:
             source = refs[node.args[0].name]
             refs[node.name] = Ref(source.node, node.args[1])
         elif node.op == "call_function":
+            if "as_strided" in str(node.target):
+                raise CaptureError(
+                    f"{node.target} in module {_module_path(node) or '(root)'} reads memory by strides, which no "
+                    "layout keeps: use view, unfold or indexing instead"
+                )
             args = _arguments(node, refs)
             lowered = Node(node.name, str(node.target), args, (), path=_module_path(node))
             grad = any(grads[ref] for ref in lowered.inputs) and not node.meta.get("no_grad", False)
@@ -70,11 +76,12 @@ def _of_own(node: Node, index: int, grads: dict[Ref, bool]) -> bool:
     return node.op not in _EACH_ITS_OWN or grads[node.inputs[index]]
 
 
-_NOT_DIFFERENTIABLE = {"aten.detach.default", "aten.zeros_like.default", "aten.ones_like.default"}
+_SHAPE_ONLY = re.compile(r"aten\.(detach|(zeros|ones|full|empty|rand|randn|randint)_like|new_\w+)\.")
+"""Operators that take from their operand its shape alone, or whose result has no gradient by definition."""
 
 
 def _differentiable(node: torch.fx.Node, value: torch.Tensor) -> bool:
-    return (value.is_floating_point() or value.is_complex()) and str(node.target) not in _NOT_DIFFERENTIABLE
+    return (value.is_floating_point() or value.is_complex()) and not _SHAPE_ONLY.match(str(node.target))
 
 
 def _values(node: torch.fx.Node, value: Any) -> list[torch.Tensor]:

@@ -80,8 +80,7 @@ def check_program(
         shape = local_shape(leaf.shape, leaf.layout, mesh.sizes)
         assert shape is not None
         value = torch.empty(shape, dtype=leaf.dtype, device="meta")
-        trainable = leaf.kind == "param" and value.is_floating_point()
-        leaves.append(checker.stamp(value.requires_grad_(trainable), leaf.layout))
+        leaves.append(checker.stamp(value.requires_grad_(leaf.trainable), leaf.layout))
     with spmd_typecheck():
         results = _Root(program.module, checker).run(*leaves)
         for number, (ref, result) in enumerate(zip(assignment.space.leaving, results, strict=True)):

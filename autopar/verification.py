@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.distributed._local_tensor import LocalTensor
+from torch.distributed.tensor import DTensor
 
-from autopar.api import Traced, assign, plan_traced, trace
+from autopar.api import Traced, assign, check_arguments, plan_traced, trace
 from autopar.capture import LossFn, _caches_off, _example_inputs, _WithLoss
 from autopar.compare import first_divergence, reference_values
 from autopar.exact import exact, twin, widen
@@ -29,8 +31,8 @@ from autopar.typecheck import TypeReport, typecheck
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.cost import CostModel
-from planner.errors import VerificationError
-from planner.fold import fold
+from planner.errors import PinError, VerificationError
+from planner.fold import Folded, fold, fold_off, relabel
 from planner.formulate import Assignment, Role, Space, Training, rules_of
 from planner.graph import Ref
 from planner.layout import Layout, Mesh
@@ -169,7 +171,12 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
     layouts = {leaf.name: leaf.layout for leaf in module.interface.leaves}
     own = dict(module.named_parameters())
     largest = max((g.abs().max().item() for g in reference.gradients.values()), default=0.0)
-    gradients = {}
+    # A parameter that the original's loss does not reach, or that is frozen, must not be trained.
+    gradients = {
+        name: math.inf
+        for name, p in own.items()
+        if p.grad is not None and name not in reference.gradients and _any_nonzero(p.grad)
+    }
     for name, gradient in reference.gradients.items():
         got = own[name].grad if name in own else None
         if got is None:
@@ -183,6 +190,12 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
         if name in layouts
     }
     return Agreement(outputs, gradients, buffers, calls, tuple(differences(predicted, calls)))
+
+
+def _any_nonzero(gradient: Tensor) -> bool:
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    parts = local._local_tensors.values() if isinstance(local, LocalTensor) else [local]
+    return any(bool(part.any()) for part in parts)
 
 
 def _error(got: Tensor, expected: Tensor, largest: float = 0.0) -> float:
@@ -299,6 +312,10 @@ def verify(
         VerificationError: a type is wrong, a value differs (names the first module that does), or a collective
             was not predicted.
     """
+    cluster = cluster_or_plan.cluster if isinstance(cluster_or_plan, Plan) else cluster_or_plan
+    check_arguments(model, cluster, example_args, example_kwargs, pin)
+    if isinstance(cluster_or_plan, Plan) and (pin is not None or mesh is not None):
+        raise PinError("a plan is already decided, so pin and mesh have nothing left to fix: give a cluster instead")
     traced = trace(model, example_args, example_kwargs, loss_fn)
     assignment, pins = _decide(traced, cluster_or_plan, pin, mesh, time_limit_s)
     real = assignment.space.mesh
@@ -312,7 +329,14 @@ def verify(
     small = real if real.size <= SIMULATED_RANKS else _shrunk(real)
     if small != real:
         notes.append(f"{real.size} ranks are too many to simulate: values were compared on {_describe(small)}")
-    twin_assignment = _transfer(assignment, space_on(ref.traced, small, assignment.space.cost.cluster, pins))
+    folded = refolded(ref.traced, assignment.space.folded)
+    twin_space = space_on(ref.traced, small, assignment.space.cost.cluster, pins, folded)
+    twin_assignment = _transfer(assignment, twin_space)
+    if twin_assignment is None and small == real:
+        raise VerificationError(
+            "the model's float64 twin is captured as another graph, so this plan cannot be run for it: its types hold, "
+            "but its values were not compared; compare them on the cluster instead"
+        )
     if twin_assignment is None:
         notes.append("the plan's own decisions do not fit there: it was planned again with the same pins")
         twin_assignment = decide_on(ref.traced, small, assignment.space.cost.cluster, pins, time_limit_s)
@@ -356,12 +380,20 @@ def _agree(ref: Reference, assignment: Assignment, rtol: float, seed: int) -> Ag
     return agreement
 
 
-def space_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins) -> Space:
-    """Every decision to take for a captured model on one mesh."""
+def space_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, folded: Folded | None = None) -> Space:
+    """Every decision to take for a captured model on one mesh, for its own folding or a given one."""
     rules = rules_of(traced.graph)
-    return Space(
-        fold(traced.graph), mesh, CostModel(cluster), Training(), rules, *filters(pins, traced.graph, rules, mesh)
-    )
+    folded = fold(traced.graph) if folded is None else folded
+    return Space(folded, mesh, CostModel(cluster), Training(), rules, *filters(pins, traced.graph, rules, mesh))
+
+
+def refolded(traced: Traced, like: Folded) -> Folded:
+    """A captured model folded as its twin was: the same blocks, apart where the twin decides them apart."""
+    lengths = [len(instance.block.nodes) for instance in like.instances]
+    for folded in (fold(traced.graph), fold_off(traced.graph)):
+        if [len(instance.block.nodes) for instance in folded.instances] == lengths:
+            return relabel(folded, [instance.kind for instance in like.instances])
+    return fold(traced.graph)
 
 
 def decide_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, time_limit_s: float = 60.0) -> Assignment:

@@ -298,9 +298,9 @@ def leaf_layouts(node: Node, mesh: Mesh, cuts: Cuts) -> list[Layout]:
 
 
 def _crosses(layout: Layout) -> bool:
-    """Whether two axes cut one dim in different strips, which stored tensors (as DTensors) cannot express."""
+    """Whether two axes cut one dim in strips, which stored tensors (as DTensors) cannot express."""
     shards = [t for t in layout if isinstance(t, Shard)]
-    return any(a.dim == b.dim and a.outer != b.outer for a, b in itertools.combinations(shards, 2))
+    return any(a.dim == b.dim and max(a.outer, b.outer) > 1 for a, b in itertools.combinations(shards, 2))
 
 
 def shards_of(ref: Ref, tensor: TensorType, cuts: Cuts) -> list[Shard]:

@@ -85,14 +85,21 @@ class _ReduceGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, axis, *parameters):  # type: ignore[no-untyped-def]
         ctx.axis = axis
+        ctx.set_materialize_grads(False)
+        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
         return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        flat = torch.cat([g.reshape(-1) for g in grads])  # a copy of ours, so it may be summed in place
+        # A parameter that does not reach the loss has no gradient; it keeps its place among the summed ones.
+        like = ctx.like
+        terms = [
+            torch.zeros(s, dtype=d, device=v) if g is None else g for g, (s, d, v) in zip(grads, like, strict=True)
+        ]
+        flat = torch.cat([term.reshape(-1) for term in terms])  # a copy of ours, so it may be summed in place
         dist.all_reduce(flat, group=ctx.axis)
-        sums = flat.split([g.numel() for g in grads])
-        return None, *(s.view(g.shape) for s, g in zip(sums, grads, strict=True))
+        sums = flat.split([term.numel() for term in terms])
+        return None, *(None if g is None else s.view(g.shape) for s, g in zip(sums, grads, strict=True))
 
 
 def replicate_parameters(parameters: Sequence[Tensor], axis: ProcessGroup) -> tuple[Tensor, ...]:

@@ -25,13 +25,14 @@ from planner.layout import I, Layout, Mesh, R, local_shape
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """A leaf of the program: ``kind`` and original ``name``, global shape, dtype and stored layout."""
+    """A leaf of the program: ``kind``, original ``name``, global shape, dtype, stored layout, whether it is trained."""
 
     kind: str
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
+    trainable: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Interface:
     out_spec: pytree.TreeSpec
     updates: tuple[str, ...]
     captured_training: bool
+    static_inputs: tuple[Any, ...] = ()
 
 
 class ParallelModule(nn.Module):
@@ -116,7 +118,7 @@ class ParallelModule(nn.Module):
             shape=torch.Size(leaf.shape),
             stride=_strides(leaf.shape),
         )
-        return nn.Parameter(stored, requires_grad=part.is_floating_point())
+        return nn.Parameter(stored, requires_grad=leaf.trainable)
 
     @property
     def program(self) -> torch.fx.GraphModule:
@@ -134,7 +136,7 @@ class ParallelModule(nn.Module):
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Set training mode; a program that was captured in eval mode cannot train."""
-        if mode and not self.interface.captured_training and self.interface.updates:
+        if mode and not self.interface.captured_training:
             raise PlanError("the model was captured in eval mode: call model.train() before autopar.parallelize")
         super().train(mode)
         self.state.training = mode
@@ -177,6 +179,12 @@ class ParallelModule(nn.Module):
         flat, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in expected}))
         if len(flat) != len(self.interface.input_names):
             raise InputError(f"the inputs nest as {spec}, but the model was planned with {self.interface.in_spec}")
+        for name, value, planned in zip(self.interface.input_names, flat, self.interface.static_inputs, strict=True):
+            if name is None and value != planned:
+                raise InputError(
+                    f"an input is {value!r}, but the model was planned with {planned!r} in its place, and a plan holds "
+                    "for one value of every input that is not a tensor: plan again for this one"
+                )
         return flat
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,6 +212,11 @@ class ParallelModule(nn.Module):
             expected = local_shape(leaf.shape, leaf.layout, self.mesh.sizes)
             assert expected is not None
             _check_shape(leaf.name, tuple(value.shape), expected, f"rank {self.rank}'s part")
+            if value.requires_grad and torch.is_grad_enabled():
+                raise InputError(
+                    f"input {leaf.name!r} requires a gradient, which a plan does not sum over ranks: detach it, or "
+                    "make it a parameter of the model"
+                )
             return value
         if leaf.kind == "const":
             return self._constants[leaf.name]

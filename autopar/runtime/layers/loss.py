@@ -53,9 +53,17 @@ def cross_entropy_loss(
         scores = logits.movedim(min(1, logits.dim() - 1), -1)
         start = first(scores.shape[-1] * ranks(vocab_groups), vocab_groups, logits.device)
         losses = _VocabCrossEntropy.apply(scores, target, start, ignore_index, label_smoothing, vocab_groups)
+        dtype = torch.float32 if _autocasts(logits) else logits.dtype
     else:
         losses = op(logits, target, weight, NONE, ignore_index, label_smoothing)
-    return _reduce(losses, target, weight, reduction, ignore_index, logits.dtype, token_groups, vocab_groups)
+        dtype = losses.dtype
+    return _reduce(losses, target, weight, reduction, ignore_index, dtype, token_groups, vocab_groups)
+
+
+def _autocasts(tensor: Tensor) -> bool:
+    """Whether autocast is on, under which the operator itself runs in float32."""
+    kind = tensor.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def nll_loss(
@@ -82,7 +90,7 @@ def nll_loss(
         What ``op`` returns: the loss, and for ``*_forward`` the total weight; ``P`` on ``token_groups`` when reduced.
     """
     losses, *totals = _as_tuple(op(log_probs, target, weight, NONE, ignore_index))
-    loss = _reduce(losses, target, weight, reduction, ignore_index, log_probs.dtype, token_groups)
+    loss = _reduce(losses, target, weight, reduction, ignore_index, losses.dtype, token_groups)
     if not totals:
         return loss
     total = totals[0] if reduction == NONE else _denominator(target, weight, ignore_index).to(log_probs.dtype)

@@ -1,0 +1,167 @@
+"""What a review found at the edges: each of these once computed something else than the model, or hung."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.api import assign, trace
+from autopar.simulate import Simulation
+from planner.errors import CaptureError, ClusterError, InputError, PinError, PlanError
+
+X = torch.randn(8, 16)
+CLUSTER = autopar.ClusterSpec.local(2, memory_bytes=2**30, cores=2)
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.a.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu()).square().mean()
+
+
+class Unreached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.pooler = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.a(x)
+        return y.square().mean(), self.pooler(y)
+
+
+class Clamps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return (x @ self.weight).sum()
+
+
+class Strides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.l(x).as_strided((4, 4), (16, 1)).sum()
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(16, 16)
+
+    def forward(self, x, scale=1.0):
+        return (self.l(x) * scale).square().mean()
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(256, 256), nn.ReLU())])
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def simulated(model, kwargs, pin):
+    plan = autopar.plan(model, CLUSTER, example_kwargs=kwargs, pin=pin)
+    traced = trace(model, None, kwargs)
+    return Simulation(model, traced.captured, assign(traced, plan))
+
+
+@pytest.mark.parametrize("pin", [{"data": 2}, {"tensor": 2}])
+def test_frozen_parameters_stay_frozen(pin):
+    with simulated(Frozen(), {"x": X}, pin) as simulation:
+        module = simulation.module
+        module(**simulation.inputs((), {"x": X})[1]).backward()
+        parameters = dict(module.named_parameters())
+        assert not parameters["a.weight"].requires_grad
+        assert parameters["a.weight"].grad is None
+        assert parameters["a.bias"].grad is not None
+    autopar.verify(Frozen(), CLUSTER, example_kwargs={"x": X}, pin=pin)
+
+
+def test_parameters_that_do_not_reach_the_loss_have_no_gradient():
+    with simulated(Unreached(), {"x": X}, {"data": 2}) as simulation:
+        loss, _ = simulation.module(**simulation.inputs((), {"x": X})[1])
+        loss.backward()
+        graded = {name for name, p in simulation.module.named_parameters() if p.grad is not None}
+        assert graded == {"a.weight", "a.bias"}
+
+
+@pytest.mark.parametrize(("model", "what"), [(Clamps(), "writes into 'weight' in place"), (Strides(), "as_strided")])
+def test_what_a_plan_cannot_carry_is_refused(model, what):
+    with pytest.raises(CaptureError, match=what):
+        autopar.plan(model, CLUSTER, example_kwargs={"x": X})
+
+
+def test_static_inputs_and_input_gradients_are_checked_at_the_call():
+    with simulated(Scaled(), {"x": X, "scale": 2.0}, {"tensor": 2}) as simulation:
+        with pytest.raises(InputError, match=r"100\.0.*planned with 2\.0"):
+            simulation.inputs((), {"x": X, "scale": 100.0})
+        given = simulation.inputs((), {"x": X, "scale": 2.0})[1]
+        given["x"].requires_grad_()
+        with pytest.raises(InputError, match="'x' requires a gradient"):
+            simulation.module(**given)
+
+
+def test_a_model_captured_in_eval_mode_cannot_train():
+    with simulated(Scaled().eval(), {"x": X}, {"data": 2}) as simulation:
+        assert not simulation.module.training
+        with pytest.raises(PlanError, match=r"model\.train\(\)"):
+            simulation.module.train()
+
+
+@pytest.mark.parametrize("fold", ["graph", "off"])
+def test_verify_runs_the_plan_that_it_was_given(fold):
+    """Also where equal blocks are decided apart, or nothing is folded."""
+    batch = {"x": torch.randn(64, 256)}
+    plan = autopar.plan(Chain(), CLUSTER, example_kwargs=batch, pin={"tensor": 2}, fold=fold)
+    assert len({text for block in plan.blocks for key, text in block.ops.items() if "linear" in key}) > 1
+    verified = autopar.verify(Chain(), plan, example_kwargs=batch)
+    assert not any("planned again" in note for note in verified.notes)
+
+
+def test_a_loss_function_needs_a_model_that_names_its_inputs():
+    class Anything(nn.Module):
+        def forward(self, **kwargs):
+            return kwargs["x"].sum()
+
+    with pytest.raises(InputError, match="names none of its inputs"):
+        autopar.plan(Anything(), CLUSTER, example_kwargs={"x": X}, loss_fn=lambda out, batch: out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "what"),
+    [
+        ({"cluster": "local:2"}, ClusterError, "ClusterSpec.local"),
+        ({"model": torch.sum}, InputError, "torch.nn.Module"),
+        ({"example_kwargs": [X]}, InputError, "a dict of inputs by name"),
+        ({"example_kwargs": None, "example_args": X}, InputError, "a tuple"),
+        ({"pin": ["data"]}, PinError, "a dict of decisions"),
+        ({"fold": "of"}, InputError, "'graph'"),
+        ({"time_limit_s": float("nan")}, InputError, "more than 0"),
+        ({"time_limit_s": -1}, InputError, "more than 0"),
+        ({"optimizer_bytes_per_element": -8}, InputError, "at least 0"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(arguments, error, what):
+    given = {"model": Scaled(), "cluster": CLUSTER, "example_kwargs": {"x": X}} | arguments
+    with pytest.raises(error, match=what):
+        autopar.plan(given.pop("model"), given.pop("cluster"), **given)
+
+
+def test_verify_takes_a_plan_or_pins():
+    plan = autopar.plan(Scaled(), CLUSTER, example_kwargs={"x": X})
+    with pytest.raises(PinError, match="already decided"):
+        autopar.verify(Scaled(), plan, example_kwargs={"x": X}, pin={"data": 2})
