@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture import Captured
+from autopar.capture import Captured, canonical_names
 from autopar.rewrite import STATE, rewrite
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModule
@@ -38,7 +38,7 @@ def build(
     rewritten = rewrite(captured, assignment, holder, torch.device(device_mesh.device_type))
     names = {
         name: first
-        for name, first in _names(model).items()
+        for name, first in canonical_names(model).items()
         if any(leaf == ("param", first) or leaf == ("buffer", first) for leaf in captured.leaves.values())
     }
     return ParallelModule(
@@ -83,13 +83,6 @@ def interface_of(captured: Captured, assignment: Assignment) -> Interface:
         captured.training,
         captured.static_inputs,
     )
-
-
-def _names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter and buffer -> the first name of the same tensor."""
-    first: dict[int, str] = {}
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
 
 
 def _not_saved(model: nn.Module) -> frozenset[str]:

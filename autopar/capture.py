@@ -214,7 +214,7 @@ def _flatten(exported: ExportedProgram, model: nn.Module, prefix: str) -> Captur
     _inline_no_grad(exported.graph_module)
     _drop_assertions(graph)
     signature = exported.graph_signature
-    canonical = _canonical_names(model)
+    canonical = canonical_names(model)
     kinds = {InputKind.PARAMETER: "param", InputKind.BUFFER: "buffer"}
     leaves: dict[str, tuple[str, str]] = {}
     constants: dict[str, torch.Tensor] = {}
@@ -273,7 +273,7 @@ def _flatten(exported: ExportedProgram, model: nn.Module, prefix: str) -> Captur
     )
 
 
-def _canonical_names(model: nn.Module) -> dict[str, str]:
+def canonical_names(model: nn.Module) -> dict[str, str]:
     """Every name of every parameter and buffer -> the first name of the same tensor (tied weights share one)."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}

@@ -70,10 +70,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes, major first; rank = sum of coordinate * stride.
-
-    ``roles`` (by axis, may be empty strings) say that a pinned recipe reserves an axis for one use.
-    """
+    """Axes, major first; rank = sum of coordinate * stride."""
 
     axes: tuple[Axis, ...]
 

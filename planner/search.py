@@ -46,7 +46,8 @@ class Searched:
         assignment: the best plan's decisions.
         evaluation: what they cost, by the one definition of cost.
         candidates: every mesh tried, best first.
-        status, gap: ``optimal`` with gap 0 when every candidate was solved or bounded away.
+        status, gap: ``optimal`` with gap 0 when every candidate was solved or bounded away, among plans that
+            decide equal blocks alike where the model has more than :data:`APART_OPERATORS` operators.
         seconds: by step: ``fold``, ``build``, ``solve``.
     """
 
@@ -102,7 +103,14 @@ def search(
             best = space, answer, evaluation
     if len(folded.instances) > len(folded.kinds):
         before = time.monotonic()
-        best = _apart(folded, meshes, cost, training, rules, pins, limit, best, deadline)
+        alike = best
+        best, apart_bounds = _apart(folded, meshes, cost, training, rules, pins, limit, best, deadline)
+        bounds = apart_bounds or bounds
+        if best is not None and best is not alike:
+            space, answer, evaluation = best
+            candidates.append(
+                Candidate(space.mesh, answer.status, evaluation.time_s, answer.bound_s, evaluation.peak_bytes)
+            )
         seconds["solve"] += time.monotonic() - before
     if best is None:
         raise InfeasibleError(_why_nothing_fits(graph, cluster, candidates, limit, training, pins))
@@ -127,24 +135,31 @@ def _apart(
     limit: int,
     best: Best | None,
     deadline: float,
-) -> Best | None:
+) -> tuple[Best | None, list[float]]:
     """Let the instances of a block differ, where the whole model is small enough to decide node by node.
 
     A chain of equal layers may want to alternate (column, row, column, ...), which one decision for all
     of them cannot say. Instances that end up alike are one kind again.
+
+    Returns:
+        The best of what was known and what was found, and the lower bound of every mesh; no bounds where
+        the model is too large.
     """
     operators = sum(len(instance.block.nodes) for instance in folded.instances)
     if operators > APART_OPERATORS:
-        return best
+        return best, []
+    bounds = []
     split = relabel(folded, range(len(folded.instances)))
     for mesh in meshes:
         space, problem = _pose(split, mesh, cost, training, rules, pins, limit)
-        cutoff = best[2].time_s * (1 - PROVED) if best is not None else math.inf
+        # Half of what counts as proved, so that a bound that reaches the cutoff proves it.
+        cutoff = best[2].time_s * (1 - PROVED / 2) if best is not None else math.inf
         answer = solve(problem, time_limit_s=max(1.0, deadline - time.monotonic()), cutoff_s=cutoff)
+        bounds.append(answer.bound_s)
         evaluation = evaluate(problem, answer.choices)
         if evaluation.feasible and evaluation.time_s < cutoff:
             best = _together(folded, space, answer, cost, training, rules, pins, limit)
-    return best
+    return best, bounds
 
 
 def _together(
