@@ -203,7 +203,7 @@ def parallelize(
         PlanError: the plan does not fit the model, the cluster or the process group, or ranks differ.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
-    if plan is not None and pin is not None:
+    if plan is not None and pin:
         raise PinError("a plan is already decided, so pin has nothing left to fix: give plan or pin, not both")
     if plan is not None and plan.cluster.world_size != cluster.world_size:
         raise PlanError(

@@ -314,7 +314,7 @@ def verify(
     """
     cluster = cluster_or_plan.cluster if isinstance(cluster_or_plan, Plan) else cluster_or_plan
     check_arguments(model, cluster, example_args, example_kwargs, pin)
-    if isinstance(cluster_or_plan, Plan) and (pin is not None or mesh is not None):
+    if isinstance(cluster_or_plan, Plan) and (pin or mesh):
         raise PinError("a plan is already decided, so pin and mesh have nothing left to fix: give a cluster instead")
     traced = trace(model, example_args, example_kwargs, loss_fn)
     assignment, pins = _decide(traced, cluster_or_plan, pin, mesh, time_limit_s)

@@ -192,7 +192,7 @@ loss = pmodel(**pmodel.shard(batch))
 loss.backward()
 torch.optim.AdamW(pmodel.parameters()).step()
 assert abs(loss.item() - loss_of(model, batch).item()) < 1e-10
-print("rank", dist.get_rank(), "of", dist.get_world_size(), "agrees")
+print(f"rank {dist.get_rank()} of {dist.get_world_size()} agrees")
 dist.destroy_process_group()
 """
 
