@@ -23,6 +23,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from planner.errors import ClusterError
+from planner.files import write_text
 
 _SMALL = {"": "1", "m": "1e-3", "u": "1e-6", "µ": "1e-6", "μ": "1e-6", "n": "1e-9"}
 _LARGE = {"": "1", "k": "1e3", "K": "1e3", "M": "1e6", "G": "1e9", "T": "1e12", "P": "1e15", "E": "1e18"} | {
@@ -251,12 +252,9 @@ class ClusterSpec(_Described):
         target = Path(path)
         data = self.to_dict()
         text = json.dumps(data, indent=2) + "\n" if target.suffix == ".json" else yaml.safe_dump(data, sort_keys=False)
-        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(target)
+            write_text(target, text)
         except OSError as error:
-            draft.unlink(missing_ok=True)
             raise ClusterError(f"cluster file {os.fspath(path)!r} cannot be written: {error.strerror}") from error
 
     @classmethod

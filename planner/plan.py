@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from planner.document import BlockPlan, Document, Search
 from planner.encode import decisions, decode, dump, encode
 from planner.encode import parse as parse_json
 from planner.errors import PlanError
+from planner.files import write_text
 from planner.fold import Folded, fold, fold_off, relabel
 from planner.formulate import Assignment, Role, Space
 from planner.graph import Graph, Ref
@@ -61,7 +61,7 @@ class Plan(Document):
             raise PlanError(
                 "the plan holds a number that is NaN or infinite; check the cluster's rates and plan again"
             ) from error
-        write_text(Path(path), text)
+        _save(Path(path), text)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -120,7 +120,7 @@ class Plan(Document):
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_html`, atomically."""
-        write_text(Path(path), self.to_html())
+        _save(Path(path), self.to_html())
 
     def explain(self, name: str, *, time_limit_s: float = 10.0) -> Explanation:
         """Why a module, operator or parameter is laid out as it is, and what the next best would cost.
@@ -138,27 +138,11 @@ class Plan(Document):
         return explain(self, name, time_limit_s=time_limit_s)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically; raises :class:`PlanError` where that is impossible."""
-    path = path.absolute()
+def _save(path: Path, text: str) -> None:
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        write_text(path, text)
     except OSError as error:
-        raise PlanError(f"cannot write {str(path)!r}: {error.strerror}") from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        raise PlanError(f"cannot write {str(path.absolute())!r}: {error.strerror}") from error
 
 
 def fingerprint(graph: Graph) -> str:
