@@ -16,7 +16,8 @@ from torch import fx
 
 from autopar.capture import Captured
 from autopar.localize import Call, local_form
-from autopar.runtime.conversions import convert, replicate_parameters
+from autopar.runtime.conversions import convert
+from autopar.runtime.parameters import replicate_parameters
 from planner.conversion import Route, Step
 from planner.fold import Block
 from planner.formulate import Assignment
@@ -160,7 +161,12 @@ class _Body:
 
     def relay(self, ref: Ref) -> None:
         """Put a value into the layout in which its readers find it."""
-        self.values[ref] = self.converted(self.values[ref], self.assignment.relay_route(ref))
+        route = self.assignment.relay_route(ref)
+        if self.assignment.space.graph.by_name[ref.node].op == "param" and all(step.rule == "I>R" for step in route):
+            for step in route:
+                self.values[ref] = self.replicated([self.values[ref]], step.axis)[0]
+        else:
+            self.values[ref] = self.converted(self.values[ref], route)
 
     def replicate_parameters(self, block: Block) -> None:
         """Sum the gradients of all parameters that the block uses replicated in one all-reduce per axis."""
@@ -175,12 +181,18 @@ class _Body:
         for (axes, _), wanted in grouped.items():
             current = [self.values[ref] for ref in wanted]
             for axis in axes:
-                group = self.attribute(self.mesh.axes[axis].name)
-                call = self.graph.call_function(replicate_parameters, (tuple(current), group))
-                names = [f"{value.name}_r" for value in current]
-                current = [_call(self.graph, _getitem, (call, i), name) for i, name in enumerate(names)]
+                current = self.replicated(current, axis)
             for (ref, layout), value in zip(wanted.items(), current, strict=True):
                 self._ready[ref, layout] = value
+
+    def replicated(self, values: list[fx.Node], axis: int) -> list[fx.Node]:
+        """Parameters that are invariant on an axis, made replicated together."""
+        if self.mesh.axes[axis].size == 1:
+            return values
+        call = self.graph.call_function(
+            replicate_parameters, (tuple(values), self.attribute(self.mesh.axes[axis].name))
+        )
+        return [_call(self.graph, _getitem, (call, i), f"{value.name}_r") for i, value in enumerate(values)]
 
     def operand(self, node: Node, position: int) -> fx.Node:
         """An operand in the layout that the operator wants."""

@@ -24,8 +24,9 @@ from torch.distributed import ProcessGroup
 from autopar.build import interface_of
 from autopar.capture import Captured
 from autopar.rewrite import STATE, Rewritten, rewrite
-from autopar.runtime.conversions import convert, replicate_parameters
+from autopar.runtime.conversions import convert
 from autopar.runtime.mesh import device_mesh, groups_of
+from autopar.runtime.parameters import replicate_parameters
 from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState
 from autopar.simulate import fake_process_group

@@ -82,10 +82,13 @@ class Assignment:
     def summed_over(self, node: Node, position: int) -> tuple[int, ...]:
         """Axes over which a parameter operand's gradient is summed together with its block's others.
 
-        Empty unless the operand is a parameter of this reader alone that is stored whole and used
-        replicated: those are summed in one all-reduce per block, axis and dtype.
+        Empty unless the operand is a parameter of this reader alone, in one layout, that is stored whole and
+        used replicated: those are summed in one all-reduce per block, axis and dtype.
         """
         ref = node.inputs[position]
+        operands = self.choice(node).operands
+        if len({operands[i] for i, other in enumerate(node.inputs) if other == ref}) > 1:
+            return ()
         if self.space.graph.by_name[ref.node].op != "param" or self.space.relay_of(ref) is not None:
             return ()
         route = self.operand_route(node, position)

@@ -10,8 +10,6 @@ import functools
 from collections.abc import Sequence
 
 import spmd_types as spmd
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -77,37 +75,3 @@ def _spmd_type(local_type: LocalType, opened: Sequence[int]) -> object:
         return _MARKS[local_type.letter]
     shift = sum(1 for dim in opened if dim < local_type.dim or (dim == local_type.dim and local_type.outer > 1))
     return spmd.S(local_type.dim + shift)
-
-
-class _ReduceGradients(torch.autograd.Function):
-    """Identity forward; backward sums the gradients of a block's parameters over an axis in one all-reduce."""
-
-    @staticmethod
-    def forward(ctx, axis, *parameters):  # type: ignore[no-untyped-def]
-        ctx.axis = axis
-        ctx.set_materialize_grads(False)
-        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
-        return tuple(p.view_as(p) for p in parameters)
-
-    @staticmethod
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        # A parameter that does not reach the loss has no gradient; it keeps its place among the summed ones.
-        like = ctx.like
-        terms = [
-            torch.zeros(s, dtype=d, device=v) if g is None else g for g, (s, d, v) in zip(grads, like, strict=True)
-        ]
-        flat = torch.cat([term.reshape(-1) for term in terms])  # a copy of ours, so it may be summed in place
-        dist.all_reduce(flat, group=ctx.axis)
-        sums = flat.split([term.numel() for term in terms])
-        return None, *(None if g is None else s.view(g.shape) for s, g in zip(sums, grads, strict=True))
-
-
-def replicate_parameters(parameters: Sequence[Tensor], axis: ProcessGroup) -> tuple[Tensor, ...]:
-    """``I -> R`` for all parameters of a block at once: their gradients are summed in one all-reduce.
-
-    Args:
-        parameters: local parameters, all of one dtype, invariant on ``axis``.
-    """
-    if spmd.is_type_checking() or not torch.is_grad_enabled():
-        return tuple(convert(p, axis, "I", "R") for p in parameters)
-    return _ReduceGradients.apply(axis, *parameters)

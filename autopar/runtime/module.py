@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.runtime.mesh import part_of, placements
+from autopar.runtime.parameters import local_part
 from autopar.runtime.state import RunState
 from planner.errors import InputError, PlanError
 from planner.layout import I, Layout, Mesh, R, local_shape
@@ -221,7 +222,7 @@ class ParallelModule(nn.Module):
         if leaf.kind == "const":
             return self._constants[leaf.name]
         tensor = _lookup(self, leaf.name)
-        return _Local.apply(tensor) if isinstance(tensor, DTensor) else tensor
+        return local_part(tensor) if isinstance(tensor, DTensor) else tensor
 
     def _update(self, name: str, value: Tensor) -> None:
         """Give a buffer its new value; the old tensor stays as it was, since backward may need it."""
@@ -291,24 +292,6 @@ def _readable(code: str, name: str) -> str:
     code = re.sub(r"\bautopar_rewrite__getitem\((\w+), (\d+)\)", r"\1[\2]", code)
     code = code.replace("torch.ops.aten.", "aten.").replace("def forward(self", f"def {name}(self", 1)
     return "\n".join(line for line in code.splitlines() if line.strip())
-
-
-class _Local(torch.autograd.Function):
-    """This rank's part of a parameter. ``to_local()``, but the gradient is known to lie as the parameter does.
-
-    ``to_local()`` works that out anew for every parameter in every step, which shows beside small layers.
-    """
-
-    @staticmethod
-    def forward(ctx, parameter):  # type: ignore[no-untyped-def]
-        ctx.spec = parameter._spec
-        ctx.set_materialize_grads(False)
-        local = parameter._local_tensor
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return None if grad is None else DTensor(grad, ctx.spec, requires_grad=grad.requires_grad)
 
 
 class _Part(nn.Module):

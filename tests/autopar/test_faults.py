@@ -14,8 +14,9 @@ from torch import fx
 
 from autopar.exact import exact
 from autopar.rewrite import Rewritten
-from autopar.runtime.conversions import convert, replicate_parameters
+from autopar.runtime.conversions import convert
 from autopar.runtime.layers import cross_entropy_loss, partial_mean
+from autopar.runtime.parameters import replicate_parameters
 from autopar.simulate import DivergedError, Simulation, fake_process_group
 from autopar.typecheck import check_program, emit
 from autopar.verification import RTOL, Reference, observed_step
