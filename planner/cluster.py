@@ -2,116 +2,46 @@
 
 A :class:`ClusterSpec` is a file (YAML or JSON): one kind of device, and the levels of the network,
 innermost first. Ranks are numbered level by level, so the devices of a node are consecutive. Every
-bandwidth is per device and direction; quantities may be written as people write them (``"80 GiB"``,
-``"25 GB/s"``, ``"200 Gb/s"``, ``"312 TFLOP/s"``, ``"5 us"``) and are held in bytes, bytes per second,
-operations per second and seconds.
+bandwidth is per device and direction; quantities may be written as people write them
+(:mod:`planner.quantity`). ``calibration:`` names a file of measurements next to it, or holds them.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from decimal import Decimal, InvalidOperation
+import re
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import Field, model_validator
 
+from planner import host
+from planner.calibration import Calibration
 from planner.errors import ClusterError
 from planner.files import write_text
-
-_SMALL = {"": "1", "m": "1e-3", "u": "1e-6", "µ": "1e-6", "μ": "1e-6", "n": "1e-9"}
-_LARGE = {"": "1", "k": "1e3", "K": "1e3", "M": "1e6", "G": "1e9", "T": "1e12", "P": "1e15", "E": "1e18"} | {
-    f"{letter}i": str(1024**power) for power, letter in enumerate("KMGTP", start=1)
-}
-_PER_S = {"B/s": "1", "Bps": "1", "b/s": "0.125", "bps": "0.125", "bit/s": "0.125"}
-_FLOPS = dict.fromkeys(("FLOP/s", "FLOPs/s", "FLOPS", "FLOPs"), "1")
-
-
-def _quantity(value: object, units: Mapping[str, str], prefixes: Mapping[str, str]) -> object:
-    """A number in base units from text such as ``"25 GB/s"``; anything that is not text passes unchanged."""
-    if not isinstance(value, str):
-        return value
-    text = value.replace(" ", "").replace("_", "")
-    for unit, scale in units.items():
-        for prefix, factor in prefixes.items():
-            number = text.removesuffix(prefix + unit)
-            if number != text and (parsed := _decimal(number)) is not None:
-                return float(parsed * Decimal(scale) * Decimal(factor))
-    # YAML reads 1e9 (no dot) as text: a bare number in exponent form is in base units.
-    if "e" in text.lower() and (parsed := _decimal(text)) is not None:
-        return float(parsed)
-    raise ValueError("not a number with a unit that is known here")
+from planner.quantity import (
+    FROZEN,
+    Bytes,
+    BytesPerS,
+    Described,
+    FlopsPerS,
+    Fraction,
+    Seconds,
+    check_keys,
+    nearest,
+)
 
 
-def _decimal(text: str) -> Decimal | None:
-    try:
-        return Decimal(text)
-    except InvalidOperation:
-        return None
-
-
-def _whole(value: object) -> object:
-    """A float that counts bytes, as an int."""
-    return round(value) if isinstance(value, float) and math.isfinite(value) else value
-
-
-Bytes = Annotated[
-    int, BeforeValidator(_whole), BeforeValidator(lambda v: _quantity(v, {"B": "1", "bytes": "1"}, _LARGE))
-]
-BytesPerS = Annotated[float, BeforeValidator(lambda v: _quantity(v, _PER_S, _LARGE))]
-FlopsPerS = Annotated[float, BeforeValidator(lambda v: _quantity(v, _FLOPS, _LARGE))]
-Seconds = Annotated[float, BeforeValidator(lambda v: _quantity(v, {"s": "1"}, _SMALL))]
-Fraction = Annotated[float, Field(gt=0, le=1, examples=["0.8"])]
-
-
-class _Described(BaseModel):
-    """A frozen, strict part of a cluster description whose errors are :class:`ClusterError`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-    def __init__(self, /, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ClusterError("\n".join(_complaints(type(self), error))) from None
-
-
-def _complaints(model: type[BaseModel], error: ValidationError) -> Iterable[str]:
-    """One line per wrong field: its name, its value, the way out."""
-    for problem in error.errors():
-        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in problem["loc"]).lstrip(".")
-        name = str(problem["loc"][0])
-        cause = problem.get("ctx", {}).get("error")
-        if isinstance(cause, ClusterError):  # a nested part has already explained itself
-            yield from (f"{path}.{line}" for line in str(cause).split("\n"))
-        elif problem["type"] == "extra_forbidden":
-            yield f"{path}: there is no such field; {_nearest(name, model.model_fields)}"
-        else:
-            examples = model.model_fields[name].examples
-            way_out = f"; write for example {name}: {examples[0]}" if examples else ""
-            if problem["type"] == "missing":
-                yield f"{path} is missing{way_out}"
-            else:
-                yield f"{path} is {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}{way_out}"
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'?`` and what there is."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"there are: {', '.join(names)}"
-
-
-class PeakFlops(_Described):
+class PeakFlops(Described):
     """Dense peak of matrix products by dtype, in operations per second (a multiply-add is two)."""
 
     float32: FlopsPerS = Field(gt=0, examples=["67 TFLOP/s"])
+    tfloat32: FlopsPerS | None = Field(default=None, gt=0, examples=["494 TFLOP/s"])
     float64: FlopsPerS | None = Field(default=None, gt=0, examples=["67 TFLOP/s"])
     float16: FlopsPerS | None = Field(default=None, gt=0, examples=["989 TFLOP/s"])
     bfloat16: FlopsPerS | None = Field(default=None, gt=0, examples=["989 TFLOP/s"])
@@ -119,12 +49,23 @@ class PeakFlops(_Described):
     float8_e5m2: FlopsPerS | None = Field(default=None, gt=0, examples=["1979 TFLOP/s"])
 
 
-class Device(_Described):
+Pair = Annotated[tuple[Fraction, Fraction], FROZEN]
+
+
+class Device(Described):
     """One accelerator, or one process on a CPU.
 
-    ``matmul_efficiency`` and ``memory_efficiency`` are the shares of the peaks that large operators
-    reach; ``launch_overhead_s`` is the fixed price of starting one operator or collective;
-    ``reserve_fraction`` of the memory is left to the allocator, the driver and communication buffers.
+    Attributes:
+        launch_overhead_s: the fixed price of starting one operator or collective.
+        matmul_efficiency: share of the peak that a large product of fitting shape sustains: the clock under the
+            power limit over the boost clock that the peak is stated for, and the issue slots that are not products.
+        attention_efficiency: share of the peak that flash attention reaches, forward and backward.
+        memory_efficiency: share of the bandwidth that large operators reach.
+        multiprocessors: how many there are, each computing a tile at a time; without, products are priced by flops.
+        cache_bandwidth_bytes_per_s: from the shared cache to all multiprocessors.
+        float32_products: how products of float32 are computed: torch's default, or what
+            ``torch.set_float32_matmul_precision("high")`` chooses.
+        reserve_fraction: of the memory, left to the allocator, the driver and communication buffers.
     """
 
     kind: str = Field(min_length=1, examples=["NVIDIA H100 SXM 80GB"])
@@ -133,7 +74,13 @@ class Device(_Described):
     memory_bandwidth_bytes_per_s: BytesPerS = Field(gt=0, examples=["3.35 TB/s"])
     launch_overhead_s: Seconds = Field(ge=0, examples=["3 us"])
     matmul_efficiency: Fraction = 0.75
+    attention_efficiency: Annotated[tuple[Fraction, Fraction], FROZEN] = Field(
+        default=(0.5, 0.4), examples=["[0.5, 0.4]"]
+    )
     memory_efficiency: Fraction = 0.85
+    multiprocessors: int | None = Field(default=None, ge=1, examples=["132"])
+    cache_bandwidth_bytes_per_s: BytesPerS | None = Field(default=None, gt=0, examples=["5.5 TB/s"])
+    float32_products: Literal["float32", "tfloat32"] = Field(default="float32", examples=["float32"])
     reserve_fraction: float = Field(default=0.1, ge=0, lt=1, examples=["0.1"])
 
     @property
@@ -143,29 +90,49 @@ class Device(_Described):
 
     def peak(self, dtype: str) -> float:
         """Peak of ``dtype`` in operations per second; that of float32 where none is given."""
-        stated: float | None = getattr(self.peak_flops_per_s, dtype, None)
+        name = self.float32_products if dtype == "float32" else dtype
+        stated: float | None = getattr(self.peak_flops_per_s, name, None)
         return self.peak_flops_per_s.float32 if stated is None else stated
 
 
-class Level(_Described):
-    """A level of the network: ``size`` units of the level below, and a device's link to the others of them."""
+class Level(Described):
+    """A level of the network: ``size`` units of the level below, and a device's link to the others of them.
+
+    ``in_switch_bytes_per_s`` is how fast switches that add up themselves reduce a tensor for all devices of a unit,
+    in bytes of that tensor: the all-reduce's "algorithm bandwidth".
+    """
 
     name: str = Field(min_length=1, examples=["node"])
     size: int = Field(ge=1, examples=["8"])
     latency_s: Seconds = Field(ge=0, examples=["2 us"])
     bandwidth_bytes_per_s: BytesPerS = Field(gt=0, examples=["400 Gb/s"])
+    in_switch_bytes_per_s: BytesPerS | None = Field(default=None, gt=0, examples=["270 GB/s"])
 
 
-Levels = Annotated[tuple[Level, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+Levels = Annotated[tuple[Level, ...], FROZEN]
 
 
-class ClusterSpec(_Described):
+class ClusterSpec(Described):
     """A homogeneous cluster: equal devices under nested network levels, innermost first."""
 
     name: str = Field(min_length=1, examples=["my-cluster"])
     device: Device = Field(examples=["{kind: ..., memory_bytes: 80 GiB, ...}"])
     levels: Levels = Field(min_length=1, examples=["[{name: node, size: 8, ...}, {name: cluster, size: 4, ...}]"])
     backend: Literal["nccl", "gloo"] = Field(default="nccl", examples=["nccl"])
+    calibration: Calibration | None = Field(default=None, examples=["calibration.yaml, in a cluster file"])
+
+    @model_validator(mode="after")
+    def _calibrated_for_this(self) -> ClusterSpec:
+        found = self.calibration
+        if found is None:
+            return self
+        way_out = f"measure here: autopar profile --ranks {self.spans[0]}"
+        if found.device != self.device.kind:
+            raise ClusterError(f"calibration is of {found.device!r}, but the device is {self.device.kind!r}; {way_out}")
+        if found.ranks not in (1, *self.spans):
+            units = ", ".join(map(str, self.spans))
+            raise ClusterError(f"calibration is of {found.ranks} ranks, but a level has {units} devices; {way_out}")
+        return self
 
     @property
     def world_size(self) -> int:
@@ -188,7 +155,7 @@ class ClusterSpec(_Described):
         files = {Path(f.name).stem: f for f in resources.files("planner").joinpath("presets").iterdir()}
         known = sorted(preset for preset, file in files.items() if file.name.endswith(".yaml"))
         if name not in known:
-            raise ClusterError(f"there is no preset {name!r}; {_nearest(name, known)}")
+            raise ClusterError(f"there is no preset {name!r}; {nearest(name, known)}")
         for what, count in (("nodes", nodes), ("devices", devices)):
             if count is not None:
                 _check_count(f"preset {name!r}", what, count)
@@ -214,10 +181,10 @@ class ClusterSpec(_Described):
         _check_count("local cluster", "devices", devices)
         if cores is not None:
             _check_count("local cluster", "cores", cores)
-        share = (cores or _host_cores()) / devices
+        share = (cores or host.cores()) / devices
         device = {
             "kind": "cpu",
-            "memory_bytes": _host_memory_bytes() // devices if memory_bytes is None else memory_bytes,
+            "memory_bytes": host.memory_bytes() // devices if memory_bytes is None else memory_bytes,
             # Per core: AVX2 does two fused multiply-adds of 8 floats a cycle, 32 FLOP, at a cautious 1.5 GHz.
             # Without AMX, half precision is computed in float32.
             "peak_flops_per_s": {"float32": 48e9 * share, "float64": 24e9 * share},
@@ -234,14 +201,38 @@ class ClusterSpec(_Described):
         return cls.from_dict({"name": "local", "device": device, "levels": [level], "backend": "gloo"})
 
     @classmethod
+    def detect(cls) -> ClusterSpec:
+        """This machine: its GPUs, if they are of a known kind, or else one CPU process per core, up to eight.
+
+        Raises :class:`ClusterError` for GPUs that no preset describes.
+        """
+        names = host.gpus()
+        if not names:
+            return cls.local(min(8, host.cores()))
+        preset = next((preset for pattern, preset in _PRESETS if re.search(pattern, names[0])), None)
+        if preset is None or len(set(names)) > 1:
+            raise ClusterError(
+                f"no preset describes the GPUs of this machine ({', '.join(sorted(set(names)))}): describe them in a "
+                "cluster file, or measure them with autopar profile --cluster cluster.yaml"
+            )
+        spec = cls.preset(preset)
+        node = spec.levels[0].model_copy(update={"size": len(names)})
+        return spec.model_copy(update={"name": "detected", "levels": (node, *spec.levels[1:])})
+
+    @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ClusterSpec:
-        """Read a description from a YAML or JSON file; raises :class:`ClusterError` naming what is wrong."""
+        """Read a description from a YAML or JSON file, and the calibration file that it names, from its folder.
+
+        Raises :class:`ClusterError` naming what is wrong.
+        """
         try:
             data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
         except OSError as error:
             raise ClusterError(f"cluster file {os.fspath(path)!r} cannot be read: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ClusterError(f"cluster file {os.fspath(path)!r} is neither YAML nor JSON: {error}") from error
+        if isinstance(data, dict) and isinstance(data.get("calibration"), str):
+            data["calibration"] = Calibration.load(Path(path).parent / data["calibration"])
         try:
             return cls.from_dict(data)
         except ClusterError as error:
@@ -262,8 +253,14 @@ class ClusterSpec(_Described):
         """The inverse of :meth:`to_dict`; quantities may be text with units."""
         if not isinstance(data, Mapping):
             raise ClusterError(f"a cluster is a mapping with the fields {', '.join(cls.model_fields)}; got {data!r}")
-        _check_keys(data)
+        check_keys(data)
+        if isinstance(data.get("calibration"), Mapping):
+            data = {**data, "calibration": Calibration.from_dict(data["calibration"])}
         return cls(**data)
+
+    def calibrated(self, calibration: Calibration) -> ClusterSpec:
+        """This cluster with what was measured on it; raises :class:`ClusterError` if it was measured on another."""
+        return ClusterSpec(**{**dict(self), "calibration": calibration})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values in base units, ready for YAML or JSON."""
@@ -291,36 +288,18 @@ class ClusterSpec(_Described):
         return "\n".join(lines)
 
 
+_PRESETS = (
+    (r"V100-SXM", "dgx-v100"),
+    (r"A100-SXM4-40GB", "dgx-a100-40gb"),
+    (r"A100-SXM4-80GB", "dgx-a100"),
+    (r"H100 80GB HBM3", "dgx-h100"),
+    (r"H200$", "hgx-h200"),
+    (r"B200$", "hgx-b200"),
+    (r"RTX 4090$", "workstation"),
+)
+"""What the driver calls a GPU, as a pattern, and the preset that holds its numbers."""
+
+
 def _check_count(owner: str, what: str, count: object) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ClusterError(f"{owner}: {what} is {count!r}; give a whole number of at least 1")
-
-
-def _check_keys(data: object) -> None:
-    """Refuse a key that is not text, anywhere: it cannot be the name of a field."""
-    if isinstance(data, Mapping):
-        for key, value in data.items():
-            if not isinstance(key, str):
-                raise ClusterError(f"{key!r} cannot be the name of a field; field names are text")
-            _check_keys(value)
-    elif isinstance(data, list | tuple):
-        for value in data:
-            _check_keys(value)
-
-
-def _host_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _host_memory_bytes() -> int:
-    """Memory of this machine, or of this container where that is less."""
-    try:
-        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        raise ClusterError("the memory of this machine is not known; give memory_bytes, for example '8 GiB'") from None
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return memory_bytes
-    return min(memory_bytes, int(limit)) if limit.isdecimal() else memory_bytes

@@ -1,6 +1,8 @@
-"""What work and communication cost: a closed form in seconds, from a cluster's peaks, latencies and bandwidths.
+"""What work and communication cost, in seconds: as it was measured, or a closed form of what the cluster states.
 
-Compute is a roofline. A collective is priced on the levels of the network that its group crosses.
+Compute is a roofline whose product side knows tiles and waves (:mod:`planner.tiles`). A collective is priced on the
+levels of the network that its group crosses, in the cheapest of the library's algorithms. What a cluster's
+calibration has measured goes before both.
 
 *What is shared.* A level's bandwidth is per device, so groups that run at the same time do not share
 links: with an axis of stride 8 over nodes of eight, eight groups cross the network at once, each member
@@ -26,7 +28,10 @@ from numpy.typing import NDArray
 
 from planner.cluster import ClusterSpec, Level
 from planner.errors import ClusterError
+from planner.graph import ITEM_BYTES
+from planner.kernel import Attention, Kernel, Product, Stream
 from planner.layout import Axis
+from planner.tiles import attention_s, product_s
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 Floats = NDArray[np.float64]
@@ -70,6 +75,7 @@ class CostModel:
     _terms: dict[tuple[str, int, int], tuple[Term, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _kernels: dict[tuple[Kernel, str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @overload
     def collective_s(self, kind: str, axis: Axis, bytes_in: float) -> float: ...
@@ -84,6 +90,26 @@ class CostModel:
             bytes_in: size of the tensor that each rank passes in: for ``all_gather`` the local shard, for
                 ``reduce_scatter`` the full tensor. A number or an array.
         """
+        stated_s = self._stated_s(kind, axis, bytes_in)
+        measured = self.cluster.calibration
+        if measured is None or axis.size == 1 or axis.stride >= measured.ranks or not measured.measures(kind):
+            return stated_s
+        if self._is_measured(axis):
+            return measured.collective_s(kind, axis.size, bytes_in)
+        # A group that leaves what was measured costs no less than its part inside.
+        inside_s = measured.collective_s(kind, max(2, measured.ranks // axis.stride), bytes_in)
+        return np.maximum(stated_s, inside_s) if isinstance(bytes_in, np.ndarray) else max(float(stated_s), inside_s)
+
+    def _is_measured(self, axis: Axis) -> bool:
+        """Whether every group of an axis lies within the ranks that were measured together."""
+        measured = self.cluster.calibration
+        assert measured is not None
+        reach = axis.size * axis.stride
+        whole = measured.ranks == self.cluster.world_size
+        return reach <= measured.ranks and (whole or measured.ranks % reach == 0)
+
+    def _stated_s(self, kind: str, axis: Axis, bytes_in: float | NDArray[np.number]) -> float | Floats:
+        """By the closed forms."""
         terms = self.collective_terms(kind, axis)
         if isinstance(bytes_in, np.ndarray):
             prices = [latency_s + seconds_per_byte * bytes_in for latency_s, seconds_per_byte in terms]
@@ -98,7 +124,9 @@ class CostModel:
         return self._terms[key]
 
     @overload
-    def compute_s(self, flops: float, bytes_moved: float, dtype: str, launches: int = 1) -> float: ...
+    def compute_s(
+        self, flops: float, bytes_moved: float, dtype: str, launches: int = 1, kernel: Kernel | None = None
+    ) -> float: ...
     @overload
     def compute_s(
         self, flops: NDArray[np.number], bytes_moved: NDArray[np.number], dtype: str, launches: int = 1
@@ -109,6 +137,7 @@ class CostModel:
         bytes_moved: float | NDArray[np.number],
         dtype: str,
         launches: int = 1,
+        kernel: Kernel | None = None,
     ) -> float | Floats:
         """Seconds of local work: the roofline of Williams et al. (2009), plus the start of each kernel.
 
@@ -117,14 +146,50 @@ class CostModel:
             bytes_moved: bytes read from and written to device memory.
             dtype: of the operands; one without a stated peak computes at float32's.
             launches: kernels started.
+            kernel: what runs, if that is known: a product's or an attention's own seconds take the place of those
+                of ``flops``; a stream has its family's rate where that was measured. For a backward, ``bytes_moved``
+                is that of all its kernels together.
         """
+        if kernel is None and not isinstance(bytes_moved, np.ndarray) and flops == 0:
+            kernel = Stream("copy")
+        measured_s = None if kernel is None else self._measured_s(kernel, float(bytes_moved), dtype, launches)
+        if measured_s is not None:
+            return measured_s
         device = self.cluster.device
         work_s = flops / (device.peak(dtype) * device.matmul_efficiency)
+        if isinstance(kernel, Product | Attention):
+            work_s = self._kernel_s(kernel, dtype)
         memory_s = bytes_moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
         start_s = launches * device.launch_overhead_s
         if isinstance(work_s, np.ndarray) or isinstance(memory_s, np.ndarray):
             return np.asarray(np.maximum(work_s, memory_s) + start_s, dtype=np.float64)
         return max(work_s, memory_s) + start_s
+
+    def _measured_s(self, kernel: Kernel, bytes_moved: float, dtype: str, launches: int) -> float | None:
+        """Seconds by the calibration, which holds one start in every figure; ``None`` where it says nothing."""
+        measured = self.cluster.calibration
+        if measured is None:
+            return None
+        found: float | None
+        if isinstance(kernel, Product):
+            found = measured.product_s(kernel, dtype)
+        elif isinstance(kernel, Attention):
+            found = measured.attention_s(kernel, dtype)
+        else:
+            curve = measured.stream(kernel)
+            found = None if curve is None else curve.price(bytes_moved)
+        return None if found is None else max(0.0, found + (launches - 1) * measured.launch_s)
+
+    def _kernel_s(self, kernel: Product | Attention, dtype: str) -> float:
+        """Seconds that the multiprocessors are busy, by the closed forms."""
+        key = (kernel, dtype)
+        if key not in self._kernels:
+            device = self.cluster.device
+            if isinstance(kernel, Product):
+                self._kernels[key] = product_s(device, kernel, dtype, ITEM_BYTES.get(dtype, 4))
+            else:
+                self._kernels[key] = attention_s(device, kernel, dtype)
+        return self._kernels[key]
 
 
 def crossings(cluster: ClusterSpec, axis: Axis) -> tuple[Crossing, ...]:
@@ -173,7 +238,8 @@ def _terms_of(cluster: ClusterSpec, kind: str, axis: Axis) -> tuple[Term, ...]:
             if cluster.backend == "gloo":  # which has the ring only
                 return (ring,)
             climb_s = sum(_tree_hops(c) * c.level.latency_s for c in crossed)
-            return ring, Term(start_s + 2 * climb_s, 2 * per_byte)
+            tree = Term(start_s + 2 * climb_s, 2 * per_byte)
+            return ring, tree, *_in_switch(crossed, start_s)
         case "all_gather":
             return (Term(ring_s, (ranks - 1) * per_byte),)
         case "reduce_scatter":
@@ -191,6 +257,20 @@ def _terms_of(cluster: ClusterSpec, kind: str, axis: Axis) -> tuple[Term, ...]:
             return (Term(start_s + latency_s, 1 / min(c.level.bandwidth_bytes_per_s for c in crossed)),)
         case _:
             raise ValueError(f"there is no collective called {kind!r}; there are: {', '.join(KINDS)}")
+
+
+def _in_switch(crossed: tuple[Crossing, ...], start_s: float) -> tuple[Term, ...]:
+    """All-reduce where the switches of the innermost level add up: up and down one hop there, a tree above.
+
+    NCCL's NVLS within a node and NVLSTree over nodes (``src/graph/tuning.cc``); they run in chunks, so that the
+    slowest of the two levels decides.
+    """
+    node, *above = crossed
+    if node.level.in_switch_bytes_per_s is None:
+        return ()
+    per_byte = [1 / node.level.in_switch_bytes_per_s, *(2 / (c.level.bandwidth_bytes_per_s * c.inside) for c in above)]
+    climb_s = node.level.latency_s + sum(_tree_hops(c) * c.level.latency_s for c in above)
+    return (Term(start_s + 2 * climb_s, max(per_byte)),)
 
 
 def _tree_hops(crossing: Crossing) -> float:

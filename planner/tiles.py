@@ -1,0 +1,69 @@
+"""Tiles: how long a matrix product takes on a GPU, from how it is cut over the multiprocessors.
+
+A library computes ``y[m, n]`` in tiles, one per multiprocessor at a time, so that work comes in whole tiles and
+whole waves of them (NVIDIA, "Matrix Multiplication Background User's Guide", sections 3.3 and 3.4). A tile takes
+
+    (k + fill) * max(its flops per k / peak of one multiprocessor, its operands' bytes per k / its share of the cache)
+
+where ``fill`` is the stretch of k that passes before the first product and after the last: filling the pipeline
+from memory and writing the tile. Where tiles are too few, k is split too, at the price of adding partial sums.
+The library knows its kernels: the fastest cut counts.
+"""
+
+from __future__ import annotations
+
+import math
+
+from planner.cluster import Device
+from planner.kernel import Attention, Product
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+"""Tiles (rows, columns) of cuBLAS and CUTLASS on tensor cores; the first two are the fastest per flop."""
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Parts into which k is cut where tiles are few."""
+FILL = 192
+"""Elements of k: three stages of 64, as CUTLASS pipelines its loads in half precision."""
+SHORTEST = 512
+"""Elements of k that a part has at least."""
+QUERIES = 128
+"""Queries that one multiprocessor takes at a time in flash attention (Dao, 2023)."""
+PARTIAL_BYTES = 8
+"""A partial sum is written and read once, in float32."""
+
+
+def product_s(device: Device, product: Product, dtype: str, item_bytes: int) -> float:
+    """Seconds of a product at the sustained clock, or of the two of a backward; its start not included."""
+    return sum(_product_s(device, part, dtype, item_bytes) for part in product.parts)
+
+
+def _product_s(device: Device, p: Product, dtype: str, item_bytes: int) -> float:
+    sustained = device.peak(dtype) * device.matmul_efficiency
+    processors = device.multiprocessors
+    if processors is None:
+        return p.flops / sustained
+    memory = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    best = math.inf
+    for rows, columns in TILES:
+        per_k = 2 * rows * columns * processors / sustained
+        if device.cache_bandwidth_bytes_per_s is not None:
+            per_k = max(per_k, (rows + columns) * item_bytes * processors / device.cache_bandwidth_bytes_per_s)
+        tiles = p.batch * math.ceil(p.m / rows) * math.ceil(p.n / columns)
+        for split in SPLITS:
+            if split > 1 and tiles >= processors:
+                break
+            part = p.k if split == 1 else max(p.k / split, SHORTEST)
+            seconds = math.ceil(tiles * split / processors) * (part + FILL) * per_k
+            if split > 1:
+                seconds += split * p.batch * p.m * p.n * PARTIAL_BYTES / memory
+            best = min(best, seconds)
+    return best
+
+
+def attention_s(device: Device, kernel: Attention, dtype: str) -> float:
+    """Seconds of a flash attention; its start not included."""
+    forward, backward = device.attention_efficiency
+    seconds = kernel.flops / (device.peak(dtype) * (backward if kernel.is_backward else forward))
+    if device.multiprocessors is None:
+        return seconds
+    blocks = kernel.heads * math.ceil(kernel.queries / QUERIES)
+    return seconds * math.ceil(blocks / device.multiprocessors) * device.multiprocessors / blocks
