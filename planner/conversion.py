@@ -16,7 +16,7 @@ import numpy as np
 
 from planner.graph import TensorType
 from planner.layout import Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
-from planner.problem import Floats
+from planner.problem import Floats, Ints
 
 # (from, to) -> (collective forward, collective backward). "S>S" is a shard moving to another dim.
 STEPS: dict[str, tuple[str, str]] = {
@@ -83,7 +83,7 @@ def _collectives(rule: str, axis: Axis, before: int, after: int, grad: bool) -> 
 
 
 Route = tuple[Step, ...]
-PriceOf = Callable[[str, Axis, int], float]
+PriceOf = Callable[[str, Axis, Ints], Floats]
 
 
 def _letter(local_type: LocalType) -> str:
@@ -102,17 +102,21 @@ def resting(layout: Layout, grad: bool) -> Layout:
     return layout if grad else tuple(R if local_type == I else local_type for local_type in layout)
 
 
-def _legal(before: Layout, axis: int, dst: LocalType, grad: bool) -> bool:
-    """Whether one step may change ``axis`` to ``dst``: in the table, and no minor axis cuts the same strips."""
-    src = before[axis]
-    if src == dst or f"{_letter(src)}>{_letter(dst)}" not in STEPS:
-        return False
-    if not grad and I in (src, dst):
-        return False
+_RULES = tuple(STEPS)
+_KINDS = ("", *sorted({kind for kinds in STEPS.values() for kind in kinds if kind}))
+_FORWARD = np.array([_KINDS.index(STEPS[rule][0]) for rule in _RULES])
+_BACKWARD = np.array([_KINDS.index(STEPS[rule][1]) for rule in _RULES])
+_MOVES = np.array([rule not in ("I>R", "R>I") for rule in _RULES])
+
+
+def _rule_number(src: LocalType, dst: LocalType, grad: bool) -> int:
+    """The row of :data:`STEPS` for a step between two types; -1 where there is none."""
+    rule = f"{_letter(src)}>{_letter(dst)}"
+    if src == dst or rule not in STEPS or (not grad and I in (src, dst)):
+        return -1
     if isinstance(src, Shard) and isinstance(dst, Shard) and src.dim == dst.dim:
-        return False
-    minor = before[axis + 1 :]
-    return not any(isinstance(t, Shard) and t in minor for t in (src, dst))
+        return -1
+    return _RULES.index(rule)
 
 
 class ConversionTable:
@@ -145,26 +149,37 @@ class ConversionTable:
         backward = np.full((count, count), np.inf)
         np.fill_diagonal(forward, 0.0)
         np.fill_diagonal(backward, 0.0)
-        held = [local_bytes(tensor, layout, mesh) for layout in self.layouts]
-        for i, before in enumerate(self.layouts):
-            for axis in range(len(mesh.axes)):
-                for dst in types:
-                    if not _legal(before, axis, dst, tensor.grad):
-                        continue
-                    step = Step(axis, before[axis], dst, before)
-                    j = self.index.get(step.after)
-                    if j is None:
-                        continue
-                    seconds = {"forward": 0.0, "backward": 0.0}
-                    for call in _collectives(step.rule, mesh.axes[axis], held[i], held[j], tensor.grad):
-                        seconds[call.phase] += price(call.kind, mesh.axes[axis], call.bytes_in)
-                    moved = 0.0 if step.rule in ("I>R", "R>I") else launch_s + touch_s_per_byte * (held[i] + held[j])
-                    forward[i, j] = seconds["forward"] + moved
-                    backward[i, j] = (seconds["backward"] + moved) if tensor.grad else 0.0
+        held = np.array([local_bytes(tensor, layout, mesh) for layout in self.layouts], np.int64)
+        for number, axis in enumerate(mesh.axes):
+            silent = np.zeros(count)
+            prices = np.stack([silent if axis.size == 1 or not kind else price(kind, axis, held) for kind in _KINDS])
+            src, dst, rules = self._steps(number, types)
+            moved = np.where(_MOVES[rules], launch_s + touch_s_per_byte * (held[src] + held[dst]), 0.0)
+            forward[src, dst] = prices[_FORWARD[rules], src] + moved
+            backward[src, dst] = prices[_BACKWARD[rules], dst] + moved if tensor.grad else 0.0
         self._via = np.full((count, count), -1)
         _close(forward, backward, self._via)
         self.forward_s: Floats = forward
         self.backward_s: Floats = backward
+
+    def _steps(self, axis: int, types: list[LocalType]) -> tuple[Ints, Ints, Ints]:
+        """Every legal step on one axis: numbers of the layouts before and after, and of the rule."""
+        known = {t: number for number, t in enumerate(types)}
+        codes = np.array([[known[t] for t in layout] for layout in self.layouts]).reshape(len(self.layouts), -1)
+        place = len(types) ** np.arange(codes.shape[1])
+        number = np.full(len(types) ** codes.shape[1], -1)
+        number[codes @ place] = np.arange(len(codes))
+        every = np.arange(len(types))
+        rule = np.array([[_rule_number(src, dst, self.tensor.grad) for dst in types] for src in types])[codes[:, axis]]
+        after = number[(codes @ place)[:, None] + (every - codes[:, axis, None]) * place[axis]]
+        legal = (rule >= 0) & (after >= 0)
+        # A minor axis that cuts the same strips would be cut anew.
+        is_shard = np.array([isinstance(t, Shard) for t in types])
+        for minor in range(axis + 1, codes.shape[1]):
+            legal &= ~(is_shard & (codes[:, minor, None] == every))
+            legal &= ~(is_shard[codes[:, axis]] & (codes[:, minor] == codes[:, axis]))[:, None]
+        src, to = np.nonzero(legal)
+        return src, after[src, to], rule[src, to]
 
     def route(self, src: Layout, dst: Layout) -> Route:
         """The steps from ``src`` to ``dst``; empty when they are equal."""
@@ -186,10 +201,14 @@ class ConversionTable:
 def _close(forward: Floats, backward: Floats, via: np.ndarray) -> None:
     """All-pairs cheapest routes by total seconds (Floyd–Warshall), in place; ``via`` records a middle layout."""
     total = forward + backward
+    enough = total * (1 - 1e-12) - 1e-18
     for k in range(len(total)):
-        through = total[:, k, None] + total[None, k, :]
-        better = through < total * (1 - 1e-12) - 1e-18
-        total[better] = through[better]
-        forward[better] = (forward[:, k, None] + forward[None, k, :])[better]
-        backward[better] = (backward[:, k, None] + backward[None, k, :])[better]
-        via[better] = k
+        through = total[:, k, None] + total[k]
+        better = through < enough
+        if better.any():
+            src, dst = np.nonzero(better)
+            total[src, dst] = through[src, dst]
+            enough[src, dst] = total[src, dst] * (1 - 1e-12) - 1e-18
+            forward[src, dst] = forward[src, k] + forward[k, dst]
+            backward[src, dst] = backward[src, k] + backward[k, dst]
+            via[src, dst] = k
