@@ -24,9 +24,10 @@ from planner.layout import I, Layout, LocalType, Mesh, R, local_shape
 from planner.ops import OPS
 from planner.problem import Answer, Edge, Floats, Ints, Problem, Vertex
 from planner.rules import Inner, Rule
-from planner.strategy import Allow, Choice, Cuts, find_cuts, leaf_layouts, op_choices, rule_of, shards_of
+from planner.skeleton import Role as Role
+from planner.skeleton import Skeleton
+from planner.strategy import Allow, Choice, Strips, leaf_layouts, op_choices, rule_of, shards_of
 
-Role = tuple[object, ...]
 AllowLeaf = Callable[[Node, Layout], bool]
 BUCKET_BYTES = 25 * 2**20
 OVERLAP = {"nccl": 0.9, "gloo": 0.0}
@@ -117,6 +118,7 @@ class Space:
         cost: prices of work and communication.
         training: what the step keeps per parameter.
         allow, allow_leaf: keep a strategy of an operator on an axis; keep a storage layout of a leaf.
+        skeleton: that of the folded graph, where it is known already.
     """
 
     def __init__(
@@ -128,21 +130,18 @@ class Space:
         rules: Mapping[str, Rule],
         allow: Allow | None = None,
         allow_leaf: AllowLeaf | None = None,
+        skeleton: Skeleton | None = None,
     ):
         self.folded, self.graph, self.mesh, self.cost, self.training = folded, folded.graph, mesh, cost, training
         self.rules = rules
         self.overlap = OVERLAP[cost.cluster.backend]
         self._allow, self._allow_leaf = allow, allow_leaf
-        self.cuts: Cuts = find_cuts(self.graph, rules, mesh.sizes)
+        self.skeleton = skeleton or Skeleton(folded, rules)
+        self.role_of, self.members, self.leaving = self.skeleton.role_of, self.skeleton.members, self.skeleton.leaving
+        self._cuts = self.skeleton.cuts(mesh.sizes)
         self._tables: dict[object, ConversionTable] = {}
-        self.role_of, self.members = _roles(folded)
-
-    @cached_property
-    def own(self) -> frozenset[str]:
-        """Leaves that one block alone reads."""
-        return frozenset(
-            name for role, names in self.members.items() if role[0] == "leaf" and len(role) == 3 for name in names
-        )
+        self._choices_of: dict[Role, list[Choice]] = {}
+        self._alike: dict[object, list[Choice]] = {}
 
     @cached_property
     def options(self) -> dict[Role, list[Choice] | list[Layout]]:
@@ -151,85 +150,61 @@ class Space:
         for role, names in self.members.items():
             node = self.graph.by_name[names[0]]
             if node.is_leaf:
-                layouts = leaf_layouts(node, self.mesh, self.cuts)
+                layouts = leaf_layouts(node, self.mesh, self._strips(Ref(node.name)))
                 kept = [layout for layout in layouts if self._allow_leaf is None or self._allow_leaf(node, layout)]
                 found[role] = kept or layouts[:1]
             else:
                 found[role] = self._choices(role)
-        for relay, ref in self._relays.items():
-            found[relay] = self._relay_layouts(ref)
+        for relay, ref in self.skeleton.relays.items():
+            found[relay] = self._relay_layouts(relay, ref)
         for position, ref in enumerate(self.leaving):
             found["output", position] = self._output_layouts(ref, keeps_state=position >= len(self.graph.outputs))
         return found
 
-    @property
-    def leaving(self) -> tuple[Ref, ...]:
-        """Everything that leaves the model: outputs, then new values of buffers."""
-        return (*self.graph.outputs, *(ref for _, ref in self.graph.updates))
-
     def is_read(self, ref: Ref) -> bool:
         """Whether anything reads a value."""
-        return ref in self._readers
-
-    @cached_property
-    def _readers(self) -> dict[Ref, int]:
-        """How many distinct readers a value has, outputs included."""
-        count = {ref: len({node.name for node, _ in users}) for ref, users in self.graph.users.items()}
-        for ref in self.leaving:
-            count[ref] = count.get(ref, 0) + 1
-        return count
-
-    @cached_property
-    def _relays(self) -> dict[Role, Ref]:
-        """Relay role -> a representative value. A role has a relay when any of its members has several readers."""
-        found: dict[Role, Ref] = {}
-        for role, names in self.members.items():
-            for index in range(len(self.graph.by_name[names[0]].results)):
-                if any(self._readers.get(Ref(name, index), 0) > 1 for name in names):
-                    found["relay", role, index] = Ref(names[0], index)
-        return found
+        return ref in self.skeleton.readers
 
     def relay_of(self, ref: Ref) -> Role | None:
         """The relay role of a value, if it has one."""
-        relay = ("relay", self.role_of[ref.node], ref.index)
-        return relay if relay in self._relays else None
+        return self.skeleton.relay_of(ref)
 
-    def _relay_layouts(self, ref: Ref) -> list[Layout]:
+    def _relay_layouts(self, relay: Role, ref: Ref) -> list[Layout]:
         """Layouts some reader of the value (in any instance) wants or its producer gives; P only if given."""
-        names = self.members[self.role_of[ref.node]]
-        readers = {
-            (self.role_of[node.name], position): None
-            for name in names
-            for node, position in self.graph.users.get(Ref(name, ref.index), ())
-        }
+        readers = self.skeleton.relay_readers[relay]
         wanted = {choice.operands[position]: None for role, position in readers for choice in self._choices(role)}
         for decision in self.options_of_producer(ref):
             wanted[decision.results[ref.index] if isinstance(decision, Choice) else decision] = None
         table = self.table(ref)
         return [layout for layout in table.layouts if layout in wanted]
 
-    def _choices(self, role: Role) -> list[Choice]:
-        node = self.graph.by_name[self.members[role][0]]
-        if role not in self._choice_cache:
-            self._choice_cache[role] = op_choices(
-                self.graph, node, self.rules[node.name], self.mesh, self.cuts, self._allow
-            )
-        return self._choice_cache[role]
+    def _strips(self, ref: Ref) -> Strips:
+        """Where a value may be cut on this mesh."""
+        return self._cuts.get(self.skeleton.representative(ref), {})
 
-    @cached_property
-    def _choice_cache(self) -> dict[Role, list[Choice]]:
-        return {}
+    def _choices(self, role: Role) -> list[Choice]:
+        if role not in self._choices_of:
+            node = self.graph.by_name[self.members[role][0]]
+            rule = self.rules[node.name]
+            strips = tuple(map(self._strips, (*node.inputs, *(Ref(node.name, i) for i in range(len(node.results))))))
+            # Operators that share a rule are equal but for what they read; pins may tell them apart.
+            alike = (id(rule), tuple(frozenset(cuts.items()) for cuts in strips))
+            key = role if self._allow is not None else alike
+            if key not in self._alike:
+                self._alike[key] = op_choices(self.graph, node, rule, self.mesh, strips, self._allow)
+            self._choices_of[role] = self._alike[key]
+        return self._choices_of[role]
 
     def options_of_producer(self, ref: Ref) -> list[Choice] | list[Layout]:
         """The choices of the node that makes a value."""
         role = self.role_of[ref.node]
         node = self.graph.by_name[ref.node]
-        return leaf_layouts(node, self.mesh, self.cuts) if node.is_leaf else self._choices(role)
+        return leaf_layouts(node, self.mesh, self._strips(Ref(node.name))) if node.is_leaf else self._choices(role)
 
     def _output_layouts(self, ref: Ref, keeps_state: bool) -> list[Layout]:
         tensor = self.graph.type_of(ref)
         whole: LocalType = I if tensor.grad else R
-        types = [whole] if keeps_state or not tensor.shape else [whole, *shards_of(ref, tensor, {})]
+        types = [whole] if keeps_state or not tensor.shape else [whole, *shards_of(tensor, {})]
         return [
             layout
             for layout in itertools.product(types, repeat=len(self.mesh.axes))
@@ -239,7 +214,7 @@ class Space:
     def table(self, ref: Ref) -> ConversionTable:
         """All conversions of a value on this mesh."""
         tensor = self.graph.type_of(ref)
-        shards = tuple(shards_of(ref, tensor, self.cuts))
+        shards = tuple(shards_of(tensor, self._strips(ref)))
         key = (tensor, shards)
         if key not in self._tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
@@ -266,7 +241,7 @@ class Space:
         vertices = [self._vertex(role) for role in self.roles]
         edges = [
             Edge(index[tail], index[head], *self._edge(tail, head, ref, positions, count))
-            for (tail, head, ref, positions), count in self._flows.items()
+            for (tail, head, ref, positions), count in self.skeleton.flows.items()
         ]
         return Problem(tuple(vertices), tuple(edges), limit_bytes)
 
@@ -275,30 +250,6 @@ class Space:
         return Assignment(
             self, {role: self.options[role][c] for role, c in zip(self.roles, answer.choices, strict=True)}
         )
-
-    @cached_property
-    def _flows(self) -> dict[tuple[Role, Role, Ref, tuple[int, ...]], int]:
-        """(source role, reader role, representative value, operand positions) -> how often it occurs."""
-        flows: dict[tuple[Role, Role, Ref, tuple[int, ...]], int] = {}
-
-        def add(tail: Role, head: Role, ref: Ref, positions: tuple[int, ...]) -> None:
-            representative = Ref(self.members[self.role_of[ref.node]][0], ref.index)
-            key = (tail, head, representative, positions)
-            flows[key] = flows.get(key, 0) + 1
-
-        for node in self.graph.nodes:
-            by_ref: dict[Ref, list[int]] = {}
-            for position, ref in enumerate(node.inputs):
-                by_ref.setdefault(ref, []).append(position)
-            for ref, positions in by_ref.items():
-                source = self.relay_of(ref) or self.role_of[ref.node]
-                add(source, self.role_of[node.name], ref, tuple(positions))
-        for position, ref in enumerate(self.leaving):
-            add(self.relay_of(ref) or self.role_of[ref.node], ("output", position), ref, (0,))
-        for relay, ref in self._relays.items():
-            for name in self.members[self.role_of[ref.node]]:
-                add(self.role_of[ref.node], relay, Ref(name, ref.index), (0,))
-        return flows
 
     def _vertex(self, role: Role) -> Vertex:
         options = self.options[role]
@@ -353,7 +304,7 @@ class Space:
         dtype = node.results[0].dtype if node.results else "float32"
         forward = self.cost.compute_s(flops, moved, dtype)
         backward = self.cost.compute_s(2 * flops, 2 * moved, dtype) if differentiated else 0.0
-        saved = sum((parts + results)[place] for place in self._charges.get(self.role_of[node.name], ()))
+        saved = sum((parts + results)[place] for place in self.skeleton.charges.get(self.role_of[node.name], ()))
         transient = moved * (2 if differentiated else 1)
         return Work(forward, backward, inner["forward"] + inner["backward"], saved, transient)
 
@@ -364,34 +315,6 @@ class Space:
             cut = math.prod(a.size for a, s in zip(self.mesh.axes, choice.axes, strict=True) if s.factor == factor)
             elements *= rule.sizes[factor] // cut
         return elements * call.item_bytes
-
-    @cached_property
-    def _charges(self) -> dict[Role, tuple[int, ...]]:
-        """Which tensors (operands, then results) each role pays for as saved: the first reader of a value that
-        needs it in backward pays, views of one tensor count once, parameters are paid as parameters.
-        """
-        root: dict[Ref, Ref] = {}
-        paid_by: dict[tuple[Role, int], tuple[Role, int]] = {}
-        charges: dict[Role, dict[int, None]] = {}
-        for node in self.graph.nodes:
-            row = OPS.get(node.op)
-            results = [Ref(node.name, i) for i in range(len(node.results))]
-            if row is not None and row.view and node.inputs:
-                root.update({ref: root.get(node.inputs[0], node.inputs[0]) for ref in results})
-                continue
-            if not any(t.grad for t in node.results):
-                continue
-            tensors = (*node.inputs, *results)
-            places = range(len(tensors)) if row is None else _places(row.saved(node), len(node.inputs), len(tensors))
-            role = self.role_of[node.name]
-            for place in places:
-                ref = root.get(tensors[place], tensors[place])
-                if self.graph.by_name[ref.node].op == "param":
-                    continue
-                value = (self.role_of[ref.node], ref.index)
-                if paid_by.setdefault(value, (role, place)) == (role, place):
-                    charges.setdefault(role, {})[place] = None
-        return {role: tuple(places) for role, places in charges.items()}
 
     def _edge(
         self, tail: Role, head: Role, ref: Ref, positions: tuple[int, ...], count: int
@@ -436,37 +359,6 @@ class Work:
     inner_s: float
     saved_bytes: int
     transient_bytes: int
-
-
-def _places(saved: tuple[str, ...], operands: int, tensors: int) -> list[int]:
-    places = [int(word[2:]) if word.startswith("in") else operands + int(word[3:]) for word in saved]
-    return [place for place in places if place < tensors]
-
-
-def _roles(folded: Folded) -> tuple[dict[str, Role], dict[Role, list[str]]]:
-    """Role of every node, and the members of every role in graph order.
-
-    A leaf that only one block reads shares its role with the leaf at the same place of the other
-    instances; a leaf that several blocks read is a decision of its own.
-    """
-    role_of: dict[str, Role] = {}
-    reading: dict[str, list[Role]] = {}
-    for number, instance in enumerate(folded.instances):
-        for position, node in enumerate(instance.block.nodes):
-            role_of[node.name] = ("op", instance.kind, position)
-        for slot, ref in enumerate(instance.block.inputs):
-            reading.setdefault(ref.node, []).append((number, instance.kind, slot))
-    outputs = {ref.node for ref in folded.graph.outputs}
-    for node in folded.graph.leaves:
-        places = reading.get(node.name, [])
-        if len(places) == 1 and node.name not in outputs:
-            role_of[node.name] = ("leaf", *places[0][1:])
-        else:
-            role_of[node.name] = ("leaf", node.name)
-    members: dict[Role, list[str]] = {}
-    for node in folded.graph.nodes:
-        members.setdefault(role_of[node.name], []).append(node.name)
-    return role_of, members
 
 
 def rules_of(graph: Graph) -> dict[str, Rule]:

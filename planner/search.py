@@ -192,7 +192,8 @@ def _together(
 
 def _decided(block: Block, space: Space) -> list[tuple[str, int]]:
     """Nodes whose decisions belong to a block: its own, and the leaves that only it reads."""
-    leaves = [ref.node for ref in block.inputs if space.role_of[ref.node][:1] == ("leaf",) and ref.node in space.own]
+    own = space.skeleton.own
+    leaves = [ref.node for ref in block.inputs if space.role_of[ref.node][0] == "leaf" and ref.node in own]
     return [(node.name, len(node.results)) for node in block.nodes] + [(name, 1) for name in leaves]
 
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import I, Layout, LocalType, Mesh, R, Shard, local_shape
 from planner.ops import OPS
 from planner.rules import AxisStrategy, Inner, Rule, axis_strategies, find
 
-Cuts = Mapping[tuple[Ref, int], frozenset[int]]
+Strips = Mapping[int, frozenset[int]]
+"""Dim of a value -> the strip counts above 1 that it may be cut into."""
+Cuts = Mapping[Ref, Strips]
 Allow = Callable[[Node, int, AxisStrategy], bool]
 
 
@@ -60,21 +63,6 @@ def opaque_rule(operands: tuple[TensorType, ...], results: tuple[TensorType, ...
     return Rule(sizes, tuple(tensors[: len(operands)]), tuple(tensors[len(operands) :]), whole=frozenset(sizes))
 
 
-def find_cuts(graph: Graph, rules: Mapping[str, Rule], sizes: tuple[int, ...]) -> Cuts:
-    """Where tensors may be cut into strips: for each (value, dim), the strip counts above 1 worth trying.
-
-    A cut is born where a dim is made of several factors (a merged batch*sequence, a fused 3*heads*size)
-    and the parts before it cannot be sharded themselves, or are sharded apart; it then travels through
-    every operator that keeps the factor. A cut survives only at values that some operator can both
-    produce and consume cut.
-    """
-    wires = _Wires(graph, rules)
-    cuts = _born(wires, sizes)
-    _spread(cuts, wires)
-    _drop_dead(cuts, wires)
-    return {(wires.refs[value], dim): frozenset(strips) for (value, dim), strips in cuts.items() if strips}
-
-
 class _Seats:
     """Where the factors of a rule sit in its tensors (operands, then results); made once per distinct rule."""
 
@@ -97,8 +85,16 @@ class _Seats:
         return self._cut[key]
 
 
-class _Wires:
-    """A graph as numbered values.
+class Wires:
+    """The values of a graph, numbered, and the operators that touch them: where may values be cut into strips?
+
+    A cut is born where a dim is made of several factors (a merged batch*sequence, a fused 3*heads*size)
+    and the parts before it cannot be sharded themselves, or are sharded apart; it then travels through
+    every operator that keeps the factor. A cut survives only at values that some operator can both
+    produce and consume cut.
+
+    Args:
+        operators: rule, operands and results of each, in topological order.
 
     Attributes:
         refs: the value of each number.
@@ -106,48 +102,62 @@ class _Wires:
         produced: for each value, whether an operator produces it.
     """
 
-    def __init__(self, graph: Graph, rules: Mapping[str, Rule]):
+    def __init__(self, operators: Iterable[tuple[Rule, tuple[Ref, ...], tuple[Ref, ...]]]):
         self.refs: list[Ref] = []
         self.uses: list[list[tuple[list[int], _Seats, int]]] = []
         self.produced: list[bool] = []
         numbers: dict[Ref, int] = {}
         seats: dict[int, _Seats] = {}
-        for node in graph.nodes:
-            rule = rules.get(node.name)
-            if rule is None:
-                continue
+        for rule, operands, results in operators:
             if id(rule) not in seats:
                 seats[id(rule)] = _Seats(rule)
-            values = []
-            for place, ref in enumerate((*node.inputs, *(Ref(node.name, i) for i in range(len(node.results))))):
+            values: list[int] = []
+            for place, ref in enumerate((*operands, *results)):
                 value = numbers.setdefault(ref, len(numbers))
                 if value == len(self.refs):
                     self.refs.append(ref)
                     self.uses.append([])
-                    self.produced.append(place >= len(node.inputs))
+                    self.produced.append(place >= len(operands))
                 values.append(value)
                 self.uses[value].append((values, seats[id(rule)], place))
+
+    def born(self, sizes: tuple[int, ...]) -> frozenset[tuple[int, int, int]]:
+        """Cuts (value, dim, strips) at factors that lie behind others in a dim, where an axis may shard them."""
+        return frozenset(cut for cut, length in self._behind if any(length % size == 0 for size in sizes if size > 1))
+
+    @cached_property
+    def _behind(self) -> tuple[tuple[tuple[int, int, int], int], ...]:
+        """Every cut at a factor that lies behind others in a dim, with the factor's size."""
+        found: dict[tuple[tuple[int, int, int], int], None] = {}
+        for value, uses in enumerate(self.uses):
+            for _, seats, place in uses:
+                rule = seats.rule
+                for dim, factors in enumerate(seats.dims[place]):
+                    for factor in factors[1:]:
+                        if factor not in rule.whole:
+                            at = find(seats.dims[place], factor, rule.sizes)
+                            assert at is not None
+                            found[(value, dim, at[1]), rule.sizes[factor]] = None
+        return tuple(found)
+
+    def cuts(self, born: frozenset[tuple[int, int, int]]) -> Cuts:
+        """Where values may be cut, for each value and dim, given the cuts that are born."""
+        cuts: _NumberedCuts = {}
+        for value, dim, count in sorted(born):
+            cuts.setdefault((value, dim), set()).add(count)
+        _spread(cuts, self)
+        _drop_dead(cuts, self)
+        found: dict[Ref, dict[int, frozenset[int]]] = {}
+        for (value, dim), strips in cuts.items():
+            if strips:
+                found.setdefault(self.refs[value], {})[dim] = frozenset(strips)
+        return found
 
 
 _NumberedCuts = dict[tuple[int, int], set[int]]
 
 
-def _born(wires: _Wires, sizes: tuple[int, ...]) -> _NumberedCuts:
-    """Cuts at factors that lie behind others in a dim, where an axis may shard them."""
-    cuts: _NumberedCuts = {}
-    for value, uses in enumerate(wires.uses):
-        for _, seats, place in uses:
-            rule = seats.rule
-            for dim, factors in enumerate(seats.dims[place]):
-                for factor in factors[1:]:
-                    if factor not in rule.whole and any(rule.sizes[factor] % size == 0 for size in sizes if size > 1):
-                        found = find(seats.dims[place], factor, rule.sizes)
-                        assert found is not None
-                        cuts.setdefault((value, dim), set()).add(found[1])
-    return cuts
-
-
-def _spread(cuts: _NumberedCuts, wires: _Wires) -> None:
+def _spread(cuts: _NumberedCuts, wires: Wires) -> None:
     """Carry every cut along its factor through all operators."""
     waiting = [(*key, strips) for key, values in cuts.items() for strips in values]
     while waiting:
@@ -180,7 +190,7 @@ def factor_at(dim: tuple[str, ...], cut: int, rule: Rule) -> tuple[str, int] | N
     return None
 
 
-def _drop_dead(cuts: _NumberedCuts, wires: _Wires) -> None:
+def _drop_dead(cuts: _NumberedCuts, wires: Wires) -> None:
     """Remove cuts that the producer cannot make or no consumer can take, until none is left."""
     waiting = {(*key, strips): None for key, values in cuts.items() for strips in values}
     while waiting:
@@ -198,7 +208,7 @@ def _drop_dead(cuts: _NumberedCuts, wires: _Wires) -> None:
                     waiting[values[other], other_dim, major * outer] = None
 
 
-def _is_alive(value: int, dim: int, strips: int, cuts: _NumberedCuts, wires: _Wires) -> bool:
+def _is_alive(value: int, dim: int, strips: int, cuts: _NumberedCuts, wires: Wires) -> bool:
     """Whether the producer of a value, if it has one, makes the cut and some consumer takes it."""
     made, taken = not wires.produced[value], False
     for values, seats, place in wires.uses[value]:
@@ -225,69 +235,64 @@ def _alive_elsewhere(
 
 
 def op_choices(
-    graph: Graph, node: Node, rule: Rule, mesh: Mesh, cuts: Cuts, allow: Allow | None = None
+    graph: Graph, node: Node, rule: Rule, mesh: Mesh, strips: tuple[Strips, ...], allow: Allow | None = None
 ) -> list[Choice]:
     """Every way to run ``node`` on ``mesh`` whose local shapes are even, without repeats.
 
     Args:
+        strips: for each operand, then result: where it may be cut.
         allow: keeps an axis strategy (node, axis index, strategy); an axis on which it keeps nothing
             may still be computed in full on every rank.
     """
     outers: dict[str, set[int]] = {}
-    for ref, dims in tensors_of(node, rule):
-        for dim, factors in enumerate(dims):
-            for cut in cuts.get((ref, dim), ()):
-                found = factor_at(factors, cut, rule)
+    for cuts, dims in zip(strips, (*rule.operands, *rule.results), strict=True):
+        for dim, counts in cuts.items():
+            for cut in counts:
+                found = factor_at(dims[dim], cut, rule)
                 if found:
                     outers.setdefault(found[0], set()).add(found[1])
-    operand_types = graph.input_types(node)
-    differentiated = any(t.grad for t in (*operand_types, *node.results))
+    tensors = (*graph.input_types(node), *node.results)
     per_axis = []
     for position, axis in enumerate(mesh.axes):
         every = axis_strategies(rule, axis.size, {f: frozenset(o) for f, o in outers.items()})
-        if not differentiated:
+        if not any(t.grad for t in tensors):
             every = [s for s in every if s.kind != "invariant"]
         kept = [s for s in every if allow is None or allow(node, position, s)]
-        per_axis.append(kept or [s for s in every if s.kind in ("invariant", "replicate")])
-    seen, choices = set(), []
-    shards = [frozenset(shards_of(ref, t, cuts)) for ref, t in _typed(graph, node)]
-    for axes in itertools.product(*per_axis):
-        operands = tuple(_resting((s.operands[i] for s in axes), t) for i, t in enumerate(operand_types))
-        results = tuple(_resting((s.results[i] for s in axes), t) for i, t in enumerate(node.results))
-        inner = tuple(s.inner for s in axes)
-        if (operands, results, inner) in seen:
-            continue
-        seen.add((operands, results, inner))
-        tensors = zip((*operand_types, *node.results), (*operands, *results), strict=True)
-        if all(_holds(t, layout, known, mesh) for (t, layout), known in zip(tensors, shards, strict=True)):
+        kept = kept or [s for s in every if s.kind in ("invariant", "replicate")]
+        typed = [(s, _resting((*s.operands, *s.results), tensors)) for s in kept]
+        per_axis.append([(s, types) for s, types in typed if _are_known(types, strips)])
+    operands = len(node.inputs)
+    choices: dict[object, Choice] = {}
+    for combination in itertools.product(*per_axis):
+        axes = tuple(s for s, _ in combination)
+        layouts = tuple(zip(*(types for _, types in combination), strict=True))
+        key = (layouts, tuple(s.inner for s in axes))
+        if key not in choices and all(
+            local_shape(t.shape, layout, mesh.sizes) is not None for t, layout in zip(tensors, layouts, strict=True)
+        ):
             label = " ".join(f"{a.name}:{s}" for a, s in zip(mesh.axes, axes, strict=True))
-            choices.append(Choice(tuple(axes), operands, results, label))
-    return choices
+            choices[key] = Choice(axes, layouts[:operands], layouts[operands:], label)
+    return list(choices.values())
 
 
-def _typed(graph: Graph, node: Node) -> list[tuple[Ref, TensorType]]:
-    results = [Ref(node.name, i) for i in range(len(node.results))]
-    return [(ref, graph.type_of(ref)) for ref in (*node.inputs, *results)]
-
-
-def _holds(tensor: TensorType, layout: Layout, shards: frozenset[Shard], mesh: Mesh) -> bool:
-    """Whether a tensor can have a layout: even local shapes, and only cuts that survive along the graph."""
-    known = all(t in shards for t in layout if isinstance(t, Shard))
-    return known and local_shape(tensor.shape, layout, mesh.sizes) is not None
-
-
-def _resting(types: Iterable[LocalType], tensor: TensorType) -> Layout:
+def _resting(types: tuple[LocalType, ...], tensors: tuple[TensorType, ...]) -> tuple[LocalType, ...]:
     """Without a gradient I and R are one type, written R."""
-    return tuple(R if t == I and not tensor.grad else t for t in types)
+    return tuple(R if t == I and not tensor.grad else t for t, tensor in zip(types, tensors, strict=True))
 
 
-def leaf_layouts(node: Node, mesh: Mesh, cuts: Cuts) -> list[Layout]:
+def _are_known(types: tuple[LocalType, ...], strips: tuple[Strips, ...]) -> bool:
+    """Whether every shard is of a whole dim or of strips that survive along the graph."""
+    shards = [(t, cuts) for t, cuts in zip(types, strips, strict=True) if isinstance(t, Shard)]
+    return all(t.outer == 1 or t.outer in cuts.get(t.dim, ()) for t, cuts in shards)
+
+
+def leaf_layouts(node: Node, mesh: Mesh, strips: Strips) -> list[Layout]:
     """How a leaf may be stored: parameters whole (I) or sharded, inputs whole or split along dim 0, buffers whole."""
     tensor = node.results[0]
     whole: LocalType = I if tensor.grad else R
     types: list[LocalType] = [whole]
     if node.op == "param":
-        types += shards_of(Ref(node.name), tensor, cuts)
+        types += shards_of(tensor, strips)
     elif node.op == "input" and tensor.shape:
         types.append(Shard(0))
     return [
@@ -303,11 +308,11 @@ def _crosses(layout: Layout) -> bool:
     return any(a.dim == b.dim and max(a.outer, b.outer) > 1 for a, b in itertools.combinations(shards, 2))
 
 
-def shards_of(ref: Ref, tensor: TensorType, cuts: Cuts) -> list[Shard]:
+def shards_of(tensor: TensorType, strips: Strips) -> list[Shard]:
     """Every shard type worth considering for a value."""
     return [
         Shard(dim, outer)
         for dim, size in enumerate(tensor.shape)
         if size > 1
-        for outer in sorted(cuts.get((ref, dim), frozenset()) | {1})
+        for outer in sorted(strips.get(dim, frozenset()) | {1})
     ]

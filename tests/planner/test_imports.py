@@ -34,7 +34,8 @@ ROOMS: dict[str, set[str]] = {
     "solve": {"errors", "problem"},
     "conversion": {*BASE, "cost", "problem"},
     "strategy": {*BASE, "rules", "ops"},
-    "formulate": {*BASE, "rules", "ops", "fold", "cost", "problem", "conversion", "strategy"},
+    "skeleton": {*BASE, "rules", "ops", "fold", "strategy"},
+    "formulate": {*BASE, "rules", "ops", "fold", "cost", "problem", "conversion", "strategy", "skeleton"},
     "pins": {*BASE, "rules", "ops", "mesh", "strategy", "formulate"},
     "predict": {*BASE, "fold", "cost", "conversion", "formulate"},
 }

@@ -2,11 +2,13 @@
 
 import pytest
 
+from planner.fold import fold_off
 from planner.formulate import rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import I, Mesh, P, R, Shard
 from planner.rules import Rule, axis_strategies, shard_factor
-from planner.strategy import find_cuts, leaf_layouts, op_choices, rule_of
+from planner.skeleton import Skeleton
+from planner.strategy import leaf_layouts, op_choices, rule_of
 
 
 def linear_rule(m=8, k=4, n=6):
@@ -66,9 +68,10 @@ def test_a_sequence_survives_being_merged_behind_the_batch():
         (Ref("parted"),),
     )
     rules = rules_of(graph)
-    cuts = find_cuts(graph, rules, (4,))
-    assert cuts[Ref("merged"), 0] == frozenset({2})
-    choices = op_choices(graph, graph.by_name["middle"], rules["middle"], Mesh.of(a=4), cuts)
+    cuts = Skeleton(fold_off(graph), rules).cuts((4,))
+    assert cuts[Ref("merged")] == {0: frozenset({2})}
+    strips = cuts[Ref("merged")], cuts[Ref("middle")]
+    choices = op_choices(graph, graph.by_name["middle"], rules["middle"], Mesh.of(a=4), strips)
     assert (Shard(0, 2),) in [choice.results[0] for choice in choices]
 
 
@@ -83,14 +86,14 @@ def test_a_cut_that_no_one_can_use_is_dropped():
         ),
         (Ref("soft"),),
     )
-    assert not find_cuts(graph, rules_of(graph), (2, 4))
+    assert not Skeleton(fold_off(graph), rules_of(graph)).cuts((2, 4))
 
 
 def test_an_unknown_operator_is_replicated():
     node = Node("odd", "mylib.odd.default", (("x", Ref("x")),), (TensorType((4, 4), "float32", True),))
     leaf = Node("x", "param", (), (TensorType((4, 4), "float32", True),), target="x")
     graph = Graph((leaf, node), (Ref("odd"),))
-    choices = op_choices(graph, node, rule_of(graph, node), Mesh.of(a=2, b=2), {})
+    choices = op_choices(graph, node, rule_of(graph, node), Mesh.of(a=2, b=2), ({}, {}))
     assert {t for choice in choices for layout in (*choice.operands, *choice.results) for t in layout} == {I, R}
 
 
