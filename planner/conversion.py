@@ -124,6 +124,7 @@ class ConversionTable:
 
     Attributes:
         layouts: every layout considered, valid for the shape.
+        held: bytes that one rank holds in each of them.
         forward_s, backward_s: matrices [from, to] of seconds along the chosen route; ``inf`` when there is none.
     """
 
@@ -149,7 +150,7 @@ class ConversionTable:
         backward = np.full((count, count), np.inf)
         np.fill_diagonal(forward, 0.0)
         np.fill_diagonal(backward, 0.0)
-        held = np.array([local_bytes(tensor, layout, mesh) for layout in self.layouts], np.int64)
+        held = self.held = np.array([local_bytes(tensor, layout, mesh) for layout in self.layouts], np.int64)
         for number, axis in enumerate(mesh.axes):
             silent = np.zeros(count)
             prices = np.stack([silent if axis.size == 1 or not kind else price(kind, axis, held) for kind in _KINDS])

@@ -140,6 +140,7 @@ class Space:
         self.role_of, self.members, self.leaving = self.skeleton.role_of, self.skeleton.members, self.skeleton.leaving
         self._cuts = self.skeleton.cuts(mesh.sizes)
         self._tables: dict[object, ConversionTable] = {}
+        self._edges: dict[object, tuple[Floats, Floats, Ints]] = {}
         self._choices_of: dict[Role, list[Choice]] = {}
         self._alike: dict[object, list[Choice]] = {}
 
@@ -287,12 +288,7 @@ class Space:
         """Seconds and bytes of one operator on one rank."""
         row = OPS.get(node.op)
         rule = self.rules[node.name]
-        operands = self.graph.input_types(node)
-        parts = [local_bytes(t, layout, self.mesh) for t, layout in zip(operands, choice.operands, strict=True)]
-        results = [local_bytes(t, layout, self.mesh) for t, layout in zip(node.results, choice.results, strict=True)]
-        moved = sum(parts) + sum(results)
         differentiated = any(t.grad for t in node.results)
-        share = math.prod(a.size for a, s in zip(self.mesh.axes, choice.axes, strict=True) if s.factor)
         inner = {"forward": 0.0, "backward": 0.0}
         for axis, call in choice.inner:
             if call.phase == "forward" or differentiated:
@@ -300,6 +296,11 @@ class Space:
                 inner[call.phase] += self.cost.collective_s(call.kind, self.mesh.axes[axis], bytes_in)
         if row is not None and row.view:
             return Work(0.0, 0.0, inner["forward"] + inner["backward"], 0, 0)
+        operands = self.graph.input_types(node)
+        parts = [local_bytes(t, layout, self.mesh) for t, layout in zip(operands, choice.operands, strict=True)]
+        results = [local_bytes(t, layout, self.mesh) for t, layout in zip(node.results, choice.results, strict=True)]
+        moved = sum(parts) + sum(results)
+        share = math.prod(a.size for a, s in zip(self.mesh.axes, choice.axes, strict=True) if s.factor)
         flops = row.flops(node, operands, rule) / share if row is not None else 0.0
         dtype = node.results[0].dtype if node.results else "float32"
         forward = self.cost.compute_s(flops, moved, dtype)
@@ -320,26 +321,13 @@ class Space:
         self, tail: Role, head: Role, ref: Ref, positions: tuple[int, ...], count: int
     ) -> tuple[Floats, Floats, Ints]:
         table = self.table(ref)
-        sources = [self._layout_at_tail(tail, option, ref.index) for option in self.options[tail]]
-        rows = np.array([table.index[layout] for layout in sources])
-        shape = (len(rows), len(self.options[head]))
-        forward, backward = np.zeros(shape), np.zeros(shape)
-        gathered = np.zeros(shape, np.int64)
         is_param = self.graph.by_name[ref.node].op == "param"
-        for nth, position in enumerate(positions):
-            wanted = [self._layout_at_head(option, position) for option in self.options[head]]
-            before = [[self._layout_at_head(o, p) for p in positions[:nth]] for o in self.options[head]]
-            repeated = np.array([layout in earlier for layout, earlier in zip(wanted, before, strict=True)])
-            columns = np.array([table.index[layout] for layout in wanted])
-            pairs = np.ix_(rows, columns)
-            forward += np.where(repeated, 0.0, table.forward_s[pairs])
-            backward += np.where(repeated, 0.0, table.backward_s[pairs])
-            if is_param:
-                sizes = np.array([local_bytes(table.tensor, layout, self.mesh) for layout in table.layouts])
-                gathered += np.maximum(0, sizes[columns][None, :] - sizes[rows][:, None])
-        if is_param:
-            return forward * count, backward * count, gathered * count
-        return (forward + backward) * count, np.zeros(shape), gathered
+        rows = np.array([table.index[self._layout_at_tail(tail, o, ref.index)] for o in self.options[tail]])
+        columns = [np.array([table.index[self._layout_at_head(o, p)] for o in self.options[head]]) for p in positions]
+        key = (id(table), rows.tobytes(), tuple(each.tobytes() for each in columns), is_param, count)
+        if key not in self._edges:
+            self._edges[key] = _convert(table, rows, columns, is_param, count)
+        return self._edges[key]
 
     @staticmethod
     def _layout_at_tail(tail: Role, option: Choice | Layout, index: int) -> Layout:
@@ -348,6 +336,31 @@ class Space:
     @staticmethod
     def _layout_at_head(option: Choice | Layout, position: int) -> Layout:
         return option.operands[position] if isinstance(option, Choice) else option
+
+
+def _convert(
+    table: ConversionTable, rows: Ints, columns: list[Ints], is_param: bool, count: int
+) -> tuple[Floats, Floats, Ints]:
+    """Seconds, seconds that can hide, and bytes of ``count`` conversions of a value from layouts to layouts.
+
+    Args:
+        rows: the number of its layout for each choice of its source.
+        columns: for every operand that reads it, the number of the layout for each choice of the reader; one layout
+            is made once.
+    """
+    shape = (len(rows), len(columns[0]))
+    forward, backward = np.zeros(shape), np.zeros(shape)
+    gathered = np.zeros(shape, np.int64)
+    for nth, wanted in enumerate(columns):
+        pairs = np.ix_(rows, wanted)
+        repeated = np.any([wanted == earlier for earlier in columns[:nth]], axis=0)
+        forward += np.where(repeated, 0.0, table.forward_s[pairs])
+        backward += np.where(repeated, 0.0, table.backward_s[pairs])
+        if is_param:
+            gathered += np.maximum(0, table.held[wanted][None, :] - table.held[rows][:, None])
+    if is_param:
+        return forward * count, backward * count, gathered * count
+    return (forward + backward) * count, np.zeros(shape), gathered
 
 
 @dataclass(frozen=True)
