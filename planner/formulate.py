@@ -20,6 +20,7 @@ from planner.conversion import ConversionTable, Route, local_bytes
 from planner.cost import CostModel
 from planner.fold import Folded
 from planner.graph import Graph, Node, Ref
+from planner.kernel import Stream, kernel_of
 from planner.layout import I, Layout, LocalType, Mesh, R, local_shape
 from planner.ops import OPS
 from planner.problem import Answer, Edge, Floats, Ints, Problem, Vertex
@@ -282,7 +283,8 @@ class Space:
         elements = held // tensor.item_bytes
         state = elements * self.training.optimizer_bytes_per_element
         # The update reads parameter, gradient and state, and writes parameter and state.
-        return self.cost.compute_s(0.0, 3 * held + 2 * state, tensor.dtype), 2 * held + state
+        update_s = self.cost.compute_s(0.0, 3 * held + 2 * state, tensor.dtype, kernel=Stream("optimizer"))
+        return update_s, 2 * held + state
 
     def work(self, node: Node, choice: Choice) -> Work:
         """Seconds and bytes of one operator on one rank."""
@@ -297,14 +299,19 @@ class Space:
         if row is not None and row.view:
             return Work(0.0, 0.0, inner["forward"] + inner["backward"], 0, 0)
         operands = self.graph.input_types(node)
-        parts = [local_bytes(t, layout, self.mesh) for t, layout in zip(operands, choice.operands, strict=True)]
+        layouts = zip(operands, choice.operands, strict=True)
+        shapes = [local_shape(t.shape, layout, self.mesh.sizes) or () for t, layout in layouts]
+        parts = [math.prod(shape) * t.item_bytes for t, shape in zip(operands, shapes, strict=True)]
         results = [local_bytes(t, layout, self.mesh) for t, layout in zip(node.results, choice.results, strict=True)]
         moved = sum(parts) + sum(results)
         share = math.prod(a.size for a, s in zip(self.mesh.axes, choice.axes, strict=True) if s.factor)
         flops = row.flops(node, operands, rule) / share if row is not None else 0.0
         dtype = node.results[0].dtype if node.results else "float32"
-        forward = self.cost.compute_s(flops, moved, dtype)
-        backward = self.cost.compute_s(2 * flops, 2 * moved, dtype) if differentiated else 0.0
+        kernel = kernel_of(node.op, shapes, causal=dict(node.args).get("is_causal") is True)
+        forward = self.cost.compute_s(flops, moved, dtype, kernel=kernel)
+        backward = 0.0
+        if differentiated:
+            backward = self.cost.compute_s(2 * flops, 2 * moved, dtype, kernel=kernel and kernel.backward)
         saved = sum((parts + results)[place] for place in self.skeleton.charges.get(self.role_of[node.name], ()))
         transient = moved * (2 if differentiated else 1)
         return Work(forward, backward, inner["forward"] + inner["backward"], saved, transient)

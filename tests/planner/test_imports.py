@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "conversion": {*BASE, "cost", "problem"},
     "strategy": {*BASE, "rules", "ops"},
     "skeleton": {*BASE, "rules", "ops", "fold", "strategy"},
-    "formulate": {*BASE, "rules", "ops", "fold", "cost", "problem", "conversion", "strategy", "skeleton"},
+    "formulate": {*BASE, "kernel", "rules", "ops", "fold", "cost", "problem", "conversion", "strategy", "skeleton"},
     "pins": {*BASE, "rules", "ops", "mesh", "strategy", "formulate"},
     "predict": {*BASE, "fold", "cost", "conversion", "formulate"},
 }
