@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner.solve.bound import Bounds, lower_bounds
 from planner.solve.front import solve
 
-__all__ = ["solve"]
+__all__ = ["Bounds", "lower_bounds", "solve"]

@@ -20,13 +20,16 @@ def solve(
     time_limit_s: float = 60.0,
     incumbent: tuple[int, ...] | None = None,
     cutoff_s: float = math.inf,
+    leanest: bool = True,
 ) -> Answer:
     """The assignment of least ``evaluate(...).time_s`` whose peak fits ``limit_bytes``, with a proven lower bound.
 
     ``incumbent`` is an assignment to start from. The search ends as soon as nothing faster than ``cutoff_s`` can
     exist: then ``bound_s`` reaches ``cutoff_s`` and the choices are merely feasible. The answer is the same in every
     process unless the time limit cuts the search short. ``infeasible`` is proven when ``bound_s`` is infinite; with
-    a finite bound the time limit came before any feasible assignment. Raises :class:`AutoparError` on malformed
+    a finite bound the time limit or the cutoff came before any feasible assignment. The assignment of least peak is
+    looked for then, which may take longer than the search, unless ``leanest`` is false: ``choices`` are empty then.
+    Raises :class:`AutoparError` on malformed
     problems.
     """
     start = time.monotonic()
@@ -37,6 +40,8 @@ def solve(
         best.offer(incumbent)
     model = drop_forbidden(build_model(problem))
     bound = math.inf if model is None else search(model, best, deadline)
+    if best.choices is None and not leanest:
+        return Answer((), math.inf, bound, "infeasible", time.monotonic() - start)
     if best.choices is None:
         choices = least_peak(problem, deadline)
         best.offer(choices)
