@@ -1,6 +1,8 @@
 """Cluster descriptions: what people write becomes checked numbers, and what is wrong says the way out."""
 
+import itertools
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import yaml
 from planner.cluster import ClusterSpec, Device, Level, PeakFlops
 from planner.errors import ClusterError
 
-PRESETS = ("dgx-a100", "dgx-h100", "dgx-v100", "hgx-b200", "hgx-h200", "workstation")
+GPUS = ("dgx-a100", "dgx-a100-40gb", "dgx-h100", "dgx-v100", "hgx-b200", "hgx-h200", "workstation")
+PRESETS = ("cpu", *GPUS)
 
 WRITTEN = """
 name: lab
@@ -67,11 +70,41 @@ def test_presets_have_plausible_numbers(name: str) -> None:
     spec = ClusterSpec.preset(name, nodes=2)
     assert spec.name == name
     assert spec.world_size == 2 * spec.levels[0].size
-    assert 20e9 < spec.device.memory_bytes < 200e9
-    assert spec.device.peak("float16") > spec.device.peak("float32") >= spec.device.peak("float64")
+    assert 20e9 < spec.device.memory_bytes < 300e9
+    assert spec.device.peak("float16") >= spec.device.peak("float32") >= spec.device.peak("float64")
     inner, outer = spec.levels
     assert inner.bandwidth_bytes_per_s > outer.bandwidth_bytes_per_s
     assert inner.latency_s < outer.latency_s
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_presets_of_gpus_know_their_multiprocessors(name: str) -> None:
+    device = ClusterSpec.preset(name).device
+    assert device.multiprocessors is not None and 80 <= device.multiprocessors <= 160
+    # A tile of 256 x 128 in half precision comes out of the cache as fast as it is multiplied.
+    cache = device.cache_bandwidth_bytes_per_s
+    assert cache is not None
+    assert 384 * 2 / cache <= 2 * 256 * 128 / (device.peak("float16") * device.matmul_efficiency)
+    assert all(0.2 < share < device.matmul_efficiency + 0.01 for share in device.attention_efficiency)
+
+
+def test_products_of_float32_run_as_they_are_told_to() -> None:
+    device = ClusterSpec.preset("dgx-a100").device
+    assert device.peak("float32") == 19.5e12
+    faster = device.model_copy(update={"float32_products": "tfloat32"})
+    assert faster.peak("float32") == faster.peak("tfloat32") == 156e12
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_number_of_a_preset_has_a_source(name: str) -> None:
+    """A comment on its line, on the line above, or on that of the peaks for all of them."""
+    lines = resources.files("planner").joinpath(f"presets/{name}.yaml").read_text().splitlines()
+    for above, line in itertools.pairwise(lines):
+        key, _, value = line.partition("#")[0].strip(" -").partition(":")
+        is_peak = line.startswith("    ") and key.startswith(("float", "tfloat", "bfloat"))
+        if any(c.isdigit() for c in value) and key not in ("name", "kind", "size") and not is_peak:
+            assert "#" in line or above.strip().startswith("#"), line
+    assert any("peak_flops_per_s:  #" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +152,31 @@ def test_local_processes_share_the_machine() -> None:
     assert four.device.memory_bytes == one.device.memory_bytes // 4
     assert four.device.peak("float32") == one.device.peak("float32") / 4
     assert ClusterSpec.local(4, memory_bytes=1000).device.memory_bytes == 1000
+
+
+@pytest.mark.parametrize(
+    "found, name, devices",
+    [
+        (["NVIDIA H100 80GB HBM3"] * 8, "NVIDIA H100 SXM 80GB", 8),
+        (["NVIDIA A100-SXM4-40GB"] * 4, "NVIDIA A100 SXM4 40GB", 4),
+        (["NVIDIA GeForce RTX 4090"], "NVIDIA GeForce RTX 4090", 1),
+        (["Tesla V100-SXM2-32GB"] * 8, "NVIDIA V100 SXM2 32GB", 8),
+        ([], "cpu", 3),
+    ],
+)
+def test_detects_the_machine(monkeypatch: pytest.MonkeyPatch, found: list[str], name: str, devices: int) -> None:
+    monkeypatch.setattr("planner.host.gpus", lambda: found)
+    monkeypatch.setattr("planner.host.cores", lambda: 3)
+    spec = ClusterSpec.detect()
+    assert (spec.device.kind, spec.world_size) == (name, devices)
+
+
+@pytest.mark.parametrize("found", [["NVIDIA H100 PCIe"], ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]])
+def test_gpus_that_no_preset_describes(monkeypatch: pytest.MonkeyPatch, found: list[str]) -> None:
+    monkeypatch.setattr("planner.host.gpus", lambda: found)
+    with pytest.raises(ClusterError, match="no preset describes the GPUs") as caught:
+        ClusterSpec.detect()
+    assert found[0] in str(caught.value) and "autopar profile" in str(caught.value)
 
 
 def test_describe() -> None:
