@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from planner.predict import predict
 from planner.search import search
 
 Progress = Callable[[str], None]
-Fold = Literal["graph", "off"]
+Fold = Literal["capture", "graph", "off"]
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,11 @@ def trace(
     example_args: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
+    fold: Fold = "capture",
 ) -> Traced:
-    """Capture and lower a model; see :func:`autopar.capture.capture`."""
+    """Capture and lower a model; see :func:`autopar.capture.capture`, and :func:`plan` for ``fold``."""
     start = time.monotonic()
-    captured = capture(model, example_args, example_kwargs, loss_fn)
+    captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
     return Traced(captured, lower(captured), type(model).__name__, time.monotonic() - start)
 
 
@@ -63,7 +64,7 @@ def plan(
     loss_fn: LossFn | None = None,
     pin: Mapping[str, Any] | None = None,
     optimizer_bytes_per_element: int = 8,
-    fold: Fold = "graph",
+    fold: Fold = "capture",
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> Plan:
@@ -77,7 +78,9 @@ def plan(
         loss_fn: ``loss_fn(outputs, batch)`` when the model does not compute its loss itself.
         pin: decisions to fix, e.g. ``{"data": 2, "tensor": 4}``; see :class:`planner.pins.Pins`.
         optimizer_bytes_per_element: optimizer state per parameter element; Adam's is 8.
-        fold: ``"graph"`` decides once per distinct block, ``"off"`` for every operator of the model.
+        fold: ``"capture"`` traces and decides once per distinct block, ``"graph"`` traces the whole model and then
+            decides once per distinct block, ``"off"`` decides for every operator of the model. The result is the
+            same, sooner or later; a plan made in one way applies in all.
         time_limit_s: when to stop proving; the plan then carries the proven gap.
         progress: called with a line of text as the search advances.
 
@@ -90,7 +93,7 @@ def plan(
     _check_search(fold, time_limit_s, optimizer_bytes_per_element)
     pins = Pins.parse(pin)
     _say(progress, f"capturing {type(model).__name__}")
-    traced = trace(model, example_args, example_kwargs, loss_fn)
+    traced = trace(model, example_args, example_kwargs, loss_fn, fold)
     return plan_traced(
         traced,
         cluster,
@@ -108,14 +111,14 @@ def plan_traced(
     pins: Pins,
     training: Training,
     *,
-    fold: Fold = "graph",
+    fold: Fold = "capture",
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> Plan:
     """Plan a captured model; see :func:`plan`."""
     _say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
     found = search(
-        traced.graph, cluster, pins, training, folding=fold == "graph", time_limit_s=time_limit_s, progress=progress
+        traced.graph, cluster, pins, training, folding=fold != "off", time_limit_s=time_limit_s, progress=progress
     )
     candidates = tuple(
         {
@@ -306,8 +309,11 @@ def check_arguments(
 
 
 def _check_search(fold: str, time_limit_s: float, optimizer_bytes_per_element: int) -> None:
-    if fold not in ("graph", "off"):
-        raise InputError(f"fold is {fold!r}; it is 'graph' (decide once per distinct block) or 'off'")
+    if fold not in get_args(Fold):
+        raise InputError(
+            f"fold is {fold!r}; it is 'capture' (trace and decide once per distinct block), 'graph' (trace the whole "
+            "model, decide once per distinct block) or 'off' (decide for every operator)"
+        )
     if not time_limit_s > 0:
         raise InputError(f"time_limit_s is {time_limit_s!r}; give seconds, more than 0")
     if not optimizer_bytes_per_element >= 0:

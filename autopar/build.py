@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture import Captured, canonical_names
+from autopar.capture import Captured
+from autopar.flatten import canonical_names
 from autopar.rewrite import STATE, rewrite
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModule

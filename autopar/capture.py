@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.nn.modules.batchnorm import _NormBase
 
+from autopar.flatten import flatten
+from autopar.program import Program, expand
+from autopar.repeats import NotFoldable, Repeats, writes_in_place
 from planner.errors import CaptureError, InputError
 
 LossFn = Callable[..., torch.Tensor]
@@ -33,11 +38,8 @@ class Captured:
     """A captured model.
 
     Attributes:
-        graph: flat functional ATen graph; placeholders are the leaves.
-        leaves: placeholder name -> (kind, original name), kind one of ``input``, ``param``, ``buffer``, ``const``.
-        constants: tensors that the model's code holds, by placeholder name.
-        updates: (buffer name, name of the node that holds its new value).
-        outputs: names of the nodes that leave the model, ``None`` where the output is a static value.
+        program: its operators; what is repeated is held once.
+        constants: tensors that the model's code holds, by name of leaf.
         static_outputs: the static values, aligned with ``outputs``.
         in_spec, out_spec: how nested inputs (args, kwargs) and outputs are flattened.
         input_names: aligned with the flattened inputs: a placeholder's name, or ``None`` for a static value.
@@ -45,17 +47,34 @@ class Captured:
         static_inputs: the static values, aligned with ``input_names``.
     """
 
-    graph: torch.fx.Graph
-    leaves: Mapping[str, tuple[str, str]]
+    program: Program
     constants: Mapping[str, torch.Tensor]
-    updates: tuple[tuple[str, str], ...]
-    outputs: tuple[str | None, ...]
     static_outputs: tuple[Any, ...]
     input_names: tuple[str | None, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     training: bool
     static_inputs: tuple[Any, ...] = ()
+
+    @cached_property
+    def graph(self) -> torch.fx.Graph:
+        """The program written out: a flat functional ATen graph, whose placeholders are the leaves."""
+        return expand(self.program)
+
+    @cached_property
+    def leaves(self) -> Mapping[str, tuple[str, str]]:
+        """Name of a leaf -> (kind, original name), kind one of ``input``, ``param``, ``buffer``, ``const``."""
+        return {leaf.name: (leaf.kind, leaf.target) for leaf in self.program.leaves}
+
+    @property
+    def outputs(self) -> tuple[str | None, ...]:
+        """Names of the nodes that leave the model, ``None`` where the output is a static value."""
+        return self.program.outputs
+
+    @property
+    def updates(self) -> tuple[tuple[str, str], ...]:
+        """(Buffer name, name of the node that holds its new value)."""
+        return self.program.updates
 
 
 class _WithLoss(nn.Module):
@@ -91,6 +110,8 @@ def capture(
     example_args: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
+    *,
+    fold: bool = True,
 ) -> Captured:
     """Capture ``model`` on example inputs (the global batch).
 
@@ -99,6 +120,7 @@ def capture(
         example_args, example_kwargs: inputs of global shape; left out, the model's ``dummy_inputs`` are used.
         loss_fn: ``loss_fn(outputs, batch)`` where batch is ``example_kwargs``; names that ``model.forward``
             does not accept go to the loss alone.
+        fold: trace submodules that repeat once (:mod:`autopar.repeats`); what is captured is the same without.
 
     Raises:
         InputError: no example inputs and no ``dummy_inputs``.
@@ -113,11 +135,38 @@ def capture(
     device = _device_of(model)
     # Export takes one tensor passed twice (labels=input_ids) for one input; copies keep them apart.
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(device, copy=True), (args, kwargs))
+    prefix = "module." if loss_fn is not None else ""
+    if fold and not _keeps_statistics(model):
+        # Where folding fails, capturing the whole either succeeds or says why in terms of the model alone.
+        with contextlib.suppress(NotFoldable, CaptureError):
+            return _capture_folded(whole, args, kwargs, model, prefix)
     with _quick_tracing():
         exported = _export(whole, args, kwargs)
         if _mutates(exported):
             exported = exported.run_decompositions({})
-    return _flatten(exported, model, prefix="module." if loss_fn is not None else "")
+    return _captured(exported, model, prefix, Repeats(None))
+
+
+def _capture_folded(
+    whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, prefix: str
+) -> Captured:
+    """Capture with the calls of equal submodules traced once.
+
+    Raises:
+        CaptureError: the model cannot be exported so.
+        NotFoldable: it can, but would not be the same.
+    """
+    repeats = Repeats(whole)
+    with _quick_tracing(), repeats.watching():
+        exported = _export(whole, args, kwargs)
+    if _mutates(exported):
+        raise NotFoldable("the model writes in place")
+    return _captured(exported, model, prefix, repeats)
+
+
+def _keeps_statistics(model: nn.Module) -> bool:
+    """Whether the forward writes running statistics, which only a whole graph follows."""
+    return any(isinstance(m, _NormBase) and m.training and m.track_running_stats for m in model.modules())
 
 
 def _example_inputs(
@@ -198,49 +247,27 @@ def _quick_tracing() -> Iterator[None]:
 
 
 def _mutates(exported: ExportedProgram) -> bool:
-    """Whether the graph writes to a tensor in place (running statistics, ``x += y``, ``x[i] = y``)."""
-    for module in exported.graph_module.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
-                if isinstance(node.target, torch._ops.OpOverload) and (
-                    node.target._schema.is_mutable or node.target is torch.ops.aten.batch_norm.default
-                ):
-                    return True
-    return False
+    """Whether the graph writes to a tensor in place."""
+    graphs = [module.graph for module in exported.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    return any(writes_in_place(node) for graph in graphs for node in graph.nodes)
 
 
-def _flatten(exported: ExportedProgram, model: nn.Module, prefix: str) -> Captured:
-    graph = exported.graph_module.graph
-    _inline_no_grad(exported.graph_module)
-    _drop_assertions(graph)
-    signature = exported.graph_signature
-    canonical = canonical_names(model)
-    kinds = {InputKind.PARAMETER: "param", InputKind.BUFFER: "buffer"}
-    leaves: dict[str, tuple[str, str]] = {}
-    constants: dict[str, torch.Tensor] = {}
+def _captured(exported: ExportedProgram, model: nn.Module, prefix: str, repeats: Repeats) -> Captured:
+    """What the signature says of inputs and outputs, beside the program."""
     input_names: list[str | None] = []
     static_inputs: list[Any] = []
-    for spec in signature.input_specs:
+    for spec in exported.graph_signature.input_specs:
         if spec.kind == InputKind.USER_INPUT:
-            name = spec.arg.name if isinstance(spec.arg, TensorArgument) else None
-            input_names.append(name)
+            input_names.append(spec.arg.name if isinstance(spec.arg, TensorArgument) else None)
             static_inputs.append(getattr(spec.arg, "value", None))
-            if name is not None:
-                leaves[name] = ("input", name)
-        elif spec.kind in kinds:
-            original = str(spec.target).removeprefix(prefix)
-            leaves[spec.arg.name] = (kinds[spec.kind], canonical.get(original, original))
-        elif spec.kind == InputKind.CONSTANT_TENSOR:
-            leaves[spec.arg.name] = ("const", str(spec.target))
-            constants[spec.arg.name] = exported.constants[str(spec.target)]
-        else:
+        elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             raise CaptureError(
                 f"the model holds an input of kind {spec.kind.name} ({spec.target}), which has no graph form"
             )
-    _merge_shared(graph, leaves)
-    _drop_contiguous(graph)
-    updates, outputs, static = [], [], []
-    for spec in signature.output_specs:
+    updates: list[tuple[str, str]] = []
+    outputs: list[str | None] = []
+    static: list[Any] = []
+    for spec in exported.graph_signature.output_specs:
         name = spec.arg.name if isinstance(spec.arg, TensorArgument) else None
         if spec.kind == OutputKind.BUFFER_MUTATION:
             assert name is not None
@@ -257,13 +284,10 @@ def _flatten(exported: ExportedProgram, model: nn.Module, prefix: str) -> Captur
                 f"the model's forward writes into {spec.target!r} in place ({spec.kind.name.lower()}), which a plan "
                 "cannot carry: write to parameters between steps (constraints, max_norm), not in forward"
             )
-    graph.eliminate_dead_code()
+    program, constants = flatten(exported, model, prefix, repeats, outputs, updates)
     return Captured(
-        graph,
-        leaves,
+        program,
         constants,
-        tuple(updates),
-        tuple(outputs),
         tuple(static),
         tuple(input_names),
         exported.call_spec.in_spec,
@@ -271,67 +295,3 @@ def _flatten(exported: ExportedProgram, model: nn.Module, prefix: str) -> Captur
         any(module.training for module in model.modules()),
         tuple(static_inputs),
     )
-
-
-def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter and buffer -> the first name of the same tensor (tied weights share one)."""
-    first: dict[int, str] = {}
-    names: dict[str, str] = {}
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in tensors:
-        names[name] = first.setdefault(id(tensor), name)
-    return names
-
-
-def _merge_shared(graph: torch.fx.Graph, leaves: dict[str, tuple[str, str]]) -> None:
-    """One placeholder per tensor: uses of a tied weight's second name go to the first."""
-    first: dict[tuple[str, str], torch.fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "placeholder" or node.name not in leaves:
-            continue
-        leaf = leaves[node.name]
-        if leaf[0] in ("param", "buffer") and leaf in first:
-            node.replace_all_uses_with(first[leaf])
-            graph.erase_node(node)
-            del leaves[node.name]
-        else:
-            first[leaf] = node
-
-
-def _inline_no_grad(module: torch.fx.GraphModule) -> None:
-    """Inline ``torch.no_grad()`` regions; their nodes carry ``meta["no_grad"]``."""
-    graph = module.graph
-    for node in list(graph.nodes):
-        if node.op != "call_function" or getattr(node.target, "__name__", "") != "wrap_with_set_grad_enabled":
-            continue
-        enabled, body, *operands = node.args
-        inner = getattr(module, str(body.target))
-        _inline_no_grad(inner)
-        mapping = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), operands, strict=True))
-        with graph.inserting_before(node):
-            for inner_node in inner.graph.nodes:
-                if inner_node.op == "output":
-                    results = inner_node.args[0]
-                elif inner_node.op != "placeholder":
-                    mapping[inner_node] = graph.node_copy(inner_node, mapping.__getitem__)
-                    mapping[inner_node].meta["no_grad"] = not enabled
-        for user in list(node.users):
-            assert user.target.__name__ == "getitem", "a no_grad region is read only through its results"
-            user.replace_all_uses_with(mapping[results[user.args[1]]])
-            graph.erase_node(user)
-        graph.erase_node(node)
-
-
-def _drop_contiguous(graph: torch.fx.Graph) -> None:
-    """How memory is ordered depends on the device that captured; leave it out, so that graphs do not."""
-    contiguous = torch.ops.aten.contiguous.default
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is contiguous and len(node.args) == 1 and not node.kwargs:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-
-
-def _drop_assertions(graph: torch.fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and "_assert" in str(node.target) and not node.users:
-            graph.erase_node(node)

@@ -1,17 +1,21 @@
-"""Lower: from the captured fx graph to the planner's graph, the only place where the two meet.
+"""Lower: from a captured program to the planner's graph, the only place where the two meet.
 
-Node names are kept, so that the rewrite finds each planner node's operator again.
+Node names are kept, so that the rewrite finds each planner node's operator again. A body is lowered once for each
+way in which gradients reach it, whatever the number of its calls.
 """
 
 from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autopar.capture import Captured
+from autopar.program import Body, Call, module_path
 from planner.errors import CaptureError
 from planner.graph import Graph, Node, Ref, TensorType
 
@@ -24,41 +28,22 @@ def lower(captured: Captured) -> Graph:
     Raises:
         CaptureError: an operator returns something that is not a tensor, or a size is symbolic.
     """
+    program = captured.program
     nodes: list[Node] = []
     refs: dict[str, Ref] = {}
     grads: dict[Ref, bool] = {}
-    for node in captured.graph.nodes:
-        if node.op == "placeholder":
-            if node.name not in captured.leaves:
-                continue
-            kind, target = captured.leaves[node.name]
-            value = node.meta["val"]
-            tensor = _tensor_type(node, value, kind == "param" and value.requires_grad)
-            nodes.append(Node(node.name, kind, (), (tensor,), target=target))
-            refs[node.name] = Ref(node.name)
-            grads[refs[node.name]] = tensor.grad
-        elif node.target is operator.getitem:
-            source = refs[node.args[0].name]
-            refs[node.name] = Ref(source.node, node.args[1])
-        elif node.op == "call_function":
-            if "as_strided" in str(node.target):
-                raise CaptureError(
-                    f"{node.target} in module {_module_path(node) or '(root)'} reads memory by strides, which no "
-                    "layout keeps: use view, unfold or indexing instead"
-                )
-            args = _arguments(node, refs)
-            lowered = Node(node.name, str(node.target), args, (), path=_module_path(node))
-            grad = any(grads[ref] for ref in lowered.inputs) and not node.meta.get("no_grad", False)
-            results = tuple(
-                _tensor_type(node, v, grad and _differentiable(node, v) and _of_own(lowered, i, grads))
-                for i, v in enumerate(_values(node, node.meta["val"]))
-            )
-            lowered = Node(node.name, lowered.op, args, results, path=lowered.path)
-            nodes.append(lowered)
-            refs[node.name] = Ref(node.name)
-            grads.update({Ref(node.name, i): t.grad for i, t in enumerate(results)})
-        elif node.op != "output":
-            raise CaptureError(f"graph node {node.name} ({node.op} {node.target}) has no planner form")
+    templates: dict[tuple[Body, tuple[bool, ...]], _Template] = {}
+    for leaf in program.leaves:
+        tensor = _tensor_type(leaf.name, leaf.value, leaf.kind == "param" and leaf.value.requires_grad)
+        nodes.append(Node(leaf.name, leaf.kind, (), (tensor,), target=leaf.target))
+        refs[leaf.name] = Ref(leaf.name)
+        grads[refs[leaf.name]] = tensor.grad
+    for call in program.calls:
+        operands = [refs[name] for name in call.operands]
+        key = (call.body, tuple(grads[ref] for ref in operands))
+        if key not in templates:
+            templates[key] = _lower_body(call.body, key[1])
+        _instantiate(templates[key], call, operands, nodes, refs, grads)
     graph = Graph(
         tuple(nodes),
         tuple(refs[name] for name in captured.outputs if name is not None),
@@ -68,44 +53,153 @@ def lower(captured: Captured) -> Graph:
     return graph
 
 
+# --- bodies --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Template:
+    """A lowered body.
+
+    Attributes:
+        steps: for every fx node, either an operator as a planner node, or the result of one that it picks.
+    """
+
+    steps: tuple[_Operator | _Pick, ...]
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A tensor inside a template: result ``index`` of step ``step``; of operand ``step`` where ``outside``."""
+
+    step: int
+    index: int
+    outside: bool
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """A planner node but for its name and its operands, for which its arguments hold :class:`_Value`."""
+
+    op: str
+    args: tuple[tuple[str, object], ...]
+    holes: tuple[int, ...]
+    results: tuple[TensorType, ...]
+    path: str
+
+
+@dataclass(frozen=True)
+class _Pick:
+    """``operator.getitem``: another name for a value."""
+
+    value: _Value
+
+
+def _lower_body(body: Body, grads: Sequence[bool]) -> _Template:
+    values = {node: _Value(at, 0, True) for at, node in enumerate(body.operands)}
+    has_grad: dict[_Value, bool] = dict(zip(values.values(), grads, strict=True))
+    steps: list[_Operator | _Pick] = []
+    for at, node in enumerate(body.nodes):
+        if node.target is operator.getitem:
+            source = values[node.args[0]]  # type: ignore[index]
+            index = node.args[1]
+            assert isinstance(index, int)
+            values[node] = _Value(source.step, index, source.outside)
+            has_grad.setdefault(values[node], has_grad.get(source, False))
+            steps.append(_Pick(values[node]))
+            continue
+        args = _arguments(node, values)
+        holes = tuple(place for place, (_, value) in enumerate(args) if _inputs(value))
+        inputs = [ref for _, value in args for ref in _inputs(value)]
+        grad = any(has_grad[ref] for ref in inputs) and not node.meta.get("no_grad", False)
+        op = str(node.target)
+        results = tuple(
+            _tensor_type(
+                node.name,
+                value,
+                grad and _differentiable(op, value) and (op not in _EACH_ITS_OWN or has_grad[inputs[i]]),
+            )
+            for i, value in enumerate(_values(node, node.meta["val"]))
+        )
+        steps.append(_Operator(op, args, holes, results, module_path(node)))
+        values[node] = _Value(at, 0, False)
+        has_grad.update({_Value(at, i, False): t.grad for i, t in enumerate(results)})
+    return _Template(tuple(steps))
+
+
+def _instantiate(
+    template: _Template,
+    call: Call,
+    operands: Sequence[Ref],
+    nodes: list[Node],
+    refs: dict[str, Ref],
+    grads: dict[Ref, bool],
+) -> None:
+    """Add one call's nodes, and what they are called."""
+    at: list[str] = list(call.names)
+    paths: dict[str, str] = {}
+
+    def found(value: _Value) -> Ref:
+        if value.outside:
+            ref = operands[value.step]
+            return ref if value.index == 0 else Ref(ref.node, value.index)
+        return Ref(at[value.step], value.index)
+
+    def filled(value: object) -> object:
+        if isinstance(value, _Value):
+            return found(value)
+        return tuple(map(filled, value)) if isinstance(value, tuple) else value
+
+    for name, step in zip(call.names, template.steps, strict=True):
+        if isinstance(step, _Pick):
+            refs[name] = found(step.value)
+            continue
+        if step.path not in paths:
+            paths[step.path] = call.module_path(step.path)
+        args = list(step.args)
+        for place in step.holes:
+            args[place] = (args[place][0], filled(args[place][1]))
+        nodes.append(Node(name, step.op, tuple(args), step.results, paths[step.path]))
+        refs[name] = Ref(name)
+        for index, result in enumerate(step.results):
+            grads[Ref(name, index)] = result.grad
+
+
+# --- operators -----------------------------------------------------------------------------------------
+
 _EACH_ITS_OWN = {"aten.broadcast_tensors.default", "aten.meshgrid.default", "aten.meshgrid.indexing"}
-
-
-def _of_own(node: Node, index: int, grads: dict[Ref, bool]) -> bool:
-    """Whether a gradient flows back from result ``index``, where each result comes from one operand alone."""
-    return node.op not in _EACH_ITS_OWN or grads[node.inputs[index]]
-
+"""Operators of which each result comes from one operand alone, and with it its gradient."""
 
 _SHAPE_ONLY = re.compile(r"aten\.(detach|(zeros|ones|full|empty|rand|randn|randint)_like|new_\w+)\.")
 """Operators that take from their operand its shape alone, or whose result has no gradient by definition."""
 
 
-def _differentiable(node: torch.fx.Node, value: torch.Tensor) -> bool:
-    return (value.is_floating_point() or value.is_complex()) and not _SHAPE_ONLY.match(str(node.target))
+def _differentiable(op: str, value: torch.Tensor) -> bool:
+    return (value.is_floating_point() or value.is_complex()) and not _SHAPE_ONLY.match(op)
 
 
 def _values(node: torch.fx.Node, value: Any) -> list[torch.Tensor]:
     values = list(value) if isinstance(value, (tuple, list)) else [value]
     if not all(isinstance(v, torch.Tensor) for v in values):
-        raise CaptureError(f"{node.target} in {_module_path(node)} returns a value that is not a tensor")
+        raise CaptureError(f"{node.target} in {module_path(node)} returns a value that is not a tensor")
     return values
 
 
-def _tensor_type(node: torch.fx.Node, value: torch.Tensor, grad: bool) -> TensorType:
+def _tensor_type(name: str, value: torch.Tensor, grad: bool) -> TensorType:
     if not all(isinstance(size, int) for size in value.shape):
-        raise CaptureError(f"{node.name} has the symbolic shape {tuple(value.shape)}; export with static shapes")
+        raise CaptureError(f"{name} has the symbolic shape {tuple(value.shape)}; export with static shapes")
     return TensorType(tuple(value.shape), str(value.dtype).removeprefix("torch."), grad)
 
 
-def _module_path(node: torch.fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    return next(reversed(stack.values()))[0] if stack else ""
-
-
-def _arguments(node: torch.fx.Node, refs: dict[str, Ref]) -> tuple[tuple[str, object], ...]:
+def _arguments(node: torch.fx.Node, values: Mapping[torch.fx.Node, _Value]) -> tuple[tuple[str, object], ...]:
     """Arguments by schema name, defaults filled in."""
+    module = module_path(node) or "(root)"
     if not isinstance(node.target, torch._ops.OpOverload):
-        raise CaptureError(f"{node.target} in module {_module_path(node) or '(root)'} is not an operator")
+        raise CaptureError(f"{node.target} in module {module} is not an operator")
+    if "as_strided" in str(node.target):
+        raise CaptureError(
+            f"{node.target} in module {module} reads memory by strides, which no layout keeps: use view, unfold or "
+            "indexing instead"
+        )
     found: list[tuple[str, object]] = []
     for position, argument in enumerate(node.target._schema.arguments):
         if position < len(node.args):
@@ -114,15 +208,21 @@ def _arguments(node: torch.fx.Node, refs: dict[str, Ref]) -> tuple[tuple[str, ob
             value = node.kwargs[argument.name]
         else:
             value = argument.default_value if argument.has_default_value() else None
-        found.append((argument.name, _static(value, refs)))
+        found.append((argument.name, _static(value, values)))
     return tuple(found)
 
 
-def _static(value: Any, refs: dict[str, Ref]) -> object:
+def _static(value: Any, values: Mapping[torch.fx.Node, _Value]) -> object:
     if isinstance(value, torch.fx.Node):
-        return refs[value.name]
+        return values[value]
     if isinstance(value, (list, tuple)):
-        return tuple(_static(v, refs) for v in value)
+        return tuple(_static(v, values) for v in value)
     if isinstance(value, torch.device):
         return "device"
     return value if isinstance(value, _STATIC) else str(value)
+
+
+def _inputs(value: object) -> list[_Value]:
+    if isinstance(value, _Value):
+        return [value]
+    return [v for item in value for v in _inputs(item)] if isinstance(value, tuple) else []

@@ -1,0 +1,312 @@
+"""Flatten: from an exported program to a :class:`Program`: flat, functional, free of assertions.
+
+Regions (``no_grad``, ``autocast(enabled=False)``) are inlined, tied parameters become one leaf, and the marks that
+:mod:`autopar.repeats` left in the graph become calls of one body.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, TensorArgument
+
+from autopar.program import Body, Call, Leaf, Program, constants_in_order, named, without_dead_code
+from autopar.repeats import AGAIN, ENTER, LEAF, LEAVE, NotFoldable, Repeats, Submodule
+from planner.errors import CaptureError
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter and buffer -> the first name of the same tensor (tied weights share one)."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in tensors:
+        names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def flatten(
+    exported: ExportedProgram,
+    model: nn.Module,
+    prefix: str,
+    repeats: Repeats,
+    outputs: Sequence[str | None],
+    updates: Sequence[tuple[str, str]],
+) -> tuple[Program, dict[str, Tensor]]:
+    """The program, and its constants by name of leaf.
+
+    Args:
+        model: the user's, whose names parameters have.
+        prefix: what export puts before these names.
+        outputs, updates: names of the graph's nodes that leave.
+
+    Raises:
+        CaptureError: the graph holds what has no planner form; names the module.
+        NotFoldable: calls that were taken for the same differ in what became of them.
+    """
+    graph = exported.graph_module.graph
+    _inline_regions(exported.graph_module, model, prefix)
+    _drop_assertions(graph)
+    _drop_contiguous(graph)
+    _drop_copies_of_literals(graph)
+    leaving = _leaving(exported)
+    leaves = _Leaves(exported, model, prefix, repeats)
+    calls = _Splitter(graph, leaves, repeats).calls
+    program = Program(
+        tuple(leaves.all),
+        tuple(calls),
+        tuple(None if name is None else leaves.value_of[leaving[name]] for name in outputs),
+        tuple((buffer, leaves.value_of[leaving[name]]) for buffer, name in updates),
+    )
+    program, order = constants_in_order(named(without_dead_code(program)))
+    return program, {new: leaves.constants[old] for old, new in order.items()}
+
+
+def _leaving(exported: ExportedProgram) -> dict[str, fx.Node]:
+    """The nodes that leave, by the names that the signature has for them."""
+    names = [spec.arg.name for spec in exported.graph_signature.output_specs]
+    (output,) = (node for node in exported.graph_module.graph.nodes if node.op == "output")
+    return {name: node for name, node in zip(names, output.args[0], strict=True) if isinstance(node, fx.Node)}
+
+
+# --- leaves --------------------------------------------------------------------------------------------
+
+
+class _Leaves:
+    """The leaves of a program: what the model has, then constants, then inputs.
+
+    Attributes:
+        value_of: placeholder, or mark of a hidden tensor -> name of its leaf; grows as the graph is split.
+        constants: value of every constant, by name of its leaf.
+        const_of: placeholder of a constant -> name of its leaf.
+    """
+
+    def __init__(self, exported: ExportedProgram, model: nn.Module, prefix: str, repeats: Repeats):
+        self.value_of: dict[fx.Node, str] = {}
+        self.constants: dict[str, Tensor] = {}
+        self.const_of: dict[fx.Node, str] = {}
+        canonical = canonical_names(model)
+        kinds = [
+            *((name, tensor, "param") for name, tensor in model.named_parameters()),
+            *((name, tensor, "buffer") for name, tensor in model.named_buffers()),
+        ]
+        self._stored: list[Leaf] = []
+        self._consts: list[Leaf] = []
+        self._inputs: list[Leaf] = []
+        self._by_original: dict[str, str] = {}
+        self._by_tensor: dict[int, str] = {}
+        taken = {node.name for node in exported.graph_module.graph.nodes if node.op == "placeholder"}
+        taken -= {spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind != InputKind.USER_INPUT}
+        for original, tensor, kind in kinds:
+            stem = f"{kind[0]}_{original.replace('.', '_')}"
+            numbered = (f"{stem}_{number}" for number in itertools.count(1))
+            name = next(n for n in itertools.chain([stem], numbered) if n not in taken)
+            taken.add(name)
+            self._stored.append(Leaf(name, kind, original, tensor))
+            self._by_original[original] = self._by_tensor[id(tensor)] = name
+        placeholders = {node.name: node for node in exported.graph_module.graph.nodes if node.op == "placeholder"}
+        for spec in exported.graph_signature.input_specs:
+            node = placeholders.get(spec.arg.name)
+            if node is None or not isinstance(spec.arg, TensorArgument):
+                continue
+            if spec.kind == InputKind.USER_INPUT:
+                self._inputs.append(Leaf(node.name, "input", node.name, node.meta["val"]))
+                self.value_of[node] = node.name
+            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                original = str(spec.target).removeprefix(prefix)
+                self.value_of[node] = self._by_original[canonical[original]]
+            elif spec.kind == InputKind.CONSTANT_TENSOR:
+                self.value_of[node] = self.add_constant(node, exported.constants[str(spec.target)])
+                self.const_of[node] = self.value_of[node]
+        for node in exported.graph_module.graph.nodes:
+            if node.target is LEAF:
+                self.value_of[node] = self.of(repeats.tensors[int(str(node.args[0]))])
+
+    def of(self, tensor: Tensor) -> str:
+        """The leaf of a parameter or buffer of the model."""
+        return self._by_tensor[id(tensor)]
+
+    def add_constant(self, node: fx.Node, value: Tensor) -> str:
+        name = f"c_{len(self._consts)}"
+        self._consts.append(Leaf(name, "const", name, node.meta["val"]))
+        self.constants[name] = value
+        return name
+
+    @property
+    def all(self) -> list[Leaf]:
+        return [*self._stored, *self._consts, *self._inputs]
+
+
+# --- calls ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A traced call of a nominated submodule: its body, and the nodes that it was given and gives by value number."""
+
+    submodule: Submodule
+    path: str
+    body: Body
+    inputs: tuple[fx.Node, ...]
+    results: Mapping[int, fx.Node]
+
+
+class _Splitter:
+    """Cuts a graph at the marks; ``calls`` is what is between them, in order."""
+
+    def __init__(self, graph: fx.Graph, leaves: _Leaves, repeats: Repeats):
+        self.leaves, self.repeats = leaves, repeats
+        self.value_of = leaves.value_of
+        self.calls: list[Call] = []
+        self.traced: dict[int, _Traced] = {}
+        self.copied: dict[int, dict[fx.Node, str]] = {}
+        pending: list[fx.Node] = []
+        inputs: Any = ()
+        for node in graph.nodes:
+            if node.target is ENTER:
+                self._straight(pending)
+                pending, inputs = [], node.args[1]
+            elif node.target is LEAVE:
+                number, values, outputs = node.args
+                called = repeats.occurrences[number]
+                results = dict(zip(values, outputs, strict=True))
+                body = self._straight(pending)
+                self.traced[number] = _Traced(called.submodule, called.path, body, tuple(inputs), results)
+                pending = []
+            elif node.target is AGAIN:
+                self._straight(pending)
+                pending = []
+                self._again(node, *node.args)
+            elif node.target is not LEAF:
+                pending.append(node)
+        self._straight(pending)
+
+    def _straight(self, nodes: Sequence[fx.Node]) -> Body:
+        body = Body(tuple(node for node in nodes if node.op == "call_function"))
+        if body.nodes:
+            names = tuple(node.name for node in body.nodes)
+            self.value_of.update(zip(body.nodes, names, strict=True))
+            self.calls.append(Call(body, tuple(self.value_of[node] for node in body.operands), names))
+        return body
+
+    def _again(self, node: fx.Node, number: int, output: int, inputs: Sequence[fx.Node]) -> None:
+        called = self.repeats.occurrences[number]
+        first = self.traced[called.like]
+        if number not in self.copied:
+            names = self.copied[number] = {n: f"{n.name}@{number}" for n in first.body.nodes}
+            operands = tuple(self._instead(o, first, called.submodule, inputs) for o in first.body.operands)
+            self.calls.append(Call(first.body, operands, tuple(names.values()), first.path, called.path))
+        result = first.results[output]
+        copy = self.copied[number].get(result)
+        self.value_of[node] = copy or self._instead(result, first, called.submodule, inputs)
+
+    def _instead(self, node: fx.Node, first: _Traced, here: Submodule, inputs: Sequence[fx.Node]) -> str:
+        """What stands in a copy for a value from outside that the first call read."""
+        given = {self.value_of[ours] for theirs, ours in zip(first.inputs, inputs, strict=True) if theirs is node}
+        if len(given) > 1:
+            raise NotFoldable("two inputs of a block are one value in its first call, and differ in another")
+        if given:
+            return given.pop()
+        if node.target is LEAF:
+            tensor = self.repeats.tensors[int(str(node.args[0]))]
+            pairs = zip(first.submodule.tensors, here.tensors, strict=True)
+            return self.leaves.of(next((ours for theirs, ours in pairs if theirs is tensor), tensor))
+        if node in self.leaves.const_of and set(node.users) <= set(first.body.nodes):
+            return self.leaves.add_constant(node, self.leaves.constants[self.leaves.const_of[node]])
+        return self.value_of[node]
+
+
+# --- regions -------------------------------------------------------------------------------------------
+
+
+def _inline_regions(module: fx.GraphModule, model: nn.Module, prefix: str) -> None:
+    """Inline ``torch.no_grad()`` regions, whose nodes then carry ``meta["no_grad"]``, and ``autocast(enabled=False)``.
+
+    Raises:
+        CaptureError: a region computes in another precision; names its module.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        kind = getattr(node.target, "__name__", "")
+        if node.op != "call_function" or kind not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            continue
+        body_at = 1 if kind == "wrap_with_set_grad_enabled" else 4
+        body, operands = node.args[body_at], node.args[body_at + 1 :]
+        inner = getattr(module, str(body.target))
+        no_grad = kind == "wrap_with_set_grad_enabled" and not node.args[0]
+        if kind == "wrap_with_autocast" and node.args[2]:
+            raise CaptureError(_autocast_message(node, inner, model, prefix))
+        _inline_regions(inner, model, prefix)
+        mapping = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), operands, strict=True))
+        results: Any = ()
+        with graph.inserting_before(node):
+            for inner_node in inner.graph.nodes:
+                if inner_node.op == "output":
+                    results = inner_node.args[0]
+                elif inner_node.op != "placeholder":
+                    mapping[inner_node] = graph.node_copy(inner_node, mapping.__getitem__)
+                    if kind == "wrap_with_set_grad_enabled":
+                        mapping[inner_node].meta["no_grad"] = no_grad
+        for user in list(node.users):
+            assert user.target.__name__ == "getitem", "a region is read only through its results"
+            user.replace_all_uses_with(mapping[results[user.args[1]]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _autocast_message(node: fx.Node, inner: fx.GraphModule, model: nn.Module, prefix: str) -> str:
+    made = next((n for n in inner.graph.nodes if n.op == "call_function"), node)
+    stack = [path.removeprefix(prefix) for path, _ in (made.meta.get("nn_module_stack") or {}).values()]
+    owners = [(path, model.get_submodule(path)) for path in stack if path != prefix.rstrip(".")] or [("", model)]
+    path, owner = next((o for o in reversed(owners) if "autocast" in _source(o[1])[0]), owners[-1])
+    device, dtype = node.args[:2]
+    return (
+        f"module {path or '(root)'} ({type(owner).__name__}, {_source(owner)[1]}) runs {made.target} under "
+        f"torch.autocast({device!r}, {dtype}): which operators then compute in another precision is decided while they "
+        "run, and a plan cannot hold it. Convert the model (model.bfloat16()) or the tensors (x.to(torch.bfloat16)) "
+        "instead; autocast(enabled=False) may stay."
+    )
+
+
+def _source(module: nn.Module) -> tuple[str, str]:
+    """The text of a module's forward, and where it is: the line with autocast, if there is one."""
+    try:
+        lines, line = inspect.getsourcelines(type(module).forward)
+    except (OSError, TypeError):
+        return "", "source unknown"
+    at = next((number for number, text in enumerate(lines, line) if "autocast" in text), line)
+    return "".join(lines), f"{inspect.getsourcefile(type(module).forward)}:{at}"
+
+
+def _drop_contiguous(graph: fx.Graph) -> None:
+    """How memory is ordered depends on the device that captured; leave it out, so that graphs do not."""
+    contiguous = torch.ops.aten.contiguous.default
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is contiguous and len(node.args) == 1 and not node.kwargs:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _drop_copies_of_literals(graph: fx.Graph) -> None:
+    """``torch.tensor(0.5)`` is a copy of a constant, so that it may be written to; nothing here is."""
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        literal = node.args[0] if node.op == "call_function" and node.args else None
+        if not isinstance(literal, fx.Node) or literal.op != "placeholder":
+            continue
+        if node.target in (aten.lift_fresh_copy.default, aten.detach_.default):
+            node.replace_all_uses_with(literal)
+            graph.erase_node(node)
+
+
+def _drop_assertions(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and "_assert" in str(node.target) and not node.users:
+            graph.erase_node(node)
