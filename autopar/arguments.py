@@ -39,7 +39,7 @@ class Named:
 
 
 def read_cluster(text: str) -> ClusterSpec:
-    """``local:4``, ``preset:dgx-h100:4`` (nodes), or a file.
+    """``local:4``, ``preset:dgx-h100:4`` (nodes), ``detect`` (this machine), or a file.
 
     Raises:
         ClusterError, InputError: naming what is wrong.
@@ -50,7 +50,7 @@ def read_cluster(text: str) -> ClusterSpec:
     if kind == "preset":
         name, _, nodes = rest.partition(":")
         return ClusterSpec.preset(name, nodes=_count(nodes, text, "preset:dgx-h100:4") if nodes else None)
-    return ClusterSpec.load(text)
+    return ClusterSpec.detect() if text == "detect" else ClusterSpec.load(text)
 
 
 def _count(text: str, whole: str, example: str) -> int:

@@ -1,4 +1,4 @@
-"""The command line: ``autopar plan``, ``show``, ``verify`` and ``demo``.
+"""The command line: ``autopar plan``, ``show``, ``verify``, ``profile`` and ``demo``.
 
 Only what ``--help`` needs is imported at the top; torch comes with the first command that needs it. An
 error of the user's is one message and exit code 2.
@@ -43,7 +43,9 @@ Model = Annotated[
 ]
 ClusterOption = Annotated[
     str,
-    typer.Option("--cluster", "-c", metavar="CLUSTER", help="A cluster file, preset:dgx-h100:4 (nodes), or local:4."),
+    typer.Option(
+        "--cluster", "-c", metavar="CLUSTER", help="A cluster file, preset:dgx-h100:4 (nodes), local:4, or detect."
+    ),
 ]
 Pins = Annotated[
     list[str] | None, typer.Option("--pin", metavar="NAME=VALUE", help="Fix a decision: data=2, tensor=4, zero=3 ...")
@@ -150,6 +152,35 @@ def verify(
         say("checking types, then values on every rank")
         result = check(named.model, what, example_kwargs=named.inputs, pin=pins, time_limit_s=time_limit)
     typer.echo(str(result))
+
+
+@app.command()
+def profile(
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes that measure at once; one per GPU, or per core without.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Write what was measured here.")] = Path("calibration.yaml"),
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", "-c", help="Write a description of this machine that refers to it here.")
+    ] = None,
+) -> None:
+    """Measure this machine, so that plans for it are priced by what it does."""
+    _check_writable(out, cluster)
+    if out.is_dir() or (cluster is not None and cluster.is_dir()):
+        raise InputError(f"cannot write {str(out if out.is_dir() else cluster)!r}: it is a directory")
+    with _status("importing torch") as say:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the processes
+        from autopar import profile as profiling
+
+        say("measuring")
+        found = profiling.profile(ranks)
+        spec = profiling.measured_cluster(found)
+    found.save(out)
+    typer.echo(spec.describe())
+    typer.echo(f"written: {out}", err=True)
+    if cluster is not None:
+        spec.save(cluster, calibration=out)
+        typer.echo(f"written: {cluster}; plan with --cluster {cluster}", err=True)
 
 
 @app.command()

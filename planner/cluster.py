@@ -238,10 +238,15 @@ class ClusterSpec(Described):
         except ClusterError as error:
             raise ClusterError(f"cluster file {os.fspath(path)!r}:\n{error}") from None
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write YAML, or JSON where the name ends in ``.json``; a reader sees the old file or the new one, whole."""
+    def save(self, path: str | os.PathLike[str], calibration: str | os.PathLike[str] | None = None) -> None:
+        """Write YAML, or JSON where the name ends in ``.json``; a reader sees the old file or the new one, whole.
+
+        A calibration is written along, or referred to if ``calibration`` names the file that holds it.
+        """
         target = Path(path)
         data = self.to_dict()
+        if calibration is not None:
+            data["calibration"] = os.path.relpath(calibration, target.parent)
         text = json.dumps(data, indent=2) + "\n" if target.suffix == ".json" else yaml.safe_dump(data, sort_keys=False)
         try:
             write_text(target, text)

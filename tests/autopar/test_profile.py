@@ -1,0 +1,108 @@
+"""Profiling: the file has every table, its figures behave, and a cluster that refers to it can be planned for."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from autopar import profile as profiling
+from autopar.cli import app
+from planner.calibration import Calibration
+from planner.cluster import ClusterSpec
+from planner.cost import CostModel
+from planner.kernel import FAMILY_OF, Product
+from planner.layout import Axis
+
+SMALL = dataclasses.replace(
+    profiling.QUICK,
+    rows=(4, 256),
+    columns=(8, 256),
+    inner=(8, 256),
+    keys=(16, 128),
+    depths=(8, 32),
+    moved=(2**14, 2**20),
+    passed=(2**8, 2**22),
+    stretch_s=0.0005,
+    rounds=1,
+)
+KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"}
+
+
+@pytest.fixture(scope="module")
+def measured() -> Calibration:
+    return profiling.profile(2, SMALL)
+
+
+pytestmark = pytest.mark.processes
+
+
+def test_every_table_is_there(measured: Calibration) -> None:
+    assert (measured.device, measured.ranks) == ("cpu", 2)
+    assert [table.dtype for table in measured.products] == ["float32"]
+    assert [(table.dtype, table.backward) for table in measured.attention] == [("float32", False), ("float32", True)]
+    families = {(curve.family, curve.backward) for curve in measured.streams}
+    expected = {(family, backward) for family in FAMILY_OF.values() for backward in (False, True)}
+    assert families == expected | {("multiply", False), ("multiply", True), ("optimizer", False)}
+    assert {(curve.kind, curve.size) for curve in measured.collectives} == {(kind, 2) for kind in KINDS}
+
+
+def test_large_work_takes_longer_than_small(measured: Calibration) -> None:
+    costs = CostModel(ClusterSpec.local(2, "1 GiB", cores=2).calibrated(measured))
+    small, large = (measured.product_s(Product(size, size, size), "float32") for size in (8, 256))
+    assert small is not None and large is not None and 10 * small < large
+    # A matrix product of 33 million operations takes some tens of microseconds at least, and no second.
+    assert 1e-5 < large < 1
+    for curve in measured.collectives:
+        assert curve.seconds[0] < curve.seconds[-1], curve
+        assert costs.collective_s(curve.kind, Axis("a", 2, 1), curve.bytes[-1]) == pytest.approx(max(curve.seconds))
+
+
+def test_group_sizes_are_the_divisors() -> None:
+    assert profiling.group_sizes(1) == []
+    assert profiling.group_sizes(12) == [2, 3, 4, 6, 12]
+
+
+def test_streamed_operands_have_the_size_that_is_written_down() -> None:
+    """The bytes of a curve are those that the planner counts: operands with their results."""
+    for family, (make, row) in profiling.STREAMS.items():
+        applied = make(32, torch.device("cpu"), torch.float32)
+        result = applied.act()
+        elements = sum(leaf.numel() for leaf in applied.leaves) + result.numel()
+        assert abs(elements - 32 * row) <= 2 * profiling.WIDTH, family
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "QUICK", SMALL)
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_command_writes_a_calibration_and_a_cluster_that_refers_to_it(tmp_path: Path) -> None:
+    out, cluster = tmp_path / "calibration.yaml", tmp_path / "cluster.yaml"
+    result = CliRunner().invoke(app, ["profile", "--ranks", "2", "--out", str(out), "--cluster", str(cluster)])
+    assert result.exit_code == 0, result.output
+    assert "2 x cpu" in result.stdout
+    assert yaml.safe_load(cluster.read_text())["calibration"] == "calibration.yaml"
+    spec = ClusterSpec.load(cluster)
+    assert spec.calibration == Calibration.load(out) and spec.world_size == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, part",
+    [
+        (["--out", "{folder}"], "is a directory"),
+        (["--out", "{folder}/missing/calibration.yaml"], "there is no directory"),
+        (["--cluster", "{folder}/missing/cluster.yaml"], "there is no directory"),
+        (["--ranks", "0"], "greater than or equal to 1"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_measuring(tmp_path: Path, arguments: list[str], part: str) -> None:
+    result = CliRunner().invoke(app, ["profile", *(a.format(folder=tmp_path) for a in arguments)])
+    assert result.exit_code == 2
+    assert part in " ".join(result.output.split())
+    assert list(tmp_path.iterdir()) == []
