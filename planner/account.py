@@ -7,7 +7,7 @@ they add up to the prediction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from planner.conversion import Collective, local_bytes
@@ -15,7 +15,7 @@ from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
 from planner.formulate import Assignment, Role, Space
 from planner.graph import Node, Ref
 from planner.layout import format_layout
-from planner.names import Section, pattern, role_names
+from planner.names import Section, fillings, pattern, role_names
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.pins import ATTENTION, Labels, label_dims, labelled_parts
@@ -39,9 +39,8 @@ def account(assignment: Assignment) -> Account:
     leaves: dict[str, LeafDetail] = {}
     for role, members in space.members.items():
         section, name = names[role]
-        node = space.graph.by_name[members[0]]
         if isinstance(section, str):
-            leaves[name] = _leaf_detail(assignment, node, len(members), moves.get(("after", role), ()))
+            leaves[name] = _leaf_detail(assignment, members, moves.get(("after", role), ()))
         else:
             detail = _op_detail(assignment, role, names, meaning_of, reads)
             before, after = moves.get(("before", role), ()), moves.get(("after", role), ())
@@ -50,12 +49,15 @@ def account(assignment: Assignment) -> Account:
     return Account(tuple(blocks), leaves)
 
 
-def _leaf_detail(assignment: Assignment, node: Node, count: int, after: Iterable[Move]) -> LeafDetail:
-    space, tensor = assignment.space, node.results[0]
+def _leaf_detail(assignment: Assignment, members: Sequence[str], after: Iterable[Move]) -> LeafDetail:
+    space = assignment.space
+    nodes = [space.graph.by_name[member] for member in members]
+    node, names = nodes[0], [each.target or each.name for each in nodes]
+    tensor = node.results[0]
     layout = assignment.produced(Ref(node.name))
     size = local_bytes(tensor, layout, space.mesh)
     held = space.storage(node, layout)[1]
-    return LeafDetail(tensor.shape, tensor.dtype, count, size, held - size, tuple(after))
+    return LeafDetail(tensor.shape, tensor.dtype, len(nodes), size, held - size, tuple(after), fillings(names))
 
 
 def _op_detail(
@@ -81,8 +83,9 @@ def _op_detail(
         (_name_of(space, names, ref, role[1]), format_layout(layout))
         for ref, layout in zip(node.inputs, choice.operands, strict=True)
     ]
+    paths = [graph.by_name[m].path for m in members]
     return OpDetail(
-        path=pattern([graph.by_name[m].path for m in members]),
+        path=pattern(paths),
         meaning=meaning_of(node, choice),
         operands=tuple(operands),
         results=tuple(map(format_layout, choice.results)),
@@ -95,6 +98,7 @@ def _op_detail(
         transient_bytes=work.transient_bytes,
         inner=tuple(inner),
         inner_s=work.inner_s,
+        stands_for=fillings(paths),
     )
 
 

@@ -37,6 +37,7 @@ class OpDetail:
 
     Attributes:
         path: the owning module, ``*`` where the instances of the block differ.
+        stands_for: what the ``*`` are, see :func:`planner.names.fillings`; empty where there is one instance.
         meaning: per axis, what the strategy shards, in words: ``batch``, ``sequence``, ``columns`` ...
         operands: (where it comes from, layout in which the operator takes it).
         results: layout of each result.
@@ -63,6 +64,7 @@ class OpDetail:
     inner_s: float = 0.0
     before: tuple[Move, ...] = ()
     after: tuple[Move, ...] = ()
+    stands_for: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class BlockDetail:
 class LeafDetail:
     """A parameter, buffer or input: whole shape, dtype, how many share the entry, bytes of one on one rank.
 
-    ``state_bytes`` is what the rank holds with it: gradient and optimizer state.
+    ``state_bytes`` is what the rank holds with it: gradient and optimizer state. ``stands_for`` says what the ``*`` of
+    its name are, see :func:`planner.names.fillings`.
     """
 
     shape: tuple[int, ...]
@@ -86,6 +89,7 @@ class LeafDetail:
     local_bytes: int
     state_bytes: int = 0
     after: tuple[Move, ...] = ()
+    stands_for: str = ""
 
 
 @dataclass(frozen=True)

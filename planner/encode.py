@@ -6,7 +6,7 @@ What decides comes first, what was predicted of it last; whatever fits on a line
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
 from planner.document import BlockPlan, Document, Search
 from planner.errors import ClusterError, PlanError
 from planner.layout import Axis, Mesh
+from planner.names import parse_runs, runs
 from planner.predict import Prediction
 
 FORMAT, VERSION = "autopar-plan", 1
@@ -48,7 +49,7 @@ def decisions(document: Document) -> dict[str, Any]:
         "pin": dict(document.pin),
         "inputs": dict(document.inputs),
         "blocks": [
-            {"name": b.name, "count": b.count, "at": _runs(b.at), "ops": dict(b.ops), "values": dict(b.values)}
+            {"name": b.name, "count": b.count, "at": runs(b.at), "ops": dict(b.ops), "values": dict(b.values)}
             for b in document.blocks
         ],
         "parameters": dict(document.parameters),
@@ -128,26 +129,6 @@ def _sparse(value: Any) -> Any:
     return [_sparse(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _runs(numbers: Sequence[int]) -> str:
-    """``"0-2, 5"`` for 0, 1, 2, 5."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in found)
-
-
-def _parse_runs(text: str) -> tuple[int, ...]:
-    """The inverse of :func:`_runs`."""
-    found: list[int] = []
-    for run in text.split(",") if text else ():
-        first, _, last = run.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
-
-
 def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
     predicted, search = data["predicted"], data["search"]
     for section in ("model", "pin", "inputs", "parameters", "buffers", "values", "coverage"):
@@ -169,7 +150,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         "buffers": data["buffers"],
         "values": data["values"],
         "blocks": tuple(
-            BlockPlan(b["name"], b["count"], b["ops"], b["values"], _parse_runs(b["at"])) for b in data["blocks"]
+            BlockPlan(b["name"], b["count"], b["ops"], b["values"], parse_runs(b["at"])) for b in data["blocks"]
         ),
         "outputs": tuple(data["outputs"]),
         "predicted": Prediction(

@@ -21,7 +21,7 @@ from planner.document import BlockPlan, Document
 from planner.errors import PlanError
 from planner.formulate import Assignment, Role
 from planner.layout import Layout
-from planner.names import role_names
+from planner.names import filled, role_names
 from planner.problem import Evaluation, Problem, evaluate
 from planner.report.summary import is_notable, local_name
 from planner.report.words import in_bytes, in_percent, in_seconds, sizes_text
@@ -201,7 +201,7 @@ def explain(document: Document, name: str, *, time_limit_s: float = 10.0) -> Exp
         PlanError: nothing of that name; says what is close.
     """
     ops = list(_find_ops(document, name))
-    leaves = [leaf for leaf in _leaves(document) if _same(leaf, name) or fnmatch.fnmatchcase(leaf, name)]
+    leaves = [leaf for leaf in _leaves(document) if any(_matches(each, name) for each in _leaf_names(document, leaf))]
     if not ops and not leaves:
         raise PlanError(f"the plan has no module, operator or parameter called {name!r}{_near(document, name)}")
     explained_leaves = [_explain_leaf(document, leaf) for leaf in leaves]
@@ -226,40 +226,29 @@ def _asks(op: ExplainedOp, ops: list[ExplainedOp]) -> bool:
 def _find_ops(document: Document, name: str) -> Iterator[ExplainedOp]:
     details = document.account.blocks
     for number, block in enumerate(document.blocks):
-        paths = _member_paths(document.assignment, number)
         for key, strategy in block.ops.items():
             detail = details[number].ops.get(key) if details else None
-            known = paths.get(key) or ([detail.path] if detail else [])
+            known = {detail.path, *filled(detail.path, detail.stands_for)} if detail else set()
             named = key == name or f"{block.name} / {key}" == name or f"{block.name}: {key}" == name
             if named or any(_within(path, name) for path in known):
                 yield ExplainedOp(block, key, strategy, detail)
 
 
-def _member_paths(assignment: Assignment | None, number: int) -> dict[str, list[str]]:
-    """Module paths of all instances of each operator of a block, where they are known."""
-    if assignment is None:
-        return {}
-    space = assignment.space
-    return {
-        name: [space.graph.by_name[member].path for member in space.members[role]]
-        for role, (section, name) in role_names(space).items()
-        if section == ("ops", number)
-    }
+def _leaf_names(document: Document, name: str) -> set[str]:
+    """The entry's name, and the names that it stands for."""
+    detail = document.account.leaves.get(name)
+    return {name, *filled(name, detail.stands_for)} if detail else {name}
 
 
 def _within(path: str, name: str) -> bool:
     """Whether a module path is ``name`` or lies below it."""
     parts = path.split(".")
     ancestors = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-    return bool(path) and any(_same(ancestor, name) or fnmatch.fnmatchcase(ancestor, name) for ancestor in ancestors)
+    return bool(path) and any(_matches(ancestor, name) for ancestor in ancestors)
 
 
-def _same(pattern: str, name: str) -> bool:
-    """Whether two dotted names agree part by part; ``*`` in the plan's stands for one part."""
-    mine, theirs = pattern.split("."), name.split(".")
-    return len(mine) == len(theirs) and all(
-        a == b or (a == "*" and b.replace("_", "a").isalnum()) for a, b in zip(mine, theirs, strict=True)
-    )
+def _matches(known: str, name: str) -> bool:
+    return known == name or fnmatch.fnmatchcase(known, name)
 
 
 def _leaves(document: Document) -> dict[str, str]:
@@ -267,14 +256,18 @@ def _leaves(document: Document) -> dict[str, str]:
 
 
 def _near(document: Document, name: str) -> str:
-    known: dict[str, None] = dict.fromkeys(_leaves(document))
+    """What is called almost so, and what the ``*`` in it stand for."""
+    leaves = document.account.leaves
+    known = {leaf: leaves[leaf].stands_for if leaf in leaves else "" for leaf in _leaves(document)}
     for block, detail in zip(document.blocks, document.account.blocks, strict=False):
-        known.update(dict.fromkeys(block.ops))
+        known.update(dict.fromkeys(block.ops, ""))
         for op in detail.ops.values():
             parts = op.path.split(".")
-            known.update(dict.fromkeys(".".join(parts[:length]) for length in range(1, len(parts) + 1)))
+            for path in (".".join(parts[:length]) for length in range(1, len(parts) + 1)):
+                known[path] = op.stands_for if path.count("*") == op.path.count("*") else ""
     close = difflib.get_close_matches(name, list(known), n=4, cutoff=0.4)
-    return f"; close are: {', '.join(map(repr, close))}" if close else ""
+    shown = [f"{each!r}" + (f" (* is {known[each]})" if "*" in each and known[each] else "") for each in close]
+    return f"; close are: {', '.join(shown)}" if shown else ""
 
 
 def _explain_leaf(document: Document, name: str) -> ExplainedLeaf:

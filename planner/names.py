@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from planner.formulate import Role, Space
 from planner.graph import Node
 
@@ -61,6 +64,55 @@ def pattern(names: list[str]) -> str:
     if len({len(parts) for parts in split}) != 1:
         return names[0]
     return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))
+
+
+def fillings(names: list[str]) -> str:
+    """What ``*`` stands for in the :func:`pattern` of names: ``"0-3, 7"``, or ``"0.1, 2.1"`` for two of them.
+
+    Whole names where they have no pattern; empty where there is but one.
+    """
+    distinct = list(dict.fromkeys(names))
+    if len(distinct) == 1:
+        return ""
+    stars = [at for at, part in enumerate(pattern(distinct).split(".")) if part == "*"]
+    parts = [".".join(name.split(".")[at] for at in stars) or name for name in distinct]
+    if all(part.isdecimal() and part == str(int(part)) for part in parts):
+        return runs(sorted(map(int, parts)))
+    return ", ".join(parts)
+
+
+def filled(name: str, stands_for: str) -> tuple[str, ...]:
+    """The names that a pattern and its :func:`fillings` stand for."""
+    if not stands_for:
+        return (name,)
+    if "*" not in name.split("."):
+        return tuple(stands_for.split(", "))
+    numbered = re.fullmatch(r"[\d, -]+", stands_for)
+    found = []
+    for part in map(str, parse_runs(stands_for)) if numbered else stands_for.split(", "):
+        values = iter(part.split("."))
+        found.append(".".join(next(values) if piece == "*" else piece for piece in name.split(".")))
+    return tuple(found)
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """``"0-2, 5"`` for 0, 1, 2, 5."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in found)
+
+
+def parse_runs(text: str) -> tuple[int, ...]:
+    """The inverse of :func:`runs`."""
+    found: list[int] = []
+    for run in text.split(",") if text else ():
+        first, _, last = run.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
 
 
 def _op_name(node: Node, block: str) -> str:

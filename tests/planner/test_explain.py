@@ -65,11 +65,19 @@ def test_names_are_found(name: str, expected: list[str], loaded: bool) -> None:
 
 @pytest.mark.parametrize(
     "name, close",
-    [("layers.0.upp", "'layers.*.up'"), ("layers.7.down", "'layers.*.down'"), ("head.wieght", "'head.weight'")],
+    [
+        ("layers.0.upp", "'layers.*.up'"),
+        ("layers.7.down", "'layers.*.down' (* is 0-2)"),
+        ("layers.foo.down", "'layers.*.down'"),
+        ("layers.7.down.weight", "'layers.*.down.weight' (* is 0-2)"),
+        ("head.wieght", "'head.weight'"),
+    ],
 )
-def test_an_unknown_name_is_refused_with_what_is_close(name: str, close: str) -> None:
+@pytest.mark.parametrize("loaded", [False, True], ids=["planned", "loaded"])
+def test_an_unknown_name_is_refused_with_what_is_close(name: str, close: str, loaded: bool) -> None:
+    plan = Plan.from_dict(tensor().to_dict()) if loaded else tensor()
     with pytest.raises(PlanError, match=f"no module, operator or parameter called '{name}'; close are: ") as error:
-        tensor().explain(name)
+        plan.explain(name)
     assert close in str(error.value)
 
 

@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cost import CostModel
-from planner.encode import _parse_runs, _runs, dump
+from planner.encode import dump
 from planner.errors import PlanError
 from planner.fold import fold, relabel
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
+from planner.names import parse_runs, runs
 from planner.pins import Pins, filters
 from planner.plan import Plan, model_facts, refold, reprice, restore
 from planner.predict import collectives
@@ -133,11 +134,11 @@ def test_what_is_dumped_for_people_is_json(value: Any) -> None:
 
 @given(st.sets(st.integers(0, 200)))
 def test_numbers_are_written_as_runs(numbers: set[int]) -> None:
-    assert _parse_runs(_runs(sorted(numbers))) == tuple(sorted(numbers))
+    assert parse_runs(runs(sorted(numbers))) == tuple(sorted(numbers))
 
 
 def test_runs_are_short() -> None:
-    assert _runs([0, 1, 2, 5]) == "0-2, 5"
+    assert runs([0, 1, 2, 5]) == "0-2, 5"
 
 
 # ---- edits -----------------------------------------------------------------------------------------------------------
