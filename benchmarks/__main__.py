@@ -1,6 +1,6 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
-python -m benchmarks [plan] [step]
+python -m benchmarks [plan] [step] [predicted] [published]
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import statistics
 import sys
 from dataclasses import asdict
 
-from benchmarks import plan_time, record, step_time
+from benchmarks import plan_time, predicted, published, record, step_time
+from benchmarks.gpt import Shape
 
 PLAN_CASES = tuple(
     plan_time.Case(layers, nodes, batch) for nodes, batch in ((1, 8), (32, 256)) for layers in (2, 8, 32)
@@ -25,6 +26,10 @@ def main(what: list[str]) -> None:
         plans()
     if not what or "step" in what:
         steps()
+    if not what or "predicted" in what:
+        predictions()
+    if not what or "published" in what:
+        published_runs()
 
 
 def plans() -> None:
@@ -89,6 +94,58 @@ def steps() -> None:
         "say what each side costs where the wall clock also measures other users of the machine."
     )
     print(record.write("step_time", "Step time", notes, rows, [asdict(r) for r in results], facts), flush=True)
+
+
+def predictions() -> None:
+    """Step times as planned for the profiled machine, beside measured ones."""
+    facts = record.circumstances()
+    shape, results = Shape(), []
+    for ranks in (2, 4):
+        found = predicted.compare(ranks, shape)
+        results += found
+        print("\n".join(f"predicted {r.case.pin}: {r.error:+.1%}" for r in found), flush=True)
+    rows = [
+        {
+            "ranks": str(r.case.ranks),
+            "plan": ", ".join(f"{k}={v}" for k, v in r.case.pin.items()),
+            "predicted s": f"{r.predicted_s:.3f}",
+            "measured s": f"{r.median_s:.3f}",
+            "error": f"{100 * r.error:+.1f} %",
+            "of which": ", ".join(f"{use} {s:.3f}" for use, s in r.predicted.items()),
+            "CPU s": f"{statistics.median(r.cpu_s):.3f}",
+            "profiled in s": f"{r.profile_s:.0f}",
+        }
+        for r in results
+    ]
+    notes = (
+        f"The hand-written GPT ({shape.layers} layers of width {shape.hidden}, {shape.vocab} tokens of vocabulary, "
+        f"{shape.batch} x {shape.sequence} tokens, float32) on local gloo processes: a step as the plan predicts it for "
+        f"the machine as `autopar profile` has just measured it, and the median of {predicted.STEPS} measured steps, "
+        "taken in turns. CPU seconds are those of the busiest rank: where they are far from the measured wall seconds, "
+        "others used the machine, and the error says little."
+    )
+    print(
+        record.write("predicted", "Predicted step time", notes, rows, [asdict(r) for r in results], facts), flush=True
+    )
+
+
+def published_runs() -> None:
+    """Textbook estimates beside published step times."""
+    facts = record.circumstances()
+    found = published.estimates()
+    rows = [{"set": name, **row} for name, each in found.items() for row in published.table(each)]
+    errors = {name: published.errors(each) for name, each in found.items()}
+    notes = "\n\n".join(
+        [
+            "Step times of published runs, and what the presets' constants give for them in textbook formulas "
+            "(`benchmarks/published.py`). "
+            + "; ".join(f"{name}: mean error {mean:.1%}, worst {worst:.1%}" for name, (mean, worst) in errors.items())
+            + ".",
+            "Assumed where a source is silent. " + " ".join(f"{text}." for text in published.ASSUMED),
+        ]
+    )
+    raw = {name: [asdict(e) for e in each] for name, each in found.items()}
+    print(record.write("published", "Published runs", notes, rows, raw, facts), flush=True)
 
 
 if __name__ == "__main__":
