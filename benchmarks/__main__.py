@@ -119,8 +119,8 @@ def predictions() -> None:
     ]
     notes = (
         f"The hand-written GPT ({shape.layers} layers of width {shape.hidden}, {shape.vocab} tokens of vocabulary, "
-        f"{shape.batch} x {shape.sequence} tokens, float32) on local gloo processes: a step as the plan predicts it for "
-        f"the machine as `autopar profile` has just measured it, and the median of {predicted.STEPS} measured steps, "
+        f"{shape.batch} x {shape.sequence} tokens, float32) on local gloo processes: a step as the plan predicts it "
+        f"for the machine as `autopar profile` has just measured it, and the median of {predicted.STEPS} steps, "
         "taken in turns. CPU seconds are those of the busiest rank: where they are far from the measured wall seconds, "
         "others used the machine, and the error says little."
     )
