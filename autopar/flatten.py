@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 
+from autopar.masks import simplify_masks
 from autopar.program import Body, Call, Leaf, Program, constants_in_order, named, without_dead_code
 from autopar.repeats import AGAIN, ENTER, LEAF, LEAVE, NotFoldable, Repeats, Submodule
 from planner.errors import CaptureError
@@ -65,6 +66,7 @@ def flatten(
         tuple(None if name is None else leaves.value_of[leaving[name]] for name in outputs),
         tuple((buffer, leaves.value_of[leaving[name]]) for buffer, name in updates),
     )
+    program = simplify_masks(program, leaves.constants)
     program, order = constants_in_order(named(without_dead_code(program)))
     return program, {new: leaves.constants[old] for old, new in order.items()}
 
