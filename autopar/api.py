@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.build import build
-from autopar.capture import Captured, LossFn, capture
+from autopar.capture import Captured, LossFn, capture, no_garbage
 from autopar.lower import lower
 from autopar.materialize import Source, part_maker
 from autopar.runtime.mesh import device_mesh
@@ -51,8 +51,10 @@ def trace(
 ) -> Traced:
     """Capture and lower a model; see :func:`autopar.capture.capture`, and :func:`plan` for ``fold``."""
     start = time.monotonic()
-    captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
-    return Traced(captured, lower(captured), type(model).__name__, time.monotonic() - start)
+    with no_garbage():
+        captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
+        graph = lower(captured)
+    return Traced(captured, graph, type(model).__name__, time.monotonic() - start)
 
 
 def plan(
@@ -120,16 +122,7 @@ def plan_traced(
     found = search(
         traced.graph, cluster, pins, training, folding=fold != "off", time_limit_s=time_limit_s, progress=progress
     )
-    candidates = tuple(
-        {
-            "mesh": dict(zip(c.mesh.names, c.mesh.sizes, strict=True)),
-            "status": c.status,
-            "step_time_s": c.objective_s,
-            "bound_s": c.bound_s,
-            "peak_bytes": c.peak_bytes,
-        }
-        for c in found.candidates
-    )
+    candidates = tuple(candidate.facts() for candidate in found.candidates)
     seconds = {"capture": traced.capture_s, **found.seconds}
     plan = describe(
         found.assignment,

@@ -231,17 +231,25 @@ def _caches_off(model: nn.Module) -> Iterator[None]:
 def _quick_tracing() -> Iterator[None]:
     """Leave out what only people who debug an export look at: it takes two fifths of the time.
 
-    That is a Python stack for every node, Python code for every intermediate graph, and looking for garbage
-    among objects that all live until the end.
+    That is a Python stack for every node, Python code for every intermediate graph, and looking for garbage.
     """
-    before, collecting = getattr(torch.fx.config, "do_not_emit_stack_traces", False), gc.isenabled()
+    before = getattr(torch.fx.config, "do_not_emit_stack_traces", False)
     torch.fx.config.do_not_emit_stack_traces = True
-    gc.disable()
     try:
-        with _use_lazy_graph_module(True):
+        with _use_lazy_graph_module(True), no_garbage():
             yield
     finally:
         torch.fx.config.do_not_emit_stack_traces = before
+
+
+@contextlib.contextmanager
+def no_garbage() -> Iterator[None]:
+    """Do not look for garbage while making objects that all live until the end: among many, it doubles the time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
         if collecting:
             gc.enable()
 

@@ -202,7 +202,7 @@ class _Splitter:
         called = self.repeats.occurrences[number]
         first = self.traced[called.like]
         if number not in self.copied:
-            names = self.copied[number] = {n: f"{n.name}@{number}" for n in first.body.nodes}
+            names = self.copied[number] = {n: f"again{number}_{n.name}" for n in first.body.nodes}
             operands = tuple(self._instead(o, first, called.submodule, inputs) for o in first.body.operands)
             self.calls.append(Call(first.body, operands, tuple(names.values()), first.path, called.path))
         result = first.results[output]

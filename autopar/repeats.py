@@ -29,6 +29,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import (
     _ProxyTensor,
     disable_proxy_modes_tracing,
@@ -37,6 +38,7 @@ from torch.fx.experimental.proxy_tensor import (
     set_proxy_slot,
 )
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._mode_utils import no_dispatch
 
 _LIBRARY = torch.library.Library("autopar_capture", "DEF")
 _LIBRARY.define("enter(int call, Tensor[] inputs) -> ()")
@@ -62,11 +64,15 @@ class Submodule:
     Attributes:
         path: its name in the model.
         tensors: its parameters and buffers, each once.
+        inner: the modules below it, by name.
+        ties: for each name of a tensor, which of ``tensors`` it is.
     """
 
     path: str
     module: nn.Module
     tensors: tuple[Tensor, ...]
+    inner: tuple[tuple[str, nn.Module], ...]
+    ties: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,20 @@ class Occurrence:
     like: int
 
 
+class _Mould:
+    """Makes fake tensors like one, at little cost."""
+
+    def __init__(self, tensor: Tensor):
+        assert isinstance(tensor, FakeTensor)
+        self.mode, self.device = tensor.fake_mode, tensor.device
+        with no_dispatch():
+            self.meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            self.meta.requires_grad_(tensor.requires_grad)
+
+    def another(self) -> Tensor:
+        return FakeTensor(self.mode, self.meta, self.device)
+
+
 @dataclass
 class _Record:
     """What a traced call did.
@@ -94,7 +114,7 @@ class _Record:
         calls: functions called, with their arguments.
         results: what each gave.
         stacks: the modules in which each was called, from the submodule on.
-        outputs: value number -> tensor, for results that leave.
+        outputs: value number -> what makes tensors like it, for results that leave.
     """
 
     number: int
@@ -102,7 +122,7 @@ class _Record:
     calls: list[tuple[object, ...]] = field(default_factory=list)
     results: list[object] = field(default_factory=list)
     stacks: list[tuple[tuple[str, Any], ...]] = field(default_factory=list)
-    outputs: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, _Mould] = field(default_factory=dict)
 
 
 # --- nominating ----------------------------------------------------------------------------------------
@@ -115,7 +135,7 @@ def nominate(model: nn.Module) -> list[list[Submodule]]:
     for module in reversed(list(model.modules())):
         keys[id(module)] = numbers.setdefault(_structure(module, keys), len(numbers))
     count = Counter(keys[id(module)] for module in model.modules())
-    groups: dict[object, list[Submodule]] = {}
+    groups: dict[tuple[object, tuple[int, ...]], list[Submodule]] = {}
     seen: set[int] = {id(model)}
 
     def visit(module: nn.Module, path: str) -> None:
@@ -124,21 +144,26 @@ def nominate(model: nn.Module) -> list[list[Submodule]]:
                 continue
             seen.add(id(child))
             below = f"{path}.{name}" if path else name
-            if count[keys[id(child)]] > 1 and _worthwhile(child):
-                tensors = {id(t): t for m in child.modules() for t in _own(m).values() if t is not None}
-                groups.setdefault(keys[id(child)], []).append(Submodule(below, child, tuple(tensors.values())))
-                seen.update(map(id, child.modules()))
-            else:
+            found = _submodule(below, child) if count[keys[id(child)]] > 1 and _worthwhile(child) else None
+            if found is None:
                 visit(child, below)
+            else:
+                groups.setdefault((keys[id(child)], found.ties), []).append(found)
+                seen.update(id(m) for _, m in found.inner)
 
     visit(model, "")
-    ties = {key: Counter(_ties(submodule) for submodule in group) for key, group in groups.items()}
-    alike: dict[object, list[Submodule]] = {}
-    for key, group in groups.items():
-        for submodule in group:
-            if ties[key][_ties(submodule)] > 1:
-                alike.setdefault((key, _ties(submodule)), []).append(submodule)
-    return list(alike.values())
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _submodule(path: str, module: nn.Module) -> Submodule | None:
+    """What is known of a submodule before it is called; ``None`` if it holds another one twice."""
+    inner = [(name, m) for name, m in module.named_modules(remove_duplicate=False) if m is not module]
+    if len({id(m) for _, m in inner}) < len(inner):
+        return None
+    held = [t for m in (module, *(m for _, m in inner)) for t in _own(m).values() if t is not None]
+    tensors = {id(t): t for t in held}
+    number = {key: at for at, key in enumerate(tensors)}
+    return Submodule(path, module, tuple(tensors.values()), tuple(inner), tuple(number[id(t)] for t in held))
 
 
 def _structure(module: nn.Module, keys: Mapping[int, object]) -> object:
@@ -158,12 +183,6 @@ def _kind(tensor: Tensor | None) -> object:
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _ties(submodule: Submodule) -> tuple[int, ...]:
-    """Which names share a tensor."""
-    number = {id(t): at for at, t in enumerate(submodule.tensors)}
-    return tuple(number[id(t)] for m in submodule.module.modules() for t in _own(m).values() if t is not None)
-
-
 def _worthwhile(module: nn.Module) -> bool:
     """Whether a submodule is called as one, and is more than an operator or two."""
     if type(module).forward is nn.Module.forward:
@@ -177,7 +196,7 @@ def _worthwhile(module: nn.Module) -> bool:
 
 
 class _Hidden(dict[str, Any]):
-    """Stands for a module's parameters or buffers: empty, but asking for one of them is noticed."""
+    """Stands for a module's parameters, buffers or children: empty, but asking for one of them is noticed."""
 
     def __init__(self, kept: Mapping[str, Any]):
         super().__init__()
@@ -210,7 +229,7 @@ class Repeats:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Hide the tensors of nominated submodules, and intercept their calls."""
+        """Hide what nominated submodules hold, and intercept their calls."""
         with contextlib.ExitStack() as stack:
             for number, group in enumerate(self._groups):
                 for submodule in group:
@@ -222,33 +241,27 @@ class Repeats:
         module = submodule.module
         forward = module.forward
         overridden = module.__dict__.get("forward")
-        kept = [(m, m._parameters, m._buffers) for m in module.modules()]
+        names = ("_parameters", "_buffers", "_modules")
+        kept = {name: module.__dict__[name] for name in names}
+        hidden = {name: _Hidden(held) for name, held in kept.items()}
 
         @functools.wraps(forward)
         def intercept(*args: Any, **kwargs: Any) -> Any:
             if self._busy:
                 raise NotFoldable(f"{submodule.path} is called inside another block")
-            for m, parameters, buffers in kept:
-                m.__dict__["_parameters"], m.__dict__["_buffers"] = parameters, buffers
+            module.__dict__.update(kept)
             self._busy = True
             try:
                 return self._call(self._records[group], submodule, forward, args, kwargs)
             finally:
                 self._busy = False
-                hide()
+                module.__dict__.update(hidden)
 
-        def hide() -> None:
-            for (m, _, _), (parameters, buffers) in zip(kept, hidden, strict=True):
-                m.__dict__["_parameters"], m.__dict__["_buffers"] = parameters, buffers
-
-        hidden = [(_Hidden(parameters), _Hidden(buffers)) for _, parameters, buffers in kept]
-        hide()
-        module.__dict__["forward"] = intercept
+        module.__dict__.update(hidden, forward=intercept)
         try:
             yield
         finally:
-            for m, parameters, buffers in kept:
-                m.__dict__["_parameters"], m.__dict__["_buffers"] = parameters, buffers
+            module.__dict__.update(kept)
             if overridden is None:
                 del module.__dict__["forward"]
             else:
@@ -329,10 +342,19 @@ class _Same:
         return id(self.value)
 
 
+@functools.cache
+def _value(number: int) -> object:
+    """Stands for value ``number`` of a call among arguments."""
+    return Tensor, number
+
+
 _ATOMS = frozenset(
-    {int, bool, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout}
-    | {torch.memory_format}
+    {int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
+"""Kinds of values that equal none of another kind."""
+
+_PLAIN = _ATOMS | {bool, float, complex, torch.Size}
+"""Kinds of values that hold no tensors and do not change."""
 
 
 class _Call(TorchFunctionMode):
@@ -361,6 +383,8 @@ class _Call(TorchFunctionMode):
         self.stack = dict(tracer.module_stack)
         self.path = next(reversed(self.stack.values()))[0].removeprefix("_export_root").removeprefix(".")
         self.called_as_a_module = self.path == submodule.path
+        own = next(reversed(self.stack.values()))[0]
+        tracer.submodule_paths.update((module, f"{own}.{name}") for name, module in submodule.inner)
         self.nodes_before = len(tracer.graph.nodes)
         places = tuple(self.number_of.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves)
         key = (_Spec(spec), places, tuple(map(_tensor_key, self.inputs)), _ambient())
@@ -413,19 +437,19 @@ class _Call(TorchFunctionMode):
         """An argument as something to compare: values with their types, tensors by what they are to this call."""
         kind = type(value)
         if kind in _ATOMS:
-            return kind, value
+            return value
         if isinstance(value, Tensor):
             number = self.number_of.get(id(value))
-            return ("value", number) if number is not None else ("outside", _Same(value))
-        if kind is float:
-            return kind, repr(value)
-        if isinstance(value, (tuple, list)):
-            return kind, tuple(map(self._encode, value))
+            return _Same(value) if number is None else _value(number)
+        if kind is tuple or kind is list or kind is torch.Size:
+            return kind, *map(self._encode, value)
         if kind is dict:
-            return kind, tuple((name, self._encode(v)) for name, v in value.items())
+            return kind, *value, *map(self._encode, value.values())
+        if kind is bool or kind is complex or kind is float:
+            return kind, repr(value)
         if kind is slice:
             return kind, self._encode(value.start), self._encode(value.stop), self._encode(value.step)
-        return "object", _Same(value)
+        return _Same(value)
 
     def _decode(self, result: Any) -> Any:
         """What a function gave, with tokens for tensors."""
@@ -528,7 +552,7 @@ class _Call(TorchFunctionMode):
         kind = type(result)
         if kind in (tuple, list) or kind.__module__ == "torch.return_types":
             return kind, tuple(map(self._describe, result))
-        if kind not in _ATOMS and kind not in (float, torch.Size):
+        if kind not in _PLAIN:
             self.faithful = False
         return "static", result
 
@@ -567,11 +591,7 @@ class _Call(TorchFunctionMode):
         for leaf in flat:
             number = self._number(leaf)
             if number is not None and number >= self.base and id(leaf) not in self.real:
-                model = self.following.outputs[number]
-                with disable_proxy_modes_tracing():
-                    made = torch.empty_strided(
-                        model.shape, model.stride(), dtype=model.dtype, device=model.device
-                    ).requires_grad_(model.requires_grad)
+                made = self.following.outputs[number].another()
                 track(self.tracer, made, mark(self.tracer, AGAIN, (self.number, number, inputs), made))
                 self.real[id(leaf)] = made
 
@@ -586,10 +606,10 @@ class _Call(TorchFunctionMode):
                 number, node = self.number_of.get(id(leaf)), node_of(self.tracer, leaf)
                 if number is not None and number >= self.base and node is not None:
                     outputs[number] = node
-                    self.record.outputs[number] = leaf
+                    self.record.outputs[number] = _Mould(leaf)
                 elif number is None and node in made:
                     self.faithful = False
-            elif type(leaf) not in _ATOMS and type(leaf) is not float:
+            elif type(leaf) not in _PLAIN:
                 self.faithful = False
         mark(self.tracer, LEAVE, (self.number, list(outputs), list(outputs.values())), None)
         if self.faithful and outputs and all(map(_is_plain, nodes)) and len(self.records) < MAX_KINDS:

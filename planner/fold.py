@@ -25,7 +25,7 @@ from itertools import islice
 
 import numpy as np
 
-from planner.graph import Graph, Node, Ref
+from planner.graph import Graph, Node, Ref, TensorType
 
 STORED = frozenset({"param", "buffer", "const"})
 """Leaves with a storage of their own: what several blocks read of them is one decision."""
@@ -184,18 +184,40 @@ def _read(graph: Graph) -> _Text:
 
 
 def _tokens(graph: Graph) -> tuple[int, ...]:
-    """A number per non-leaf node; equal numbers mean equal nodes up to which values they read."""
+    """A number per non-leaf node; equal numbers mean equal nodes up to which values they read.
+
+    Nodes of equal blocks often share arguments and result types as objects, so these are looked up by identity first.
+    """
     numbers: dict[object, int] = {}
-    operands: dict[Ref, int] = {}
+    known: dict[int, int] = {}
+    types: dict[int, tuple[int, ...]] = {}
+    operands: dict[str, tuple[int, ...]] = {}
     tokens = []
+
+    def number(value: object) -> int:
+        return numbers.setdefault(value, len(numbers))
+
+    def argument(pair: tuple[str, object]) -> int:
+        found = known.get(id(pair))
+        if found is None:
+            found = known[id(pair)] = number((pair[0], _static(pair[1])))
+        return found
+
+    def type_numbers(results: tuple[TensorType, ...]) -> tuple[int, ...]:
+        found = types.get(id(results))
+        if found is None:
+            found = types[id(results)] = tuple(map(number, results))
+        return found
+
     for node in graph.nodes:
-        arguments = tuple((name, _static(value)) for name, value in node.args)
-        role = (node.op, arguments) if node.is_leaf else ()
-        for ref, kind in zip(_results(node), node.results, strict=True):
-            operands[ref] = numbers.setdefault((role, kind), len(numbers))
-        if not node.is_leaf:
-            read = tuple(operands[ref] for ref in node.inputs)
-            tokens.append(numbers.setdefault((node.op, arguments, node.results, read), len(numbers)))
+        arguments = tuple(map(argument, node.args))
+        results = type_numbers(node.results)
+        if node.is_leaf:
+            operands[node.name] = tuple(number((node.op, arguments, result)) for result in results)
+        else:
+            operands[node.name] = results
+            read = tuple([operands[ref.node][ref.index] for ref in node.inputs])
+            tokens.append(number((node.op, arguments, results, read)))
     return tuple(tokens)
 
 
