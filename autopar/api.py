@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.build import build
-from autopar.capture import Captured, LossFn, capture, no_garbage
+from autopar.capture import Captured, LossFn, capture
 from autopar.lower import lower
 from autopar.materialize import Source, part_maker
 from autopar.runtime.mesh import device_mesh
@@ -51,10 +51,8 @@ def trace(
 ) -> Traced:
     """Capture and lower a model; see :func:`autopar.capture.capture`, and :func:`plan` for ``fold``."""
     start = time.monotonic()
-    with no_garbage():
-        captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
-        graph = lower(captured)
-    return Traced(captured, graph, type(model).__name__, time.monotonic() - start)
+    captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
+    return Traced(captured, lower(captured), type(model).__name__, time.monotonic() - start)
 
 
 def plan(

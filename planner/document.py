@@ -12,8 +12,10 @@ from functools import cached_property
 from typing import Any
 
 from planner.account import account
+from planner.certificate import Certificate, certify
 from planner.cluster import ClusterSpec
 from planner.detail import Account
+from planner.errors import PlanError
 from planner.formulate import Assignment
 from planner.layout import Mesh
 from planner.predict import Prediction
@@ -23,8 +25,9 @@ from planner.predict import Prediction
 class Search:
     """What the search did: ``status`` is ``optimal`` with gap 0, or ``feasible`` with the proven gap.
 
-    ``seconds`` is by step of planning; every candidate is a mesh with its ``status``, ``step_time_s``,
-    ``bound_s`` (``None``: proven infeasible) and ``peak_bytes``.
+    ``seconds`` is by step of planning; every candidate is a mesh with its ``status``, ``step_time_s`` (``None``: no
+    plan of it was looked for, or none fits), ``bound_s`` (``None``: proven infeasible), ``peak_bytes`` (of that plan,
+    or at least), and the ``proof`` of the bound, see :class:`planner.search.Candidate`.
     """
 
     status: str
@@ -85,6 +88,20 @@ class Document:
     coverage: Mapping[str, int] = field(default_factory=dict)
     recorded: Account | None = field(default=None, compare=False, repr=False)
     assignment: Assignment | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def certificate(self) -> Certificate:
+        """The decisions priced again on the unfolded graph; worked out when somebody asks.
+
+        Raises:
+            PlanError: the plan was read from a file, without its model.
+        """
+        if self.assignment is None:
+            raise PlanError(
+                "this plan was read from a file and does not carry its model's graph: give it one with "
+                "autopar.evaluate(model, plan), and ask the plan that returns"
+            )
+        return certify(self.assignment, self.predicted.step_time_s * (1 - self.search.gap))
 
     @cached_property
     def account(self) -> Account:

@@ -22,7 +22,14 @@ class PlanError(AutoparError, ValueError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan satisfies the limits; the message says by how much."""
+    """No plan satisfies the limits; the message says by how much.
+
+    ``excess_bytes`` is what the leanest plan found needs beyond the memory limit.
+    """
+
+    def __init__(self, message: str, excess_bytes: int = 0):
+        super().__init__(message)
+        self.excess_bytes = excess_bytes
 
 
 class InputError(AutoparError, ValueError):

@@ -141,6 +141,7 @@ class Space:
         self.role_of, self.members, self.leaving = self.skeleton.role_of, self.skeleton.members, self.skeleton.leaving
         self._cuts = self.skeleton.cuts(mesh.sizes)
         self._tables: dict[object, ConversionTable] = {}
+        self._computed: dict[object, tuple[float, float]] = {}
         self._edges: dict[object, tuple[Floats, Floats, Ints]] = {}
         self._choices_of: dict[Role, list[Choice]] = {}
         self._alike: dict[object, list[Choice]] = {}
@@ -237,15 +238,19 @@ class Space:
     def roles(self) -> tuple[Role, ...]:
         return tuple(self.options)
 
+    @cached_property
+    def vertices(self) -> tuple[Vertex, ...]:
+        """The decisions by themselves, in the order of :attr:`roles`: work and storage, without communication."""
+        return tuple(self._vertex(role) for role in self.roles)
+
     def problem(self, limit_bytes: int | None) -> Problem:
         """The solver's problem; vertex ``i`` decides role ``self.roles[i]``."""
         index = {role: i for i, role in enumerate(self.roles)}
-        vertices = [self._vertex(role) for role in self.roles]
         edges = [
             Edge(index[tail], index[head], *self._edge(tail, head, ref, positions, count))
             for (tail, head, ref, positions), count in self.skeleton.flows.items()
         ]
-        return Problem(tuple(vertices), tuple(edges), limit_bytes)
+        return Problem(self.vertices, tuple(edges), limit_bytes)
 
     def assignment(self, answer: Answer) -> Assignment:
         """What an answer to :meth:`problem` decides."""
@@ -260,12 +265,13 @@ class Space:
         held, transient = np.zeros(size, np.int64), np.zeros(size, np.int64)
         if role in self.members:
             node = self.graph.by_name[self.members[role][0]]
+            charged = {} if node.is_leaf else self.skeleton.charged(role)
             for i, option in enumerate(options):
                 if isinstance(option, Choice):
                     work = self.work(node, option)
                     time[i] = (work.forward_s + work.backward_s + work.inner_s) * times
                     cover[i] = work.backward_s * self.overlap * times
-                    held[i] = work.saved_bytes * times
+                    held[i] = sum(self._saved_bytes(node, option, each) * count for each, count in charged.items())
                     transient[i] = work.transient_bytes
                 else:
                     assert isinstance(option, tuple)
@@ -305,16 +311,30 @@ class Space:
         results = [local_bytes(t, layout, self.mesh) for t, layout in zip(node.results, choice.results, strict=True)]
         moved = sum(parts) + sum(results)
         share = math.prod(a.size for a, s in zip(self.mesh.axes, choice.axes, strict=True) if s.factor)
-        flops = row.flops(node, operands, rule) / share if row is not None else 0.0
+        key = (id(rule), tuple(shapes), moved, share)
+        if key not in self._computed:
+            self._computed[key] = self._compute(node, shapes, moved, share)
+        forward, backward = self._computed[key]
+        saved = self._saved_bytes(node, choice, self.skeleton.charges.get(node.name, ()))
+        transient = moved * (2 if differentiated else 1)
+        return Work(forward, backward, inner["forward"] + inner["backward"], saved, transient)
+
+    def _saved_bytes(self, node: Node, choice: Choice, places: tuple[int, ...]) -> int:
+        """Bytes of some of an operator's tensors (operands, then results)."""
+        tensors = (*self.graph.input_types(node), *node.results)
+        layouts = (*choice.operands, *choice.results)
+        return sum(local_bytes(tensors[place], layouts[place], self.mesh) for place in places)
+
+    def _compute(self, node: Node, shapes: list[tuple[int, ...]], moved: int, share: int) -> tuple[float, float]:
+        """Seconds of an operator forward and backward, from its operands' local shapes and the bytes it passes over."""
+        row = OPS.get(node.op)
+        flops = 0.0 if row is None else row.flops(node, self.graph.input_types(node), self.rules[node.name]) / share
         dtype = node.results[0].dtype if node.results else "float32"
         kernel = kernel_of(node.op, shapes, causal=dict(node.args).get("is_causal") is True)
         forward = self.cost.compute_s(flops, moved, dtype, kernel=kernel)
-        backward = 0.0
-        if differentiated:
-            backward = self.cost.compute_s(2 * flops, 2 * moved, dtype, kernel=kernel and kernel.backward)
-        saved = sum((parts + results)[place] for place in self.skeleton.charges.get(self.role_of[node.name], ()))
-        transient = moved * (2 if differentiated else 1)
-        return Work(forward, backward, inner["forward"] + inner["backward"], saved, transient)
+        if not any(t.grad for t in node.results):
+            return forward, 0.0
+        return forward, self.cost.compute_s(2 * flops, 2 * moved, dtype, kernel=kernel and kernel.backward)
 
     def inner_bytes(self, rule: Rule, choice: Choice, call: Inner) -> int:
         """Bytes that each rank passes to a collective of an operator's local form."""

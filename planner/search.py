@@ -1,15 +1,28 @@
-"""Search: from a graph and a cluster to the best plan found, with what is proved about it."""
+"""Search: from a graph and a cluster to the best plan, with what is proved about it.
+
+Every mesh that the cluster and the pins allow is a *candidate* with a lower bound on the step time of all its plans.
+The candidate of least bound is looked at next, always more closely, until its plan is found or its bound reaches the
+best plan known; then every other bound does too, and nothing better can exist. Looks, each dearer and sharper:
+
+1. ``work``: every decision at its own cheapest, all communication free;
+2. ``relaxation``: the whole problem without the memory limit, by a few eliminations (:func:`lower_bounds`);
+3. ``search``: the whole problem, as far as it can beat the best plan known.
+
+What does not depend on the mesh is found once (:mod:`planner.skeleton`). Ctrl-C ends a search with
+:class:`KeyboardInterrupt` and leaves nothing behind; to get the best plan so far instead, give a time limit.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
-from planner.errors import InfeasibleError, PinError
+from planner.errors import ClusterError, InfeasibleError, InputError, PinError
 from planner.fold import Block, Folded, fold, fold_off, relabel
 from planner.formulate import Assignment, Role, Space, Training, rules_of
 from planner.graph import Graph, Ref
@@ -18,24 +31,48 @@ from planner.mesh import candidate_meshes, pinned_mesh
 from planner.pins import Pins, filters
 from planner.problem import Answer, Evaluation, Problem, evaluate
 from planner.rules import Rule
-from planner.solve import solve
+from planner.skeleton import Skeleton
+from planner.solve import lower_bounds, solve
 from planner.strategy import Choice
 
 Progress = Callable[[str], None]
 PROVED = 1e-6
 APART_OPERATORS = 400
 """Up to so many operators a model is also decided node by node, without one decision for equal blocks."""
+GRACE_S = 1.0
+"""What a problem gets of time after the limit, while no plan is known at all."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One mesh that was tried: what the solver answered."""
+    """One mesh, and what is known of its plans.
+
+    Attributes:
+        status: ``optimal`` (its best plan was found), ``feasible`` (a plan was found before the time limit),
+            ``bounded away`` (none can beat the best plan), ``infeasible`` (none fits), ``not tried`` (time limit).
+        objective_s: seconds of its best plan found; infinite where none was looked for, or none fits.
+        bound_s: no plan of it is faster; infinite: none fits.
+        peak_bytes: of that plan; without one, what every plan of it needs at least.
+        proof: the look that proved the bound: ``work``, ``relaxation`` or ``search``.
+    """
 
     mesh: Mesh
     status: str
     objective_s: float
     bound_s: float
     peak_bytes: int
+    proof: str = "search"
+
+    def facts(self) -> dict[str, Any]:
+        """What a plan says of it: see :class:`planner.document.Search`."""
+        return {
+            "mesh": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
+            "status": self.status,
+            "step_time_s": self.objective_s,
+            "bound_s": self.bound_s,
+            "peak_bytes": self.peak_bytes,
+            "proof": self.proof,
+        }
 
 
 @dataclass(frozen=True)
@@ -45,7 +82,7 @@ class Searched:
     Attributes:
         assignment: the best plan's decisions.
         evaluation: what they cost, by the one definition of cost.
-        candidates: every mesh tried, best first.
+        candidates: every mesh, best first; what is only bounded stands at its bound.
         status, gap: ``optimal`` with gap 0 when every candidate was solved or bounded away, among plans that
             decide equal blocks alike where the model has more than :data:`APART_OPERATORS` operators.
         seconds: by step: ``fold``, ``build``, ``solve``.
@@ -57,6 +94,59 @@ class Searched:
     status: str
     gap: float
     seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best plan known: an assignment of the problem of a space, with what it costs."""
+
+    space: Space
+    choices: tuple[int, ...]
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all candidates of a search share; ``seconds`` adds up where time goes."""
+
+    cost: CostModel
+    training: Training
+    rules: Mapping[str, Rule]
+    pins: Pins
+    deadline: float
+    progress: Progress | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Memory that a plan may fill."""
+        return self.cost.cluster.device.usable_bytes
+
+    def pose(self, skeleton: Skeleton, mesh: Mesh) -> Space:
+        """Every decision to take on one mesh."""
+        allow, allow_leaf = filters(self.pins, skeleton.graph, self.rules, mesh)
+        space = Space(skeleton.folded, mesh, self.cost, self.training, self.rules, allow, allow_leaf, skeleton)
+        empty = [role for role, options in space.options.items() if not options]
+        if empty:
+            raise PinError(
+                f"the pins leave no way to run {space.describe(empty[0])} on mesh {mesh.sizes}; relax one of them"
+            )
+        return space
+
+    def say(self, text: str) -> None:
+        """Tell whoever follows the search."""
+        if self.progress is not None:
+            self.progress(text)
+
+    def is_late(self) -> bool:
+        """Whether the time limit has passed."""
+        return time.monotonic() > self.deadline
+
+    def took(self, step: str, since: float) -> float:
+        """Count the seconds since a moment for a step; the moment now."""
+        now = time.monotonic()
+        self.seconds[step] = self.seconds.get(step, 0.0) + now - since
+        return now
 
 
 def search(
@@ -71,109 +161,216 @@ def search(
 ) -> Searched:
     """The fastest plan that fits the cluster's memory, over all meshes that the pins allow.
 
+    The same graph, cluster and pins give the same plan in every process, unless the time limit cuts the search short.
+
     Raises:
+        InputError: the time limit is not positive.
         PinError: the pins do not fit the model or the cluster.
+        ClusterError: the model cannot be divided among so many devices at all.
         InfeasibleError: nothing fits in memory; says by how much, and what would.
     """
+    if not time_limit_s > 0:
+        raise InputError(f"time_limit_s is {time_limit_s!r}; give seconds, more than 0")
     start = time.monotonic()
-    deadline = start + time_limit_s
-    cost = CostModel(cluster)
     folded = fold(graph) if folding else fold_off(graph)
     rules = rules_of(graph)
-    seconds = {"fold": time.monotonic() - start, "build": 0.0, "solve": 0.0}
+    skeleton = Skeleton(folded, rules)
+    setting = Setting(CostModel(cluster), training, rules, pins, start + time_limit_s, progress)
+    setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
     meshes = (pinned_mesh(cluster, pins.sizes),) if pins.sizes else candidate_meshes(cluster)
-    limit = cluster.device.usable_bytes
-    best: Best | None = None
-    candidates: list[Candidate] = []
-    bounds: list[float] = []
-    for mesh in meshes:
-        if progress is not None:
-            progress(f"mesh {' x '.join(map(str, mesh.sizes))}")
-        before = time.monotonic()
-        space, problem = _pose(folded, mesh, cost, training, rules, pins, limit)
-        seconds["build"] += time.monotonic() - before
-        before = time.monotonic()
-        cutoff = best[2].time_s if best is not None else math.inf
-        answer = solve(problem, time_limit_s=max(1.0, deadline - before), cutoff_s=cutoff)
-        seconds["solve"] += time.monotonic() - before
-        evaluation = evaluate(problem, answer.choices)
-        candidates.append(Candidate(mesh, answer.status, evaluation.time_s, answer.bound_s, evaluation.peak_bytes))
-        bounds.append(answer.bound_s)
-        if evaluation.feasible and (best is None or evaluation.time_s < best[2].time_s * (1 - 1e-9)):
-            best = space, answer, evaluation
-    if len(folded.instances) > len(folded.kinds):
-        before = time.monotonic()
+    best, looks = _explore(setting, skeleton, meshes, None)
+    candidates, proofs = [look.candidate for look in looks], looks
+    if _may_differ(folded):
         alike = best
-        best, apart_bounds = _apart(folded, meshes, cost, training, rules, pins, limit, best, deadline)
-        bounds = apart_bounds or bounds
+        split = Skeleton(relabel(folded, range(len(folded.instances))), rules)
+        best, proofs = _explore(setting, split, meshes, alike)
         if best is not None and best is not alike:
-            space, answer, evaluation = best
-            candidates.append(
-                Candidate(space.mesh, answer.status, evaluation.time_s, answer.bound_s, evaluation.peak_bytes)
-            )
-        seconds["solve"] += time.monotonic() - before
+            before = time.monotonic()
+            best = _together(setting, folded, best)
+            bound_s = next(look.candidate.bound_s for look in proofs if look.candidate.mesh == best.space.mesh)
+            status = "optimal" if _is_reached(bound_s, best) else "feasible"
+            found = best.evaluation
+            candidates.append(Candidate(best.space.mesh, status, found.time_s, bound_s, found.peak_bytes))
+            setting.took("solve", before)
     if best is None:
-        raise InfeasibleError(_why_nothing_fits(graph, cluster, candidates, limit, training, pins))
-    space, answer, evaluation = best
-    bound = min(evaluation.time_s, *bounds)
-    gap = (evaluation.time_s - bound) / evaluation.time_s if evaluation.time_s else 0.0
-    status = "optimal" if gap <= PROVED else "feasible"
-    candidates.sort(key=lambda c: (c.peak_bytes > limit, c.objective_s))
-    return Searched(space.assignment(answer), evaluation, tuple(candidates), status, max(0.0, gap), seconds)
+        raise _nothing_fits(setting, graph, proofs)
+    time_s = best.evaluation.time_s
+    bound_s = min(time_s, *(look.candidate.bound_s for look in proofs))
+    gap = (time_s - bound_s) / time_s if time_s else 0.0
+    candidates.sort(key=lambda c: (c.status == "infeasible", min(c.objective_s, max(c.bound_s, time_s))))
+    return Searched(
+        best.space.assignment(Answer(best.choices, time_s, bound_s, "optimal", 0.0)),
+        best.evaluation,
+        tuple(candidates),
+        "optimal" if gap <= PROVED else "feasible",
+        gap if gap > PROVED else 0.0,
+        setting.seconds,
+    )
 
 
-Best = tuple[Space, Answer, Evaluation]
+@dataclass(frozen=True)
+class Look:
+    """How closely a candidate was looked at."""
+
+    candidate: Candidate
+    space: Space
+    problem: Problem | None = None
+    choices: tuple[int, ...] | None = None
 
 
-def _apart(
-    folded: Folded,
-    meshes: tuple[Mesh, ...],
-    cost: CostModel,
-    training: Training,
-    rules: Mapping[str, Rule],
-    pins: Pins,
-    limit: int,
-    best: Best | None,
-    deadline: float,
-) -> tuple[Best | None, list[float]]:
-    """Let the instances of a block differ, where the whole model is small enough to decide node by node.
+def _explore(
+    setting: Setting, skeleton: Skeleton, meshes: tuple[Mesh, ...], best: Best | None
+) -> tuple[Best | None, list[Look]]:
+    """Best first over the meshes, starting from the best plan known; what became of each, in the order of meshes."""
+    waiting: list[Look] = []
+    for mesh in meshes:
+        setting.say(f"mesh {' x '.join(map(str, mesh.sizes))}")
+        before = time.monotonic()
+        waiting.append(_look_at_work(setting, setting.pose(skeleton, mesh)))
+        setting.took("build", before)
+    _check_divisible(setting, skeleton.graph, waiting)
+    closed: list[Look] = []
+    while waiting:
+        look = min(waiting, key=lambda look: look.candidate.bound_s)
+        waiting.remove(look)
+        if _is_reached(look.candidate.bound_s, best) or (best is not None and setting.is_late()):
+            closed.append(_close(look, best))
+            continue
+        closer = _look_relaxed if look.problem is None else _look_whole
+        look = closer(setting, look, best)
+        best = _better(best, look)
+        (closed if closer is _look_whole else waiting).append(look)
+    order = {mesh: number for number, mesh in enumerate(meshes)}
+    return best, sorted(closed, key=lambda look: order[look.candidate.mesh])
+
+
+def _look_at_work(setting: Setting, space: Space) -> Look:
+    """Every decision at its own cheapest and leanest, as if neighbours always agreed."""
+    bound_s = math.fsum(float(vertex.time_s.min()) for vertex in space.vertices)
+    held = sum(int(vertex.held_bytes.min()) for vertex in space.vertices)
+    peak_bytes = held + max((int(vertex.transient_bytes.min()) for vertex in space.vertices), default=0)
+    if peak_bytes > setting.limit_bytes:
+        bound_s = math.inf
+    status = "infeasible" if math.isinf(bound_s) else "not tried"
+    return Look(Candidate(space.mesh, status, math.inf, bound_s, peak_bytes, "work"), space)
+
+
+def _look_relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
+    """The whole problem, memory aside; what it needs of memory, by itself."""
+    before = time.monotonic()
+    problem = look.space.problem(setting.limit_bytes)
+    before = setting.took("build", before)
+    bounds = lower_bounds(problem, math.inf if best is None else _target_s(best))
+    setting.took("solve", before)
+    fits = bounds.peak_bytes <= setting.limit_bytes
+    bound_s = max(look.candidate.bound_s, bounds.time_s) if fits else math.inf
+    peak_bytes = math.ceil(bounds.peak_bytes) if math.isfinite(bounds.peak_bytes) else look.candidate.peak_bytes
+    status = "not tried" if fits else "infeasible"
+    candidate = replace(look.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="relaxation")
+    return _with_plan(replace(look, candidate=candidate, problem=problem), bounds.choices)
+
+
+def _look_whole(setting: Setting, look: Look, best: Best | None) -> Look:
+    """The whole problem, solved as far as it can beat the best plan."""
+    assert look.problem is not None
+    before = time.monotonic()
+    answer = solve(
+        look.problem,
+        time_limit_s=max(GRACE_S if best is None else 0.0, setting.deadline - before),
+        incumbent=look.choices,
+        cutoff_s=math.inf if best is None else _target_s(best),
+        leanest=False,
+    )
+    setting.took("solve", before)
+    bound_s = max(look.candidate.bound_s, answer.bound_s)
+    look = _with_plan(look, answer.choices or None)
+    if answer.status == "optimal":
+        status = "optimal"
+    elif math.isinf(bound_s):
+        status = "infeasible"
+    else:
+        status = "bounded away" if _is_reached(bound_s, best) else "feasible" if look.choices else "not tried"
+    proof = "search" if answer.bound_s >= look.candidate.bound_s else look.candidate.proof
+    return replace(look, candidate=replace(look.candidate, status=status, bound_s=bound_s, proof=proof))
+
+
+def _with_plan(look: Look, choices: tuple[int, ...] | None) -> Look:
+    """The look with the plan of a candidate, if there is one and it is the faster."""
+    if choices is None or look.problem is None:
+        return look
+    found = evaluate(look.problem, choices)
+    if not found.feasible or found.time_s >= look.candidate.objective_s:
+        return look
+    candidate = replace(look.candidate, objective_s=found.time_s, peak_bytes=found.peak_bytes)
+    return replace(look, candidate=candidate, choices=choices)
+
+
+def _better(best: Best | None, look: Look) -> Best | None:
+    if look.problem is None or look.choices is None:
+        return best
+    if best is not None and look.candidate.objective_s >= best.evaluation.time_s * (1 - 1e-9):
+        return best
+    return Best(look.space, look.choices, evaluate(look.problem, look.choices))
+
+
+def _close(look: Look, best: Best | None) -> Look:
+    """A candidate that is looked at no further."""
+    candidate = look.candidate
+    if math.isinf(candidate.bound_s):
+        status = "infeasible"
+    elif look.choices and candidate.objective_s - candidate.bound_s <= PROVED * candidate.objective_s:
+        status = "optimal"
+    elif _is_reached(candidate.bound_s, best):
+        status = "bounded away"
+    else:
+        status = "feasible" if look.choices else "not tried"
+    return replace(look, candidate=replace(candidate, status=status))
+
+
+def _target_s(best: Best) -> float:
+    """Only plans below this are worth looking for: half of what counts as proved, so that reaching it proves."""
+    return best.evaluation.time_s * (1 - PROVED / 2)
+
+
+def _is_reached(bound_s: float, best: Best | None) -> bool:
+    """Whether a bound leaves nothing that would beat the best plan."""
+    return math.isinf(bound_s) or (best is not None and bound_s >= _target_s(best))
+
+
+def _check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:
+    """Refuse a number of devices among which nothing of the model can be divided: each would do all the work."""
+    cluster = setting.cost.cluster
+    if cluster.world_size == 1 or setting.pins.sizes:
+        return
+    for look in looks:
+        for options in look.space.options.values():
+            if any(isinstance(option, Choice) and any(s.factor for s in option.axes) for option in options):
+                return
+    sizes = sorted({size for node in graph.nodes for t in node.results for size in t.shape if size > 1})
+    raise ClusterError(
+        f"{cluster.world_size} devices of {cluster.name!r} cannot share this model: no axis of them divides any size "
+        f"in it ({', '.join(map(str, sizes[:12]))}{', ...' if len(sizes) > 12 else ''}), so each would do all the "
+        "work. Use a number of devices with a divisor in common with the batch or the widths, or change the batch"
+    )
+
+
+# ---- equal blocks that decide apart ----------------------------------------------------------------------------------
+
+
+def _may_differ(folded: Folded) -> bool:
+    """Whether the instances of a block are also tried apart: where there are some, and the whole model is small.
 
     A chain of equal layers may want to alternate (column, row, column, ...), which one decision for all
     of them cannot say. Instances that end up alike are one kind again.
-
-    Returns:
-        The best of what was known and what was found, and the lower bound of every mesh; no bounds where
-        the model is too large.
     """
     operators = sum(len(instance.block.nodes) for instance in folded.instances)
-    if operators > APART_OPERATORS:
-        return best, []
-    bounds = []
-    split = relabel(folded, range(len(folded.instances)))
-    for mesh in meshes:
-        space, problem = _pose(split, mesh, cost, training, rules, pins, limit)
-        # Half of what counts as proved, so that a bound that reaches the cutoff proves it.
-        cutoff = best[2].time_s * (1 - PROVED / 2) if best is not None else math.inf
-        answer = solve(problem, time_limit_s=max(1.0, deadline - time.monotonic()), cutoff_s=cutoff)
-        bounds.append(answer.bound_s)
-        evaluation = evaluate(problem, answer.choices)
-        if evaluation.feasible and evaluation.time_s < cutoff:
-            best = _together(folded, space, answer, cost, training, rules, pins, limit)
-    return best, bounds
+    return len(folded.instances) > len(folded.kinds) and operators <= APART_OPERATORS
 
 
-def _together(
-    folded: Folded,
-    space: Space,
-    answer: Answer,
-    cost: CostModel,
-    training: Training,
-    rules: Mapping[str, Rule],
-    pins: Pins,
-    limit: int,
-) -> Best:
+def _together(setting: Setting, folded: Folded, best: Best) -> Best:
     """The same decisions with instances that decide alike folded into one kind."""
-    chosen = space.assignment(answer)
+    space = best.space
+    chosen = space.assignment(Answer(best.choices, best.evaluation.time_s, 0.0, "feasible", 0.0))
     labels = [
         tuple(
             (chosen.chosen[space.role_of[name]], *(chosen.delivered(Ref(name, i)) for i in range(results)))
@@ -181,13 +378,12 @@ def _together(
         )
         for instance in space.folded.instances
     ]
-    merged, problem = _pose(relabel(folded, labels), space.mesh, cost, training, rules, pins, limit)
+    merged = setting.pose(Skeleton(relabel(folded, labels), setting.rules), space.mesh)
     picks = []
     for role in merged.roles:
         decision = chosen.chosen.get(role) if role[0] == "output" else _decision(merged, role, chosen)
         picks.append(list(merged.options[role]).index(decision))
-    evaluation = evaluate(problem, tuple(picks))
-    return merged, Answer(tuple(picks), evaluation.time_s, answer.bound_s, answer.status, answer.seconds), evaluation
+    return Best(merged, tuple(picks), evaluate(merged.problem(setting.limit_bytes), tuple(picks)))
 
 
 def _decided(block: Block, space: Space) -> list[tuple[str, int]]:
@@ -208,49 +404,46 @@ def _decision(space: Space, role: Role, chosen: Assignment) -> Choice | Layout:
     return chosen.chosen[chosen.space.role_of[name]]
 
 
-def _pose(
-    folded: Folded,
-    mesh: Mesh,
-    cost: CostModel,
-    training: Training,
-    rules: Mapping[str, Rule],
-    pins: Pins,
-    limit: int,
-) -> tuple[Space, Problem]:
-    allow, allow_leaf = filters(pins, folded.graph, rules, mesh)
-    space = Space(folded, mesh, cost, training, rules, allow, allow_leaf)
-    empty = [role for role, options in space.options.items() if not options]
-    if empty:
-        raise PinError(
-            f"the pins leave no way to run {space.describe(empty[0])} on mesh {mesh.sizes}; relax one of them"
-        )
-    return space, space.problem(limit)
+# ---- nothing fits ----------------------------------------------------------------------------------------------------
 
 
-def _why_nothing_fits(
-    graph: Graph,
-    cluster: ClusterSpec,
-    candidates: list[Candidate],
-    limit: int,
-    training: Training,
-    pins: Pins,
-) -> str:
-    least = min(candidates, key=lambda c: c.peak_bytes)
-    params = sum(t.size_bytes for node in graph.leaves if node.op == "param" for t in node.results)
-    mesh = " x ".join(f"{name} {size}" for name, size in zip(least.mesh.names, least.mesh.sizes, strict=True))
-    needed = math.ceil(least.peak_bytes / (1 - cluster.device.reserve_fraction))
-    pinned = " Relaxing the pins may also help." if pins.to_dict() else ""
-    if any(math.isfinite(c.bound_s) for c in candidates):
-        return (
+def _nothing_fits(setting: Setting, graph: Graph, looks: list[Look]) -> InfeasibleError:
+    """The error that says by how much the leanest plan exceeds the limit, and what would fit."""
+    cluster, limit = setting.cost.cluster, setting.limit_bytes
+    open_ = [look for look in looks if math.isfinite(look.candidate.bound_s)]
+    least, mesh = _leanest(setting, looks)
+    shown = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
+    if open_:
+        return InfeasibleError(
             f"no plan that fits {cluster.name!r} was found before the time limit, but none was ruled out either: "
-            f"the leanest one seen (mesh {mesh}) needs {least.peak_bytes:,} bytes of {limit:,}. Give a longer "
-            "time_limit_s, or pin decisions to narrow the search."
+            f"the leanest one seen (mesh {shown}) needs {least:,} bytes of {limit:,}. Give a longer "
+            "time_limit_s, or pin decisions to narrow the search.",
+            least - limit,
         )
-    return (
+    params = sum(t.size_bytes for node in graph.leaves if node.op == "param" for t in node.results)
+    needed = math.ceil(least / (1 - cluster.device.reserve_fraction))
+    pinned = " Relaxing the pins may also help." if setting.pins.to_dict() else ""
+    return InfeasibleError(
         f"no plan fits {cluster.name!r}: each of its {cluster.world_size} devices can use {limit:,} bytes, and the "
-        f"leanest plan (mesh {mesh}) needs {least.peak_bytes:,}, {least.peak_bytes - limit:,} too many "
-        f"(the parameters alone are {params:,} bytes in all, {training.optimizer_bytes_per_element} more per element "
-        f"for the optimizer). What would fit: devices with memory_bytes of at least {needed:,}, "
-        f"about {math.ceil(cluster.world_size * least.peak_bytes / limit)} devices like these, or a smaller global "
-        f"batch.{pinned}"
+        f"leanest plan (mesh {shown}) needs {least:,}, {least - limit:,} too many "
+        f"(the parameters alone are {params:,} bytes in all, {setting.training.optimizer_bytes_per_element} more per "
+        f"element for the optimizer). What would fit: devices with memory_bytes of at least {needed:,}, "
+        f"about {math.ceil(cluster.world_size * least / limit)} devices like these, or a smaller global "
+        f"batch.{pinned}",
+        least - limit,
     )
+
+
+def _leanest(setting: Setting, looks: list[Look]) -> tuple[int, Mesh]:
+    """The least peak of any plan and its mesh: candidates in the order of what they need at least."""
+    found: tuple[int, Mesh] | None = None
+    for look in sorted(looks, key=lambda look: look.candidate.peak_bytes):
+        if found is not None and (look.candidate.peak_bytes >= found[0] or setting.is_late()):
+            break
+        problem = look.problem or look.space.problem(setting.limit_bytes)
+        answer = solve(problem, time_limit_s=max(GRACE_S, setting.deadline - time.monotonic()))
+        peak_bytes = evaluate(problem, answer.choices).peak_bytes
+        if found is None or peak_bytes < found[0]:
+            found = peak_bytes, look.candidate.mesh
+    assert found is not None, "there is always a candidate"
+    return found

@@ -8,6 +8,7 @@ graph everything here is found from one instance of each block and of each way t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
@@ -25,14 +26,20 @@ Flow = tuple[Role, Role, Ref, tuple[int, ...]]
 class Skeleton:
     """The roles of a folded graph and the flows between them.
 
+    Args:
+        folded: the graph and its distinct blocks.
+        rules: the factor rule of every operator.
+        delivered: values that have a relay even if no member of their role has several readers.
+
     Attributes:
         role_of: the role of every node.
         members: the nodes of every role in graph order; the first represents them.
     """
 
-    def __init__(self, folded: Folded, rules: Mapping[str, Rule]):
+    def __init__(self, folded: Folded, rules: Mapping[str, Rule], delivered: frozenset[Ref] = frozenset()):
         self.folded, self.graph, self.rules = folded, folded.graph, rules
         self.role_of, self.members = _roles(folded)
+        self._delivered = delivered
         self._cuts: dict[object, Cuts] = {}
 
     @cached_property
@@ -65,7 +72,8 @@ class Skeleton:
         found: dict[Role, Ref] = {}
         for role, names in self.members.items():
             for index in range(len(self.graph.by_name[names[0]].results)):
-                if any(self.readers.get(Ref(name, index), 0) > 1 for name in names):
+                values = [Ref(name, index) for name in names]
+                if any(self.readers.get(ref, 0) > 1 or ref in self._delivered for ref in values):
                     found["relay", role, index] = Ref(names[0], index)
         return found
 
@@ -140,13 +148,13 @@ class Skeleton:
                 yield self.rules[node.name], tuple(map(self.representative, node.inputs)), tuple(results)
 
     @cached_property
-    def charges(self) -> dict[Role, tuple[int, ...]]:
-        """Which tensors (operands, then results) each role pays for as saved: the first reader of a value that
+    def charges(self) -> dict[str, tuple[int, ...]]:
+        """Which tensors (operands, then results) each operator pays for as saved: the first reader of a value that
         needs it in backward pays, views of one tensor count once, parameters are paid as parameters.
         """
         root: dict[Ref, Ref] = {}
-        paid_by: dict[tuple[Role, int], tuple[Role, int]] = {}
-        charges: dict[Role, dict[int, None]] = {}
+        paid: set[Ref] = set()
+        charges: dict[str, tuple[int, ...]] = {}
         for node in self.graph.nodes:
             row = OPS.get(node.op)
             results = [Ref(node.name, i) for i in range(len(node.results))]
@@ -157,15 +165,16 @@ class Skeleton:
                 continue
             tensors = (*node.inputs, *results)
             places = range(len(tensors)) if row is None else _places(row.saved(node), len(node.inputs), len(tensors))
-            role = self.role_of[node.name]
             for place in places:
                 ref = root.get(tensors[place], tensors[place])
-                if self.graph.by_name[ref.node].op == "param":
-                    continue
-                value = (self.role_of[ref.node], ref.index)
-                if paid_by.setdefault(value, (role, place)) == (role, place):
-                    charges.setdefault(role, {})[place] = None
-        return {role: tuple(places) for role, places in charges.items()}
+                if ref not in paid and self.graph.by_name[ref.node].op != "param":
+                    paid.add(ref)
+                    charges[node.name] = (*charges.get(node.name, ()), place)
+        return charges
+
+    def charged(self, role: Role) -> dict[tuple[int, ...], int]:
+        """Which tensors the members of a role pay for, and how many members pay for just these."""
+        return Counter(self.charges.get(name, ()) for name in self.members[role])
 
 
 def _places(saved: tuple[str, ...], operands: int, tensors: int) -> list[int]:

@@ -17,7 +17,17 @@ from planner.conversion import Collective
 from planner.detail import LeafDetail, OpDetail
 from planner.document import Document
 from planner.layout import Mesh
-from planner.report.summary import BlockSummary, blocks, counted, is_notable, op_calls, stored, traffic
+from planner.report.summary import (
+    BlockSummary,
+    blocks,
+    candidate_cells,
+    counted,
+    is_notable,
+    op_calls,
+    standing,
+    stored,
+    traffic,
+)
 from planner.report.words import MEMORY_USES, TIME_USES, in_bytes, in_count, in_percent, in_seconds, sizes_text
 
 DARK = """
@@ -330,15 +340,15 @@ def _collectives(document: Document) -> str:
 
 
 def _search(document: Document) -> str:
-    search, limit = document.search, document.cluster.device.usable_bytes
+    search = document.search
     steps = ", ".join(f"{escape(name)} {in_seconds(seconds)}" for name, seconds in search.seconds.items())
     rows: list[list[Cell]] = []
     for candidate in search.candidates:
-        fits = candidate["peak_bytes"] <= limit
         seconds, bound = candidate["step_time_s"], candidate["bound_s"]
+        status, _ = candidate_cells(candidate)
         rows.append([
             escape(sizes_text(candidate["mesh"])),
-            escape(str(candidate["status"])) if fits else '<span style="color:var(--bad)">does not fit</span>',
+            escape(status) if bound is not None else f'<span style="color:var(--bad)">{escape(status)}</span>',
             (in_seconds(seconds) if seconds is not None else "", "n"),
             (in_seconds(bound) if bound is not None else "∞", "n"),
             (in_bytes(candidate["peak_bytes"]), "n"),
@@ -346,7 +356,8 @@ def _search(document: Document) -> str:
     header: list[Cell] = ["mesh", "answer", ("step", "n"), ("proven bound", "n"), ("peak", "n")]
     table = _table(header, rows) if rows else ""
     took = f'<p class="key">{in_seconds(counted(search.seconds))}: {steps}</p>' if steps else ""
-    return f'<div class="card"><h2>Search</h2>{took}{table}</div>'
+    told = f'<p class="key">{escape(standing(document))}</p>' if len(search.candidates) > 1 else ""
+    return f'<div class="card"><h2>Search</h2>{took}{told}{table}</div>'
 
 
 def _leaves(document: Document) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from planner.conversion import Collective
 from planner.detail import BlockDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
+from planner.report.words import in_seconds, sizes_text
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,42 @@ def stored(document: Document, op: OpDetail) -> list[tuple[str, str]]:
     return [(local_name(name, op.path), document.parameters.get(name, "?")) for name in op.parameters]
 
 
+def candidate_cells(candidate: Mapping[str, Any]) -> tuple[str, str]:
+    """A candidate's status, and its seconds or what they are at least."""
+    seconds, bound = candidate["step_time_s"], candidate["bound_s"]
+    if candidate["status"] == "infeasible" or (seconds is None and bound is None):
+        return "does not fit", ""
+    if candidate["status"] in ("bounded away", "not tried") or seconds is None:
+        return candidate["status"], f"at least {in_seconds(bound)}"
+    return candidate["status"], in_seconds(seconds)
+
+
 def leaf_calls(document: Document) -> list[tuple[str, Move]]:
     """Conversions of parameters and inputs that several readers share."""
     return [(name, move) for name, leaf in document.account.leaves.items() for move in leaf.after]
+
+
+def standing(document: Document) -> str:
+    """How many candidates there were, how many were bounded away and by what, which came next and by how much."""
+    candidates = document.search.candidates
+    away = Counter(c.get("proof", "search") for c in candidates if c["status"] == "bounded away")
+    fits = [c for c in candidates if c["status"] != "infeasible"]
+    parts = [f"{len(candidates)} mesh{'es' * (len(candidates) != 1)}"]
+    if away:
+        proofs = ", ".join(f"{count} by {proof}" for proof, count in sorted(away.items()))
+        parts.append(f"{sum(away.values())} bounded away ({proofs})")
+    if len(fits) < len(candidates):
+        parts.append(f"{len(candidates) - len(fits)} that cannot fit")
+    untried = sum(c["status"] == "not tried" for c in candidates)
+    if untried:
+        parts.append(f"{untried} not tried before the time limit")
+    others = [c for c in fits if c["mesh"] != dict(zip(document.mesh.names, document.mesh.sizes, strict=True))]
+    if others:
+        following = min(others, key=lambda c: c["bound_s"])
+        more = following["bound_s"] / (document.predicted.step_time_s or 1.0) - 1
+        at_least = "" if following["status"] == "optimal" else "at least "
+        parts.append(f"next {sizes_text(following['mesh'])}, {at_least}{max(0.0, more) * 100:.2g} % slower")
+    return "; ".join(parts)
 
 
 def counted(steps: Mapping[str, float]) -> float:

@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from planner.detail import OpDetail
 from planner.document import Document
-from planner.report.summary import BlockSummary, blocks, counted, is_notable, op_calls, stored, traffic
+from planner.report.summary import (
+    BlockSummary,
+    blocks,
+    candidate_cells,
+    counted,
+    is_notable,
+    op_calls,
+    standing,
+    stored,
+    traffic,
+)
 from planner.report.words import in_bytes, in_percent, in_seconds, mesh_text, sizes_text
 
 
@@ -41,6 +51,8 @@ def _head(document: Document) -> str:
     rows = [
         ("mesh", mesh_text(document.mesh) + (f"   pinned: {pins}" if pins else "")),
         ("search", f"{search.status}{proof}, {counted(search.seconds):.2f} s" + (f" ({steps})" if steps else "")),
+        *([("", standing(document))] if len(search.candidates) > 1 else []),
+        *([("proof", str(document.certificate))] if document.assignment is not None else []),
         ("step", in_seconds(predicted.step_time_s)),
         ("", _shares(predicted.time_s, predicted.step_time_s, in_seconds)),
         (
@@ -113,18 +125,13 @@ def _collectives(document: Document) -> str:
 def _candidates(document: Document) -> str:
     if len(document.search.candidates) < 2:
         return ""
-    limit = document.cluster.device.usable_bytes
     rows = []
     for candidate in document.search.candidates:
-        fits = candidate["peak_bytes"] <= limit
-        seconds = candidate["step_time_s"]
-        rows.append([
-            f"  {sizes_text(candidate['mesh'])}",
-            candidate["status"] if fits else "does not fit",
-            in_seconds(seconds) if seconds is not None else "",
-            in_bytes(candidate["peak_bytes"]),
-        ])  # fmt: skip
-    return _table(["meshes tried", "", "step", "memory"], rows, right=(2, 3))
+        status, seconds = candidate_cells(candidate)
+        needs = in_bytes(candidate["peak_bytes"])
+        memory = needs if candidate["step_time_s"] is not None else f"at least {needs}"
+        rows.append([f"  {sizes_text(candidate['mesh'])}", status, seconds, memory])
+    return _table(["meshes", "", "step", "memory"], rows, right=(2, 3))
 
 
 def _warnings(document: Document) -> str:

@@ -62,16 +62,7 @@ def plan_of(graph: Graph, spec: ClusterSpec | None = None, pin: Mapping[str, Any
     """Plan a graph as :func:`autopar.plan` plans a model, with seconds that are always the same."""
     pins = Pins.parse(pin)
     found = search(graph, spec or cluster(), pins, Training())
-    candidates = tuple(
-        {
-            "mesh": dict(zip(c.mesh.names, c.mesh.sizes, strict=True)),
-            "status": c.status,
-            "step_time_s": c.objective_s,
-            "bound_s": c.bound_s,
-            "peak_bytes": c.peak_bytes,
-        }
-        for c in found.candidates
-    )
+    candidates = tuple(candidate.facts() for candidate in found.candidates)
     return written(found.assignment, found.evaluation.time_s, found.evaluation.peak_bytes, pins, candidates)
 
 

@@ -1,0 +1,121 @@
+"""Certificate: the plan's decisions priced again on the unfolded graph, every edge of it, beside the folded objective.
+
+Folding decides once for equal blocks and multiplies. Here nothing is folded: every operator, leaf and value of the
+graph is a decision of its own that is taken as the plan takes it, and every edge between two of them is priced. Both
+prices are :func:`planner.problem.evaluate`'s, of two different problems; a fold that counted wrongly shows as a
+difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from planner.conversion import ConversionTable
+from planner.fold import fold_off
+from planner.formulate import Assignment, Role, Space
+from planner.graph import Ref
+from planner.layout import Layout
+from planner.problem import Evaluation, evaluate
+from planner.skeleton import Skeleton
+from planner.strategy import Choice
+
+ROUNDING = 1e-9
+"""Relative difference that adding in another order may make."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a plan's step costs by two ways of counting, and what is proved about it.
+
+    Attributes:
+        objective_s, peak_bytes: on the folded problem.
+        unfolded_s, unfolded_bytes: of the same decisions on the unfolded graph.
+        decisions, edges: how many of each were priced there.
+        bound_s: no plan is faster.
+    """
+
+    objective_s: float
+    peak_bytes: int
+    unfolded_s: float
+    unfolded_bytes: int
+    decisions: int
+    edges: int
+    bound_s: float
+
+    @property
+    def difference_s(self) -> float:
+        """What folding miscounts, in seconds: 0, but for rounding."""
+        return self.objective_s - self.unfolded_s
+
+    @property
+    def difference_bytes(self) -> int:
+        """What folding miscounts at the peak: 0."""
+        return self.peak_bytes - self.unfolded_bytes
+
+    @property
+    def holds(self) -> bool:
+        """Whether both ways of counting agree, to rounding, and no bound is broken."""
+        rounding = ROUNDING * max(self.objective_s, self.unfolded_s)
+        exact = abs(self.difference_s) <= rounding and self.difference_bytes == 0
+        return exact and self.bound_s <= self.objective_s + rounding
+
+    def __str__(self) -> str:
+        verdict = "certified" if self.holds else "NOT CERTIFIED"
+        off_s = 0.0 if abs(self.difference_s) <= ROUNDING * self.objective_s else self.difference_s
+        return (
+            f"{verdict}: folded {self.objective_s:.9g} s, unfolded {self.unfolded_s:.9g} s over {self.decisions:,} "
+            f"decisions and {self.edges:,} edges, differing by {off_s:.3g} s and {self.difference_bytes:,} bytes; "
+            f"no plan is below {self.bound_s:.9g} s"
+        )
+
+
+def certify(assignment: Assignment, bound_s: float) -> Certificate:
+    """Price an assignment folded and unfolded.
+
+    Args:
+        bound_s: the proven lower bound on any plan's step time.
+    """
+    space = assignment.space
+    folded, _, _ = _price(assignment, space.skeleton)
+    values = (Ref(node.name, i) for node in space.graph.nodes for i in range(len(node.results)))
+    delivered = frozenset(ref for ref in values if space.relay_of(ref) is not None)
+    unfolded, decisions, edges = _price(assignment, Skeleton(fold_off(space.graph), space.rules, delivered))
+    return Certificate(
+        folded.time_s, folded.peak_bytes, unfolded.time_s, unfolded.peak_bytes, decisions, edges, bound_s
+    )
+
+
+def _price(assignment: Assignment, skeleton: Skeleton) -> tuple[Evaluation, int, int]:
+    """What the decisions cost on a skeleton of their graph; how many decisions and edges it has."""
+    problem = _Decided(assignment, skeleton).problem(None)
+    choices = (0,) * len(problem.vertices)
+    return evaluate(problem, choices), len(problem.vertices), len(problem.edges)
+
+
+class _Decided(Space):
+    """A space in which every role has one option: what an assignment decides for the role's first member."""
+
+    def __init__(self, assignment: Assignment, skeleton: Skeleton):
+        space = assignment.space
+        super().__init__(skeleton.folded, space.mesh, space.cost, space.training, space.rules, skeleton=skeleton)
+        self._assignment = assignment
+
+    @cached_property
+    def options(self) -> dict[Role, list[Choice] | list[Layout]]:
+        chosen, space = self._assignment.chosen, self._assignment.space
+        found: dict[Role, list[Choice] | list[Layout]] = {}
+        for role, names in self.members.items():
+            decision = chosen[space.role_of[names[0]]]
+            if isinstance(decision, Choice):
+                found[role] = [decision]
+            else:
+                found[role] = [decision]
+        for relay, ref in self.skeleton.relays.items():
+            found[relay] = [self._assignment.delivered(ref)]
+        for position in range(len(self.leaving)):
+            found["output", position] = [self._assignment.output_layout(position)]
+        return found
+
+    def table(self, ref: Ref) -> ConversionTable:
+        return self._assignment.space.table(ref)
