@@ -45,7 +45,8 @@ class Pins:
         sizes: ranks per recipe axis; empty when the mesh is free.
         sequence_parallel: on the tensor axis, keep norms and residuals sharded along the sequence;
             ``None`` leaves it to the search.
-        zero: 0 stores parameters whole on the data axis, 3 sharded; ``None`` leaves it to the search.
+        zero: 0 stores parameters whole on the data axis, 3 sharded; ``None`` leaves it to the search. Where no size
+            is pinned with it, every device is on the data axis, as if ``tensor`` were pinned to 1.
         layers: glob of module path -> {axis name: strategy}.
     """
 
@@ -89,6 +90,8 @@ class Pins:
         zero = pin.pop("zero", None)
         if zero not in (None, 0, 3):
             raise PinError(f"pin 'zero' is {zero!r}; this version stores parameters whole (0) or sharded (3)")
+        if zero is not None and not sizes:
+            sizes["tensor"] = 1
         sequence_parallel = pin.pop("sequence_parallel", None)
         if sequence_parallel not in (None, True, False):
             raise PinError(f"pin 'sequence_parallel' is {sequence_parallel!r}; it is True or False")
@@ -161,7 +164,7 @@ def filters(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> 
     Raises:
         PinError: the recipe does not apply to the model, or a size does not divide.
     """
-    if not pins.sizes and not pins.layers and pins.zero is None:
+    if not pins.sizes and not pins.layers:
         return None, None
     names = mesh.names
     batch = label_dims(graph, rules, "batch")
@@ -276,7 +279,10 @@ def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, context: Labels) -> None
             graph.type_of(ref).shape[dim] for ref, dims in context.items() for dim, strips in dims if strips == 1
         }
         if not lengths:
-            raise PinError("pin 'context' shards attention's query sequence, but the model has no attention operator")
+            raise PinError(
+                "pin 'context' shards the query sequence of F.scaled_dot_product_attention, and the model never calls "
+                "it: write attention with it (Transformers: attn_implementation='sdpa'), or leave out 'context'"
+            )
         if all(length % sizes["context"] for length in lengths):
             raise PinError(
                 f"pin 'context' is {sizes['context']} but the sequence has length {min(lengths)}, which it does not "
@@ -328,9 +334,10 @@ def _check_strategy(glob: str, rule: Rule, axis: Axis, strategy: object) -> None
 def _check_weights(pins: Pins, mesh: Mesh, rules: Mapping[str, Rule], weighted: Mapping[str, frozenset[str]]) -> None:
     """Refuse recipes that would shard no weight at all."""
     sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
-    if pins.zero is not None and mesh.size > 1 and not (pins.zero == 0 and pins.sizes) and "data" not in mesh.names:
+    if pins.zero == 3 and mesh.size > 1 and "data" not in mesh.names:
         raise PinError(
-            f"pin 'zero' is {pins.zero}; it says how the data axis stores parameters: pin 'data' above 1 too"
+            f"pin 'zero' is {pins.zero}; it says how the data axis stores parameters, and the other pins leave no data "
+            "axis: leave out or lower one of them, or 'zero'"
         )
     tensor = sizes.get("tensor", 1)
     found = sorted({rules[name].sizes[factor] for name, factors in weighted.items() for factor in factors})

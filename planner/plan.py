@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -292,9 +292,23 @@ def _check_entries(plan: Plan, known: Iterable[tuple[object, str]]) -> None:
     for section, entries in sections:
         for name in entries:
             if (section, name) not in wanted:
-                near = difflib.get_close_matches(name, [n for s, n in wanted if s == section], n=1, cutoff=0.0)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise PlanError(f"the plan has an entry {name!r} that the model does not have{hint}")
+                raise PlanError(
+                    f"the plan has an entry {name!r} in {_called(plan, section)}, {_hint(plan, wanted, section, name)}"
+                )
+
+
+def _hint(plan: Plan, wanted: Collection[tuple[object, str]], section: object, name: str) -> str:
+    """Where an entry belongs, or what it may have been meant to be."""
+    elsewhere = [_called(plan, s) for s, n in wanted if n == name]
+    if elsewhere:
+        return f"which belongs in {' or '.join(sorted(elsewhere))}: move it there"
+    near = difflib.get_close_matches(name, [n for s, n in wanted if s == section], n=1, cutoff=0.6)
+    return "which the model does not have there" + (f"; did you mean {near[0]!r}?" if near else ": remove it")
+
+
+def _called(plan: Plan, section: object) -> str:
+    """A section of the plan in words: ``inputs``, or ``block 'layers.*', ops``."""
+    return f"block {plan.blocks[section[1]].name!r}, {section[0]}" if isinstance(section, tuple) else str(section)
 
 
 def _check_routes(assignment: Assignment) -> None:

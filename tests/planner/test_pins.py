@@ -61,9 +61,9 @@ def test_a_wrong_pin_is_refused_before_anything_is_planned(pin: dict[str, Any], 
         ({"data": 2, "tensor": 4}, "data 2 x tensor 4 = 8, but 'local' has 4 devices"),
         ({"data": 2}, "data 2 = 2, but 'local' has 4 devices"),
         ({"tensor": 3}, "tensor 3 = 3 does not divide the 4 devices"),
-        ({"zero": 3}, "pin 'zero' is 3; .* pin 'data' above 1 too"),
-        ({"zero": 3, "tensor": 4}, "pin 'data' above 1 too"),
-        ({"context": 4}, "the model has no attention operator"),
+        ({"zero": 3, "tensor": 4}, "pin 'zero' is 3; .* the other pins leave no data axis"),
+        ({"zero": 3, "data": 1, "tensor": 4}, "the other pins leave no data axis"),
+        ({"context": 4}, "F.scaled_dot_product_attention, and the model never calls it"),
         ({"layers": {"heads": {"all": "n"}}}, "no module matches 'heads'; close are: 'head'"),
         ({"layers": {"layers.0": {"all": "n"}}}, "holds no matrix product"),
         ({"layers": {"head": {"tensor": "n"}}}, "there is no axis 'tensor'; the mesh has all"),
@@ -113,6 +113,17 @@ def test_zero_3_stores_every_parameter_sharded_and_zero_0_none() -> None:
     assert all(layout.startswith("S") for layout in sharded.parameters.values())
     assert set(whole.parameters.values()) == {"I"}
     assert sharded.predicted.memory_bytes["optimizer"] * 4 == whole.predicted.memory_bytes["optimizer"]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_zero_alone_puts_every_device_on_the_data_axis(zero: int) -> None:
+    alone, spelled = plan_of(GRAPH, pin={"zero": zero}), plan_of(GRAPH, pin={"zero": zero, "data": 4})
+    assert alone.mesh == spelled.mesh and alone.mesh.names == ("data",)
+    assert (alone.blocks, alone.parameters) == (spelled.blocks, spelled.parameters)
+
+
+def test_zero_means_nothing_on_one_device() -> None:
+    assert set(plan_of(GRAPH, cluster(1), {"zero": 3}).parameters.values()) == {"I"}
 
 
 def test_tensor_shards_weights() -> None:

@@ -201,6 +201,14 @@ def edit_extra(data: dict[str, Any]) -> None:
     data["parameters"]["head.wieght"] = "I I"
 
 
+def edit_block(data: dict[str, Any]) -> None:
+    data["blocks"][0]["ops"]["up: linear"] = block_of(data)["ops"]["up: linear"]
+
+
+def edit_strange(data: dict[str, Any]) -> None:
+    data["blocks"][0]["ops"]["nothing"] = "outer:replicate inner:replicate"
+
+
 def edit_outputs(data: dict[str, Any]) -> None:
     data["outputs"] = []
 
@@ -218,7 +226,9 @@ def edit_numbers(data: dict[str, Any]) -> None:
         ),
         (edit_axis, r"'I' for parameters, 'head\.weight'.*possible: .*'I I'"),
         (edit_name, r"no entry for block 'layers\.\*', ops, 'up: linear'"),
-        (edit_extra, r"entry 'head\.wieght' that the model does not have; did you mean 'head\.weight'"),
+        (edit_extra, r"'head\.wieght' in parameters, which the model does not have there; did you mean 'head\.weight'"),
+        (edit_block, r"'up: linear' in block 'stem', ops, which belongs in block 'layers\.\*', ops: move it there"),
+        (edit_strange, r"'nothing' in block 'stem', ops, which the model does not have there: remove it"),
         (edit_outputs, r"no entry for outputs\[0\]"),
         (edit_numbers, r"numbers \d blocks .*the model has \d"),
     ],
