@@ -56,7 +56,7 @@ class Device(Described):
     """One accelerator, or one process on a CPU.
 
     Attributes:
-        launch_overhead_s: the fixed price of starting one operator or collective.
+        launch_overhead_s: the fixed price of starting one operator or collective; a few microseconds on a GPU.
         matmul_efficiency: share of the peak that a large product of fitting shape sustains: the clock under the
             power limit over the boost clock that the peak is stated for, and the issue slots that are not products.
         attention_efficiency: share of the peak that flash attention reaches, forward and backward.
@@ -72,7 +72,7 @@ class Device(Described):
     memory_bytes: Bytes = Field(gt=0, examples=["80 GiB"])
     peak_flops_per_s: PeakFlops = Field(examples=["{float32: 67 TFLOP/s, bfloat16: 989 TFLOP/s}"])
     memory_bandwidth_bytes_per_s: BytesPerS = Field(gt=0, examples=["3.35 TB/s"])
-    launch_overhead_s: Seconds = Field(ge=0, examples=["3 us"])
+    launch_overhead_s: Seconds = Field(default=0.0, ge=0, examples=["3 us"])
     matmul_efficiency: Fraction = 0.75
     attention_efficiency: Annotated[tuple[Fraction, Fraction], FROZEN] = Field(
         default=(0.5, 0.4), examples=["[0.5, 0.4]"]

@@ -82,7 +82,11 @@ class Described(BaseModel):
 
 def _complaints(model: type[BaseModel], error: ValidationError) -> Iterable[str]:
     """One line per wrong field: its name, its value, the way out."""
-    for problem in error.errors():
+    problems = error.errors()
+    for problem in problems:
+        inside = [each["loc"] for each in problems if len(each["loc"]) > len(problem["loc"])]
+        if any(place[: len(problem["loc"])] == problem["loc"] for place in inside):
+            continue  # what is wrong with the whole follows from a part that is wrong
         path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in problem["loc"]).lstrip(".")
         name = str(problem["loc"][0]) if problem["loc"] else ""
         cause = problem.get("ctx", {}).get("error")

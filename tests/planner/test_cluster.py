@@ -258,6 +258,21 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert [line.split(" is ")[0] for line in str(caught.value).splitlines()] == ["levels[0].size", "backend"]
 
 
+def test_what_follows_from_a_wrong_part_is_not_said() -> None:
+    """Without its only level a cluster would also have too few."""
+    data = edited("levels", value=[{"name": "node", "size": "four", "latency_s": "5 us", "bandwidth_bytes_per_s": 1}])
+    with pytest.raises(ClusterError) as caught:
+        ClusterSpec.from_dict(data)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("levels[0].size is 'four'")
+
+
+def test_launch_overhead_may_be_left_out() -> None:
+    data = written()
+    del data["device"]["launch_overhead_s"]
+    assert ClusterSpec.from_dict(data).device.launch_overhead_s == 0
+
+
 def test_parts_made_in_code_are_checked_alike() -> None:
     with pytest.raises(ClusterError, match="size is 0"):
         Level(name="node", size=0, latency_s=0, bandwidth_bytes_per_s=1)
