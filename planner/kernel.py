@@ -111,11 +111,11 @@ def kernel_of(op: str, operands: Sequence[Shape], causal: bool = False) -> Kerne
     """The kernel of an operator on one device; ``None`` for one whose flops say enough (a convolution, an einsum).
 
     Args:
-        op: name as in the op table, ``"linear"`` or ``"add.Tensor"``.
+        op: as a graph names it, ``"aten.linear.default"``.
         operands: shapes of its tensor operands, as one device holds them.
         causal: of an attention, whether it skips what lies ahead.
     """
-    name = op.partition(".")[0]
+    name = op.removeprefix("aten.").partition(".")[0]
     if name == "linear" and len(operands[1]) == 2:
         (*rows, k), (n, _) = operands[0], operands[1]
         return Product(math.prod(rows), n, k)
