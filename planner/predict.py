@@ -182,25 +182,26 @@ def predict(assignment: Assignment, step_time_s: float, peak_bytes: int) -> Pred
     """Break a step down by use; ``step_time_s`` and ``peak_bytes`` are the evaluation's."""
     space = assignment.space
     time = {"compute": 0.0, "communication": 0.0, "gradients": 0.0, "optimizer": 0.0}
-    names = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
-    memory = dict.fromkeys(names, 0)
+    uses = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
+    memory = dict.fromkeys(uses, 0)
     cover = 0.0
-    for node in space.graph.nodes:
+    for names in space.members.values():
+        node, times = space.graph.by_name[names[0]], len(names)
         if node.is_leaf:
             layout = assignment.produced(Ref(node.name))
             seconds, held = space.storage(node, layout)
             stored = local_bytes(node.results[0], layout, space.mesh)
-            time["optimizer"] += seconds
+            time["optimizer"] += seconds * times
             trained = node.op == "param" and node.results[0].grad
-            memory["parameters" if node.op in ("param", "buffer") else "activations"] += stored
-            memory["gradients"] += stored if trained else 0
-            memory["optimizer"] += held - 2 * stored if trained else 0
+            memory["parameters" if node.op in ("param", "buffer") else "activations"] += stored * times
+            memory["gradients"] += stored * times if trained else 0
+            memory["optimizer"] += (held - 2 * stored) * times if trained else 0
             continue
         work = space.work(node, assignment.choice(node))
-        time["compute"] += work.forward_s + work.backward_s
-        time["communication"] += work.inner_s
-        cover += work.backward_s * space.overlap
-        memory["activations"] += work.saved_bytes
+        time["compute"] += (work.forward_s + work.backward_s) * times
+        time["communication"] += work.inner_s * times
+        cover += work.backward_s * space.overlap * times
+        memory["activations"] += work.saved_bytes * times
         memory["temporary"] = max(memory["temporary"], work.transient_bytes)
     for each, times in conversions(assignment):
         table = space.table(each.ref)
