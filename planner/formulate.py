@@ -401,12 +401,14 @@ class Work:
     transient_bytes: int
 
 
-def rules_of(graph: Graph) -> dict[str, Rule]:
-    """The factor rule of every operator of the graph."""
+def rules_of(graph: Graph, folded: Folded | None = None) -> dict[str, Rule]:
+    """The factor rule of every operator of the graph; those of equal blocks are found once if it is ``folded``."""
     cache: dict[object, Rule] = {}
     found: dict[str, Rule] = {}
+    twins = [(first, other) for first, *others in (folded.kinds if folded else ()) for other in others]
+    skipped = {node.name for _, other in twins for node in other.block.nodes}
     for node in graph.nodes:
-        if node.is_leaf:
+        if node.is_leaf or node.name in skipped:
             continue
         static = tuple((name, value) for name, value in node.args if not _holds_ref(value))
         repeats = tuple(node.inputs.index(ref) for ref in node.inputs)
@@ -415,6 +417,9 @@ def rules_of(graph: Graph) -> dict[str, Rule]:
         if key not in cache:
             cache[key] = rule_of(graph, node)
         found[node.name] = cache[key]
+    for first, other in twins:
+        for node, twin in zip(first.block.nodes, other.block.nodes, strict=True):
+            found[twin.name] = found[node.name]
     return found
 
 

@@ -39,6 +39,8 @@ Progress = Callable[[str], None]
 PROVED = 1e-6
 APART_OPERATORS = 400
 """Up to so many operators a model is also decided node by node, without one decision for equal blocks."""
+LEANEST_S = 3.0
+"""How long the leanest plan of all is looked for when nothing fits; the leanest found is told."""
 GRACE_S = 1.0
 """What a problem gets of time after the limit, while no plan is known at all."""
 
@@ -173,7 +175,7 @@ def search(
         raise InputError(f"time_limit_s is {time_limit_s!r}; give seconds, more than 0")
     start = time.monotonic()
     folded = fold(graph) if folding else fold_off(graph)
-    rules = rules_of(graph)
+    rules = rules_of(graph, folded)
     skeleton = Skeleton(folded, rules)
     setting = Setting(CostModel(cluster), training, rules, pins, start + time_limit_s, progress)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
@@ -437,11 +439,12 @@ def _nothing_fits(setting: Setting, graph: Graph, looks: list[Look]) -> Infeasib
 def _leanest(setting: Setting, looks: list[Look]) -> tuple[int, Mesh]:
     """The least peak of any plan and its mesh: candidates in the order of what they need at least."""
     found: tuple[int, Mesh] | None = None
+    until = min(setting.deadline, time.monotonic() + LEANEST_S)
     for look in sorted(looks, key=lambda look: look.candidate.peak_bytes):
-        if found is not None and (look.candidate.peak_bytes >= found[0] or setting.is_late()):
+        if found is not None and (look.candidate.peak_bytes >= found[0] or time.monotonic() > until):
             break
         problem = look.problem or look.space.problem(setting.limit_bytes)
-        answer = solve(problem, time_limit_s=max(GRACE_S, setting.deadline - time.monotonic()))
+        answer = solve(problem, time_limit_s=max(GRACE_S, until - time.monotonic()))
         peak_bytes = evaluate(problem, answer.choices).peak_bytes
         if found is None or peak_bytes < found[0]:
             found = peak_bytes, look.candidate.mesh

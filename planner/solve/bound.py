@@ -34,27 +34,29 @@ class Bounds:
 def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
     """Bounds of one problem; that on time is raised no further once it reaches ``enough_s``.
 
-    The step time is the larger of two sums, so any mix of them is a lower bound, concave in the mix: the best mix
-    is found by bisection.
+    The step time is the larger of two sums, so any mix of them is a lower bound, concave in the mix; bytes beyond the
+    limit may be charged at any price, and the bound is concave in the price. The best mix without a price, then the
+    best price with that mix, are found by bisection.
     """
     problem.check()
     model = drop_forbidden(build_model(problem))
     if model is None:
         return Bounds(math.inf, math.inf, None)
     tree = build_tree(model, MAX_ENTRIES)
-    best, peak_bytes = Best(problem, math.inf), 0.0
+    best, peak_bytes, room_bytes = Best(problem, math.inf), 0.0, math.inf
     if problem.limit_bytes is not None:
         lightest = eliminate(model, tree, _weights(0.0, 0.0, 1.0))
         transient = max((float(values.min()) for values in model.transient), default=0.0)
-        peak_bytes = problem.limit_bytes - (model.limit_bytes - transient - lightest.bound) - HALF_BYTE
+        room_bytes = model.limit_bytes - transient + HALF_BYTE
+        peak_bytes = problem.limit_bytes - (room_bytes - lightest.bound)
         if peak_bytes > problem.limit_bytes:
             enough_s = -math.inf  # nothing fits, however fast
         else:
             best.offer_assignment(model, decode(lightest))
-    time_s, low, high, mix = -math.inf, 0.0, 1.0, 0.0
+    time_s, low, high, mix, mixed = -math.inf, 0.0, 1.0, 0.0, 0.0
     for _ in range(_STEPS):
         done = eliminate(model, tree, _weights(1.0 - mix, mix, 0.0))
-        time_s = max(time_s, done.bound)
+        time_s, mixed = max((time_s, mixed), (done.bound, mix))
         assignment = decode(done)
         sums = total(model, assignment)
         best.offer_assignment(model, assignment)
@@ -62,6 +64,17 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
         if low == high or time_s >= enough_s or sums.objective_s - time_s <= _CLOSE * time_s:
             break
         mix = (low + high) / 2
+    excess = sums.held_bytes - room_bytes
+    low, high, price = 0.0, math.inf, 0.1 * abs(time_s) / max(excess, 1.0)
+    for _ in range(_STEPS if excess > 0 else 0):
+        if time_s >= min(enough_s, best.objective_s * (1 - _CLOSE)):
+            break
+        done = eliminate(model, tree, _weights(1.0 - mixed, mixed, price))
+        time_s = max(time_s, done.bound - price * room_bytes)
+        assignment = decode(done)
+        best.offer_assignment(model, assignment)
+        low, high = (price, high) if total(model, assignment).held_bytes > room_bytes else (low, price)
+        price = 4 * low if math.isinf(high) else (low + high) / 2
     return Bounds(time_s, peak_bytes, best.choices)
 
 

@@ -133,7 +133,7 @@ def test_pins_reach_the_search():
     assert found.assignment.space.mesh.names == ("data", "tensor")
     with pytest.raises(PinError, match="batch of 8"):
         search(chain(3), cluster(3), Pins.parse({"data": 3}), Training())
-    with pytest.raises(PinError, match="no attention"):
+    with pytest.raises(PinError, match="never calls it"):
         search(chain(3), cluster(2), Pins.parse({"context": 2}), Training())
 
 
