@@ -309,9 +309,11 @@ class Repeats:
 
 
 def mark(tracer: Any, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
-    """A node of our own in the graph that is being traced."""
-    node: fx.Node = tracer.create_node("call_function", target, args, {})
-    node.meta["val"] = value
+    """A node of our own in the graph that is being traced, in the module that is being called."""
+    node: fx.Node = tracer.graph.create_node("call_function", target, args, {})
+    stack = tracer.module_stack.items()
+    kinds = {key: (path, f"{kind.__module__}.{kind.__qualname__}") for key, (path, kind) in stack}
+    node.meta.update(val=value, nn_module_stack=kinds)
     return node
 
 
