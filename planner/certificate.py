@@ -88,12 +88,12 @@ def certify(assignment: Assignment, bound_s: float) -> Certificate:
 
 def _price(assignment: Assignment, skeleton: Skeleton) -> tuple[Evaluation, int, int]:
     """What the decisions cost on a skeleton of their graph; how many decisions and edges it has."""
-    problem = _Decided(assignment, skeleton).problem(None)
+    problem = Decided(assignment, skeleton).problem(None)
     choices = (0,) * len(problem.vertices)
     return evaluate(problem, choices), len(problem.vertices), len(problem.edges)
 
 
-class _Decided(Space):
+class Decided(Space):
     """A space in which every role has one option: what an assignment decides for the role's first member."""
 
     def __init__(self, assignment: Assignment, skeleton: Skeleton):

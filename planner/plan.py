@@ -35,6 +35,7 @@ from planner.strategy import Choice
 
 if TYPE_CHECKING:
     from planner.explain import Explanation
+    from planner.why import WhyNot
 
 __all__ = ["BlockPlan", "Plan", "Search", "describe", "model_facts", "refold", "reprice", "restore"]
 
@@ -136,6 +137,22 @@ class Plan(Document):
         from planner.explain import explain
 
         return explain(self, name, time_limit_s=time_limit_s)
+
+    def why_not(self, pin: Mapping[str, Any], *, time_limit_s: float = 60.0) -> WhyNot:
+        """What the best plan around a pinned recipe would cost more, by block; or which limits rule it out.
+
+        Args:
+            pin: the recipe, as :func:`autopar.plan` takes it: ``{"tensor": 8}``, ``{"zero": 3}``. It stands by
+                itself, without what this plan had pinned.
+            time_limit_s: for every search that it takes.
+
+        Raises:
+            PlanError: the plan was read from a file: ask the plan that ``autopar.evaluate(model, plan)`` returns.
+            PinError: the recipe is malformed.
+        """
+        from planner.why import why_not
+
+        return why_not(self, pin, time_limit_s=time_limit_s)
 
 
 def _save(path: Path, text: str) -> None:

@@ -49,7 +49,8 @@ ROOMS["encode"] = {*BASE, "cluster", "conversion", "predict", "detail", "documen
 VIEWS = {*ROOMS} - {"search"}
 ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}
-ROOMS["plan"] = VIEWS - {"solve"} | {"report", "explain"}
+ROOMS["why"] = {*BASE, "cluster", "pins", "problem", "formulate", "certificate", "document", "report", "search"}
+ROOMS["plan"] = VIEWS - {"solve"} | {"report", "explain", "why"}
 
 
 def files(folder: Path) -> list[Path]:

@@ -1,0 +1,70 @@
+"""Certificates: what a plan costs does not depend on folding, on any model, mesh, pin or limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.certificate import certify
+from planner.plan import Plan
+from tests.planner.plans import cluster, plan_of, residual_mlp
+from tests.planner.test_search import chain
+
+MODELS = {
+    "mlp": residual_mlp(),
+    "deep": residual_mlp(layers=12, width=64),
+    "strange": residual_mlp(strange=True),
+    "chain": chain(5, width=32),
+    "linear": chain(4, width=32, relu=False),
+    "single": chain(1),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("devices", [1, 2, 4, 6])
+def test_folded_and_unfolded_cost_the_same(name, devices):
+    plan = plan_of(MODELS[name], cluster(devices))
+    certificate = plan.certificate
+    assert certificate.holds, str(certificate)
+    assert certificate.difference_s == pytest.approx(0, abs=1e-12 * certificate.objective_s)
+    assert certificate.difference_bytes == 0
+    assert certificate.objective_s == pytest.approx(plan.predicted.step_time_s, rel=1e-12)
+    assert certificate.peak_bytes == plan.predicted.peak_bytes
+    assert certificate.bound_s == pytest.approx(certificate.objective_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("pin", [{"data": 4}, {"tensor": 4}, {"data": 2, "tensor": 2}, {"data": 4, "zero": 3}])
+def test_under_pins(pin):
+    assert plan_of(MODELS["mlp"], pin=pin).certificate.holds
+
+
+def test_every_decision_and_every_edge_of_the_graph_is_priced():
+    graph = residual_mlp(layers=12, width=64)
+    certificate = plan_of(graph).certificate
+    assert certificate.decisions >= len(graph.nodes) + len(graph.outputs)
+    assert certificate.edges >= sum(len(node.inputs) for node in graph.nodes)
+
+
+def test_a_fold_that_counts_wrongly_is_found():
+    """An operator that the fold forgets is priced on the unfolded graph only."""
+    plan = plan_of(MODELS["deep"])
+    assert plan.assignment is not None
+    members = plan.assignment.space.skeleton.members
+    role = max((role for role in members if role[0] == "op"), key=lambda role: len(members[role]))
+    members[role].pop()
+    certificate = certify(plan.assignment, 0.0)
+    assert not certificate.holds
+    assert certificate.difference_s < 0 and "NOT CERTIFIED" in str(certificate)
+
+
+def test_the_report_shows_it_in_one_line():
+    plan = plan_of(MODELS["mlp"])
+    (line,) = [line for line in str(plan).splitlines() if "certified" in line]
+    assert "differing by 0 s and 0 bytes" in line and "no plan is below" in line
+    assert "certified" not in str(Plan.from_dict(plan.to_dict()))
+
+
+def test_a_broken_bound_does_not_hold():
+    certificate = plan_of(MODELS["single"]).certificate
+    assert not replace(certificate, bound_s=certificate.objective_s * 1.01).holds

@@ -1,0 +1,89 @@
+"""Why not: a pinned recipe beside the best plan, and the smallest set of limits that rules one out."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from planner.errors import InputError, PinError, PlanError
+from planner.plan import Plan
+from tests.planner.plans import cluster, plan_of, residual_mlp
+
+GRAPH = residual_mlp()
+
+
+@functools.cache
+def plan() -> Plan:
+    return plan_of(GRAPH)
+
+
+@functools.cache
+def tight() -> Plan:
+    """A plan with hardly more memory than it needs."""
+    return plan_of(GRAPH, cluster(4, int(plan().predicted.peak_bytes / 0.9) + 1024))
+
+
+@pytest.mark.parametrize("pin", [{"tensor": 4}, {"data": 4}, {"data": 2, "tensor": 2}, {"zero": 3}])
+def test_a_recipe_costs_what_planning_it_says_and_its_blocks_add_up(pin):
+    answer, pinned = plan().why_not(pin), plan_of(GRAPH, pin=pin)
+    assert plan().predicted.step_time_s + answer.extra_s == pytest.approx(pinned.predicted.step_time_s)
+    assert plan().predicted.peak_bytes + answer.extra_bytes == pinned.predicted.peak_bytes
+    assert sum(block.extra_s for block in answer.blocks) == pytest.approx(answer.extra_s)
+    assert sum(block.extra_bytes for block in answer.blocks) == answer.extra_bytes
+    assert answer.extra_s >= 0 and answer.proven
+
+
+def test_the_best_recipe_costs_nothing():
+    pinned = plan_of(GRAPH, pin={"tensor": 4})
+    assert pinned.why_not({"tensor": 4}).extra_s == 0
+    assert not pinned.why_not({"tensor": 4}).blocks
+
+
+def test_it_prints_totals_and_blocks():
+    text = str(plan().why_not({"data": 4}))
+    assert text.startswith("why not data = 4: mesh data 4\n  step    +")
+    assert "memory  +" in text and "layers.*" in text
+
+
+def test_a_size_that_does_not_divide_is_to_blame_alone():
+    conflict = plan().why_not({"tensor": 3, "zero": 3}).conflict
+    assert conflict is not None
+    assert conflict.limits == ("pin tensor = 3",)
+    assert "does not divide the 4 devices" in conflict.reason
+    assert conflict.relax == (("pin tensor = 3",),)
+
+
+def test_sizes_that_do_not_multiply_are_to_blame_together():
+    conflict = plan().why_not({"tensor": 2, "data": 4}).conflict
+    assert conflict is not None
+    assert conflict.limits == ("pin tensor = 2", "pin data = 4")
+    assert conflict.relax == (("pin tensor = 2",), ("pin data = 4",))
+
+
+def test_memory_and_a_pin_are_to_blame_together_and_the_excess_is_enough():
+    answer = tight().why_not({"data": 4, "sequence_parallel": False})
+    conflict = answer.conflict
+    assert conflict is not None
+    recipe, memory = conflict.limits
+    assert recipe == "pin data = 4" and memory.endswith("of memory per device")
+    assert conflict.relax == ((recipe,), (memory,))
+    assert conflict.excess_bytes > 0
+    assert "it cannot be" in str(answer) and "smallest excess" in str(answer)
+    room = tight().cluster.device.usable_bytes + conflict.excess_bytes
+    enough = cluster(4, -(-room * 10 // 9) + 1)
+    assert plan_of(GRAPH, enough, {"data": 4}).predicted.peak_bytes <= room
+
+
+def test_a_plan_from_a_file_says_how_to_get_one_that_can_tell():
+    bare = Plan.from_dict(plan().to_dict())
+    for ask in (lambda: bare.why_not({"tensor": 4}), lambda: bare.certificate):
+        with pytest.raises(PlanError, match=r"autopar.evaluate\(model, plan\)"):
+            ask()
+
+
+def test_wrong_questions():
+    with pytest.raises(PinError, match="tensr"):
+        plan().why_not({"tensr": 4})
+    with pytest.raises(InputError, match="time_limit_s is 0"):
+        plan().why_not({"tensor": 4}, time_limit_s=0)
