@@ -68,15 +68,16 @@ ON_GPU = replace(
 
 @dataclass(frozen=True)
 class Task:
-    """One figure: what to repeat, what of it to take away, and in how many parts the time is to be divided.
+    """One figure: what to repeat, in how many parts its time is to be divided, and which figure is part of it.
 
-    ``together`` lets all ranks start each repetition's stretch at once, and repeat equally often: a collective.
+    ``less`` names an earlier figure, which is taken away: a backward is timed together with its forward.
+    ``together`` lets all ranks repeat equally often: a collective.
     """
 
     key: Key
     act: Act
-    less: Act | None = None
     parts: int = 1
+    less: Key | None = None
     together: bool = False
 
 
@@ -170,18 +171,18 @@ def _measure(grids: Grids) -> dict[Key, list[float]]:
     for _ in range(grids.rounds):
         for make in makers:
             for task in make():
-                found.setdefault(task.key, []).append(_timed(task, grids.stretch_s, device))
+                found.setdefault(task.key, []).append(_timed(task, found, grids.stretch_s, device))
     return found
 
 
-def _timed(task: Task, stretch_s: float, device: torch.device) -> float:
+def _timed(task: Task, found: dict[Key, list[float]], stretch_s: float, device: torch.device) -> float:
     """Mean seconds of an act."""
-    seconds = _mean_s(task.act, stretch_s, device, task.together)
-    if task.less is not None:
-        # What is left of a backward is no less than a tenth of what is taken away: noise must not make it free.
-        less_s = _mean_s(task.less, stretch_s, device, task.together)
-        seconds = max(seconds - less_s, less_s / 10)
-    return seconds / task.parts
+    seconds = _mean_s(task.act, stretch_s, device, task.together) / task.parts
+    if task.less is None:
+        return seconds
+    # No less than a tenth of what is taken away: noise must not make a backward free.
+    less_s = found[task.less][-1]
+    return max(seconds - less_s, less_s / 10)
 
 
 def _mean_s(act: Act, stretch_s: float, device: torch.device, together: bool) -> float:
@@ -255,9 +256,11 @@ HEADS = 8
 def _attention(grids: Grids, device: torch.device, dtype: torch.dtype) -> Iterator[Task]:
     for keys, depth in itertools.product(grids.keys, grids.depths):
         sizes = (1, HEADS, keys, depth)
-        forward, both = _with_backward([_applied(_causal, 3, sizes, device, dtype) for _ in range(COPIES)])
-        yield Task(("attention", _name(dtype), False, keys, depth), forward, parts=COPIES * HEADS)
-        yield Task(("attention", _name(dtype), True, keys, depth), both, forward, COPIES * HEADS)
+        copies = COPIES if 4 * HEADS * keys * depth < LARGE else 1
+        forward, both = _with_backward([_applied(_causal, 3, sizes, device, dtype) for _ in range(copies)])
+        key = ("attention", _name(dtype), False, keys, depth)
+        yield Task(key, forward, copies * HEADS)
+        yield Task(("attention", _name(dtype), True, keys, depth), both, copies * HEADS, key)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -280,8 +283,9 @@ def _streams(grids: Grids, device: torch.device, dtype: torch.dtype) -> Iterator
             rows = max(1, moved // (row * dtype.itemsize))
             copies = COPIES if moved < LARGE else 1
             forward, both = _with_backward([make(rows, device, dtype) for _ in range(copies)])
-            yield Task(("stream", family, False, moved), forward, parts=copies)
-            yield Task(("stream", family, True, 2 * moved), both, forward, copies)
+            key = ("stream", family, False, moved)
+            yield Task(key, forward, copies)
+            yield Task(("stream", family, True, 2 * moved), both, copies, key)
 
 
 @dataclass(frozen=True)
@@ -372,7 +376,7 @@ def _optimizer(grids: Grids, device: torch.device) -> Iterator[Task]:
         parameters = [torch.ones(count, device=device, requires_grad=True) for _ in range(PARAMETERS)]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        yield Task(("optimizer", moved), torch.optim.AdamW(parameters, fused=True).step, parts=PARAMETERS)
+        yield Task(("optimizer", moved), torch.optim.AdamW(parameters, fused=True).step, PARAMETERS)
 
 
 HOST_BYTES = 2**28
