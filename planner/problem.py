@@ -5,13 +5,19 @@ Every node picks one choice. The step time of an assignment is::
     sum(node.time_s) + sum(edge.time_s) + max(0, sum(background_s) - sum(cover_s))
 
 where ``background_s`` is communication that can hide behind work and ``cover_s`` the work that can
-hide it. The peak is ``sum(bytes) + max(transient_bytes)`` and must not exceed ``limit_bytes``.
+hide it. The peak must not exceed ``limit_bytes``; it is::
+
+    sum(held_bytes) + max over moments(sum(bytes of the spans alive then))
+
+Held bytes are there always. A span is alive from its first moment up to, not including, its last; moments are
+numbered from 0 and mean nothing but their order. ``transient_bytes`` are a span at a moment of the vertex's own.
 A forbidden choice or pair has ``time_s = inf``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -24,6 +30,15 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
+class Span:
+    """Bytes, one entry per choice of its vertex, that are alive at the moments ``first`` to ``last - 1``."""
+
+    first: int
+    last: int
+    held_bytes: Ints
+
+
+@dataclass(frozen=True, eq=False)
 class Vertex:
     """A decision: one entry per choice in every array (seconds, bytes)."""
 
@@ -33,6 +48,7 @@ class Vertex:
     cover_s: Floats
     held_bytes: Ints
     transient_bytes: Ints
+    spans: tuple[Span, ...] = ()
 
     @property
     def choices(self) -> int:
@@ -66,6 +82,14 @@ class Problem:
                 raise AutoparError(f"vertex {vertex.name}: every array needs one entry per choice, at least one")
             if any(np.isnan(a).any() for a in arrays[:3]):
                 raise AutoparError(f"vertex {vertex.name}: a cost is NaN; check the cluster's rates and latencies")
+            for span in vertex.spans:
+                if len(span.held_bytes) != vertex.choices:
+                    raise AutoparError(f"vertex {vertex.name}: a span needs one entry per choice")
+                if span.first < 0 or span.last < span.first or (span.held_bytes < 0).any():
+                    raise AutoparError(
+                        f"vertex {vertex.name}: a span of moments [{span.first}, {span.last}) must not start before 0, "
+                        "end before it starts, or hold less than nothing"
+                    )
         for edge in self.edges:
             tail, head = self.vertices[edge.tail], self.vertices[edge.head]
             for array in (edge.time_s, edge.background_s, edge.held_bytes):
@@ -88,19 +112,24 @@ class Evaluation:
 def evaluate(problem: Problem, choices: tuple[int, ...]) -> Evaluation:
     """Cost of one assignment, independent of any solver: the single definition of cost."""
     time, background, cover, held, transient = 0.0, 0.0, 0.0, 0, 0
+    changes: dict[int, int] = {}
     for vertex, choice in zip(problem.vertices, choices, strict=True):
         time += float(vertex.time_s[choice])
         background += float(vertex.background_s[choice])
         cover += float(vertex.cover_s[choice])
         held += int(vertex.held_bytes[choice])
         transient = max(transient, int(vertex.transient_bytes[choice]))
+        for span in vertex.spans:
+            changes[span.first] = changes.get(span.first, 0) + int(span.held_bytes[choice])
+            changes[span.last] = changes.get(span.last, 0) - int(span.held_bytes[choice])
     for edge in problem.edges:
         pair = choices[edge.tail], choices[edge.head]
         time += float(edge.time_s[pair])
         background += float(edge.background_s[pair])
         held += int(edge.held_bytes[pair])
+    alive = accumulate(changes[moment] for moment in sorted(changes))
     exposed = max(0.0, background - cover)
-    peak = held + transient
+    peak = held + max(transient, *alive, 0)
     fits = problem.limit_bytes is None or peak <= problem.limit_bytes
     return Evaluation(time + exposed, exposed, peak, fits and np.isfinite(time))
 

@@ -11,14 +11,20 @@ _TIE = 1e-9  # relative; an assignment must be better by this much to be looked 
 
 
 class Best:
-    """Keeps the cheapest feasible assignment that it is offered; nothing above ``cutoff_s`` is worth looking for."""
+    """Keeps the cheapest feasible assignment that it is offered; nothing above ``cutoff_s`` is worth looking for.
+
+    ``lightest`` is what came nearest to fitting, while nothing fitted; ``bound_s`` is proven so far.
+    """
 
     def __init__(self, problem: Problem, cutoff_s: float) -> None:
         self._problem = problem
         self._cutoff_s = cutoff_s
+        self._least_excess = math.inf
         self.aim_s = math.inf
         self.choices: tuple[int, ...] | None = None
+        self.lightest: tuple[int, ...] | None = None
         self.objective_s = math.inf
+        self.bound_s = -math.inf
 
     @property
     def target_s(self) -> float:
@@ -31,6 +37,10 @@ class Best:
         least = min(self.objective_s, self._cutoff_s)
         return least - _TIE * abs(least) if math.isfinite(least) else least
 
+    def prove(self, bound_s: float) -> None:
+        """No useful assignment is faster than this."""
+        self.bound_s = max(self.bound_s, bound_s)
+
     def offer(self, choices: tuple[int, ...]) -> None:
         """Keep the problem's assignment if it is feasible and better."""
         found = evaluate(self._problem, choices)
@@ -39,5 +49,9 @@ class Best:
 
     def offer_assignment(self, model: Model, assignment: Ints) -> None:
         """Keep a model's assignment if it is feasible and better."""
-        if total(model, assignment).objective_s < self.objective_s:
+        totals = total(model, assignment)
+        excess = totals.excess_bytes(model) if totals.allowed else math.inf
+        if excess <= 0.0 and totals.objective_s < self.objective_s:
             self.offer(model.choices(assignment))
+        elif self.choices is None and excess < self._least_excess:
+            self.lightest, self._least_excess = model.choices(assignment), excess

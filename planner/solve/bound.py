@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.problem import Floats, Problem
+from planner.problem import Problem
 from planner.solve.best import Best
 from planner.solve.eliminate import decode, eliminate
-from planner.solve.model import HALF_BYTE, build_model, drop_forbidden, total
+from planner.solve.model import HALF_BYTE, Model, Weights, build_model, drop_forbidden, total
 from planner.solve.tree import build_tree
 from planner.solve.window import MAX_ENTRIES
 
@@ -45,7 +45,7 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
     tree = build_tree(model, MAX_ENTRIES)
     best, peak_bytes, room_bytes = Best(problem, math.inf), 0.0, math.inf
     if problem.limit_bytes is not None:
-        lightest = eliminate(model, tree, _weights(0.0, 0.0, 1.0))
+        lightest = eliminate(model, tree, _weights(model, 0.0, 0.0, 1.0))
         transient = max((float(values.min()) for values in model.transient), default=0.0)
         room_bytes = model.limit_bytes - transient + HALF_BYTE
         peak_bytes = problem.limit_bytes - (room_bytes - lightest.bound)
@@ -55,7 +55,7 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
             best.offer_assignment(model, decode(lightest))
     time_s, low, high, mix, mixed = -math.inf, 0.0, 1.0, 0.0, 0.0
     for _ in range(_STEPS):
-        done = eliminate(model, tree, _weights(1.0 - mix, mix, 0.0))
+        done = eliminate(model, tree, _weights(model, 1.0 - mix, mix, 0.0))
         time_s, mixed = max((time_s, mixed), (done.bound, mix))
         assignment = decode(done)
         sums = total(model, assignment)
@@ -69,7 +69,7 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
     for _ in range(_STEPS if excess > 0 else 0):
         if time_s >= min(enough_s, best.objective_s * (1 - _CLOSE)):
             break
-        done = eliminate(model, tree, _weights(1.0 - mixed, mixed, price))
+        done = eliminate(model, tree, _weights(model, 1.0 - mixed, mixed, price))
         time_s = max(time_s, done.bound - price * room_bytes)
         assignment = decode(done)
         best.offer_assignment(model, assignment)
@@ -78,6 +78,6 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
     return Bounds(time_s, peak_bytes, best.choices)
 
 
-def _weights(time: float, exposed: float, held: float) -> Floats:
-    """Weights of the columns."""
-    return np.array([time, exposed, held, 1.0])
+def _weights(model: Model, time: float, exposed: float, held: float) -> Weights:
+    """Weights of the columns, without a price for memory."""
+    return Weights(np.array([time, exposed, held, 1.0]), 0.0, np.zeros(len(model.rooms)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.problem import Floats, Ints
-from planner.solve.model import Model
+from planner.solve.model import Model, Weights
 from planner.solve.tree import Cluster, Scope, Tree
 
 
@@ -28,7 +28,7 @@ class Elimination:
     """
 
     tree: Tree
-    weights: Floats
+    weights: Weights
     singles: tuple[Floats, ...]
     pairs: dict[tuple[int, int], Floats]
     messages: list[Floats]
@@ -36,17 +36,17 @@ class Elimination:
     bound: float
 
 
-def eliminate(model: Model, tree: Tree, weights: Floats) -> Elimination:
-    """Minimise ``sum(costs @ weights)``; the weight of the wall column must be one."""
-    singles = tuple(single @ weights for single in model.singles)
-    pairs = {pair: costs @ weights for pair, costs in model.pairs.items()}
+def eliminate(model: Model, tree: Tree, weights: Weights) -> Elimination:
+    """Minimise the weighted sum, less what the moments' rooms are worth."""
+    singles = tuple(weights.singles(model))
+    pairs = {pair: costs @ weights.columns for pair, costs in model.pairs.items()}
     done = Elimination(tree, weights, singles, pairs, messages=[], shifts={}, bound=0.0)
     for group in tree.by_vertex():
         if len(group) > 1:
             done.shifts.update(_match(done, group))
         done.messages.extend([np.asarray(_table(done, number).min(axis=0)) for number in group])
     roots = [float(message) for message in done.messages if message.ndim == 0]
-    return replace(done, bound=math.fsum(roots))
+    return replace(done, bound=math.fsum(roots) - float(weights.prices @ model.rooms))
 
 
 def _match(done: Elimination, group: list[int]) -> dict[int, Floats]:

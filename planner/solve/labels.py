@@ -37,7 +37,8 @@ class Searched:
 
 @dataclass(frozen=True, eq=False)
 class _Labels:
-    """Partial assignments: column sums, largest transient, and per guide the least weighted cost when completed.
+    """Partial assignments: column sums, largest transient, bytes alive at each moment, and per guide the least
+    weighted cost when completed.
 
     ``seen`` holds the choices of the vertices that open ones depend on, ``parent`` each label's number one step
     before, ``choice`` what the last vertex took.
@@ -45,13 +46,14 @@ class _Labels:
 
     costs: Floats
     transient: Floats
+    alive: Floats
     least: Floats
     seen: Ints
     parent: Ints
     choice: Ints
 
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        return self.costs, self.transient, self.least, self.seen, self.parent, self.choice
+        return self.costs, self.transient, self.alive, self.least, self.seen, self.parent, self.choice
 
     def take(self, index: Ints | slice) -> _Labels:
         return _Labels(*(array[index] for array in self.arrays()))
@@ -78,6 +80,7 @@ def search_labels(
     labels = _Labels(
         costs=np.zeros((1, 4)),
         transient=np.array([floor_bytes]),
+        alive=np.zeros((1, len(model.rooms))),
         least=np.array([[guide.bound for guide in guides]]),
         seen=np.zeros((1, 0), dtype=np.int64),
         parent=np.zeros(1, dtype=np.int64),
@@ -183,8 +186,11 @@ def _extend_batch(
     transient = np.maximum(labels.transient[:, None], model.transient[vertex])
     over = transient - model.limit_bytes
     keep = extend_least(-1, every, choices) + over <= HALF_BYTE
-    keep &= extend_least(0, every, choices) + guides[0].weights[HELD] * over < cutoff_s
+    keep &= extend_least(0, every, choices) + guides[0].weights.price * over < cutoff_s
     rows, last = np.nonzero(keep)
+    alive = labels.alive[rows] + _alive(model, vertex)[last]
+    fits = (extend_least(-1, rows, last)[:, None] + alive <= model.rooms + HALF_BYTE).all(axis=1)
+    rows, last, alive = rows[fits], last[fits], alive[fits]
     costs = labels.costs[rows] + model.singles[vertex][last]
     for n in group:
         for pair in clusters[n].pairs:
@@ -192,6 +198,7 @@ def _extend_batch(
     extended = _Labels(
         costs=costs,
         transient=transient[rows, last],
+        alive=alive,
         least=np.stack([extend_least(number, rows, last) for number in range(len(guides))], axis=-1),
         seen=np.concatenate([labels.seen[rows], last[:, None]], axis=1),
         parent=rows,
@@ -200,9 +207,17 @@ def _extend_batch(
     return extended.take(np.flatnonzero(_bounds(model, extended, guides) < cutoff_s))
 
 
+def _alive(model: Model, vertex: int) -> Floats:
+    """Bytes alive per choice of a vertex and moment."""
+    alive = np.zeros((model.sizes[vertex], len(model.rooms)))
+    for span in model.spans[vertex]:
+        alive[:, span.first : span.last] += span.bytes[:, None]
+    return alive
+
+
 def _bounds(model: Model, labels: _Labels, guides: Sequence[Elimination]) -> Floats:
     """The largest of the guides' bounds on completed labels, bytes over the limit charged at the guide's price."""
-    prices = np.array([guide.weights[HELD] for guide in guides])
+    prices = np.array([guide.weights.price for guide in guides])
     each = labels.least + (labels.transient - model.limit_bytes)[:, None] * prices
     bounds: Floats = each[:, :-1].max(axis=1)
     return bounds
@@ -238,7 +253,7 @@ def _undominated(labels: _Labels, keys: Ints, bounds: Floats) -> Ints:
     time_s, exposed_s, held = labels.costs[:, : HELD + 1].T
     # The step time is the larger of two sums, and so is the peak: held bytes and the largest transient so far, or
     # held bytes and one to come.
-    sums = (time_s, exposed_s, held, held + labels.transient)
+    sums = (time_s, exposed_s, held, held + labels.transient, *labels.alive.T)
     if len(keys) == 0:
         return np.arange(0)
     groups = np.unique(keys, return_inverse=True)[1]

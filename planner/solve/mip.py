@@ -65,6 +65,16 @@ def solve_mip(model: Model, floor_bytes: float, target_s: float, time_limit_s: f
             program.add_linear_constraint(_sum(pick, values / byte) <= transient)
     # Held bytes and the largest transient fit into the limit together.
     program.add_linear_constraint(_sum(variables, columns[:, HELD] / byte) + transient <= model.limit_bytes / byte)
+    held = _sum(variables, columns[:, HELD] / byte)
+    for moment, room in enumerate(model.rooms):
+        alive = [
+            _sum(pick, span.bytes / byte)
+            for pick, spans in zip(picks, model.spans, strict=True)
+            for span in spans
+            if span.first <= moment < span.last
+        ]
+        # So do held bytes and what is alive at each moment into its room.
+        program.add_linear_constraint(held + mathopt.fast_sum(alive) <= float(room) / byte)
     # The step takes the plain time and what is exposed; only steps up to the target matter.
     step = _sum(variables, columns[:, TIME] / second) + exposed
     if math.isfinite(target_s):
@@ -92,6 +102,7 @@ def _run(program: mathopt.Model, time_limit_s: float) -> mathopt.SolveResult:
     parameters = mathopt.SolveParameters(
         time_limit=timedelta(seconds=max(0.01, time_limit_s)),
         relative_gap_tolerance=_GAP,
+        absolute_gap_tolerance=0.0,
         random_seed=0,
         highs=HighsOptionsProto(int_options={"threads": 1}, double_options=tolerances),
     )

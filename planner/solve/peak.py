@@ -12,7 +12,7 @@ from planner.solve.best import Best
 from planner.solve.eliminate import decode, eliminate
 from planner.solve.model import Model, build_model, drop_forbidden, restrict, total
 from planner.solve.tree import Tree, build_tree
-from planner.solve.window import HELD_ONLY, MAX_ENTRIES, search
+from planner.solve.window import MAX_ENTRIES, held_only, search
 
 
 def least_peak(problem: Problem, deadline: float) -> tuple[int, ...]:
@@ -65,11 +65,20 @@ def _least_allowed_peak(weighed: Problem, deadline: float) -> tuple[int, ...] | 
         return None
     tree = build_tree(model, MAX_ENTRIES)
     choices = _cap_transients(model, tree)
-    if tree.exact:
+    if tree.exact and not len(model.rooms):
         return choices
-    lower = _find(weighed, None if choices is None else evaluate(weighed, choices).peak_bytes - 1, deadline)
-    while lower is not None:
-        choices, lower = lower, _find(weighed, evaluate(weighed, lower).peak_bytes - 1, deadline)
+    if choices is None:
+        choices = _find(weighed, None, deadline)
+    if choices is None:
+        return None
+    low, high = 0, evaluate(weighed, choices).peak_bytes
+    while low < high:
+        middle = (low + high) // 2
+        lower = _find(weighed, middle, deadline)
+        if lower is None:
+            low = middle + 1
+        else:
+            choices, high = lower, evaluate(weighed, lower).peak_bytes
     return choices
 
 
@@ -88,7 +97,7 @@ def _cap_transients(model: Model, tree: Tree) -> tuple[int, ...] | None:
     least = math.inf
     capped: Model | None = model
     while capped is not None:
-        held = eliminate(capped, tree, HELD_ONLY)
+        held = eliminate(capped, tree, held_only(capped))
         assignment = decode(held)
         totals = total(capped, assignment)
         if not totals.allowed:

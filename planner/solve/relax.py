@@ -1,23 +1,25 @@
 """Turn a model into its best Lagrangian lower bound, and the assignments met on the way.
 
-The step time is the larger of two sums, so any mix of the two is a lower bound; bytes over the limit are charged
-at a price. The weighted sum that results is minimised by elimination. The bound is concave in mix and price, and
-every assignment is a plane above it: the highest point under all planes so far is tried next (Kelley, "The
-cutting-plane method for solving convex programs", 1960), until bound and planes meet.
+The step time is the larger of two sums, so any mix of the two is a lower bound; bytes over the limit, or over the
+room of a moment, are charged at a price. The weighted sum that results is minimised by elimination. The bound is
+concave in mix and prices, and every assignment is a plane above it: the highest point under all planes so far is
+tried next (Kelley, "The cutting-plane method for solving convex programs", 1960), until bound and planes meet. Where
+there are moments the next point is looked for near the best so far, as planes say little far away from where they
+were found (the box step method: Marsten, Hogan and Blankenship, 1975).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from ortools.linear_solver import pywraplp
 
 from planner.problem import Floats, Ints
 from planner.solve.eliminate import Elimination, decode, eliminate
-from planner.solve.model import Model, Totals, total
+from planner.solve.model import Model, Totals, Weights, total
 from planner.solve.tree import Tree
 
 _MAX_STEPS = 40
@@ -27,19 +29,38 @@ _WORTHWHILE = 0.02  # stop when what is left to gain is this small a part of the
 
 @dataclass(frozen=True)
 class Multipliers:
-    """``mix`` of the exposed sum in the step time (0 to 1) and seconds charged per byte over the limit."""
+    """``mix`` of the exposed sum in the step time (0 to 1), seconds per byte over the limit, and over rooms.
+
+    ``moments`` are the moments whose rooms have a price, with it.
+    """
 
     mix: float = 0.0
     price: float = 0.0
+    moments: tuple[tuple[int, float], ...] = ()
 
-    def weights(self) -> Floats:
-        """One weight per cost column."""
-        return np.array([1.0 - self.mix, self.mix, self.price, 1.0])
+    def weights(self, model: Model) -> Weights:
+        """The weights of the model's columns and moments."""
+        prices = np.zeros(len(model.rooms))
+        for moment, price in self.moments:
+            prices[moment] = price
+        columns = np.array([1.0 - self.mix, self.mix, self.price + prices.sum(), 1.0])
+        return Weights(columns, self.price, prices)
+
+    def moved(self, old: Model, new: Model) -> Multipliers:
+        """The same for a model with only some of the moments."""
+        kept = {int(number): moment for moment, number in enumerate(new.moments)}
+        numbers = ((int(old.moments[moment]), price) for moment, price in self.moments)
+        return replace(self, moments=tuple((kept[number], price) for number, price in numbers if number in kept))
+
+    def scaled(self, part: float) -> Multipliers:
+        """With all prices this much higher."""
+        return Multipliers(self.mix, self.price * part, tuple((moment, price * part) for moment, price in self.moments))
 
     def around(self) -> list[Multipliers]:
         """Multipliers that bound partial assignments well which used more or less than their part of a limit."""
-        mixes = [Multipliers(mix, self.price) for mix in (0.0, 1.0) if 0.0 < self.mix < 1.0]
-        return mixes + [Multipliers(self.mix, self.price * part) for part in (0.7, 0.9, 1.15, 1.4) if self.price > 0.0]
+        mixes = [replace(self, mix=mix) for mix in (0.0, 1.0) if 0.0 < self.mix < 1.0]
+        priced = self.price > 0.0 or self.moments
+        return mixes + [self.scaled(part) for part in (0.7, 0.9, 1.15, 1.4) if priced]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,53 +73,140 @@ class Relaxation:
     assignments: tuple[Ints, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Plane:
+    """An assignment's sums, and by how much it is over the limit and the rooms."""
+
+    time_s: float
+    exposed_s: float
+    over_bytes: float
+    over_rooms: Floats
+
+
+def plane(model: Model, totals: Totals, room_bytes: float) -> Plane:
+    """The plane of an assignment that may hold ``room_bytes``."""
+    over_rooms = totals.held_bytes + totals.span_bytes - model.rooms
+    return Plane(totals.time_s, totals.exposed_s, totals.held_bytes - room_bytes, over_rooms)
+
+
 def relax(
     model: Model, tree: Tree, room_bytes: float, best: float, start: Multipliers, known: list[Ints], deadline: float
 ) -> Relaxation:
-    """Maximise the lower bound on the step time of assignments that hold at most ``room_bytes``.
+    """Maximise the lower bound on the step time of assignments that hold at most ``room_bytes`` and fit the rooms.
 
     ``known`` assignments give the first planes. Stops early once the bound reaches ``best``, an upper bound, or at
     ``deadline`` (``time.monotonic``).
     """
-    planes = [plane for plane in (total(model, assignment) for assignment in known) if plane.allowed]
+    totals = [total(model, assignment) for assignment in known]
+    box = Box(model, [plane(model, each, room_bytes) for each in totals if each.allowed], room_bytes)
     assignments: list[Ints] = []
     tried: set[Multipliers] = set()
-    found = Relaxation(start, eliminate(model, tree, start.weights()), -math.inf, ())
+    found = Relaxation(start, eliminate(model, tree, start.weights(model)), -math.inf, ())
     trial, elimination = start, found.elimination
     while True:
         tried.add(trial)
         bound = elimination.bound - trial.price * room_bytes
+        box.judge(trial, bound)
         if bound > found.bound:
             found = Relaxation(trial, elimination, bound, ())
         assignment = decode(elimination)
-        totals = total(model, assignment)
-        if not totals.allowed or found.bound >= best:
+        met = total(model, assignment)
+        if not met.allowed or found.bound >= best:
             break
         assignments.append(assignment)
-        planes.append(totals)
-        trial, height = _highest_point(planes, room_bytes)
+        box.add(plane(model, met, room_bytes))
         gap = min(best - found.bound, 1e-2 * abs(found.bound))
-        settled = height - found.bound <= max(_WORTHWHILE * gap, 1e-9 * abs(found.bound))
-        if settled or trial in tried or len(tried) >= _MAX_STEPS or time.monotonic() > deadline:
+        settled = max(_WORTHWHILE * gap, 1e-9 * abs(found.bound))
+        trial, height = box.highest()
+        while height - found.bound <= settled and box.widen():
+            trial, height = box.highest()
+        late = len(tried) >= _MAX_STEPS * (1 + len(box.moments)) or time.monotonic() > deadline
+        if height - found.bound <= settled or trial in tried or late:
             break
-        elimination = eliminate(model, tree, trial.weights())
+        elimination = eliminate(model, tree, trial.weights(model))
     return Relaxation(found.multipliers, found.elimination, found.bound, tuple(assignments))
 
 
-def _highest_point(planes: list[Totals], room_bytes: float) -> tuple[Multipliers, float]:
-    """The multipliers at which the lowest plane is highest, and how high."""
-    second = max(max(abs(plane.time_s), abs(plane.exposed_s)) for plane in planes) or 1.0
-    excess = [plane.held_bytes - room_bytes for plane in planes]
-    byte = max(map(abs, [*excess, room_bytes])) or 1.0
-    program = pywraplp.Solver.CreateSolver("GLOP")
-    height = program.NumVar(-program.infinity(), program.infinity(), "height")
-    mix = program.NumVar(0.0, 1.0, "mix")
-    price = program.NumVar(0.0, _MAX_PRICE, "price")
-    for plane, over in zip(planes, excess, strict=True):
-        # The height is below every plane.
-        rise = (plane.exposed_s - plane.time_s) / second
-        program.Add(height <= plane.time_s / second + rise * mix + over / byte * price)
-    program.Maximize(height)
-    program.Solve()
-    top = Multipliers(min(1.0, max(0.0, mix.solution_value())), max(0.0, price.solution_value()) * second / byte)
-    return top, height.solution_value() * second
+class Box:
+    """All planes so far, and the part of the space of multipliers in which the next point is looked for.
+
+    Only moments at which some assignment exceeded its room most have a price.
+    """
+
+    _GROW, _SHRINK = 1.5, 0.6  # of the box, after a point that was better than the best and one that was not
+    _PLANES = 200  # looked at; older ones are forgotten
+
+    def __init__(self, model: Model, planes: list[Plane], room_bytes: float) -> None:
+        self.planes: list[Plane] = []
+        self.moments: list[int] = []
+        self._room = max(abs(room_bytes), float(np.abs(model.rooms).max(initial=0.0)))
+        self._radius = 1.0 if len(model.rooms) else math.inf
+        self._centre, self._best = Multipliers(), -math.inf
+        for each in planes:
+            self.add(each)
+
+    def moved(self, old: Model, new: Model) -> Box:
+        """The same for a model with only some of the moments."""
+        kept = np.searchsorted(old.moments, new.moments)
+        box = Box(new, [replace(each, over_rooms=each.over_rooms[kept]) for each in self.planes], self._room)
+        box._radius, box._best, box._centre = self._radius, self._best, self._centre.moved(old, new)
+        return box
+
+    def add(self, plane: Plane) -> None:
+        """Take an assignment's plane into account."""
+        self.planes = [*self.planes[1 - self._PLANES :], plane]
+        if len(plane.over_rooms) and plane.over_rooms.max() > 0.0:
+            moment = int(plane.over_rooms.argmax())
+            if moment not in self.moments:
+                self.moments.append(moment)
+
+    def judge(self, trial: Multipliers, bound: float) -> None:
+        """Move to a better point, and look further or less far from now on."""
+        better = bound > self._best
+        self._radius *= self._GROW if better else self._SHRINK
+        if better:
+            self._centre, self._best = trial, bound
+        for moment, _ in trial.moments:
+            if moment not in self.moments:
+                self.moments.append(moment)
+
+    def widen(self) -> bool:
+        """Look further, if there is more to see."""
+        if self._radius >= _MAX_PRICE:
+            return False
+        self._radius *= 10.0
+        return True
+
+    def highest(self) -> tuple[Multipliers, float]:
+        """The multipliers at which the lowest plane is highest, and how high."""
+        planes, moments = self.planes, self.moments
+        second = max(max(abs(p.time_s), abs(p.exposed_s)) for p in planes) or 1.0
+        byte = max(self._room, *(abs(p.over_bytes) for p in planes)) or 1.0
+        program = pywraplp.Solver.CreateSolver("GLOP")
+        height = program.NumVar(-program.infinity(), program.infinity(), "height")
+        mix = program.NumVar(0.0, 1.0, "mix")
+        centre = dict(self._centre.moments)
+
+        def variable(near: float) -> pywraplp.Variable:
+            near *= byte / second
+            return program.NumVar(max(0.0, near - self._radius), min(_MAX_PRICE, near + self._radius), "")
+
+        price = variable(self._centre.price)
+        prices = [variable(centre.get(moment, 0.0)) for moment in moments]
+        for p in planes:
+            # The height is below every plane.
+            row = program.RowConstraint(-program.infinity(), p.time_s / second, "")
+            row.SetCoefficient(height, 1.0)
+            row.SetCoefficient(mix, (p.time_s - p.exposed_s) / second)
+            row.SetCoefficient(price, -p.over_bytes / byte)
+            for moment, each in zip(moments, prices, strict=True):
+                row.SetCoefficient(each, -float(p.over_rooms[moment]) / byte)
+        program.Maximize(height)
+        program.Solve()
+        found = ((moment, each.solution_value() * second / byte) for moment, each in zip(moments, prices, strict=True))
+        top = Multipliers(
+            min(1.0, max(0.0, mix.solution_value())),
+            max(0.0, price.solution_value()) * second / byte,
+            tuple((moment, value) for moment, value in sorted(found) if value > 0.0),
+        )
+        return top, height.solution_value() * second

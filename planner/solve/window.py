@@ -18,12 +18,11 @@ from planner.solve.best import Best
 from planner.solve.eliminate import Elimination, choice_bounds, decode, eliminate, pair_bounds
 from planner.solve.labels import search_labels
 from planner.solve.mip import solve_mip
-from planner.solve.model import HALF_BYTE, WALL, Mask, Model, drop_forbidden, restrict, total
+from planner.solve.model import HALF_BYTE, WALL, Mask, Model, Weights, drop_forbidden, drop_moments, restrict, total
 from planner.solve.relax import Multipliers, Relaxation, relax
 from planner.solve.tree import build_tree
 
 MAX_ENTRIES = 5_000_000  # of an elimination table; beyond, its bucket is split
-HELD_ONLY: Floats = np.array([0.0, 0.0, 1.0, 1.0])
 
 _NARROW = 300  # labels kept by the first search
 _WIDER = ((3_000, 0.3), (30_000, 0.7), (300_000, 0.8))  # by later ones, if the last closed that part of the gap
@@ -54,7 +53,11 @@ class Window:
         if model is None:
             return None
         needed = max((float(values.min()) for values in model.transient), default=0.0)
-        return replace(self, model=model, floor_bytes=max(self.floor_bytes, needed))
+        window = replace(self, model=model, floor_bytes=max(self.floor_bytes, needed))
+        if model is self.model or not len(model.rooms):
+            return window
+        model = drop_moments(model)
+        return replace(window, model=model, multipliers=self.multipliers.moved(self.model, model))
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +76,7 @@ def search(model: Model, best: Best, deadline: float) -> float:
     What lies just above the bound is searched first and the aim raised only when nothing was found there: the work
     grows steeply with the distance from the bound.
     """
-    free = eliminate(model, build_tree(model, MAX_ENTRIES), Multipliers().weights())
+    free = eliminate(model, build_tree(model, MAX_ENTRIES), Multipliers().weights(model))
     best.offer_assignment(model, decode(free))
     if free.bound >= best.target_s:
         return free.bound
@@ -118,7 +121,7 @@ def _bound(window: Window, best: Best, deadline: float) -> Bounded | None:
     while True:
         model = window.model
         tree = build_tree(model, MAX_ENTRIES)
-        held = eliminate(model, tree, HELD_ONLY)
+        held = eliminate(model, tree, held_only(model))
         lightest = decode(held)
         best.offer_assignment(model, lightest)
         if held.bound > window.room_bytes + HALF_BYTE:
@@ -143,12 +146,21 @@ def _bound(window: Window, best: Best, deadline: float) -> Bounded | None:
         window = promising
 
 
+def held_only(model: Model) -> Weights:
+    """Weights that count held bytes, whatever they cost."""
+    return Weights(np.array([0.0, 0.0, 1.0, 1.0]), 1.0, np.zeros(len(model.rooms)))
+
+
 def _fitting(window: Window, held: Elimination) -> list[Mask]:
     """Choices whose least peak is within the limit."""
     model = window.model
-    least = zip(choice_bounds(held), model.transient, strict=True)
+    least = zip(choice_bounds(held), model.transient, model.spans, strict=True)
     most = model.limit_bytes + HALF_BYTE
-    return [held_bytes + np.maximum(values, window.floor_bytes) <= most for held_bytes, values in least]
+    return [
+        (held_bytes + np.maximum(values, window.floor_bytes) <= most)
+        & np.all([held_bytes + s.bytes <= model.rooms[s.first : s.last].min() + HALF_BYTE for s in spans], axis=0)
+        for held_bytes, values, spans in least
+    ]
 
 
 def _least_times(window: Window, relaxation: Relaxation) -> list[Floats]:
@@ -180,7 +192,7 @@ def _shrunk(before: Window, after: Window) -> bool:
 def _search(bounded: Bounded, best: Best, width: int, deadline: float) -> float:
     """Offer what a label search of this width finds; a bound on what it may have missed below the target."""
     model, relaxation, held = bounded.window.model, bounded.relaxation, bounded.held
-    others = [eliminate(model, held.tree, other.weights()) for other in relaxation.multipliers.around()]
+    others = [eliminate(model, held.tree, other.weights(model)) for other in relaxation.multipliers.around()]
     guides = [relaxation.elimination, *others]
     found = search_labels(model, guides, held, bounded.window.floor_bytes, best.target_s, width, deadline)
     if found.assignment is not None:

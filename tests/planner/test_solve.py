@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import AutoparError
-from planner.problem import Answer, Edge, Floats, Problem, Vertex, evaluate
+from planner.problem import Answer, Edge, Floats, Problem, Span, Vertex, evaluate
 from planner.solve import solve, window
 
 
-def random_problem(seed: int, vertices: int, choices: int, density: float) -> Problem:
+def random_problem(seed: int, vertices: int, choices: int, density: float, spans: bool) -> Problem:
     """Costs of one magnitude, a few forbidden pairs, and a limit that is anything from hopeless to slack."""
     random = np.random.default_rng(seed)
 
@@ -32,6 +32,13 @@ def random_problem(seed: int, vertices: int, choices: int, density: float) -> Pr
             transient_bytes=random.integers(0, 30, size) * (random.random(size) < 0.7),
         )
 
+    def span(size: int) -> Span:
+        first = int(random.integers(0, 5))
+        return Span(first, first + int(random.integers(0, 4)), random.integers(0, 60, size))
+
+    def with_spans(vertex: Vertex) -> Vertex:
+        return replace(vertex, spans=tuple(span(vertex.choices) for _ in range(int(random.integers(0, 3)))))
+
     def edge(tail: int, head: int) -> Edge:
         shape = nodes[tail].choices, nodes[head].choices
         time_s = random.uniform(0, 1, shape)
@@ -39,6 +46,8 @@ def random_problem(seed: int, vertices: int, choices: int, density: float) -> Pr
         return Edge(tail, head, time_s, sparse(random.uniform(0, 0.3, shape), 0.3), random.integers(0, 20, shape))
 
     nodes = tuple(vertex(number) for number in range(vertices))
+    if spans:
+        nodes = tuple(with_spans(node) for node in nodes)
     pairs = [pair for pair in itertools.product(range(vertices), repeat=2) if random.random() < density / 2]
     limit = int(random.integers(20, 200)) if random.random() < 0.8 else None
     return Problem(nodes, tuple(edge(*pair) for pair in pairs), limit)
@@ -72,6 +81,7 @@ problems = st.builds(
     vertices=st.integers(0, 6),
     choices=st.integers(1, 4),
     density=st.sampled_from([0.3, 0.6, 1.0]),
+    spans=st.booleans(),
 )
 
 
