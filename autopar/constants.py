@@ -9,9 +9,10 @@ Values are exact or absent. The operators that are known here give the same bits
 compare or select elements, compute with integers, or add and multiply, which IEEE 754 rounds in one way only. What
 comes from an input, a parameter or any other operator has no value.
 
-What would be large even so (a mask over 8,192 positions) is worked out when it is asked for, in square tiles of its
-last two dims: pointwise operators and triangles need no more than the same tile of their operands. In most tiles of
-a causal mask every query comes before, or after, every key; the ends of their ranges show that (:func:`ordered`).
+What would be large even so (a mask over 8,192 positions) is worked out when it is asked for, in windows on its last
+two dims: pointwise operators and triangles need no more than the same window of their operands. Away from the diagonal
+of a causal mask all queries in a window come before, or all after, all keys, which the ends of their ranges show
+(:func:`ordered`); only a window where they do not is divided. So the work grows with the length of the diagonal.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class Limits:
 
     Attributes:
         small: elements of the largest tensor to hold; 32 MiB of integers.
-        tile: rows and columns of a tile.
-        effort: elements to compute for one large value, over all of its tiles; a few seconds at worst.
+        part: elements of a large value to compute at a time, few enough that torch starts no threads for them.
+        effort: elements to compute for one large value in all; a second or two.
     """
 
     small: int = 2**22
-    tile: int = 2**10
+    part: int = 2**15
     effort: int = 2**30
 
 
@@ -50,7 +51,7 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class Window:
-    """A part of the last two dims: all of them, or a tile."""
+    """A part of the last two dims."""
 
     rows: slice
     columns: slice
@@ -62,6 +63,15 @@ class Window:
         if data.dim() >= 2 and data.shape[-2] > 1:
             data = data[..., self.rows, :]
         return data
+
+    def halves(self) -> tuple[Window, Window]:
+        """This window, which has ends, cut across its longer side."""
+        rows, columns = self.rows, self.columns
+        if rows.stop - rows.start >= columns.stop - columns.start:
+            middle = (rows.start + rows.stop) // 2
+            return Window(slice(rows.start, middle), columns), Window(slice(middle, rows.stop), columns)
+        middle = (columns.start + columns.stop) // 2
+        return Window(rows, slice(columns.start, middle)), Window(rows, slice(middle, columns.stop))
 
     def numbers(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """The row numbers ``[r, 1]`` and column numbers ``[1, c]`` of that part of ``[.., rows, columns]``."""
@@ -101,7 +111,7 @@ class Constants:
 
     Attributes:
         small: compressed values by node.
-        large: nodes that are worked out in tiles, in execution order, and how.
+        large: nodes that are worked out in parts, in execution order, and how.
         first: node -> the first node that computes the same; only these are in ``small`` and ``large``.
         limits: how far to go.
     """
@@ -114,26 +124,36 @@ class Constants:
     def __contains__(self, node: fx.Node) -> bool:
         return self.first[node] in self.small or self.first[node] in self.large
 
-    def tiles(self, node: fx.Node, rows: int, columns: int) -> Iterator[tuple[Window, Tensor]]:
-        """The value of ``node``, as it broadcasts to ``[.., rows, columns]``, part by part and compressed.
+    def parts(self, node: fx.Node, rows: int, columns: int) -> Iterator[tuple[Window, Tensor]]:
+        """The value of ``node``, as it broadcasts to ``[.., rows, columns]``, window by window and compressed.
 
         Raises:
             Unknown: the value takes more effort than the limits allow.
         """
-        root, side, effort = self.first[node], self.limits.tile, 0
+        root, effort = self.first[node], 0
         needed = {self.first[n] for n in _needed([root])}
         chain = [(n, rule) for n, rule in self.large.items() if n in needed]
-        for row in range(0, rows, side):
-            for column in range(0, columns, side):
-                window = Window(slice(row, row + side), slice(column, column + side))
-                made: dict[fx.Node, Tensor] = {}
+        pending = [Window(slice(0, rows), slice(0, columns))]
+        while pending:
+            window = pending.pop()
+            made: dict[fx.Node, Tensor] = {}
+            try:
                 for n, rule in chain:
-                    result = _Call(n, self, made, window).run(rule)
-                    effort += result.numel() + side
+                    result = _Call(n, self, made, window, self.limits.part).run(rule)
+                    effort += result.numel() + _OVERHEAD
                     made[n] = compressed(result)
-                    if effort > self.limits.effort:
-                        raise Unknown
-                yield window, made[root] if root in made else window.cut(self.small[root])
+            except Unknown:
+                if window.rows.stop - window.rows.start == window.columns.stop - window.columns.start == 1:
+                    raise
+                pending.extend(window.halves())
+                continue
+            if effort > self.limits.effort:
+                raise Unknown
+            yield window, made[root] if root in made else window.cut(self.small[root])
+
+
+_OVERHEAD = 2**14
+"""Elements that are computed in the time that it takes to call an operator."""
 
 
 def evaluate(
@@ -166,9 +186,9 @@ def evaluate(
         if rule is None or not all(operand in found for operand in _operands(node)):
             continue
         try:
-            small[node] = compressed(_Call(node, found, {}, EVERYTHING).run(rule))
+            small[node] = compressed(_Call(node, found, {}, EVERYTHING, found.limits.small).run(rule))
         except Unknown:
-            if _goes_by_tiles(node, rule):
+            if _goes_by_parts(node, rule):
                 large[node] = rule
         except (RuntimeError, IndexError):
             continue  # the model itself would stop here: an index out of range, a division by zero
@@ -234,18 +254,20 @@ class _Call:
         constants: values that are known.
         made: values of large operands in this window.
         window: the part to work out.
+        most: elements of the largest tensor to compute.
     """
 
     node: fx.Node
     constants: Constants
     made: Mapping[fx.Node, Tensor]
     window: Window
+    most: int
 
     def run(self, rule: _Rule) -> Tensor:
         """The result by the rule of the node's operator, more or less compressed.
 
         Raises:
-            Unknown: the result would be too large, or an operand is, which is worked out in tiles only.
+            Unknown: the result would be too large, or an operand is, which is worked out in parts only.
         """
         result, captured = rule(self), self.node.meta["val"]
         assert result.dtype == captured.dtype, f"{self.node.name} was captured as {captured.dtype}"
@@ -271,7 +293,7 @@ class _Call:
     def fitting(self, shape: Iterable[int]) -> tuple[int, ...]:
         """``shape``, unless a tensor of it would be too large."""
         shape = tuple(shape)
-        if math.prod(shape) > self.constants.limits.small:
+        if math.prod(shape) > self.most:
             raise Unknown
         return shape
 
@@ -472,10 +494,10 @@ def _is_integer(dtype: torch.dtype, or_bool: bool = False) -> bool:
     return or_bool if dtype is torch.bool else not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _goes_by_tiles(node: fx.Node, rule: _Rule) -> bool:
-    """Whether a tile of the result needs only the same tile of each operand."""
+def _goes_by_parts(node: fx.Node, rule: _Rule) -> bool:
+    """Whether a window of the result needs only the same window of each operand."""
     if rule in (_expanded, _reshaped, _same):
         source = argument(node, "self")
-        same_tiles: bool = source.meta["val"].shape[-2:] == node.meta["val"].shape[-2:]
-        return same_tiles and (rule is not _reshaped or _sizes(source) == _sizes(node))
+        same_parts: bool = source.meta["val"].shape[-2:] == node.meta["val"].shape[-2:]
+        return same_parts and (rule is not _reshaped or _sizes(source) == _sizes(node))
     return rule in (_pointwise, _compared, _triangle)

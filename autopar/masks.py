@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import Tensor, fx
 
-from autopar.constants import Constants, Limits, Unknown, argument, evaluate, ordered
+from autopar.constants import Constants, Limits, Unknown, argument, evaluate
 from autopar.program import Body, Call, Program
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -132,19 +132,26 @@ def meaning(constants: Constants, mask: fx.Node, queries: int, keys: int) -> Mea
     """What a mask over ``queries`` and ``keys`` says; ``None``: something else, or it is not known."""
     if mask not in constants:
         return None
-    is_bool = mask.meta["val"].dtype is torch.bool
+    seen, hidden = (True, False) if mask.meta["val"].dtype is torch.bool else (0.0, -torch.inf)
     says_nothing, causal = True, queries == keys
     try:
-        for window, data in constants.tiles(mask, queries, keys):
-            seen = ordered(torch.ge, *window.numbers(queries, keys))
-            expected = seen if is_bool else torch.where(seen, 0.0, -torch.inf).to(data.dtype)
-            says_nothing = says_nothing and bool((data if is_bool else data == 0).all())
-            causal = causal and torch.equal(*torch.broadcast_tensors(data, expected))
+        for window, data in constants.parts(mask, queries, keys):
+            says_nothing = says_nothing and bool((data == seen).all())
+            causal = causal and _is_causal(data, *window.numbers(queries, keys), seen, hidden)
             if not says_nothing and not causal:
                 return None
     except Unknown:
         return None
     return Meaning.NOTHING if says_nothing else Meaning.CAUSAL
+
+
+def _is_causal(data: Tensor, rows: Tensor, columns: Tensor, seen: float, hidden: float) -> bool:
+    """Whether a compressed part of a mask is causal; its rows ``[r, 1]`` and columns ``[1, c]`` have these numbers."""
+    if data.shape[-2:] == (len(rows), columns.numel()):
+        return bool((data == torch.where(rows >= columns, seen, hidden)).all())
+    first, last = bool(rows[0, 0] >= columns[0, -1]), bool(rows[-1, 0] >= columns[0, 0])
+    # Where the diagonal passes, a causal mask varies along every side that is longer than one.
+    return first == last and bool((data == (seen if first else hidden)).all())
 
 
 def _mask(node: fx.Node) -> fx.Node | None:

@@ -1,4 +1,4 @@
-"""Constants: what is worked out compressed, or in tiles, is what the graph computes."""
+"""Constants: what is worked out compressed, or in parts, is what the graph computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from autopar.constants import Constants, Limits, Unknown, compressed, evaluate, ordered
 
 aten = torch.ops.aten
-TINY = Limits(small=8, tile=2, effort=10**6)
+TINY = Limits(small=8, part=4)
 
 
 class Builder:
@@ -44,11 +44,11 @@ class Builder:
 
 
 def assembled(constants: Constants, node: fx.Node) -> Tensor:
-    """A value from its tiles."""
+    """A value from its parts."""
     shape = node.meta["val"].shape
     found = torch.empty(shape, dtype=node.meta["val"].dtype)
     rows, columns = ((1,) * 2 + tuple(shape))[-2:]
-    for window, data in constants.tiles(node, rows, columns):
+    for window, data in constants.parts(node, rows, columns):
         part = window.cut(found)
         part.copy_(data.expand_as(part))
     return found
@@ -179,14 +179,14 @@ def test_compressed_values_are_the_plain_values(b: Builder):
 
 @settings(max_examples=300, deadline=None)
 @given(constant_graphs())
-def test_values_in_tiles_are_the_plain_values(b: Builder):
+def test_values_in_parts_are_the_plain_values(b: Builder):
     constants = b.evaluate(*b.plain, limits=TINY)
     for node, plain in b.plain.items():
         if node in constants and len(constants.large) > 0:
             try:
                 found = assembled(constants, node)
             except Unknown:
-                continue  # a tile over several batches may be too large as well
+                continue  # a single row and column may be too large over many batches
             torch.testing.assert_close(found, plain, rtol=0, atol=0, equal_nan=True)
 
 
@@ -206,23 +206,23 @@ def test_repetitions_take_no_memory():
     assert constants.small[mask].shape == (1, 1, 8, 8)
 
 
-def test_large_values_go_by_tiles():
+def test_large_values_go_by_parts():
     b = Builder()
     mask = causal(b, 7, batch=3)
     constants = b.evaluate(mask, limits=TINY)
     assert mask in constants.large
-    sizes = {tuple(data.shape) for _, data in constants.tiles(mask, 7, 7)}
-    assert (1, 1, 1, 1) in sizes, "tiles that are one value should be held as one"
+    sizes = {tuple(data.shape) for _, data in constants.parts(mask, 7, 7)}
+    assert (1, 1, 1, 1) in sizes, "parts that are one value should be held as one"
     assert torch.equal(assembled(constants, mask), b.plain[mask])
 
 
 def test_effort_is_limited():
     b = Builder()
     mask = causal(b, 64)
-    constants = b.evaluate(mask, limits=Limits(small=64, tile=2, effort=100))
+    constants = b.evaluate(mask, limits=Limits(small=64, part=4, effort=100))
     assert mask in constants
     with pytest.raises(Unknown):
-        list(constants.tiles(mask, 64, 64))
+        list(constants.parts(mask, 64, 64))
 
 
 def test_equal_values_are_worked_out_once():

@@ -234,16 +234,16 @@ def judged(mask: Callable[[Tensor], Tensor], length: int, limits: Limits) -> Mea
 
 @pytest.mark.parametrize("length", [5, 64, 67])
 @pytest.mark.parametrize("mask", [CAUSAL["tril"], CAUSAL["float"], OTHER["one element"], OTHER["strict"]])
-def test_tiles_decide_alike(mask: Callable[[Tensor], Tensor], length: int):
-    by_tiles = judged(mask, length, Limits(small=300, tile=8))
-    assert by_tiles is judged(mask, length, Limits())
+def test_parts_decide_alike(mask: Callable[[Tensor], Tensor], length: int):
+    by_parts = judged(mask, length, Limits(small=300, part=50))
+    assert by_parts is judged(mask, length, Limits())
     causal = mask in CAUSAL.values() or (mask is OTHER["one element"] and length < SIZE)
-    assert by_tiles is (Meaning.CAUSAL if causal else None)
+    assert by_parts is (Meaning.CAUSAL if causal else None)
 
 
 def test_a_mask_beyond_the_limits_stays():
-    assert judged(CAUSAL["compared"], 64, Limits(small=300, tile=8)) is Meaning.CAUSAL
-    assert judged(CAUSAL["compared"], 64, Limits(small=300, tile=8, effort=1000)) is None
+    assert judged(CAUSAL["compared"], 64, Limits(small=300, part=50)) is Meaning.CAUSAL
+    assert judged(CAUSAL["compared"], 64, Limits(small=300, part=50, effort=1000)) is None
 
 
 def mistral(window: int) -> nn.Module:
