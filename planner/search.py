@@ -158,11 +158,14 @@ def search(
     training: Training,
     *,
     folding: bool = True,
+    max_axes: int = 2,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> Searched:
     """The fastest plan that fits the cluster's memory, over all meshes that the pins allow.
 
+    A mesh that is not pinned has up to ``max_axes`` axes, at most three, along the levels of the cluster. With three
+    an operator has up to a thousand ways to run, and to bound a mesh takes about ten times as long as with two.
     The same graph, cluster and pins give the same plan in every process, unless the time limit cuts the search short.
 
     Raises:
@@ -179,7 +182,7 @@ def search(
     skeleton = Skeleton(folded, rules)
     setting = Setting(CostModel(cluster), training, rules, pins, start + time_limit_s, progress)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
-    meshes = (pinned_mesh(cluster, pins.sizes),) if pins.sizes else candidate_meshes(cluster)
+    meshes = (pinned_mesh(cluster, pins.sizes),) if pins.sizes else candidate_meshes(cluster, max_axes)
     best, looks = _explore(setting, skeleton, meshes, None)
     candidates, proofs = [look.candidate for look in looks], looks
     if _may_differ(folded):

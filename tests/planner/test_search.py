@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +16,12 @@ from hypothesis import strategies as st
 
 from planner.cluster import ClusterSpec, Device, Level, PeakFlops
 from planner.cost import CostModel
-from planner.errors import InfeasibleError, PinError
+from planner.errors import ClusterError, InfeasibleError, InputError, PinError
 from planner.fold import fold, fold_off
 from planner.formulate import Space, Training, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import Mesh
+from planner.mesh import candidate_meshes
 from planner.pins import Pins
 from planner.problem import Problem, evaluate
 from planner.search import search
@@ -135,6 +141,121 @@ def test_pins_reach_the_search():
         search(chain(3), cluster(3), Pins.parse({"data": 3}), Training())
     with pytest.raises(PinError, match="never calls it"):
         search(chain(3), cluster(2), Pins.parse({"context": 2}), Training())
+
+
+def test_the_excess_is_just_enough():
+    with pytest.raises(InfeasibleError) as caught:
+        search(chain(3), cluster(2, memory=1000), Pins(), Training())
+    enough = 1000 + caught.value.excess_bytes
+    found = search(chain(3), cluster(2, memory=enough), Pins(), Training())
+    assert found.evaluation.peak_bytes == enough
+    with pytest.raises(InfeasibleError):
+        search(chain(3), cluster(2, memory=enough - 1), Pins(), Training())
+
+
+@given(rates)
+@settings(max_examples=5, deadline=None)
+def test_three_axes_are_never_worse_and_each_essentially_different_mesh_is_tried_once(rates):
+    graph, spec = chain(1, width=16, batch=16), cluster(8, **rates)
+    two, three = (search(graph, spec, Pins(), Training(), max_axes=axes) for axes in (2, 3))
+    assert len(two.candidates) == 2 and len(three.candidates) == 3
+    assert {c.mesh.sizes for c in three.candidates} == {(8,), (2, 4), (2, 2, 2)}
+    assert three.status == "optimal"
+    assert three.evaluation.time_s <= two.evaluation.time_s * (1 + 1e-6)
+
+
+@given(rates, st.sampled_from([4, 6, 8, 12]), st.floats(0.5, 1.1))
+@settings(max_examples=15, deadline=None)
+def test_what_is_bounded_away_could_not_have_been_better(rates, devices, share):
+    graph = chain(2, width=24, batch=24)
+    spec = cluster(devices, **rates)
+    free = search(graph, spec, Pins(), Training(), folding=False)
+    limit = int(free.evaluation.peak_bytes * share)
+    spec = spec.model_copy(update={"device": spec.device.model_copy(update={"memory_bytes": limit})})
+    try:
+        found = search(graph, spec, Pins(), Training(), folding=False)
+    except InfeasibleError:
+        return
+    assert found.status == "optimal" and found.gap == 0
+    assert {c.mesh for c in found.candidates} == set(candidate_meshes(spec))
+    for candidate in found.candidates:
+        alone = solve(problem_of(graph, spec, candidate.mesh, limit, folded=False))
+        assert alone.status in ("optimal", "infeasible")
+        truth = alone.objective_s if alone.status == "optimal" else math.inf
+        assert candidate.bound_s <= truth * (1 + 1e-6)
+        assert found.evaluation.time_s <= truth * (1 + 1e-6)
+        assert (candidate.status == "infeasible") <= math.isinf(truth)
+        if candidate.status == "optimal":
+            assert candidate.objective_s == pytest.approx(truth, rel=2e-6)
+
+
+def test_unbalanced_meshes_are_bounded_away_by_their_work_alone():
+    """A batch of 16 on 64 devices with no other size to divide: most meshes leave devices with more than their part."""
+    graph = chain(2, width=17, batch=16)
+    spec = cluster(64, flops=1e6, bandwidth=1e12, latency=1e-9)
+    found = search(graph, spec, Pins(), Training())
+    proofs = {candidate.mesh.sizes: candidate.proof for candidate in found.candidates if candidate.status != "optimal"}
+    assert proofs[(64,)] == proofs[(2, 32)] == "work"
+    assert 16 in found.assignment.space.mesh.sizes
+
+
+def test_a_time_limit_leaves_a_plan_and_a_bound():
+    graph = chain(6, width=1024, batch=64)
+    found = search(graph, cluster(8), Pins(), Training(), time_limit_s=1e-6)
+    assert found.evaluation.feasible
+    best = search(graph, cluster(8), Pins(), Training()).evaluation.time_s
+    bound = found.evaluation.time_s * (1 - found.gap)
+    assert bound <= best * (1 + 1e-6) <= found.evaluation.time_s * (1 + 2e-6)
+    assert (found.status == "optimal") == (found.gap == 0)
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, math.nan])
+def test_a_time_limit_that_is_none(limit):
+    with pytest.raises(InputError, match=r"time_limit_s is .*more than 0"):
+        search(chain(1), cluster(), Pins(), Training(), time_limit_s=limit)
+
+
+def test_devices_that_nothing_divides_by():
+    with pytest.raises(ClusterError, match=r"7 devices of 'test' cannot share this model.*\(8\).*divisor in common"):
+        search(chain(2), cluster(7), Pins(), Training())
+    assert search(chain(2, width=7), cluster(7), Pins(), Training()).status == "optimal"
+
+
+def test_an_interrupt_ends_the_search_and_the_next_is_unharmed():
+    def interrupt(_: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = search(chain(3), cluster(4), Pins(), Training())
+    with pytest.raises(KeyboardInterrupt):
+        search(chain(3), cluster(4), Pins(), Training(), progress=interrupt)
+    assert search(chain(3), cluster(4), Pins(), Training()).assignment.chosen == before.assignment.chosen
+
+
+def test_a_plan_does_not_depend_on_the_process_or_its_hash_seed():
+    """The whole plan of a model whose layers alternate, but for its seconds, from two processes."""
+    code = (
+        "from tests.planner.test_search import *\n"
+        "from planner.plan import describe, Search\n"
+        "from planner.predict import predict\n"
+        "found = search(chain(4, width=64, batch=64), cluster(8, memory=80_000), Pins(), Training())\n"
+        "candidates = tuple(candidate.facts() for candidate in found.candidates)\n"
+        "cost = found.evaluation\n"
+        "plan = describe(found.assignment, {}, {}, predict(found.assignment, cost.time_s, cost.peak_bytes),\n"
+        "                Search(found.status, found.gap, {}, candidates))\n"
+        "print(plan.to_dict())"
+    )
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "4711")
+    ]
+    assert texts[0] and len(set(texts)) == 1
 
 
 def test_a_plan_does_not_depend_on_the_time_of_day():
