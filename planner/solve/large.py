@@ -51,10 +51,16 @@ def search_large(model: Model, best: Best, deadline: float) -> float:
             if smaller is None:
                 return best.target_s
             stage = stage.on(smaller)
-        elif gap < math.inf and best.target_s - stage.bound > (1.0 - _PROGRESS) * gap:
+            continue
+        after = best.target_s - stage.bound
+        if after < math.inf and after <= (1.0 - _PROGRESS) * gap:
+            continue
+        if stage.small(keep):
             proven = stage.close(keep, deadline)
-            if proven >= best.target_s or best.target_s - stage.bound == gap:
+            if proven >= best.target_s or best.target_s - proven >= after:
                 return proven
+        elif best.choices is not None:
+            return stage.bound
 
 
 class _Stage:
@@ -94,15 +100,20 @@ class _Stage:
             trial, _ = self._box.highest()
 
     def improve(self, deadline: float) -> None:
-        """Look for a better assignment around the best prices."""
+        """Look for a better assignment around the best prices: freely from the best so far, else strictly."""
         weights = self._multipliers.weights(self.model)
-        around = self._neighbourhood
-        if not around.fits:
-            around.improve_freely(weights, _REGION, _ROUNDS, deadline)
-            self._learn(around.assignment)
-        if around.fits:
-            around.improve_strictly(weights, _REGION, deadline)
-            self._learn(around.assignment)
+        trial = Neighbourhood(self.model, self._neighbourhood.assignment)
+        trial.improve_freely(weights, _REGION, _ROUNDS, deadline)
+        self._learn(trial.assignment)
+        if trial.fits or not self._neighbourhood.fits:
+            if trial.fits:
+                trial.improve_strictly(weights, _REGION, deadline)
+                self._learn(trial.assignment)
+            if not self._neighbourhood.fits or trial.objective_s < self._neighbourhood.objective_s:
+                self._neighbourhood = trial
+                return
+        self._neighbourhood.improve_strictly(weights, _REGION, deadline)
+        self._learn(self._neighbourhood.assignment)
 
     def useful(self, deadline: float) -> list[Mask] | None:
         """Choices that some assignment below the target may have; None when there is no such assignment."""
@@ -117,13 +128,16 @@ class _Stage:
         keep = [bound + more < self._best.target_s for more in excess]
         return keep if self.bound < self._best.target_s and all(mask.any() for mask in keep) else None
 
+    def small(self, keep: list[Mask]) -> bool:
+        """Whether what is left is small enough for a mixed-integer program."""
+        model = restrict(self.model, keep)
+        return model is None or _pairs_allowed(model) <= _MAX_PAIRS
+
     def close(self, keep: list[Mask], deadline: float) -> float:
-        """Solve what is left exactly if it is small enough; the lower bound proven."""
+        """Solve what is left exactly; the lower bound proven."""
         model = restrict(self.model, keep)
         if model is None:
             return self._best.target_s
-        if sum(int(np.isfinite(costs[..., WALL]).sum()) for costs in model.pairs.values()) > _MAX_PAIRS:
-            return self.bound
         # Few moments matter in the end: begin with those that did so far, and add what is missed.
         moments = set(self._box.moments)
         while time.monotonic() < deadline:
@@ -165,3 +179,7 @@ class _Stage:
         if totals.allowed:
             self._box.add(plane(self.model, totals, self.model.limit_bytes))
             self._best.offer_assignment(self.model, assignment)
+
+
+def _pairs_allowed(model: Model) -> int:
+    return sum(int(np.isfinite(costs[..., WALL]).sum()) for costs in model.pairs.values())
