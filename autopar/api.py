@@ -41,6 +41,11 @@ class Traced:
     name: str
     capture_s: float
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What identifies the model in a plan."""
+        return model_facts(self.graph, self.name, "train" if self.captured.training else "eval")
+
 
 def trace(
     model: nn.Module,
@@ -52,7 +57,13 @@ def trace(
     """Capture and lower a model; see :func:`autopar.capture.capture`, and :func:`plan` for ``fold``."""
     start = time.monotonic()
     captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
-    return Traced(captured, lower(captured), type(model).__name__, time.monotonic() - start)
+    graph = lower(captured)
+    if loss_fn is not None and any(p.requires_grad for p in model.parameters()) and not graph.roots:
+        raise InputError(
+            "the loss that loss_fn returned depends on no parameter that is trained: compute it from the model's "
+            "outputs, and do not detach them"
+        )
+    return Traced(captured, graph, type(model).__name__, time.monotonic() - start)
 
 
 def plan(
@@ -124,7 +135,7 @@ def plan_traced(
     seconds = {"capture": traced.capture_s, **found.seconds}
     plan = describe(
         found.assignment,
-        model_facts(traced.graph, traced.name),
+        traced.facts,
         pins.to_dict(),
         predict(found.assignment, found.evaluation.time_s, found.evaluation.peak_bytes),
         Search(found.status, found.gap, seconds, candidates),
@@ -159,7 +170,7 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     """
     if plan.assignment is not None and plan.assignment.space.graph == traced.graph:
         return plan.assignment
-    facts = model_facts(traced.graph, traced.name)
+    facts = traced.facts
     folded = refold(plan, traced.graph, facts)
     rules = rules_of(traced.graph)
     pins = Pins.parse(plan.pin)
@@ -181,6 +192,7 @@ def parallelize(
     state_dict: Source | None = None,
     seed: int = 0,
     time_limit_s: float = 60.0,
+    progress: Progress | None = None,
 ) -> ParallelModule:
     """This rank's share of ``model``, ready to train; call it in every process that ``torchrun`` started.
 
@@ -192,6 +204,7 @@ def parallelize(
         plan: a plan to apply without searching.
         state_dict: the original model's full state dict, or the path of a safetensors file.
         seed: of dropout, and of initialisation on the meta device.
+        progress: called on rank 0 with a line of text as the search advances.
 
     Raises:
         PlanError: the plan does not fit the model, the cluster or the process group, or ranks differ.
@@ -210,9 +223,11 @@ def parallelize(
             f"start {cluster.world_size} (torchrun --nproc-per-node), or describe the cluster that is there"
         )
     _check_ranks_agree(plan, model, state_dict)
+    if dist.get_rank() == 0:
+        _say(progress, f"capturing {type(model).__name__}")
     traced = trace(model, example_args, example_kwargs, loss_fn)
     if plan is None:
-        plan = _plan_on_rank_0(traced, cluster, pin, time_limit_s)
+        plan = _plan_on_rank_0(traced, cluster, pin, time_limit_s, progress)
     assignment = assign(traced, plan)
     mesh = device_mesh(plan.mesh, device.type)
     make_part = part_maker(model, traced.captured, plan.mesh, dist.get_rank(), device, state_dict, seed)
@@ -243,12 +258,20 @@ def start_process_group(cluster: ClusterSpec) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def _plan_on_rank_0(traced: Traced, cluster: ClusterSpec, pin: Mapping[str, Any] | None, time_limit_s: float) -> Plan:
+def _plan_on_rank_0(
+    traced: Traced,
+    cluster: ClusterSpec,
+    pin: Mapping[str, Any] | None,
+    time_limit_s: float,
+    progress: Progress | None,
+) -> Plan:
     """Search once; an error is raised on every rank."""
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            found = plan_traced(traced, cluster, Pins.parse(pin), Training(), time_limit_s=time_limit_s)
+            found = plan_traced(
+                traced, cluster, Pins.parse(pin), Training(), time_limit_s=time_limit_s, progress=progress
+            )
             message = [found.to_dict()]
         except Exception as error:
             message = [error]

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules.batchnorm import _NormBase
 
+from autopar.failure import failure, on_values, reads_values, without_torchs_notes
 from autopar.flatten import flatten
 from autopar.program import Program, expand
 from autopar.repeats import NotFoldable, Repeats, writes_in_place
@@ -78,18 +79,32 @@ class Captured:
 
 
 class _WithLoss(nn.Module):
-    """A model and the loss on its outputs, as one module whose output is the loss."""
+    """A model and the loss on its outputs, as one module whose output is the loss.
+
+    It stands in the model's place: parameters, buffers and submodules are the model's own, under the same names.
+    """
 
     def __init__(self, module: nn.Module, loss_fn: LossFn):
         super().__init__()
-        self.module = module
+        self.training = module.training
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = module.__dict__[name]
+        self._model = (module,)  # in a tuple: it is no submodule
         self._loss_fn = loss_fn
         self._accepted = _accepted_names(module)
-        self.training = module.training
 
     def forward(self, **batch: Any) -> torch.Tensor:
-        outputs = self.module(**{name: value for name, value in batch.items() if name in self._accepted})
-        return self._loss_fn(outputs, batch)
+        (model,) = self._model
+        outputs = model(**{name: value for name, value in batch.items() if name in self._accepted})
+        loss = self._loss_fn(outputs, batch)
+        is_tensor = isinstance(loss, torch.Tensor)
+        if not is_tensor or loss.shape or not loss.is_floating_point():
+            what = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if is_tensor else f"a {type(loss).__name__}"
+            raise InputError(
+                f"loss_fn returned {what}; it must return the loss of the global batch, one floating number: a tensor "
+                "of shape (), for example .mean()"
+            )
+        return loss
 
 
 def _accepted_names(module: nn.Module) -> frozenset[str]:
@@ -123,10 +138,11 @@ def capture(
         fold: trace submodules that repeat once (:mod:`autopar.repeats`); what is captured is the same without.
 
     Raises:
-        InputError: no example inputs and no ``dummy_inputs``.
+        InputError: no example inputs and no ``dummy_inputs``, inputs on which the model fails, or a loss that is none.
         CaptureError: the model cannot be exported; the message names the line and the way out.
     """
     args, kwargs = _example_inputs(model, example_args, example_kwargs)
+    _check_inputs(args, kwargs)
     whole = model
     if loss_fn is not None:
         if args:
@@ -135,33 +151,48 @@ def capture(
     device = _device_of(model)
     # Export takes one tensor passed twice (labels=input_ids) for one input; copies keep them apart.
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(device, copy=True), (args, kwargs))
-    prefix = "module." if loss_fn is not None else ""
     if fold and not _keeps_statistics(model):
         # Where folding fails, capturing the whole either succeeds or says why in terms of the model alone.
         with contextlib.suppress(NotFoldable, CaptureError):
-            return _capture_folded(whole, args, kwargs, model, prefix)
+            return _capture_folded(model, whole, args, kwargs)
     with _quick_tracing():
-        exported = _export(whole, args, kwargs)
-        if _mutates(exported):
-            exported = exported.run_decompositions({})
-    return _captured(exported, model, prefix, Repeats(None))
+        captured = _capture_whole(model, whole, args, kwargs)
+    node = reads_values(captured.program)
+    if node is not None:
+        raise on_values(model, node, lambda: _export(model, whole, args, kwargs))
+    return captured
 
 
-def _capture_folded(
-    whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, prefix: str
-) -> Captured:
+def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Capture with the calls of equal submodules traced once.
 
     Raises:
-        CaptureError: the model cannot be exported so.
-        NotFoldable: it can, but would not be the same.
+        CaptureError: the model cannot be captured at all.
+        NotFoldable: it cannot be captured so, or would not be the same.
     """
     repeats = Repeats(whole)
     with _quick_tracing(), repeats.watching():
-        exported = _export(whole, args, kwargs)
+        try:
+            exported = _export(model, whole, args, kwargs)
+        except Exception as error:
+            raise NotFoldable("the export failed") from error
     if _mutates(exported):
         raise NotFoldable("the model writes in place")
-    return _captured(exported, model, prefix, repeats)
+    captured = _captured(exported, model, repeats)
+    if reads_values(captured.program) is not None:
+        raise NotFoldable("the model reads the values of tensors")
+    return captured
+
+
+def _capture_whole(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    try:
+        exported = _export(model, whole, args, kwargs)
+    except Exception as error:
+        with _caches_off(model):
+            raise failure(model, whole, args, kwargs, error) from error
+    if _mutates(exported):
+        exported = exported.run_decompositions({})
+    return _captured(exported, model, Repeats(None))
 
 
 def _keeps_statistics(model: nn.Module) -> bool:
@@ -183,34 +214,24 @@ def _example_inputs(
     return tuple(args or ()), dict(kwargs or {})
 
 
+def _check_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for path, value in pytree.tree_flatten_with_path((args, dict(kwargs)))[0]:
+        if not isinstance(value, (torch.Tensor, int, float, str, NoneType, torch.ScriptObject)):
+            raise InputError(
+                f"input {pytree.keystr(path[1:])} is of type {type(value).__name__}; give tensors (torch.as_tensor), "
+                "numbers, text, or tuples, lists and dicts of them"
+            )
+
+
 def _device_of(model: nn.Module) -> torch.device:
     tensors = [*model.parameters(), *model.buffers()]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    with warnings.catch_warnings(), _caches_off(model):
+def _export(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    with warnings.catch_warnings(), _caches_off(model), without_torchs_notes():
         warnings.simplefilter("ignore")
-        try:
-            return torch.export.export(model, args, kwargs, strict=False)
-        except Exception as error:
-            raise CaptureError(_explain(model, error)) from error
-
-
-def _explain(model: nn.Module, error: Exception) -> str:
-    """Which module and line stopped the export, and what to do."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-    frames = [f for f in frames if f.filename != __file__]
-    where = f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}" if frames else "?"
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return (
-        f"{type(model).__name__} cannot be captured as a graph.\n"
-        f"  at  {where}\n  why {type(error).__name__}: {reason}\n"
-        "  fix a graph holds one path through the code: branch on shapes or configuration, not on tensor values "
-        "(torch.where instead of if; no .item(), .tolist() or data-dependent loops), pass every input that the code "
-        "needs as an example input, and put code that cannot be traced in a torch.library.custom_op with a fake "
-        "implementation."
-    )
+        return torch.export.export(whole, args, kwargs, strict=False)
 
 
 @contextlib.contextmanager
@@ -260,7 +281,7 @@ def _mutates(exported: ExportedProgram) -> bool:
     return any(writes_in_place(node) for graph in graphs for node in graph.nodes)
 
 
-def _captured(exported: ExportedProgram, model: nn.Module, prefix: str, repeats: Repeats) -> Captured:
+def _captured(exported: ExportedProgram, model: nn.Module, repeats: Repeats) -> Captured:
     """What the signature says of inputs and outputs, beside the program."""
     input_names: list[str | None] = []
     static_inputs: list[Any] = []
@@ -279,7 +300,7 @@ def _captured(exported: ExportedProgram, model: nn.Module, prefix: str, repeats:
         name = spec.arg.name if isinstance(spec.arg, TensorArgument) else None
         if spec.kind == OutputKind.BUFFER_MUTATION:
             assert name is not None
-            updates.append((str(spec.target).removeprefix(prefix), name))
+            updates.append((str(spec.target), name))
         elif spec.kind == OutputKind.USER_OUTPUT:
             outputs.append(name)
             static.append(getattr(spec.arg, "value", None))
@@ -292,7 +313,7 @@ def _captured(exported: ExportedProgram, model: nn.Module, prefix: str, repeats:
                 f"the model's forward writes into {spec.target!r} in place ({spec.kind.name.lower()}), which a plan "
                 "cannot carry: write to parameters between steps (constraints, max_norm), not in forward"
             )
-    program, constants = flatten(exported, model, prefix, repeats, outputs, updates)
+    program, constants = flatten(exported, model, repeats, outputs, updates)
     return Captured(
         program,
         constants,

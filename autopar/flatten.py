@@ -36,7 +36,6 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 def flatten(
     exported: ExportedProgram,
     model: nn.Module,
-    prefix: str,
     repeats: Repeats,
     outputs: Sequence[str | None],
     updates: Sequence[tuple[str, str]],
@@ -45,7 +44,6 @@ def flatten(
 
     Args:
         model: the user's, whose names parameters have.
-        prefix: what export puts before these names.
         outputs, updates: names of the graph's nodes that leave.
 
     Raises:
@@ -53,12 +51,12 @@ def flatten(
         NotFoldable: calls that were taken for the same differ in what became of them.
     """
     graph = exported.graph_module.graph
-    _inline_regions(exported.graph_module, model, prefix)
+    _inline_regions(exported.graph_module, model)
     _drop_assertions(graph)
     _drop_contiguous(graph)
     _drop_copies_of_literals(graph)
     leaving = _leaving(exported)
-    leaves = _Leaves(exported, model, prefix, repeats)
+    leaves = _Leaves(exported, model, repeats)
     calls = _Splitter(graph, leaves, repeats).calls
     program = Program(
         tuple(leaves.all),
@@ -90,7 +88,7 @@ class _Leaves:
         const_of: placeholder of a constant -> name of its leaf.
     """
 
-    def __init__(self, exported: ExportedProgram, model: nn.Module, prefix: str, repeats: Repeats):
+    def __init__(self, exported: ExportedProgram, model: nn.Module, repeats: Repeats):
         self.value_of: dict[fx.Node, str] = {}
         self.constants: dict[str, Tensor] = {}
         self.const_of: dict[fx.Node, str] = {}
@@ -122,7 +120,7 @@ class _Leaves:
                 self._inputs.append(Leaf(node.name, "input", node.name, node.meta["val"]))
                 self.value_of[node] = node.name
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                original = str(spec.target).removeprefix(prefix)
+                original = str(spec.target)
                 self.value_of[node] = self._by_original[canonical[original]]
             elif spec.kind == InputKind.CONSTANT_TENSOR:
                 self.value_of[node] = self.add_constant(node, exported.constants[str(spec.target)])
@@ -228,7 +226,7 @@ class _Splitter:
 # --- regions -------------------------------------------------------------------------------------------
 
 
-def _inline_regions(module: fx.GraphModule, model: nn.Module, prefix: str) -> None:
+def _inline_regions(module: fx.GraphModule, model: nn.Module) -> None:
     """Inline ``torch.no_grad()`` regions, whose nodes then carry ``meta["no_grad"]``, and ``autocast(enabled=False)``.
 
     Raises:
@@ -244,8 +242,8 @@ def _inline_regions(module: fx.GraphModule, model: nn.Module, prefix: str) -> No
         inner = getattr(module, str(body.target))
         no_grad = kind == "wrap_with_set_grad_enabled" and not node.args[0]
         if kind == "wrap_with_autocast" and node.args[2]:
-            raise CaptureError(_autocast_message(node, inner, model, prefix))
-        _inline_regions(inner, model, prefix)
+            raise CaptureError(_autocast_message(node, inner, model))
+        _inline_regions(inner, model)
         mapping = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), operands, strict=True))
         results: Any = ()
         with graph.inserting_before(node):
@@ -263,10 +261,10 @@ def _inline_regions(module: fx.GraphModule, model: nn.Module, prefix: str) -> No
         graph.erase_node(node)
 
 
-def _autocast_message(node: fx.Node, inner: fx.GraphModule, model: nn.Module, prefix: str) -> str:
+def _autocast_message(node: fx.Node, inner: fx.GraphModule, model: nn.Module) -> str:
     made = next((n for n in inner.graph.nodes if n.op == "call_function"), node)
-    stack = [path.removeprefix(prefix) for path, _ in (made.meta.get("nn_module_stack") or {}).values()]
-    owners = [(path, model.get_submodule(path)) for path in stack if path != prefix.rstrip(".")] or [("", model)]
+    stack = [path for path, _ in (made.meta.get("nn_module_stack") or {}).values()]
+    owners = [(path, model.get_submodule(path)) for path in stack if path] or [("", model)]
     path, owner = next((o for o in reversed(owners) if "autocast" in _source(o[1])[0]), owners[-1])
     device, dtype = node.args[:2]
     return (

@@ -180,7 +180,9 @@ def _differentiable(op: str, value: torch.Tensor) -> bool:
 def _values(node: torch.fx.Node, value: Any) -> list[torch.Tensor]:
     values = list(value) if isinstance(value, (tuple, list)) else [value]
     if not all(isinstance(v, torch.Tensor) for v in values):
-        raise CaptureError(f"{node.target} in {module_path(node)} returns a value that is not a tensor")
+        raise CaptureError(
+            f"{node.target} in module {module_path(node) or '(root)'} returns a value that is not a tensor"
+        )
     return values
 
 

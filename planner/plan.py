@@ -179,10 +179,10 @@ def _mentions_nodes(value: object) -> bool:
     return isinstance(value, Ref) or (isinstance(value, tuple) and any(_mentions_nodes(v) for v in value))
 
 
-def model_facts(graph: Graph, name: str) -> dict[str, Any]:
-    """What identifies a model in a plan."""
+def model_facts(graph: Graph, name: str, mode: str = "train") -> dict[str, Any]:
+    """What identifies a model in a plan; ``mode`` is ``train`` or ``eval``."""
     params = sum(node.results[0].numel for node in graph.leaves if node.op == "param")
-    return {"class": name, "parameters": params, "fingerprint": fingerprint(graph)}
+    return {"class": name, "parameters": params, "mode": mode, "fingerprint": fingerprint(graph)}
 
 
 def coverage(graph: Graph) -> dict[str, int]:
@@ -396,6 +396,12 @@ def _difference(plan: Plan, folded: Folded, model: Mapping[str, Any]) -> str:
         for what in ("class", "parameters")
         if plan.model.get(what) != model[what]
     ]
+    mode = plan.model.get("mode", model["mode"])
+    if not facts and mode != model["mode"]:
+        return (
+            f"the plan was made for the model in {mode} mode, and the model is in {model['mode']} mode, in which it "
+            f"computes something else: call model.{mode}() first, or plan again in {model['mode']} mode"
+        )
     for mine, theirs in zip(
         [(name, len(i)) for name, i in zip(folded.names, folded.kinds, strict=True)],
         [(b.name, b.count) for b in plan.blocks],

@@ -209,6 +209,10 @@ def edit_strange(data: dict[str, Any]) -> None:
     data["blocks"][0]["ops"]["nothing"] = "outer:replicate inner:replicate"
 
 
+def edit_mode(data: dict[str, Any]) -> None:
+    data["model"].update(mode="eval", fingerprint="0" * 16)
+
+
 def edit_outputs(data: dict[str, Any]) -> None:
     data["outputs"] = []
 
@@ -229,6 +233,7 @@ def edit_numbers(data: dict[str, Any]) -> None:
         (edit_extra, r"'head\.wieght' in parameters, which the model does not have there; did you mean 'head\.weight'"),
         (edit_block, r"'up: linear' in block 'stem', ops, which belongs in block 'layers\.\*', ops: move it there"),
         (edit_strange, r"'nothing' in block 'stem', ops, which the model does not have there: remove it"),
+        (edit_mode, r"in eval mode, and the model is in train mode, .*: call model\.eval\(\) first, or plan again"),
         (edit_outputs, r"no entry for outputs\[0\]"),
         (edit_numbers, r"numbers \d blocks .*the model has \d"),
     ],

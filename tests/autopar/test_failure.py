@@ -1,0 +1,193 @@
+"""What a user reads when a model cannot be captured: whose fault, which module and line, the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.api import trace
+from autopar.capture import capture
+from planner.errors import AutoparError, CaptureError, InputError
+
+X = torch.randn(8, 8)
+
+
+class Layer(nn.Module):
+    def __init__(self, compute: Callable[[nn.Module, Tensor], Any]):
+        super().__init__()
+        self.linear, self.compute = nn.Linear(8, 8), compute
+
+    def forward(self, x):
+        return self.compute(self.linear, x)
+
+
+class Stack(nn.Module):
+    def __init__(self, compute: Callable[[nn.Module, Tensor], Any]):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(compute) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(16, 8), nn.Parameter(torch.zeros(4, 8))
+
+    def forward(self, ids, mask=None):
+        return (self.tokens(ids) + self.positions[: ids.shape[1]]).sum()
+
+
+def branches(linear, x):
+    return linear(x) if x.sum() > 0 else x
+
+
+def reads(linear, x):
+    return linear(x) * x.max().item()
+
+
+def loops(linear, x):
+    for _ in range(int(x.max())):
+        x = linear(x)
+    return x
+
+
+def selects(linear, x):
+    rows = linear(x[x.sum(1) > 0])
+    return x + rows.mean()
+
+
+def uses_numpy(linear, x):
+    return linear(torch.from_numpy(x.detach().numpy()))
+
+
+def loss_that_reads(outputs, batch):
+    return outputs * batch["x"].max().item()
+
+
+def message(model: nn.Module, args: Any = None, kwargs: Any = None, loss_fn: Any = None) -> tuple[AutoparError, str]:
+    with pytest.raises(AutoparError) as caught:
+        capture(model, args, kwargs, loss_fn)
+    return caught.value, str(caught.value)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "compute, line, parts",
+    [
+        (branches, "return linear(x) if x.sum() > 0 else x", ["decides on the values of tensors", "torch.where"]),
+        (loops, "for _ in range(int(x.max())):", ["decides on the values of tensors", "data-dependent loops"]),
+        (reads, "return linear(x) * x.max().item()", ["aten.item", "into Python", "keep it a tensor"]),
+        (selects, "rows = linear(x[x.sum(1) > 0])", ["aten.index", "depends on the values", "torch.where(mask, x, 0)"]),
+        (uses_numpy, "x.detach().numpy()", ["numpy() is not supported", "torch.library.custom_op"]),
+    ],
+)
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_code_that_needs_values_is_named_with_its_module_and_the_way_out(
+    compute: Any, line: str, parts: list[str], with_loss: bool, capfd: Any, caplog: Any
+) -> None:
+    inputs = (None, {"x": X}, lambda outputs, batch: outputs) if with_loss else ((X,),)
+    error, text = message(Stack(compute), *inputs)
+    assert isinstance(error, CaptureError)
+    for part in ["Stack cannot be captured", "test_failure.py:", line, "module layers.0 (Layer)", *parts]:
+        assert part in text
+    assert "_WithLoss" not in text and "module.layers" not in text
+    assert not caplog.records and capfd.readouterr() == ("", "")
+
+
+def test_a_loss_that_needs_values_is_named_with_its_line() -> None:
+    _, text = message(Stack(lambda linear, x: linear(x)), None, {"x": X}, loss_that_reads)
+    assert 'in loss_that_reads: return outputs * batch["x"].max().item()' in text and "aten.item" in text
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kwargs, parts",
+    [
+        (
+            {"ids": torch.zeros(2, 8, dtype=torch.long)},
+            ["ids int64 2x8", "self.positions[", "RuntimeError", "length 4"],
+        ),
+        ({"ids": torch.zeros(2, 4)}, ["ids float32 2x4", "self.tokens(ids)", "RuntimeError", "torch.float32"]),
+        ({"input_ids": X}, ["input_ids float32 8x8", "Positions.forward(ids, mask=None)", "TypeError", "'input_ids'"]),
+    ],
+    ids=["too long", "float ids", "wrong name"],
+)
+def test_a_model_that_fails_on_its_inputs_fails_in_its_own_words(
+    kwargs: dict[str, Tensor], parts: list[str], capfd: Any, caplog: Any
+) -> None:
+    error, text = message(Positions(), None, kwargs)
+    assert isinstance(error, InputError)
+    for part in ["Positions fails when it is called with these inputs", "fix the example inputs", *parts]:
+        assert part in text
+    assert "torch.where" not in text
+    assert not caplog.records and capfd.readouterr() == ("", "")
+
+
+def test_a_loss_that_misses_an_entry_of_the_batch_is_shown_with_its_line() -> None:
+    error, text = message(nn.Linear(8, 8), None, {"input": X}, lambda outputs, batch: (outputs - batch["target"]).sum())
+    assert isinstance(error, InputError)
+    for part in ["Linear fails", "KeyError: 'target'", "test_failure.py:", 'batch["target"]']:
+        assert part in text
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    error, text = message(nn.Linear(8, 8), None, {"input": X.numpy()})
+    assert isinstance(error, InputError)
+    assert "input ['input'] is of type ndarray; give tensors (torch.as_tensor)" in text
+
+
+def test_what_the_model_prints_is_kept(capfd: Any) -> None:
+    import sys
+
+    def talks(linear, x):
+        print("hello", file=sys.stderr)
+        return linear(x)
+
+    capture(Layer(talks), (X,))
+    assert capfd.readouterr().err == "hello\n"
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "loss_fn, what",
+    [
+        (lambda outputs, batch: None, "loss_fn returned a NoneType; it must return the loss"),
+        (lambda outputs, batch: {"loss": outputs.sum()}, "loss_fn returned a dict; "),
+        (lambda outputs, batch: outputs.sum(1), r"a tensor of shape \(8,\), torch.float32; "),
+        (lambda outputs, batch: outputs.argmax(), r"a tensor of shape \(\), torch.int64; "),
+        (lambda outputs, batch: batch["input"].sum(), "depends on no parameter that is trained"),
+        (lambda outputs, batch: outputs.detach().sum(), "depends on no parameter that is trained"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(loss_fn: Any, what: str) -> None:
+    with pytest.raises(InputError, match=what):
+        trace(nn.Linear(8, 8), None, {"input": X}, loss_fn)
+
+
+def test_a_model_of_frozen_parameters_has_a_loss_all_the_same() -> None:
+    traced = trace(nn.Linear(8, 8).requires_grad_(False), None, {"input": X}, lambda outputs, batch: outputs.sum())
+    assert not traced.graph.roots
+
+
+def test_with_a_loss_function_names_are_the_users_own() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    paths = []
+    for fold in ("capture", "graph"):
+        graph = trace(model, None, {"input": X}, lambda outputs, batch: outputs.mean(), fold).graph
+        paths.append([node.path for node in graph.nodes if not node.is_leaf])
+    assert paths[0] == paths[1] == ["0", "1.0", "1.1", ""]
+    assert list(dict(model.named_parameters())) == ["0.weight", "0.bias", "1.0.weight", "1.0.bias"]
