@@ -30,6 +30,7 @@ from autopar.runtime.conversions import convert
 from planner import host
 from planner.calibration import Calibration
 from planner.cluster import ClusterSpec
+from planner.cost import KINDS
 from planner.errors import ClusterError
 
 Act = Callable[[], object]
@@ -122,7 +123,8 @@ def _unknown_gpus(calibration: Calibration) -> ClusterSpec:
         )
         for table in calibration.products
     }
-    rates = [max(b / s for b, s in zip(c.bytes, c.seconds, strict=True)) for c in calibration.streams]
+    forward = [curve for curve in calibration.streams if not curve.backward]
+    rates = [max(b / s for b, s in zip(c.bytes, c.seconds, strict=True)) for c in forward]
     sends = [c for c in calibration.collectives if c.kind == "send"]
     return ClusterSpec.from_dict(
         {
@@ -426,9 +428,8 @@ def _in_group(grids: Grids, device: torch.device, group: Any, size: int) -> Iter
             "broadcast": partial(dist.broadcast, x, start, group=group),
             "send": partial(_pass_on, x, received, after, before, group),
         }
-        with torch.no_grad():
-            for kind, act in acts.items():
-                yield Task(("collective", kind, size, passed), act, together=True)
+        for kind in KINDS:
+            yield Task(("collective", kind, size, passed), acts[kind], together=True)
 
 
 def _pass_on(x: Tensor, received: Tensor, after: int, before: int, group: Any) -> None:
@@ -474,16 +475,15 @@ def _calibration(grids: Grids, ranks: int, device: str, found: dict[Key, float])
             "seconds": seconds([("optimizer", moved) for moved in grids.moved]),
         }
     )  # fmt: skip
-    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
     collectives = [
         {
             "kind": kind, "size": size, "bytes": grids.passed,
             "seconds": seconds([("collective", kind, size, passed) for passed in grids.passed]),
         }
-        for kind in kinds
+        for kind in KINDS
         for size in group_sizes(ranks)
     ]  # fmt: skip
-    link = {"host_link_bytes_per_s": HOST_BYTES / found["host_link",]} if ("host_link",) in found else {}
+    link = {"host_link_bytes_per_s": HOST_BYTES / found[("host_link",)]} if ("host_link",) in found else {}
     return Calibration.from_dict(
         {
             "format": "autopar-calibration", "version": 1, "device": device, "ranks": ranks,

@@ -14,7 +14,8 @@ from autopar import profile as profiling
 from autopar.cli import app
 from planner.calibration import Calibration
 from planner.cluster import ClusterSpec
-from planner.cost import CostModel
+from planner.cost import KINDS, CostModel
+from planner.errors import ClusterError
 from planner.kernel import FAMILY_OF, Product
 from planner.layout import Axis
 
@@ -30,7 +31,6 @@ SMALL = dataclasses.replace(
     stretch_s=0.0005,
     rounds=1,
 )
-KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"}
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,27 @@ def test_large_work_takes_longer_than_small(measured: Calibration) -> None:
     for curve in measured.collectives:
         assert curve.seconds[0] < curve.seconds[-1], curve
         assert costs.collective_s(curve.kind, Axis("a", 2, 1), curve.bytes[-1]) == pytest.approx(max(curve.seconds))
+
+
+def test_an_unknown_gpu_is_described_by_its_best_rates(measured: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        total_memory = 16 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
+    monkeypatch.setattr("planner.host.gpus", lambda: ["NVIDIA Tomorrow"] * 2)
+    unknown = measured.model_copy(update={"device": "NVIDIA Tomorrow"})
+    spec = profiling.measured_cluster(unknown)
+    assert (spec.device.kind, spec.world_size, spec.device.memory_bytes) == ("NVIDIA Tomorrow", 2, 16 * 2**30)
+    assert spec.calibration == unknown
+    best_s = measured.product_s(Product(256, 256, 256), "float32")
+    assert best_s is not None and spec.device.peak("float32") >= 2 * 256**3 / best_s * 0.99
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ClusterError, match="4 ranks need 4 GPUs, and there are 2: give --ranks 2"):
+        profiling.profile(4)
 
 
 def test_group_sizes_are_the_divisors() -> None:
