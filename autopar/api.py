@@ -145,7 +145,7 @@ def plan_traced(
 
 def evaluate(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | str | os.PathLike[str],
     *,
     example_args: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -155,10 +155,12 @@ def evaluate(
 
     Args:
         model, example_args, example_kwargs, loss_fn: as in :func:`plan`.
+        plan: a plan, or the path of one's file.
 
     Raises:
         PlanError: the plan does not fit the model.
     """
+    plan = given_plan(plan)
     return reprice(plan, assign(trace(model, example_args, example_kwargs, loss_fn), plan))
 
 
@@ -184,7 +186,7 @@ def parallelize(
     model: nn.Module,
     cluster: ClusterSpec,
     *,
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     example_args: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
@@ -201,7 +203,7 @@ def parallelize(
 
     Args:
         model, cluster, example_args, example_kwargs, loss_fn, pin, time_limit_s: as in :func:`plan`.
-        plan: a plan to apply without searching.
+        plan: a plan to apply without searching, or the path of one's file.
         state_dict: the original model's full state dict, or the path of a safetensors file.
         seed: of dropout, and of initialisation on the meta device.
         progress: called on rank 0 with a line of text as the search advances.
@@ -212,6 +214,7 @@ def parallelize(
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     if plan is not None and pin:
         raise PinError("a plan is already decided, so pin has nothing left to fix: give plan or pin, not both")
+    plan = None if plan is None else given_plan(plan)
     if plan is not None and plan.cluster.world_size != cluster.world_size:
         raise PlanError(
             f"the plan is for {plan.cluster.world_size} devices, the cluster has {cluster.world_size}: plan again"
@@ -297,6 +300,19 @@ def _check_ranks_agree(plan: Plan | None, model: nn.Module, state_dict: Source |
                 f"ranks were given different {what}s: rank 0 has {everyone[0][what]}, rank {others[0]} has "
                 f"{everyone[others[0]][what]}; ranks {others} differ from rank 0: give every rank the same"
             )
+
+
+def given_plan(plan: object) -> Plan:
+    """A plan that was given as one, or as the path of its file.
+
+    Raises:
+        PlanError: it is neither, or the file holds none.
+    """
+    if isinstance(plan, (str, os.PathLike)):
+        return Plan.load(plan)
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan is {_kind(plan)}; give a Plan, or the path of a file that plan.save wrote")
+    return plan
 
 
 def check_arguments(

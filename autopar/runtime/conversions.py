@@ -2,11 +2,15 @@
 
 These are the functions that emitted programs call. Types are written as in :mod:`planner.layout`; the
 strip count of a shard is the rank-local one.
+
+Sums, of values and of gradients, are made in the tensors' own dtype, as in DistributedDataParallel: a bfloat16 model
+sends half the bytes of a float32 one. For sums in float32 keep the model in float32 and run it under autocast.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 
 import spmd_types as spmd
@@ -14,6 +18,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from planner.layout import LocalType, Mark, Shard, parse_layout
+
+# spmd_types calls torch's functional collectives by the names that torch 2.13 is giving up.
+warnings.filterwarnings(
+    "ignore",
+    r"`torch\.distributed\._functional_collectives\.\w+_tensor` is deprecated",
+    FutureWarning,
+    r"spmd_types\._collectives$",
+)
 
 _MARKS = {"R": spmd.R, "I": spmd.I, "P": spmd.P}
 
@@ -45,15 +57,17 @@ def convert(x: Tensor, axis: ProcessGroup, src: str, dst: str) -> Tensor:
 
 def _step(x: Tensor, axis: ProcessGroup, src: object, dst: object) -> Tensor:
     shards = isinstance(src, spmd.Shard), isinstance(dst, spmd.Shard)
+    # Into R, the backward sums; spmd_types wants to be told in which dtype where that is narrower than float32.
+    options = {"backward_options": {"op_dtype": x.dtype}} if dst is spmd.R else {}
     if src is spmd.P:
-        return (
-            spmd.reduce_scatter(x, axis, src=src, dst=dst) if shards[1] else spmd.all_reduce(x, axis, src=src, dst=dst)
-        )
+        if shards[1]:
+            return spmd.reduce_scatter(x, axis, src=src, dst=dst)
+        return spmd.all_reduce(x, axis, src=src, dst=dst, **options)
     if shards == (True, True):
         return spmd.all_to_all(x, axis, src=src, dst=dst)
     if shards[0]:
-        return spmd.all_gather(x, axis, src=src, dst=dst)
-    return spmd.convert(x, axis, src=src, dst=dst, expert_mode=True)
+        return spmd.all_gather(x, axis, src=src, dst=dst, **options)
+    return spmd.convert(x, axis, src=src, dst=dst, expert_mode=True, **options)
 
 
 def _open_strips(x: Tensor, *types: LocalType) -> tuple[Tensor, tuple[int, ...]]:

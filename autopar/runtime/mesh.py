@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -19,6 +20,8 @@ from planner.layout import Layout, Mesh
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """The torch mesh of a planner mesh, over the default process group.
 
+    Axes are joined in all ways too, so that DTensor reduces over several of them at once (a norm of gradients).
+
     Raises:
         PlanError: no process group, or one of another size.
     """
@@ -33,7 +36,11 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
             f"the plan is for {mesh.size} ranks but the process group has {dist.get_world_size()}: "
             f"start {mesh.size} processes, or plan again for this cluster"
         )
-    return init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
+    made = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
+    for count in range(2, len(mesh.names) + 1):
+        for names in itertools.combinations(mesh.names, count):
+            made[names]._flatten("+".join(names))
+    return made
 
 
 def groups_of(mesh: DeviceMesh) -> Mapping[str, ProcessGroup]:

@@ -6,8 +6,9 @@ inputs (:meth:`ParallelModule.shard` cuts a global batch) and gets what the mode
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.runtime.mesh import part_of, placements
+from autopar.runtime.mesh import groups_of, part_of, placements
 from autopar.runtime.parameters import local_part
 from autopar.runtime.state import RunState
 from planner.errors import InputError, PlanError
@@ -143,6 +144,15 @@ class ParallelModule(nn.Module):
         self.state.training = mode
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """Parameters and buffers of its own, on the same process groups; every rank copies for itself."""
+        shared = (self.interface, self.mesh, self.device_mesh, *groups_of(self.device_mesh).values())
+        memo.update({id(value): value for value in shared})
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return made
+
     def shard(self, batch: Any) -> Any:
         """This rank's part of a global batch: the same nesting, tensors cut as the plan stores the inputs.
 
@@ -158,7 +168,7 @@ class ParallelModule(nn.Module):
                 parts.append(value)
                 continue
             leaf = specs[name]
-            _check_shape(name, tuple(value.shape), leaf.shape, "the global batch")
+            _check_input(leaf, value, leaf.shape, "the global batch")
             parts.append(part_of(value, leaf.layout, self.mesh, self.rank).to(self._device))
         args, kwargs = pytree.tree_unflatten(parts, self.interface.in_spec)
         return kwargs if isinstance(batch, Mapping) else args
@@ -179,7 +189,7 @@ class ParallelModule(nn.Module):
             )
         flat, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in expected}))
         if len(flat) != len(self.interface.input_names):
-            raise InputError(f"the inputs nest as {spec}, but the model was planned with {self.interface.in_spec}")
+            raise InputError(_nested_otherwise(expected, spec, self.interface.in_spec))
         for name, value, planned in zip(self.interface.input_names, flat, self.interface.static_inputs, strict=True):
             if name is None and value != planned:
                 raise InputError(
@@ -212,7 +222,7 @@ class ParallelModule(nn.Module):
             value = inputs[leaf.name]
             expected = local_shape(leaf.shape, leaf.layout, self.mesh.sizes)
             assert expected is not None
-            _check_shape(leaf.name, tuple(value.shape), expected, f"rank {self.rank}'s part")
+            _check_input(leaf, value, expected, f"rank {self.rank}'s part")
             if value.requires_grad and torch.is_grad_enabled():
                 raise InputError(
                     f"input {leaf.name!r} requires a gradient, which a plan does not sum over ranks: detach it, or "
@@ -334,9 +344,41 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _check_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...], what: str) -> None:
-    if got != expected:
+def _nested_otherwise(names: Sequence[str], got: pytree.TreeSpec, planned: pytree.TreeSpec) -> str:
+    """Which input holds more or fewer values than the plan knows."""
+    counts = [spec.child(0).num_children for spec in (got, planned)]
+    if counts[0] != counts[1]:
+        return f"{counts[0]} positional inputs are given, but the model was planned with {counts[1]}"
+    called = [*(f"positional input {number}" for number in range(counts[0])), *(f"input {name!r}" for name in names)]
+    each = [[*spec.child(0).children(), *spec.child(1).children()] for spec in (got, planned)]
+    what, have, want = next(found for found in zip(called, *each, strict=True) if not _as_many(*found[1:]))
+    return (
+        f"{what} nests {have.num_leaves} values ({_kind(have)}), but the model was planned with {want.num_leaves} in "
+        f"its place ({_kind(want)}): give tensors as in the example inputs (torch.as_tensor(...) of nested lists), or "
+        "plan again with inputs of this form"
+    )
+
+
+def _as_many(one: pytree.TreeSpec, other: pytree.TreeSpec) -> bool:
+    return one.num_leaves == other.num_leaves
+
+
+def _kind(spec: pytree.TreeSpec) -> str:
+    return "one value" if spec.is_leaf() else f"a {spec.type.__name__}"
+
+
+def _check_input(leaf: LeafSpec, value: Any, expected: tuple[int, ...], what: str) -> None:
+    if not isinstance(value, Tensor):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        raise InputError(f"input {leaf.name!r} is of type {kind}: give a torch.Tensor, e.g. torch.as_tensor(value)")
+    if tuple(value.shape) != expected:
         raise InputError(
-            f"input {name!r} has shape {got}, but {what} was planned as {expected}: pass pmodel.shard(batch) of a "
-            "global batch of the planned size (drop or pad the last batch), or plan again for this size"
+            f"input {leaf.name!r} has shape {tuple(value.shape)}, but {what} was planned as {expected}: pass "
+            "pmodel.shard(batch) of a global batch of the planned size (drop or pad the last batch), or plan again for "
+            "this size"
+        )
+    if value.dtype != leaf.dtype:
+        raise InputError(
+            f"input {leaf.name!r} has dtype {value.dtype}, but was planned as {leaf.dtype}: convert it "
+            f"(.to({leaf.dtype})), or plan again with example inputs of this dtype"
         )

@@ -11,12 +11,18 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.api import assign, trace
 from autopar.materialize import _cut
 from autopar.meter import LiveBytes, held_tensors
-from autopar.runtime.mesh import part_of, put_part, rows_of, take
+from autopar.observe import differences, observe
+from autopar.runtime.mesh import groups_of, part_of, put_part, rows_of, take
+from autopar.simulate import Simulation
+from autopar.typecheck import typecheck
 from planner.cluster import ClusterSpec
 from planner.errors import PlanError
 from planner.layout import I, Layout, Mesh, R, Shard, local_shape
+from planner.plan import Plan
+from tests.autopar import workers
 
 MESH = Mesh.of(data=2, tensor=3)
 LAYOUTS: list[Layout] = [
@@ -99,6 +105,29 @@ def test_live_bytes_by_hand() -> None:
         del hidden, view
         assert live.now == pytest.approx(12e6, abs=100)
         assert live.peak == pytest.approx(14e6, abs=100)
+
+
+@pytest.mark.parametrize("pin", workers.LOW_PRECISION_PINS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_narrow_models_train_on_simulated_ranks(name: str, dtype: torch.dtype, pin: dict[str, Any]) -> None:
+    model, batch = workers.model_of(name, dtype=dtype), workers.batch_of(name)
+    plan = Plan.from_dict(workers.plan_of(name, pin, workers.ranks_of(pin), dtype=dtype))
+    traced = trace(model, None, batch, workers.loss_fn)
+    assignment = assign(traced, plan)
+    typecheck(traced.captured, assignment)
+    with Simulation(model, traced.captured, assignment) as simulation:
+        module = simulation.module
+        with observe(groups_of(module.device_mesh)) as calls:
+            loss = module(**simulation.inputs((), batch)[1])
+            loss.backward()
+        assert not differences(dict(plan.predicted.collectives), calls)
+        layouts = {leaf.name: leaf.layout for leaf in module.interface.leaves}
+        gradients = {
+            key: simulation.whole(p.grad, layouts[key], tuple(p.shape)) for key, p in module.named_parameters()
+        }
+        loss = simulation.whole(loss, (), ())
+    workers.near(name, dtype, loss, gradients)
 
 
 class Small(nn.Module):

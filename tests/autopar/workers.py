@@ -5,8 +5,9 @@ A worker builds the original model from a seed, so that every rank has the same 
 
 from __future__ import annotations
 
+import copy
 import logging
-import warnings
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,6 @@ Batch = dict[str, Tensor]
 Pin = Mapping[str, Any] | None
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
-warnings.simplefilter("ignore", FutureWarning)  # torch's, of its own functions and those that spmd_types calls
 
 BATCH, SEQ, VOCAB = 8, 16, 64
 
@@ -242,12 +242,79 @@ def runs_in_low_precision(name: str, document: Mapping[str, Any]) -> None:
     same("norm of the gradients", norms[0], norms[1], 5e-2)
 
 
+LOW_PRECISION_PINS: tuple[dict[str, Any], ...] = (
+    {"tensor": 2},
+    {"tensor": 2, "sequence_parallel": True},
+    {"data": 2, "zero": 3},
+    {"data": 2, "tensor": 2},
+)
+
+
+def ranks_of(pin: Mapping[str, Any]) -> int:
+    return math.prod(size for axis, size in pin.items() if axis in ("data", "tensor"))
+
+
+def near(name: str, dtype: torch.dtype, loss: Tensor, gradients: Mapping[str, Tensor]) -> None:
+    """A step of a model in a narrow dtype is about as far from float64 as the original's in that dtype."""
+    batch = batch_of(name)
+    exactly, original = model_of(name, dtype=dtype).double(), model_of(name, dtype=dtype)
+    losses = [loss_of(m, batch) for m in (exactly, original)]
+    for each in losses:
+        each.backward()
+    rounding, true = torch.finfo(dtype).eps, losses[0].item()
+    assert abs(loss.item() - true) <= 2 * max(abs(losses[1].item() - true), rounding * abs(true))
+    narrow = dict(original.named_parameters())
+    largest = max(p.grad.norm().item() for p in exactly.parameters())
+    for key, parameter in exactly.named_parameters():
+        expected, got = parameter.grad, gradients[key]
+        assert got.dtype == dtype, key
+        # A gradient that is zero but for rounding (a key's bias under softmax) is measured against the largest.
+        scale = max(expected.norm().item(), 1e-3 * largest)
+        errors = [(g.double() - expected).norm().item() / scale for g in (got, narrow[key].grad)]
+        assert errors[0] <= 2 * max(errors[1], rounding), f"gradient of {key}: {errors[0]:.3g}, {errors[1]:.3g} before"
+
+
+def trains_in_its_own_precision(name: str, document: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """A model of bfloat16 or float16 parameters: loss and gradients, and collectives in that dtype as predicted."""
+    batch = batch_of(name)
+    pmodel = parallel(model_of(name, dtype=dtype), document, batch)
+    with observe(groups_of(pmodel.device_mesh)) as calls:
+        loss = loss_of(pmodel, batch)
+        loss.backward()
+    assert not differences(dict(Plan.from_dict(document).predicted.collectives), calls)
+    near(name, dtype, loss, {key: whole(p.grad) for key, p in pmodel.named_parameters()})
+
+
 def accumulates(name: str, document: Mapping[str, Any]) -> None:
     model, batch = model_of(name), batch_of(name)
     pmodel = parallel(model, document, batch)
     for seed in (1, 2):
         for m in (model, pmodel):
             loss_of(m, batch_of(name, seed)).backward()
+    same_gradients(pmodel, model)
+
+
+def takes_gradients_in_every_way(name: str, document: Mapping[str, Any]) -> None:
+    """The sums of gradients go on beside backward; whoever asks for a gradient must find it summed."""
+    model, batch = model_of(name), batch_of(name)
+    pmodel = parallel(model, document, batch)
+    names = [key for key, _ in model.named_parameters()]
+    asked = [dict(m.named_parameters()) for m in (model, pmodel)]
+    for chosen in (names, names[::3], names[-1:]):  # some, so that backward leaves the others' sums alone
+        expected, got = (
+            torch.autograd.grad(loss_of(m, batch), [parameters[key] for key in chosen])
+            for m, parameters in zip((model, pmodel), asked, strict=True)
+        )
+        largest = max(gradient.abs().max().item() for gradient in expected)
+        for key, theirs, mine in zip(chosen, expected, got, strict=True):
+            assert (whole(mine) - theirs).abs().max().item() <= 1e-10 * largest, key
+    assert all(p.grad is None for p in pmodel.parameters())
+
+    for m in (model, pmodel):
+        loss = loss_of(m, batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        loss_of(m, batch_of(name, seed=2)).backward()
     same_gradients(pmodel, model)
 
 
@@ -281,6 +348,29 @@ def keeps_running_statistics(document: Mapping[str, Any]) -> None:
     model.eval()
     pmodel.eval()
     same("loss", loss_of(pmodel, batch), loss_of(model, batch))
+
+
+def copies(name: str, document: Mapping[str, Any]) -> None:
+    """A deep copy, as moving averages are kept in, has parameters and a mode of its own and runs as the original."""
+    model, batch = model_of(name, dropout=0.5), batch_of(name)
+    pmodel = parallel(model, document, batch)
+    average = copy.deepcopy(pmodel)
+    average.eval()
+    assert pmodel.training and pmodel.state.training and not average.state.training
+    model.eval()
+    before = loss_of(model, batch)
+    same("loss of the copy", loss_of(average, batch), before)
+    loss_of(pmodel, batch).backward()
+    assert all(p.grad is None for p in average.parameters())
+    optimizer = torch.optim.SGD(pmodel.parameters(), lr=0.1)
+    optimizer.step()
+    same_state(average, model)
+    with torch.no_grad():
+        for kept, parameter in zip(average.parameters(), pmodel.parameters(), strict=True):
+            kept.lerp_(parameter, 0.5)
+    loss_of(average, batch).backward()
+    pmodel.eval()
+    assert len({before.item(), loss_of(average, batch).item(), loss_of(pmodel, batch).item()}) == 3
 
 
 def keeps_tied(document: Mapping[str, Any]) -> None:
@@ -472,6 +562,15 @@ def refuses_wrong_inputs(document: Mapping[str, Any]) -> None:
         pmodel.shard({"x": batch["x"]})
     with pytest.raises(InputError, match=r"unknown: \['y'\]"):
         pmodel(**pmodel.shard(batch), y=1)
+    with pytest.raises(InputError, match=r"'x' is of type numpy.ndarray.*torch.as_tensor"):
+        pmodel.shard({**batch, "x": batch["x"].numpy()})
+    with pytest.raises(InputError, match=r"'x' nests 128 values \(a list\).*1 in its place") as caught:
+        pmodel.shard({**batch, "x": batch["x"].tolist()})
+    assert len(str(caught.value)) < 400
+    for call in (pmodel.shard, lambda given: pmodel(**given)):
+        given = batch if call == pmodel.shard else pmodel.shard(batch)
+        with pytest.raises(InputError, match=r"'x' has dtype torch.float32.*planned as torch.float64.*\.to\("):
+            call({**given, "x": given["x"].float()})
 
 
 def raises_on_every_rank() -> None:
