@@ -8,6 +8,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from planner.cluster import ClusterSpec
 from planner.errors import AutoparError, InputError, PinError
+from planner.plan import Plan
 
 REAL_ELEMENTS = 50_000_000
 """A configured model of at most so many parameters can be built for real, to compare values."""
@@ -53,6 +55,20 @@ def read_cluster(text: str) -> ClusterSpec:
     return ClusterSpec.detect() if text == "detect" else ClusterSpec.load(text)
 
 
+def check_cluster(plan: Plan, text: str) -> None:
+    """Refuse a cluster that is named beside a plan for another number of devices.
+
+    Raises:
+        InputError, ClusterError: the plan already says what it is for.
+    """
+    named = read_cluster(text)
+    if named.world_size != plan.cluster.world_size:
+        raise InputError(
+            f"--plan is already for a cluster, {plan.cluster.name!r} with {plan.cluster.world_size} devices, and "
+            f"--cluster {text} has {named.world_size}: leave out --cluster to check the plan, or --plan to plan for it"
+        )
+
+
 def _count(text: str, whole: str, example: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise InputError(f"--cluster {whole!r}: {text!r} is not a number from 1; write for example {example}")
@@ -60,13 +76,15 @@ def _count(text: str, whole: str, example: str) -> int:
 
 
 def read_pins(texts: Sequence[str]) -> dict[str, Any]:
-    """``["data=2", "sequence_parallel=true"]``; values are JSON, or plain words.
+    """``["data=2", "sequence_parallel=true"]`` or ``["data=2,tensor=4"]``; values are JSON, or plain words.
 
     Raises:
         PinError: no ``=``, or a name twice.
     """
     pins: dict[str, Any] = {}
-    for text in texts:
+    several = re.compile(r"\w+=\w+(,\w+=\w+)+")
+    split = [part for text in texts for part in (text.split(",") if several.fullmatch(text) else [text])]
+    for text in split:
         name, equals, value = text.partition("=")
         if not equals or not name or not value:
             raise PinError(f"--pin {text!r} is not name=value; write for example --pin data=2 --pin tensor=4")

@@ -139,14 +139,16 @@ def verify(
     time_limit: TimeLimit = 60.0,
 ) -> None:
     """Check that a plan computes what the model computes; one process plays all ranks."""
-    if (cluster is None) == (plan is None):
-        raise InputError("say what to check: either --cluster, to plan for it, or --plan, a plan file")
+    if cluster is None and plan is None:
+        raise InputError("say what to check: --plan, a plan file, or --cluster, to plan for it")
     with _status("reading the model") as say:
         from autopar import arguments
         from autopar.verification import verify as check
         from planner.plan import Plan
 
         what = Plan.load(plan) if plan is not None else arguments.read_cluster(str(cluster))
+        if isinstance(what, Plan) and cluster is not None:
+            arguments.check_cluster(what, cluster)
         pins = arguments.read_pins(pin or ())
         named = arguments.read_model(model, batch, seq, inputs or (), real=True)
         say("checking types, then values on every rank")
