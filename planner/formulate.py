@@ -265,7 +265,7 @@ class Space:
         held, transient = np.zeros(size, np.int64), np.zeros(size, np.int64)
         if role in self.members:
             node = self.graph.by_name[self.members[role][0]]
-            charged = {} if node.is_leaf else self.skeleton.charged(role)
+            charged = self.skeleton.charged[role]
             for i, option in enumerate(options):
                 if isinstance(option, Choice):
                     work = self.work(node, option)

@@ -180,6 +180,7 @@ def search(
     folded = fold(graph) if folding else fold_off(graph)
     rules = rules_of(graph, folded)
     skeleton = Skeleton(folded, rules)
+    skeleton.survey()
     setting = Setting(CostModel(cluster), training, rules, pins, start + time_limit_s, progress)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
     meshes = (pinned_mesh(cluster, pins.sizes),) if pins.sizes else candidate_meshes(cluster, max_axes)

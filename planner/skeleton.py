@@ -42,6 +42,12 @@ class Skeleton:
         self._delivered = delivered
         self._cuts: dict[object, Cuts] = {}
 
+    def survey(self) -> None:
+        """Walk the whole graph now, not when a mesh first asks: what comes after does not grow with its depth."""
+        self.flows  # noqa: B018
+        self.relay_readers  # noqa: B018
+        self.charged  # noqa: B018
+
     @cached_property
     def own(self) -> frozenset[str]:
         """Leaves that one block alone reads."""
@@ -172,9 +178,10 @@ class Skeleton:
                     charges[node.name] = (*charges.get(node.name, ()), place)
         return charges
 
-    def charged(self, role: Role) -> dict[tuple[int, ...], int]:
+    @cached_property
+    def charged(self) -> dict[Role, dict[tuple[int, ...], int]]:
         """Which tensors the members of a role pay for, and how many members pay for just these."""
-        return Counter(self.charges.get(name, ()) for name in self.members[role])
+        return {role: Counter(self.charges.get(name, ()) for name in names) for role, names in self.members.items()}
 
 
 def _places(saved: tuple[str, ...], operands: int, tensors: int) -> list[int]:
