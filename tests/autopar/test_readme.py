@@ -9,9 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+
+import autopar
+from planner.cluster import ClusterSpec
+from planner.errors import PinError
+from planner.pins import Pins
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+USING = (ROOT / "docs" / "using.md").read_text(encoding="utf-8")
 PLAN, APPLY = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -40,6 +48,41 @@ def test_the_example_plans_and_trains(tmp_path: Path) -> None:
 def test_the_plan_in_the_readme_is_the_golden_one() -> None:
     golden = (ROOT / "tests" / "planner" / "golden" / "gpt2.txt").read_text(encoding="utf-8")
     assert golden.rstrip() in README
+
+
+def test_the_cluster_file_that_is_shown_is_one() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", USING, flags=re.DOTALL)
+    assert ClusterSpec.from_dict(yaml.safe_load(text)).world_size == 32
+
+
+def test_every_pin_and_preset_is_listed_and_no_other() -> None:
+    table = re.search(r"\| pin \|.*?\n\n", USING, flags=re.DOTALL)
+    assert table is not None
+    listed = {name for row in table[0].strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    with pytest.raises(PinError) as caught:
+        Pins.parse({"": 1})
+    assert listed == set(str(caught.value).partition("known: ")[2].split(", "))
+    presets = re.search(r"The presets are (.*?)\.", USING, flags=re.DOTALL)
+    assert presets is not None
+    assert set(re.findall(r"`([\w-]+)`", presets[1])) == {p.stem for p in (ROOT / "planner" / "presets").glob("*.yaml")}
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.linear(x)
+        return logits
+
+
+def test_the_example_with_a_loss_function_plans() -> None:
+    example, _, _ = re.findall(r"```python\n(.*?)```", USING, flags=re.DOTALL)[0].partition("pmodel =")
+    x, target = torch.randn(8, 16), torch.zeros(8, dtype=torch.long)
+    names = {"torch": torch, "autopar": autopar, "model": Classifier(), "x": x, "target": target}
+    exec(example, names | {"cluster": ClusterSpec.local(2)}, found := {})  # type: ignore[var-annotated]
+    assert set(found["plan"].inputs) == {"x", "target"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
