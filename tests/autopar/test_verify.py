@@ -101,7 +101,7 @@ def test_without_a_loss_outputs_are_compared() -> None:
 
 def test_pins_that_do_not_apply_are_refused_as_in_planning() -> None:
     model, batch = MODELS["mlp"].build()
-    with pytest.raises(PinError, match="no attention"):
+    with pytest.raises(PinError, match="scaled_dot_product_attention, and the model never calls it"):
         verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"context": 2})
 
 
