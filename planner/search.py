@@ -431,7 +431,7 @@ def _nothing_fits(setting: Setting, graph: Graph, looks: list[Look]) -> Infeasib
     pinned = " Relaxing the pins may also help." if setting.pins.to_dict() else ""
     return InfeasibleError(
         f"no plan fits {cluster.name!r}: each of its {cluster.world_size} devices can use {limit:,} bytes, and the "
-        f"leanest plan (mesh {shown}) needs {least:,}, {least - limit:,} too many "
+        f"leanest plan found (mesh {shown}) needs {least:,}, {least - limit:,} too many "
         f"(the parameters alone are {params:,} bytes in all, {setting.training.optimizer_bytes_per_element} more per "
         f"element for the optimizer). What would fit: devices with memory_bytes of at least {needed:,}, "
         f"about {math.ceil(cluster.world_size * least / limit)} devices like these, or a smaller global "
@@ -441,16 +441,23 @@ def _nothing_fits(setting: Setting, graph: Graph, looks: list[Look]) -> Infeasib
 
 
 def _leanest(setting: Setting, looks: list[Look]) -> tuple[int, Mesh]:
-    """The least peak of any plan and its mesh: candidates in the order of what they need at least."""
-    found: tuple[int, Mesh] | None = None
+    """The least peak of any plan and its mesh: candidates in the order of what they need at least.
+
+    A light plan of each comes first, then the leanest is looked for while there is time.
+    """
+    found: list[tuple[int, Mesh]] = []
     until = min(setting.deadline, time.monotonic() + LEANEST_S)
-    for look in sorted(looks, key=lambda look: look.candidate.peak_bytes):
-        if found is not None and (look.candidate.peak_bytes >= found[0] or time.monotonic() > until):
-            break
-        problem = look.problem or look.space.problem(setting.limit_bytes)
-        answer = solve(problem, time_limit_s=max(GRACE_S, until - time.monotonic()))
-        peak_bytes = evaluate(problem, answer.choices).peak_bytes
-        if found is None or peak_bytes < found[0]:
-            found = peak_bytes, look.candidate.mesh
-    assert found is not None, "there is always a candidate"
-    return found
+
+    def leanest(problem: Problem) -> tuple[int, ...]:
+        return solve(problem, time_limit_s=max(GRACE_S, until - time.monotonic())).choices
+
+    for pick in (lambda problem: lower_bounds(problem).lightest, leanest):
+        for look in sorted(looks, key=lambda look: look.candidate.peak_bytes):
+            least = min((peak_bytes for peak_bytes, _ in found), default=math.inf)
+            if found and (look.candidate.peak_bytes >= least or time.monotonic() > until):
+                break
+            problem = look.problem or look.space.problem(setting.limit_bytes)
+            choices = pick(problem)
+            if choices is not None:
+                found.append((evaluate(problem, choices).peak_bytes, look.candidate.mesh))
+    return min(found, key=lambda each: each[0])

@@ -10,7 +10,7 @@ import numpy as np
 from planner.problem import Problem
 from planner.solve.best import Best
 from planner.solve.eliminate import decode, eliminate
-from planner.solve.model import HALF_BYTE, Model, Weights, build_model, drop_forbidden, total
+from planner.solve.model import HALF_BYTE, Model, Weights, build_model, drop_forbidden, restrict, total
 from planner.solve.tree import build_tree
 from planner.solve.window import MAX_ENTRIES
 
@@ -22,13 +22,14 @@ _CLOSE = 1e-4  # relative distance from the bound to an assignment at which more
 class Bounds:
     """No assignment takes less than ``time_s`` seconds, memory aside, or fits in less than ``peak_bytes``.
 
-    Both are infinite when every assignment is forbidden. ``choices`` is the fastest assignment met that fits;
-    ``None`` if none did.
+    Both are infinite when every assignment is forbidden. ``choices`` is the fastest assignment met that fits,
+    ``None`` if none did; ``lightest`` one that holds little, whether it fits or not, ``None`` without a limit.
     """
 
     time_s: float
     peak_bytes: float
-    choices: tuple[int, ...] | None
+    choices: tuple[int, ...] | None = None
+    lightest: tuple[int, ...] | None = None
 
 
 def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
@@ -41,18 +42,20 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
     problem.check()
     model = drop_forbidden(build_model(problem))
     if model is None:
-        return Bounds(math.inf, math.inf, None)
+        return Bounds(math.inf, math.inf)
+    if problem.limit_bytes is not None:
+        model = _without_giants(model, problem.limit_bytes) or model
     tree = build_tree(model, MAX_ENTRIES)
-    best, peak_bytes, room_bytes = Best(problem, math.inf), 0.0, math.inf
+    best, peak_bytes, room_bytes, light = Best(problem, math.inf), 0.0, math.inf, None
     if problem.limit_bytes is not None:
         lightest = eliminate(model, tree, _weights(model, 0.0, 0.0, 1.0))
         transient = max((float(values.min()) for values in model.transient), default=0.0)
         room_bytes = model.limit_bytes - transient + HALF_BYTE
         peak_bytes = problem.limit_bytes - (room_bytes - lightest.bound)
+        light = model.choices(decode(lightest))
+        best.offer(light)
         if peak_bytes > problem.limit_bytes:
             enough_s = -math.inf  # nothing fits, however fast
-        else:
-            best.offer_assignment(model, decode(lightest))
     time_s, low, high, mix, mixed = -math.inf, 0.0, 1.0, 0.0, 0.0
     for _ in range(_STEPS):
         done = eliminate(model, tree, _weights(model, 1.0 - mix, mix, 0.0))
@@ -75,7 +78,13 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
         best.offer_assignment(model, assignment)
         low, high = (price, high) if total(model, assignment).held_bytes > room_bytes else (low, price)
         price = 4 * low if math.isinf(high) else (low + high) / 2
-    return Bounds(time_s, peak_bytes, best.choices)
+    return Bounds(time_s, peak_bytes, best.choices, light)
+
+
+def _without_giants(model: Model, limit_bytes: int) -> Model | None:
+    """The model without choices that need more than the limit for themselves; None where that leaves nothing."""
+    kept = restrict(model, [values <= limit_bytes for values in model.transient])
+    return None if kept is None else drop_forbidden(kept)
 
 
 def _weights(model: Model, time: float, exposed: float, held: float) -> Weights:
