@@ -14,7 +14,7 @@ from benchmarks import iopddl, plan_time, predicted, published, record, step_tim
 from benchmarks.gpt import Shape
 
 PLAN_CASES = tuple(
-    plan_time.Case(layers, nodes, batch) for nodes, batch in ((1, 8), (32, 256)) for layers in (2, 8, 32)
+    plan_time.Case(layers, nodes, batch) for nodes, batch in ((1, 8), (32, 256), (128, 1024)) for layers in (2, 8, 32)
 )
 REPEATS = 3
 STEP_CASES = tuple(step_time.Case(kind, ranks) for kind in ("data", "tensor") for ranks in (2, 4))
