@@ -141,6 +141,7 @@ class Space:
         self.role_of, self.members, self.leaving = self.skeleton.role_of, self.skeleton.members, self.skeleton.leaving
         self._cuts = self.skeleton.cuts(mesh.sizes)
         self._tables: dict[object, ConversionTable] = {}
+        self._works: dict[int, list[Work]] = {}
         self._computed: dict[object, tuple[float, float]] = {}
         self._edges: dict[object, tuple[Floats, Floats, Ints]] = {}
         self._choices_of: dict[Role, list[Choice]] = {}
@@ -265,10 +266,14 @@ class Space:
         held, transient = np.zeros(size, np.int64), np.zeros(size, np.int64)
         if role in self.members:
             node = self.graph.by_name[self.members[role][0]]
-            charged = self.skeleton.charged[role]
+            charged = {places: count for places, count in self.skeleton.charged[role].items() if places}
+            # Operators that share their choices share their rule, and so all but what they pay for as saved.
+            works = [] if node.is_leaf else self._works.setdefault(id(options), [])
             for i, option in enumerate(options):
                 if isinstance(option, Choice):
-                    work = self.work(node, option)
+                    if i == len(works):
+                        works.append(self.work(node, option))
+                    work = works[i]
                     time[i] = (work.forward_s + work.backward_s + work.inner_s) * times
                     cover[i] = work.backward_s * self.overlap * times
                     held[i] = sum(self._saved_bytes(node, option, each) * count for each, count in charged.items())
@@ -321,6 +326,8 @@ class Space:
 
     def _saved_bytes(self, node: Node, choice: Choice, places: tuple[int, ...]) -> int:
         """Bytes of some of an operator's tensors (operands, then results)."""
+        if not places:
+            return 0
         tensors = (*self.graph.input_types(node), *node.results)
         layouts = (*choice.operands, *choice.results)
         return sum(local_bytes(tensors[place], layouts[place], self.mesh) for place in places)
