@@ -137,7 +137,7 @@ def plan_traced(
         found.assignment,
         traced.facts,
         pins.to_dict(),
-        predict(found.assignment, found.evaluation.time_s, found.evaluation.peak_bytes),
+        predict(found.assignment, found.evaluation.time_s),
         Search(found.status, found.gap, seconds, candidates),
     )
     return replace(plan, assignment=found.assignment)

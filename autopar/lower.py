@@ -85,6 +85,7 @@ class _Operator:
     holes: tuple[int, ...]
     results: tuple[TensorType, ...]
     path: str
+    shares: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class _Pick:
 def _lower_body(body: Body, grads: Sequence[bool]) -> _Template:
     values = {node: _Value(at, 0, True) for at, node in enumerate(body.operands)}
     has_grad: dict[_Value, bool] = dict(zip(values.values(), grads, strict=True))
+    storages = {value: _storages(node)[0] for node, value in values.items()}
     steps: list[_Operator | _Pick] = []
     for at, node in enumerate(body.nodes):
         if node.target is operator.getitem:
@@ -105,6 +107,7 @@ def _lower_body(body: Body, grads: Sequence[bool]) -> _Template:
             assert isinstance(index, int)
             values[node] = _Value(source.step, index, source.outside)
             has_grad.setdefault(values[node], has_grad.get(source, False))
+            storages.setdefault(values[node], _storages(node)[0])
             steps.append(_Pick(values[node]))
             continue
         args = _arguments(node, values)
@@ -120,7 +123,10 @@ def _lower_body(body: Body, grads: Sequence[bool]) -> _Template:
             )
             for i, value in enumerate(_values(node, node.meta["val"]))
         )
-        steps.append(_Operator(op, args, holes, results, module_path(node)))
+        own = _storages(node)
+        shares = _shares([storages[ref] for ref in inputs], own)
+        steps.append(_Operator(op, args, holes, results, module_path(node), shares))
+        storages.update({_Value(at, i, False): storage for i, storage in enumerate(own)})
         values[node] = _Value(at, 0, False)
         has_grad.update({_Value(at, i, False): t.grad for i, t in enumerate(results)})
     return _Template(tuple(steps))
@@ -158,7 +164,7 @@ def _instantiate(
         args = list(step.args)
         for place in step.holes:
             args[place] = (args[place][0], filled(args[place][1]))
-        nodes.append(Node(name, step.op, tuple(args), step.results, paths[step.path]))
+        nodes.append(Node(name, step.op, tuple(args), step.results, paths[step.path], shares=step.shares))
         refs[name] = Ref(name)
         for index, result in enumerate(step.results):
             grads[Ref(name, index)] = result.grad
@@ -171,6 +177,16 @@ _EACH_ITS_OWN = {"aten.broadcast_tensors.default", "aten.meshgrid.default", "ate
 
 _SHAPE_ONLY = re.compile(r"aten\.(detach|(zeros|ones|full|empty|rand|randn|randint)_like|new_\w+)\.")
 """Operators that take from their operand its shape alone, or whose result has no gradient by definition."""
+
+
+def _storages(node: torch.fx.Node) -> list[int]:
+    """Which memory each result lies in, as traced."""
+    return [int(value.untyped_storage()._cdata) for value in _values(node, node.meta["val"])]
+
+
+def _shares(inputs: list[int], results: list[int]) -> tuple[int, ...]:
+    """For each result the operand whose memory it lies in, -1 for none: so views that had to copy are known."""
+    return tuple(inputs.index(storage) if storage in inputs else -1 for storage in results)
 
 
 def _differentiable(op: str, value: torch.Tensor) -> bool:

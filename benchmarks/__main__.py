@@ -1,6 +1,6 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
-python -m benchmarks [plan] [step] [predicted] [published] [iopddl]
+python -m benchmarks [plan] [step] [predicted] [published] [iopddl] [memory]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import statistics
 import sys
 from dataclasses import asdict
 
-from benchmarks import iopddl, plan_time, predicted, published, record, step_time
+from benchmarks import iopddl, memory, plan_time, predicted, published, record, step_time
 from benchmarks.gpt import Shape
 
 PLAN_CASES = tuple(
@@ -32,6 +32,8 @@ def main(what: list[str]) -> None:
         published_runs()
     if not what or "iopddl" in what:
         problems()
+    if not what or "memory" in what:
+        peaks()
 
 
 def plans() -> None:
@@ -63,6 +65,24 @@ def plans() -> None:
         "`nn.Module` to `Plan`; *rewrite* then emits one rank's program. *Step* and *peak* are what the plan predicts."
     )
     print(record.write("plan_time", "Plan time", notes, rows, [asdict(r) for r in results], facts), flush=True)
+
+
+def peaks() -> None:
+    """Predicted peak memory beside what a tracker sees."""
+    facts = record.circumstances()
+    found = memory.compare()
+    plans = list(dict.fromkeys(each.plan for each in found))
+    errors = {(each.model, each.plan): f"{each.error:+.1%}" for each in found}
+    rows = [
+        {"model": model, **{plan: errors.get((model, plan), "n/a") for plan in plans}}
+        for model in dict.fromkeys(each.model for each in found)
+    ]
+    notes = (
+        "Predicted peak bytes of one rank over those that torch's `MemTracker` sees while the emitted program runs "
+        f"forward and backward, with parameters and AdamW's state. {memory.summary(found)}."
+    )
+    title = "Predicted against observed memory"
+    print(record.write("memory", title, notes, rows, [asdict(each) for each in found], facts), flush=True)
 
 
 def steps() -> None:

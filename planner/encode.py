@@ -159,6 +159,8 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
             predicted["time_s"],
             predicted["memory_bytes"],
             _read_calls(predicted["collectives"]),
+            predicted.get("fullest_at", ""),
+            tuple((name, size) for name, size in predicted.get("largest", ())),
         ),
         "search": Search(search["status"], search["gap"], search["seconds"], tuple(search["candidates"])),
         "coverage": data["coverage"],

@@ -60,7 +60,8 @@ class Node:
 
     ``args`` holds every argument by schema name, defaults included; values are :class:`Ref`, static
     scalars and strings, ``None``, or (nested) tuples of these. ``path`` is the owning module's name;
-    ``target`` is the original name of a parameter, buffer or input.
+    ``target`` is the original name of a parameter, buffer or input. ``shares`` names, for each result, the
+    tensor operand whose memory it shares (-1: none); it is empty where nobody looked.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Node:
     results: tuple[TensorType, ...]
     path: str = ""
     target: str = ""
+    shares: tuple[int, ...] = ()
 
     def __getitem__(self, name: str) -> object:
         """The argument called ``name``; ``None`` when the operator has no such argument."""

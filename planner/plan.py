@@ -361,7 +361,7 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
     problem = space.problem(plan.cluster.device.usable_bytes)
     chosen = tuple(space.options[role].index(assignment.chosen[role]) for role in space.roles)  # type: ignore[arg-type]
     cost = evaluate(problem, chosen)
-    predicted, search = predict(assignment, cost.time_s, cost.peak_bytes), plan.search
+    predicted, search = predict(assignment, cost.time_s), plan.search
     if not math.isclose(cost.time_s, plan.predicted.step_time_s, rel_tol=1e-9):
         bound = plan.predicted.step_time_s * (1 - search.gap)
         search = replace(search, status="edited", gap=max(0.0, 1 - bound / cost.time_s))

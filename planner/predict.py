@@ -2,7 +2,7 @@
 
 The collectives are enumerated as the rewrite emits them, call by call, so that a counter around
 ``torch.distributed`` must observe exactly the same. Seconds and bytes are those of the solver's
-objective, by use: they add up to its step time and peak.
+objective, by use: they add up to its step time. Bytes are those of :mod:`planner.memory`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from planner.fold import Instance
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import Layout
+from planner.memory import timeline
+
+LARGEST = 5
+"""So many tensors are named at the fullest moment."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,12 @@ class Prediction:
         peak_bytes: bytes at the fullest moment.
         time_s: seconds by use: ``compute``, ``communication`` (of activations, and gathering parameters),
             ``gradients`` (their reduction, as far as backward does not hide it), ``optimizer``.
-        memory_bytes: bytes by use: ``parameters``, ``gradients``, ``optimizer``, ``gathered`` (parameters that
-            are used in a larger layout than they are stored in), ``activations`` (saved for backward, and
-            inputs), ``temporary`` (the largest operator's own).
+        memory_bytes: bytes at the fullest moment by use: ``parameters``, ``gradients``, ``optimizer``, ``gathered``
+            (parameters that are used in a larger layout than they are stored in), ``activations`` (inputs, and what
+            forward made), ``temporary`` (gradients of activations, and what operators need while they run).
         collectives: each distinct call and how often a step makes it.
+        fullest_at: what runs at the fullest moment.
+        largest: the largest tensors alive then, and their bytes.
     """
 
     step_time_s: float
@@ -38,6 +44,8 @@ class Prediction:
     time_s: Mapping[str, float]
     memory_bytes: Mapping[str, int]
     collectives: tuple[tuple[Collective, int], ...]
+    fullest_at: str = ""
+    largest: tuple[tuple[str, int], ...] = ()
 
 
 Calls = Counter[Collective]
@@ -178,39 +186,34 @@ def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
     return calls
 
 
-def predict(assignment: Assignment, step_time_s: float, peak_bytes: int) -> Prediction:
-    """Break a step down by use; ``step_time_s`` and ``peak_bytes`` are the evaluation's."""
+def predict(assignment: Assignment, step_time_s: float) -> Prediction:
+    """Break a step down by use; ``step_time_s`` is the evaluation's."""
     space = assignment.space
     time = {"compute": 0.0, "communication": 0.0, "gradients": 0.0, "optimizer": 0.0}
-    uses = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
-    memory = dict.fromkeys(uses, 0)
     cover = 0.0
     for names in space.members.values():
         node, times = space.graph.by_name[names[0]], len(names)
         if node.is_leaf:
-            layout = assignment.produced(Ref(node.name))
-            seconds, held = space.storage(node, layout)
-            stored = local_bytes(node.results[0], layout, space.mesh)
-            time["optimizer"] += seconds * times
-            trained = node.op == "param" and node.results[0].grad
-            memory["parameters" if node.op in ("param", "buffer") else "activations"] += stored * times
-            memory["gradients"] += stored * times if trained else 0
-            memory["optimizer"] += (held - 2 * stored) * times if trained else 0
+            time["optimizer"] += space.storage(node, assignment.produced(Ref(node.name)))[0] * times
             continue
         work = space.work(node, assignment.choice(node))
         time["compute"] += (work.forward_s + work.backward_s) * times
         time["communication"] += work.inner_s * times
         cover += work.backward_s * space.overlap * times
-        memory["activations"] += work.saved_bytes * times
-        memory["temporary"] = max(memory["temporary"], work.transient_bytes)
     for each, times in conversions(assignment):
         table = space.table(each.ref)
         pair = table.index[each.source], table.index[each.target]
         time["communication"] += float(table.forward_s[pair]) * times
         is_param = space.graph.by_name[each.ref.node].op == "param"
         time["gradients" if is_param else "communication"] += float(table.backward_s[pair]) * times
-        if is_param:
-            before, after = (local_bytes(table.tensor, layout, space.mesh) for layout in (each.source, each.target))
-            memory["gathered"] += max(0, after - before) * times
     time["gradients"] = max(0.0, time["gradients"] - cover)
-    return Prediction(step_time_s, peak_bytes, time, memory, tuple(sorted_calls(collectives(assignment))))
+    memory = timeline(assignment)
+    return Prediction(
+        step_time_s,
+        memory.peak_bytes,
+        time,
+        memory.by_use(),
+        tuple(sorted_calls(collectives(assignment))),
+        memory.peak_at,
+        tuple((held.name, held.bytes) for held in memory.alive[:LARGEST]),
+    )

@@ -27,6 +27,7 @@ from planner.fold import Block, Folded, fold, fold_off, relabel
 from planner.formulate import Assignment, Role, Space, Training, rules_of
 from planner.graph import Graph, Ref
 from planner.layout import Layout, Mesh
+from planner.memory import timeline
 from planner.mesh import candidate_meshes, pinned_mesh
 from planner.pins import Pins, filters
 from planner.problem import Answer, Evaluation, Problem, evaluate
@@ -118,11 +119,12 @@ class Setting:
     deadline: float
     progress: Progress | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    spare_bytes: int = 0
 
     @property
     def limit_bytes(self) -> int:
-        """Memory that a plan may fill."""
-        return self.cost.cluster.device.usable_bytes
+        """Memory that a plan may fill by the search's own reckoning, ``spare_bytes`` less than a device has."""
+        return self.cost.cluster.device.usable_bytes - self.spare_bytes
 
     def pose(self, skeleton: Skeleton, mesh: Mesh) -> Space:
         """Every decision to take on one mesh."""
@@ -183,6 +185,18 @@ def search(
     skeleton.survey()
     setting = Setting(CostModel(cluster), training, rules, pins, start + time_limit_s, progress)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
+    while True:
+        found = _search(setting, skeleton, graph, max_axes)
+        # The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed.
+        excess = timeline(found.assignment).peak_bytes - cluster.device.usable_bytes
+        if excess <= 0:
+            return found
+        setting = replace(setting, spare_bytes=setting.spare_bytes + excess)
+
+
+def _search(setting: Setting, skeleton: Skeleton, graph: Graph, max_axes: int) -> Searched:
+    """The fastest plan within the setting's memory."""
+    folded, rules, pins, cluster = skeleton.folded, setting.rules, setting.pins, setting.cost.cluster
     meshes = (pinned_mesh(cluster, pins.sizes),) if pins.sizes else candidate_meshes(cluster, max_axes)
     best, looks = _explore(setting, skeleton, meshes, None)
     candidates, proofs = [look.candidate for look in looks], looks

@@ -170,7 +170,8 @@ class Skeleton:
             if not any(t.grad for t in node.results):
                 continue
             tensors = (*node.inputs, *results)
-            places = range(len(tensors)) if row is None else _places(row.saved(node), len(node.inputs), len(tensors))
+            saved = None if row is None else row.saved(node, self.graph.input_types(node))
+            places = range(len(tensors)) if saved is None else _places(saved, len(node.inputs), len(tensors))
             for place in places:
                 ref = root.get(tensors[place], tensors[place])
                 if ref not in paid and self.graph.by_name[ref.node].op != "param":
@@ -185,7 +186,9 @@ class Skeleton:
 
 
 def _places(saved: tuple[str, ...], operands: int, tensors: int) -> list[int]:
-    places = [int(word[2:]) if word.startswith("in") else operands + int(word[3:]) for word in saved]
+    """Places of saved tensors among operands, then results; one of the operator's own counts like its first."""
+    named = ["in0" if word in ("own", "mask") else word for word in saved if word not in ("rows", "scores")]
+    places = [int(word[2:]) if word.startswith("in") else operands + int(word[3:]) for word in named]
     return [place for place in places if place < tensors]
 
 

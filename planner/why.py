@@ -18,6 +18,7 @@ from planner.cluster import ClusterSpec
 from planner.document import Document
 from planner.errors import InfeasibleError, InputError, PinError, PlanError
 from planner.formulate import Assignment, Role
+from planner.memory import timeline
 from planner.pins import Pins
 from planner.problem import evaluate
 from planner.report.words import in_bytes, in_seconds, mesh_text
@@ -64,7 +65,7 @@ class WhyNot:
         step_time_s, peak_bytes: of the plan.
         mesh: of the best plan around the recipe; empty if there is none.
         extra_s, extra_bytes: what that plan takes more than the plan; infinite and 0 if there is none.
-        blocks: the same by distinct block.
+        blocks: the same by distinct block; bytes as the search adds them up, not all alive at once.
         proven: whether both plans are proven to be the best.
         conflict: why there is none.
     """
@@ -142,7 +143,7 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
         *facts,
         mesh=mesh_text(found.assignment.space.mesh),
         extra_s=found.evaluation.time_s - facts[0],
-        extra_bytes=found.evaluation.peak_bytes - facts[1],
+        extra_bytes=timeline(found.assignment).peak_bytes - facts[1],
         blocks=_differences(plan.assignment, found.assignment),
         proven=found.status == "optimal" and plan.search.status == "optimal",
     )

@@ -54,9 +54,14 @@ def attention_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) ->
     return flops // 2 if node["is_causal"] else flops
 
 
+def saves(node: Node) -> tuple[str, ...]:
+    """A flash kernel keeps operands and result; with dropout, CPUs have none and keep scores."""
+    return ("in0", "in1", "in2", "out0", "rows", *(("scores",) if node["dropout_p"] else ()))
+
+
 ROWS: dict[str, Row] = {
     **rows(
         "scaled_dot_product_attention",
-        Row(attention, attention_flops, saves=("in0", "in1", "in2", "out0"), random=True),
+        Row(attention, attention_flops, saves=saves, random=True),
     ),
 }

@@ -99,9 +99,9 @@ def every_operand(node: Node) -> tuple[str, ...]:
 
 
 ROWS: dict[str, Row] = {
-    **rows("linear", Row(linear, contraction_flops, saves=("in0", "in1"))),
-    **rows("matmul mm bmm mv dot", Row(matmul, contraction_flops, saves=("in0", "in1"))),
-    **rows("outer", Row(outer, contraction_flops, saves=("in0", "in1"))),
-    **rows("addmm addmv baddbmm", Row(added_matmul, contraction_flops, saves=("in1", "in2"))),
+    **rows("linear", Row(linear, contraction_flops, saves=("in0", "in1"), mutual=True)),
+    **rows("matmul mm bmm mv dot", Row(matmul, contraction_flops, saves=("in0", "in1"), mutual=True)),
+    **rows("outer", Row(outer, contraction_flops, saves=("in0", "in1"), mutual=True)),
+    **rows("addmm addmv baddbmm", Row(added_matmul, contraction_flops, saves=("in1", "in2"), mutual=True)),
     **rows("einsum", Row(einsum, einsum_flops, saves=every_operand)),
 }

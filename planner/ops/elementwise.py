@@ -104,7 +104,7 @@ NEEDS_INPUT = """
     abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh celu clamp clamp_max
     clamp_min clip cos cosh digamma elu erf erfc erfinv exp2 float_power.Tensor_Scalar gelu hardshrink hardsigmoid
     hardswish hardtanh leaky_relu lgamma log log10 log1p log2 log_sigmoid logit mish nan_to_num
-    polygamma pow.Tensor_Scalar relu6 selu silu sin sinc sinh softplus softshrink special_erf special_erfc
+    polygamma relu6 selu silu sin sinc sinh softplus softshrink special_erf special_erfc
     special_erfinv special_expit special_logit special_log1p square tan threshold xlogy.Scalar_Other xlogy.Scalar_Self
 """
 NEEDS_OUTPUT = """
@@ -137,15 +137,18 @@ ALIASES = "alias detach _conj conj resolve_conj resolve_neg"
 ROWS: dict[str, Row] = {
     **rows(NEEDS_NOTHING, Row(pointwise)),
     **rows(NEEDS_INPUT, Row(pointwise, saves=("in0",))),
+    **rows("pow.Tensor_Scalar", Row(pointwise, saves=("in0",), works=2)),
     **rows(NEEDS_OUTPUT, Row(pointwise, saves=("out0",))),
     **rows(PAIRS_NEEDING_NOTHING, Row(pointwise)),
     **rows(PAIRS_NEEDING_BOTH, Row(pointwise, saves=both_tensors)),
-    **rows(COPIES, Row(linear_in({0}))),
-    **rows(ALIASES, Row(linear_in({0}), view=True)),
+    **rows(COPIES, Row(linear_in({0}), passes=(0,))),
+    **rows(ALIASES, Row(linear_in({0}), view=True, passes=(0,))),
     **rows("neg negative real imag mul.Scalar div.Scalar multiply.Scalar divide.Scalar", Row(linear_in({0}))),
-    **rows("add.Tensor sub.Tensor rsub.Tensor subtract.Tensor complex", Row(sum_of_tensors)),
-    **rows("mul.Tensor multiply.Tensor", Row(product, saves=both_tensors)),
-    **rows("div.Tensor divide.Tensor true_divide.Tensor", Row(quotient, saves=both_tensors)),
+    **rows("add.Tensor", Row(sum_of_tensors, passes=(0, 1))),
+    **rows("sub.Tensor subtract.Tensor", Row(sum_of_tensors, passes=(0,))),
+    **rows("rsub.Tensor complex", Row(sum_of_tensors)),
+    **rows("mul.Tensor multiply.Tensor", Row(product, saves=both_tensors, mutual=True)),
+    **rows("div.Tensor divide.Tensor true_divide.Tensor", Row(quotient, saves=both_tensors, mutual=True)),
     **rows("where.self", Row(linear_in({1, 2}), saves=("in0",))),
     **rows("where.ScalarOther where.ScalarSelf", Row(where_scalar, saves=("in0",))),
     **rows("masked_fill.Scalar", Row(masked_fill_scalar, saves=("in1",))),

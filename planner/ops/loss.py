@@ -74,7 +74,7 @@ POINTWISE = """
 """
 
 ROWS: dict[str, Row] = {
-    **rows("cross_entropy_loss", Row(cross_entropy, saves=("in0", "in1"))),
+    **rows("cross_entropy_loss", Row(cross_entropy, saves=("own", "in1"), works=1)),
     **rows("nll_loss nll_loss_nd nll_loss2d nll_loss_forward nll_loss2d_forward", Row(by_class, saves=("in1",))),
     **rows(POINTWISE, Row(pointwise, saves=every_operand)),
 }

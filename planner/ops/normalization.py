@@ -81,12 +81,18 @@ def norm(rule: RuleOf, *saves: str) -> Row:
     return Row(rule, saves=("in0", *saves))
 
 
+def averaged(rule: RuleOf, *saves: str) -> Row:
+    """A norm whose backward keeps centred and scaled inputs while it averages over ranks."""
+    return replace(norm(rule, *saves), works=2)
+
+
 ROWS: dict[str, Row] = {
-    **rows("layer_norm rms_norm", norm(trailing)),
+    **rows("layer_norm", norm(trailing, "rows", "rows")),
+    **rows("rms_norm", norm(trailing, "rows")),
     **rows("_fused_rms_norm", norm(trailing, "out1")),
     **rows("native_layer_norm", norm(trailing, "out1", "out2")),
     **rows("group_norm", norm(group_norm)),
     **rows("instance_norm", norm(instance_norm)),
-    **rows("batch_norm _native_batch_norm_legit_no_training", norm(batch_norm)),
-    **rows("_native_batch_norm_legit _native_batch_norm_legit_functional", norm(batch_norm, "out1", "out2")),
+    **rows("batch_norm _native_batch_norm_legit_no_training", averaged(batch_norm)),
+    **rows("_native_batch_norm_legit _native_batch_norm_legit_functional", averaged(batch_norm, "out1", "out2")),
 }

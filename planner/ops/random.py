@@ -44,6 +44,11 @@ def created(node: Node, operands: Operands) -> Rule:
     return signature(node, operands, [], [names], whole=names)
 
 
+def mask(node: Node) -> tuple[str, ...]:
+    """Backward needs the mask, if anything is dropped."""
+    return () if node["p"] == 0 else ("mask",)
+
+
 ELEMENTWISE = """
     bernoulli bernoulli.p rand_like randn_like randint_like randint_like.low_dtype
     normal_functional exponential uniform normal.Tensor_float
@@ -52,9 +57,9 @@ ELEMENTWISE = """
 ROWS: dict[str, Row] = {
     **rows(ELEMENTWISE, Row(elementwise, random=True)),
     **rows("rand randn randint randint.low randperm", Row(created, random=True)),
-    **rows("dropout", Row(dropout, saves=("out0",), random=True)),
+    **rows("dropout", Row(dropout, saves=mask, passes=(0,), random=True)),
     **rows("native_dropout", Row(elementwise, saves=("out1",), random=True)),
-    **rows("alpha_dropout", Row(elementwise, saves=("out0",), random=True)),
-    **rows("feature_dropout", Row(feature_dropout, saves=("out0",), random=True)),
+    **rows("alpha_dropout", Row(elementwise, saves=mask, random=True)),
+    **rows("feature_dropout", Row(feature_dropout, saves=mask, random=True)),
     **rows("multinomial", Row(multinomial, random=True)),
 }

@@ -265,9 +265,13 @@ SPLITS = "split.Tensor split.sizes split_with_sizes chunk tensor_split.sections 
 SPLIT_COPIES = "split_copy.Tensor split_with_sizes_copy unsafe_split.Tensor unsafe_split_with_sizes unsafe_chunk"
 
 ROWS: dict[str, Row] = {
-    **rows(VIEWS, Row(view, view=True)),
+    **rows(VIEWS, Row(view, view=True, passes=(0,))),
     **rows(VIEW_COPIES, Row(view)),
-    **{op: row for names, order in ORDERS.items() for op, row in rows(names, Row(permuted(order), view=True)).items()},
+    **{
+        op: row
+        for names, order in ORDERS.items()
+        for op, row in rows(names, Row(permuted(order), view=True, passes=(0,))).items()
+    },
     **{op: row for names, order in ORDER_COPIES.items() for op, row in rows(names, Row(permuted(order))).items()},
     **rows("expand expand_as broadcast_to", Row(linear_in({0}), view=True)),
     **rows("expand_copy", Row(linear_in({0}))),
@@ -282,8 +286,8 @@ ROWS: dict[str, Row] = {
     **rows("cat concat concatenate", Row(cat)),
     **rows("stack", Row(stack)),
     **rows("meshgrid meshgrid.indexing", Row(meshgrid, view=True)),
-    **rows("view_as_complex", Row(view_as_complex, view=True)),
-    **rows("view_as_real", Row(view_as_real, view=True)),
+    **rows("view_as_complex", Row(view_as_complex, view=True, passes=(0,))),
+    **rows("view_as_real", Row(view_as_real, view=True, passes=(0,))),
     **rows("pixel_shuffle", Row(pixel_shuffle)),
     **rows("pixel_unshuffle", Row(pixel_unshuffle)),
 }

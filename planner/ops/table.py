@@ -29,6 +29,11 @@ def contraction_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) 
     return 2 * math.prod(rule.sizes.values())
 
 
+OWN = ("own", "mask", "rows", "scores")
+"""What backward may need besides operands and results: a tensor like the first operand; what was drawn for each of its
+elements; a float32 for each of its rows (along the last dim); attention's scores, where there is no flash kernel."""
+
+
 @dataclass(frozen=True)
 class Row:
     """What the planner knows of one operator.
@@ -38,7 +43,10 @@ class Row:
             arguments in schema order, as in ``node.inputs``.
         flops: forward floating-point operations of the whole (global) operator.
         saves: tensors that backward needs: ``"in0"`` is the first tensor operand, ``"out0"`` the first
-            result. A tuple, or a function of the node.
+            result; what it keeps besides these is one of :data:`OWN`. A tuple, or a function of the node.
+        mutual: each saved operand serves the gradients of the other saved ones alone, as in a product.
+        passes: operands whose gradient is the result's gradient itself, not a new tensor.
+        works: tensors of the size of the first operand that backward needs while it runs.
         view: the result aliases the first operand; it costs nothing and saves nothing.
         random: draws random numbers (ranks that hold different data must draw differently).
     """
@@ -46,8 +54,16 @@ class Row:
     rule: RuleOf
     flops: FlopsOf = no_flops
     saves: tuple[str, ...] | SavesOf = ()
+    mutual: bool = False
+    passes: tuple[int, ...] = ()
+    works: int = 0
     view: bool = False
     random: bool = False
 
-    def saved(self, node: Node) -> tuple[str, ...]:
-        return self.saves(node) if callable(self.saves) else self.saves
+    def saved(self, node: Node, operands: tuple[TensorType, ...]) -> tuple[str, ...]:
+        """What backward of this application needs."""
+        words = self.saves(node) if callable(self.saves) else self.saves
+        if not self.mutual:
+            return words
+        flows = {f"in{i}" for i, tensor in enumerate(operands) if tensor.grad}
+        return tuple(word for word in words if flows & ({*words} - {word}))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from planner.detail import OpDetail
 from planner.document import Document
+from planner.predict import Prediction
 from planner.report.summary import (
     BlockSummary,
     blocks,
@@ -61,9 +62,16 @@ def _head(document: Document) -> str:
             f"({in_percent(predicted.peak_bytes / device.usable_bytes)}) on the fullest device",
         ),
         ("", _shares(predicted.memory_bytes, predicted.peak_bytes, in_bytes)),
+        *([("", _fullest(predicted))] if predicted.fullest_at else []),
     ]
     title = f"{document.model['class']}, {document.model['parameters']:,} parameters"
     return "\n".join([f"{title}, on {document.cluster.name}: {devices}", *(f"  {a:<8}{b}" for a, b in rows)])
+
+
+def _fullest(predicted: Prediction) -> str:
+    """When memory is fullest, and with what."""
+    largest = ", ".join(f"{name} {in_bytes(size)}" for name, size in predicted.largest[:3])
+    return f"fullest in {predicted.fullest_at}" + "\n" + " " * 10 + f"with {largest}, ..."
 
 
 def _shares(uses: Mapping[str, float], total: float, show: Callable[[float], str]) -> str:

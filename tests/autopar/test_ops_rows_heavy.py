@@ -67,7 +67,7 @@ def check_mechanical(op: Any, *args: Any, **kwargs: Any) -> set[str]:
     results = call.run()
     node, _, rule = facts(op, *args, **kwargs)
     check_rule(rule, call.operands, results)
-    check_saves(OPS[node.op].saved(node), call.operands, results)
+    check_saves(OPS[node.op].saved(node, tuple(map(tensor_type, call.operands))), call.operands, results)
     checked = set()
     for size in (2, 4):
         for strategy in axis_strategies(rule, size, strip_counts(rule)):

@@ -63,14 +63,12 @@ def plan_of(graph: Graph, spec: ClusterSpec | None = None, pin: Mapping[str, Any
     pins = Pins.parse(pin)
     found = search(graph, spec or cluster(), pins, Training())
     candidates = tuple(candidate.facts() for candidate in found.candidates)
-    return written(found.assignment, found.evaluation.time_s, found.evaluation.peak_bytes, pins, candidates)
+    return written(found.assignment, found.evaluation.time_s, pins, candidates)
 
 
-def written(
-    assignment: Assignment, time_s: float, peak_bytes: int, pins: Pins | None = None, candidates: tuple[Any, ...] = ()
-) -> Plan:
+def written(assignment: Assignment, time_s: float, pins: Pins | None = None, candidates: tuple[Any, ...] = ()) -> Plan:
     """An assignment as a plan."""
-    predicted = predict(assignment, time_s, peak_bytes)
+    predicted = predict(assignment, time_s)
     seconds = {"capture": 1.0, "fold": 0.25, "solve": 0.5}
     facts = model_facts(assignment.space.graph, "ResidualMLP")
     return describe(

@@ -30,7 +30,7 @@ def test_folded_and_unfolded_cost_the_same(name, devices):
     assert certificate.difference_s == pytest.approx(0, abs=1e-12 * certificate.objective_s)
     assert certificate.difference_bytes == 0
     assert certificate.objective_s == pytest.approx(plan.predicted.step_time_s, rel=1e-12)
-    assert certificate.peak_bytes == plan.predicted.peak_bytes
+    assert certificate.peak_bytes >= plan.predicted.peak_bytes  # a sum, against what is alive at once
     assert certificate.bound_s == pytest.approx(certificate.objective_s, rel=1e-6)
 
 

@@ -37,7 +37,8 @@ ROOMS: dict[str, set[str]] = {
     "skeleton": {*BASE, "rules", "ops", "fold", "strategy"},
     "formulate": {*BASE, "kernel", "rules", "ops", "fold", "cost", "problem", "conversion", "strategy", "skeleton"},
     "pins": {*BASE, "rules", "ops", "mesh", "strategy", "formulate"},
-    "predict": {*BASE, "fold", "cost", "conversion", "formulate"},
+    "memory": {*BASE, "fold", "conversion", "formulate", "ops"},
+    "predict": {*BASE, "fold", "cost", "conversion", "formulate", "memory"},
 }
 ROOMS["search"] = {*ROOMS}
 ROOMS["detail"] = {"conversion"}
@@ -49,7 +50,18 @@ ROOMS["encode"] = {*BASE, "cluster", "conversion", "predict", "detail", "documen
 VIEWS = {*ROOMS} - {"search"}
 ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}
-ROOMS["why"] = {*BASE, "cluster", "pins", "problem", "formulate", "certificate", "document", "report", "search"}
+ROOMS["why"] = {
+    *BASE,
+    "memory",
+    "cluster",
+    "pins",
+    "problem",
+    "formulate",
+    "certificate",
+    "document",
+    "report",
+    "search",
+}
 ROOMS["plan"] = VIEWS - {"solve"} | {"report", "explain", "why"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -180,4 +181,13 @@ def test_added_rows_are_partial_sums() -> None:
 )
 def test_what_backward_needs(op: str, args: dict[str, object], saved: tuple[str, ...]) -> None:
     _, _, node = rule_of(op, T(4, 6), **args)
-    assert OPS[op].saved(node) == saved
+    operands = tuple(TensorType(tuple(t), t.dtype, True) for t in args.values() if isinstance(t, T))
+    assert OPS[op].saved(node, operands) == saved
+
+
+def test_a_factor_is_saved_only_for_the_gradient_of_the_other() -> None:
+    _, _, node = rule_of("aten.mul.Tensor", T(4, 6), self=x, other=y)
+    trained = TensorType((4, 6), "float32", True)
+    fixed = replace(trained, grad=False)
+    assert OPS["aten.mul.Tensor"].saved(node, (fixed, trained)) == ("in0",)
+    assert OPS["aten.mul.Tensor"].saved(node, (trained, fixed)) == ("in1",)

@@ -111,7 +111,7 @@ def test_blocks_that_are_decided_apart_come_back_apart(graph: Graph) -> None:
     problem = space.problem(None)
     answer = solve(problem)
     cost = evaluate(problem, answer.choices)
-    plan = written(space.assignment(answer), cost.time_s, cost.peak_bytes)
+    plan = written(space.assignment(answer), cost.time_s)
     loaded = Plan.from_dict(document(plan))
     assert [block.at for block in loaded.blocks] == [block.at for block in plan.blocks]
     assert assign(loaded, graph).chosen == space.assignment(answer).chosen

@@ -240,7 +240,7 @@ def test_a_plan_does_not_depend_on_the_process_or_its_hash_seed():
         "found = search(chain(4, width=64, batch=64), cluster(8, memory=80_000), Pins(), Training())\n"
         "candidates = tuple(candidate.facts() for candidate in found.candidates)\n"
         "cost = found.evaluation\n"
-        "plan = describe(found.assignment, {}, {}, predict(found.assignment, cost.time_s, cost.peak_bytes),\n"
+        "plan = describe(found.assignment, {}, {}, predict(found.assignment, cost.time_s),\n"
         "                Search(found.status, found.gap, {}, candidates))\n"
         "print(plan.to_dict())"
     )

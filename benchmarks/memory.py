@@ -1,0 +1,123 @@
+"""Predicted against observed memory: one rank's emitted program, followed by torch's ``MemTracker``.
+
+Every model of the zoo under several plans: one rank of a fake process group (it moves no data, so one process is
+enough) takes a step of fused AdamW, then forward and backward again while ``MemTracker`` counts storages. Observed is
+its peak; predicted is what the plan says. ``python -m benchmarks memory`` runs this.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from autopar.api import Traced, plan_traced, trace
+from autopar.build import build
+from autopar.runtime.mesh import device_mesh
+from autopar.runtime.module import LeafSpec, ParallelModule
+from autopar.simulate import fake_process_group
+from planner.cluster import ClusterSpec
+from planner.errors import PinError
+from planner.formulate import Assignment, Training
+from planner.layout import local_shape
+from planner.pins import Pins
+from tests.autopar.models import MODELS
+
+PLANS: tuple[tuple[int, Mapping[str, object]], ...] = (
+    (2, {"data": 2}),
+    (2, {"tensor": 2}),
+    (2, {"data": 2, "zero": 3}),
+    (2, {"tensor": 2, "sequence_parallel": True}),
+    (4, {"data": 2, "tensor": 2}),
+    (4, {"data": 2, "tensor": 2, "zero": 3}),
+)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Peak bytes of one model under one plan."""
+
+    model: str
+    plan: str
+    predicted: int
+    observed: int
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted / self.observed - 1
+
+
+def compare() -> list[Compared]:
+    """Every model under every plan that applies to it."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    found = []
+    for name in MODELS:
+        model, batch = MODELS[name].build()
+        traced = trace(model, None, batch)
+        for ranks, pins in PLANS:
+            try:
+                plan = plan_traced(traced, ClusterSpec.local(ranks), Pins.parse(pins), Training())
+            except PinError:
+                continue
+            assert plan.assignment is not None
+            seen = observed_peak(model, traced, plan.assignment)
+            text = ", ".join(f"{key} {value}" for key, value in pins.items())
+            found.append(Compared(name, text, plan.predicted.peak_bytes, seen))
+            print(f"{name}, {text}: {found[-1].error:+.1%}", flush=True)
+    return found
+
+
+def observed_peak(model: torch.nn.Module, traced: Traced, assignment: Assignment) -> int:
+    """Peak bytes of forward and backward of rank 0, parameters and optimizer state included."""
+    mesh = assignment.space.mesh
+
+    def part(leaf: LeafSpec) -> Tensor:
+        shape = local_shape(leaf.shape, leaf.layout, mesh.sizes)
+        assert shape is not None
+        return torch.zeros(shape, dtype=leaf.dtype)
+
+    with fake_process_group(mesh.size):
+        pmodel = build(model, traced.captured, assignment, device_mesh(mesh, "cpu"), 0, part)
+        optimizer = torch.optim.AdamW(pmodel.parameters(), fused=True)
+        leaves = {leaf.name: part(leaf) for leaf in pmodel.interface.leaves if leaf.kind == "input"}
+        _backward(pmodel, leaves)
+        optimizer.step()
+        optimizer.zero_grad()
+        tracker = MemTracker()
+        tracker.track_external(pmodel, optimizer, *leaves.values())
+        with tracker:
+            _backward(pmodel, leaves)
+            snapshots = tracker.get_tracker_snapshot("peak")
+    return sum(snapshot["Total"] for snapshot in snapshots.values())
+
+
+def _backward(pmodel: ParallelModule, leaves: Mapping[str, Tensor]) -> None:
+    interface = pmodel.interface
+    flat = [
+        static if name is None else leaves[name]
+        for name, static in zip(interface.input_names, interface.static_inputs, strict=True)
+    ]
+    args, kwargs = pytree.tree_unflatten(flat, interface.in_spec)
+    _loss(pmodel(*args, **kwargs)).backward()
+
+
+def _loss(outputs: object) -> Tensor:
+    return next(t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and not t.shape)
+
+
+def summary(found: list[Compared]) -> str:
+    """One line about everything."""
+    errors = [abs(each.error) for each in found]
+    return (
+        f"{len(found)} plans of {len({each.model for each in found})} models: "
+        f"mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}"
+    )

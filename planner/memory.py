@@ -1,0 +1,464 @@
+"""Memory: what one rank holds at every moment of a training step, exactly as the emitted program allocates it.
+
+The program is followed statement by statement: forward, where a value lives until the last statement that reads it
+and longer where backward needs it; then backward, where autograd runs the node that was made last first, gradients
+come into being and saved tensors go. Views hold the storage of what they view. What an operator saves, passes on and
+needs while it works stands in its row (:mod:`planner.ops.table`).
+
+A block's inputs are held by its caller until it returns; gradients of parameters stay; outputs other than the loss are
+taken to be dropped before backward starts (``loss = pmodel(**batch).loss``). Optimizer state and parameters
+are there throughout. Blocks handed out by the allocator are larger than what is asked for by the cluster's
+``reserve_fraction`` at most, which is not counted here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from planner.conversion import Route, Step, local_bytes
+from planner.fold import Instance
+from planner.formulate import Assignment
+from planner.graph import Node, Ref, TensorType
+from planner.layout import Shard
+from planner.ops import OPS
+from planner.ops.table import OWN
+
+SHOWN = 20
+"""So many tensors are listed at the fullest moment."""
+
+USES = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A storage that is alive: its bytes, what it is used for (of :data:`USES`), and the value it belongs to."""
+
+    name: str
+    use: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes of one rank through a step.
+
+    Attributes:
+        peak_bytes: at the fullest moment.
+        peak_at: what runs then.
+        moments: (what runs, bytes alive while it does), in order.
+        alive: every storage at the peak, largest first.
+        left: every storage when backward is over.
+    """
+
+    peak_bytes: int
+    peak_at: str
+    moments: tuple[tuple[str, int], ...]
+    alive: tuple[Held, ...]
+    left: tuple[Held, ...]
+
+    def __str__(self) -> str:
+        """The fullest moment and what fills it, largest first."""
+        rows = [f"  {held.bytes:>16,}  {held.use:<12}{held.name}" for held in self.alive[:SHOWN] if held.bytes]
+        rest = sum(held.bytes for held in self.alive[SHOWN:])
+        more = [f"  {rest:>16,}  in {len(self.alive) - SHOWN} more"] if rest else []
+        return "\n".join([f"{self.peak_bytes:,} bytes in {self.peak_at}", *rows, *more])
+
+    def by_use(self) -> dict[str, int]:
+        """Bytes at the peak by use."""
+        found = dict.fromkeys(USES, 0)
+        for held in self.alive:
+            found[held.use] += held.bytes
+        return found
+
+
+def timeline(assignment: Assignment) -> Timeline:
+    """Follow one training step of an assignment on the fullest rank."""
+    return _Run(assignment).step()
+
+
+# ---- storages --------------------------------------------------------------------------------------------------------
+
+
+class _Storage:
+    """A piece of memory with a count of who holds it."""
+
+    __slots__ = ("held", "holders")
+
+    def __init__(self, held: Held):
+        self.held, self.holders = held, 1
+
+
+class _Heap:
+    """All storages that are alive, and the fullest moment so far."""
+
+    def __init__(self) -> None:
+        self.alive: dict[_Storage, None] = {}
+        self.total = self.peak = 0
+        self.peak_at = "before the step"
+        self.peak_alive: tuple[Held, ...] = ()
+        self.moments: list[tuple[str, int]] = [(self.peak_at, 0)]
+
+    def moment(self, what: str) -> None:
+        """Something else runs from here on."""
+        self.moments.append((what, self.total))
+
+    def new(self, name: str, use: str, size: int) -> _Storage:
+        """A storage with one holder."""
+        storage = _Storage(Held(name, use, size))
+        self.alive[storage] = None
+        self.total += size
+        what, most = self.moments[-1]
+        if self.total > most:
+            self.moments[-1] = what, self.total
+        if self.total > self.peak:
+            self.peak, self.peak_at = self.total, what
+            self.peak_alive = tuple(each.held for each in self.alive)
+        return storage
+
+    def hold(self, storage: _Storage) -> _Storage:
+        storage.holders += 1
+        return storage
+
+    def drop(self, storage: _Storage) -> None:
+        storage.holders -= 1
+        if not storage.holders:
+            del self.alive[storage]
+            self.total -= storage.held.bytes
+
+
+# ---- what autograd remembers -----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Tape:
+    """One node of the autograd graph.
+
+    Attributes:
+        number: nodes that were made later run earlier.
+        incoming: the gradient of each result, as far as it has arrived.
+        saved: storages held until the node has run.
+        targets: where the gradients of its operands go.
+        works: bytes that it needs while it runs.
+        together: bytes of one storage in which all of its gradients lie; 0: each has its own.
+        keeps: its gradient stays when backward is over (a parameter's).
+        waits_for: nodes that still have to run before it.
+    """
+
+    number: int
+    name: str
+    incoming: list[_Storage | None]
+    saved: list[_Storage] = field(default_factory=list)
+    targets: list[_Target] = field(default_factory=list)
+    works: int = 0
+    together: int = 0
+    keeps: bool = False
+    waits_for: int = 0
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a gradient goes: result ``result`` of ``tape``. ``passes``: it is what came in for result ``of``."""
+
+    tape: _Tape
+    result: int
+    bytes: int
+    passes: bool = False
+    of: int = 0
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A tensor of the program: its storage, its bytes, and the autograd node (and result) that made it."""
+
+    storage: _Storage
+    bytes: int
+    made: tuple[_Tape, int] | None = None
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    def __init__(self, assignment: Assignment):
+        self.assignment, self.space = assignment, assignment.space
+        self.graph, self.mesh = self.space.graph, self.space.mesh
+        self.heap = _Heap()
+        self.tapes: list[_Tape] = []
+
+    def step(self) -> Timeline:
+        heap = self.heap
+        values = self._leaves()
+        heap.moment("forward")
+        values = {ref: self._relayed(ref, value) for ref, value in values.items()}
+        readers = self._readers()
+        for number, instance in enumerate(self.space.folded.instances):
+            inputs = {ref: values[ref] for ref in instance.block.inputs}
+            values.update(self._block(instance, inputs))
+            for ref in [ref for ref, last in readers.items() if last == number and ref in values]:
+                heap.drop(values.pop(ref).storage)
+        leaving = [self._output(position, values) for position in range(len(self.space.leaving))]
+        for value in (*values.values(), *leaving):
+            heap.drop(value.storage)
+        self._backward([leaving[i] for i in self.graph.roots])
+        alive = sorted(heap.peak_alive, key=lambda held: -held.bytes)
+        left = tuple(each.held for each in heap.alive)
+        return Timeline(heap.peak, heap.peak_at, tuple(heap.moments), tuple(alive), left)
+
+    def _readers(self) -> dict[Ref, int]:
+        """Value -> number of the last block that reads it, for values that nothing else needs."""
+        found: dict[Ref, int] = {}
+        for number, instance in enumerate(self.space.folded.instances):
+            found.update(dict.fromkeys(instance.block.outputs, number))
+            found.update(dict.fromkeys(instance.block.inputs, number))
+        leaving = set(self.space.leaving)
+        return {ref: number for ref, number in found.items() if ref not in leaving}
+
+    def _leaves(self) -> dict[Ref, _Value]:
+        values = {}
+        for leaf in self.graph.leaves:
+            tensor, layout = leaf.results[0], self.assignment.produced(Ref(leaf.name))
+            size = local_bytes(tensor, layout, self.mesh)
+            use = "parameters" if leaf.op in ("param", "buffer") else "activations"
+            storage = self.heap.new(leaf.target or leaf.name, use, size)
+            made = None
+            if leaf.op == "param" and tensor.grad:
+                state = size // tensor.item_bytes * self.space.training.optimizer_bytes_per_element
+                self.heap.new(leaf.target, "optimizer", state)
+                tape = self._tape(leaf.target, 1)
+                tape.keeps = True
+                made = (tape, 0)
+            values[Ref(leaf.name)] = _Value(self.heap.hold(storage), size, made)
+        return values
+
+    def _tape(self, name: str, results: int) -> _Tape:
+        tape = _Tape(len(self.tapes), name, [None] * results)
+        self.tapes.append(tape)
+        return tape
+
+    # ---- forward ----
+
+    def _block(self, instance: Instance, inputs: dict[Ref, _Value]) -> dict[Ref, _Value]:
+        """Run one instance; returns its outputs, each held once."""
+        heap, block = self.heap, instance.block
+        frame = dict(inputs)
+        for value in frame.values():
+            heap.hold(value.storage)
+        last = {ref: i for i, node in enumerate(block.nodes) for ref in node.inputs}
+        kept = set(block.outputs)
+        ready = self._summed(instance, frame)
+        for i, node in enumerate(block.nodes):
+            heap.moment(f"forward {node.path or node.name}: {node.op}")
+            for ref, value in self._operator(node, frame, ready).items():
+                if ref in kept or ref in last:
+                    frame[ref] = value
+                else:
+                    heap.drop(value.storage)
+            for ref in dict.fromkeys(node.inputs):
+                if last[ref] == i and ref not in kept:
+                    heap.drop(frame.pop(ref).storage)
+        return {ref: frame[ref] for ref in block.outputs if ref in frame}
+
+    def _summed(self, instance: Instance, frame: dict[Ref, _Value]) -> dict[Ref, _Value]:
+        """Parameters whose gradients are summed in one call: views, and an autograd node per axis."""
+        grouped: dict[tuple[tuple[int, ...], str], dict[Ref, None]] = {}
+        for node in instance.block.nodes:
+            for position, ref in enumerate(node.inputs):
+                axes = self.assignment.summed_over(node, position)
+                if axes:
+                    grouped.setdefault((axes, self.graph.type_of(ref).dtype), {})[ref] = None
+        ready: dict[Ref, _Value] = {}
+        for (axes, _), refs in grouped.items():
+            for _axis in axes:
+                current = [ready.get(ref, frame[ref]) for ref in refs]
+                tape = self._tape("sum of gradients", len(current))
+                tape.together = sum(value.bytes for value in current if value.made)
+                tape.targets = [_Target(*value.made, value.bytes) for value in current if value.made]
+                for number, (ref, value) in enumerate(zip(refs, current, strict=True)):
+                    ready[ref] = _Value(value.storage, value.bytes, (tape, number) if value.made else None)
+        return ready
+
+    def _operator(self, node: Node, frame: dict[Ref, _Value], ready: dict[Ref, _Value]) -> dict[Ref, _Value]:
+        """Convert the operands, make the results, remember what backward needs; returns the results, held."""
+        heap, choice, types = self.heap, self.assignment.choice(node), self.graph.input_types(node)
+        converted: dict[tuple[Ref, object], _Value] = {}
+        operands = []
+        for position, ref in enumerate(node.inputs):
+            key = (ref, choice.operands[position])
+            if key not in converted:
+                summed = ready.get(ref) if self.assignment.summed_over(node, position) else None
+                route = () if summed else self.assignment.operand_route(node, position)
+                converted[key] = self._converted(summed or frame[ref], types[position], route, ref)
+            operands.append(converted[key])
+        results = self._results(node, types, operands)
+        for value in converted.values():
+            heap.drop(value.storage)
+        relayed = {}
+        for number, value in enumerate(results):
+            ref = Ref(node.name, number)
+            relayed[ref] = self._relayed(ref, value) if self.space.is_read(ref) else value
+        return relayed
+
+    def _results(self, node: Node, types: tuple[TensorType, ...], operands: list[_Value]) -> list[_Value]:
+        heap, row, choice = self.heap, OPS.get(node.op), self.assignment.choice(node)
+        sizes = [local_bytes(t, layout, self.mesh) for t, layout in zip(node.results, choice.results, strict=True)]
+        shares = node.shares or ((0,) if row is not None and row.view else (-1,)) * len(sizes)
+        storages = [
+            heap.hold(operands[shared].storage) if shared >= 0 else heap.new(node.name, "activations", size)
+            for shared, size in zip(shares, sizes, strict=True)
+        ]
+        flows = [
+            tensor.grad and Ref(node.name, i) in self.graph.differentiated for i, tensor in enumerate(node.results)
+        ]
+        if not any(flows):
+            return [_Value(s, size) for s, size in zip(storages, sizes, strict=True)]
+        tape = self._tape(f"{node.path or node.name}: {node.op}", len(sizes))
+        saves = row.saved(node, types) if row is not None else tuple(f"in{i}" for i in range(len(operands)))
+        tensors = {f"in{i}": value.storage for i, value in enumerate(operands)}
+        tensors |= {f"out{i}": storage for i, storage in enumerate(storages)}
+        for word in saves:
+            if word in OWN:
+                size = self._own_bytes(word, types, operands)
+                tape.saved.append(heap.new(node.name, "activations", size))
+            elif word in tensors:
+                tape.saved.append(heap.hold(tensors[word]))
+        tape.works = row.works * max(operands[0].bytes, sizes[0]) if row is not None and operands else 0
+        passes = row.passes if row is not None else ()
+        for i, (value, tensor) in enumerate(zip(operands, types, strict=True)):
+            if value.made is not None and tensor.grad:
+                same = value.bytes == sizes[0] and tensor.dtype == node.results[0].dtype and not saves
+                tape.targets.append(_Target(*value.made, value.bytes, passes=i in passes and same))
+        return [
+            _Value(s, size, (tape, i) if flow else None)
+            for i, (s, size, flow) in enumerate(zip(storages, sizes, flows, strict=True))
+        ]
+
+    def _own_bytes(self, word: str, types: tuple[TensorType, ...], operands: list[_Value]) -> int:
+        """Bytes of what an operator keeps for backward besides operands and results."""
+        on_cpu = self.space.cost.cluster.backend == "gloo"
+        item = types[0].item_bytes
+        if word == "own":
+            return operands[0].bytes
+        if word == "mask":  # a byte for each element on GPUs, a tensor like the operand on CPUs
+            return operands[0].bytes if on_cpu else operands[0].bytes // item
+        rows = operands[0].bytes // item // types[0].shape[-1]
+        if word == "rows":
+            return 4 * rows
+        return 3 * item * rows * types[1].shape[-2] if on_cpu else 0  # softmax, mask, and their product
+
+    def _relayed(self, ref: Ref, value: _Value) -> _Value:
+        """A held value, converted to the layout in which its readers find it; held."""
+        route = self.assignment.relay_route(ref)
+        result = self._converted(value, self.graph.type_of(ref), route, ref)
+        self.heap.drop(value.storage)
+        return result
+
+    def _output(self, position: int, values: dict[Ref, _Value]) -> _Value:
+        ref = self.space.leaving[position]
+        return self._converted(values[ref], self.graph.type_of(ref), self.assignment.output_route(position), ref)
+
+    def _converted(self, value: _Value, tensor: TensorType, route: Route, ref: Ref) -> _Value:
+        """``value`` after a route; the result is held once more."""
+        heap = self.heap
+        heap.hold(value.storage)
+        gathered = self.graph.by_name[ref.node].op == "param"
+        for step in route:
+            if self.mesh.axes[step.axis].size == 1:
+                continue
+            following = self._stepped(value, tensor, step, f"{ref.node} as {step.dst}", gathered)
+            heap.drop(value.storage)
+            value = following
+        return value
+
+    def _stepped(self, value: _Value, tensor: TensorType, step: Step, name: str, gathered: bool) -> _Value:
+        heap = self.heap
+        size = local_bytes(tensor, step.after, self.mesh)
+        use = "gathered" if gathered and size > value.bytes else "activations"
+        if step.rule in ("I>R", "R>I"):
+            storage = heap.hold(value.storage)
+        else:
+            # A shard of an inner dim is put in order before it is sent, or after it was received.
+            apart = [t for t in (step.src, step.dst) if isinstance(t, Shard) and (t.dim > 0 or t.outer > 1)]
+            scratch = heap.new(name, "temporary", max(size, value.bytes) if apart else 0)
+            storage = heap.new(name, use, size)
+            heap.drop(scratch)
+        made = None
+        if value.made is not None:
+            tape = self._tape(name, 1)
+            tape.targets = [_Target(*value.made, value.bytes, passes=step.rule in ("R>I", "P>I"))]
+            made = (tape, 0)
+        return _Value(storage, size, made)
+
+    # ---- backward ----
+
+    def _backward(self, roots: list[_Value]) -> None:
+        heap = self.heap
+        starts = [(*value.made, value.bytes) for value in roots if value.made is not None]
+        reached = self._reached([tape for tape, *_ in starts])
+        for tape in self.tapes:
+            if tape not in reached:
+                for storage in tape.saved:
+                    heap.drop(storage)
+            for target in tape.targets if tape in reached else ():
+                target.tape.waits_for += 1
+        for tape, result, size in starts:
+            tape.incoming[result] = heap.new("gradient of the loss", "temporary", size)
+        ready = [-tape.number for tape, *_ in starts]
+        heapq.heapify(ready)
+        while ready:
+            tape = self.tapes[-heapq.heappop(ready)]
+            self._undo(tape)
+            for target in tape.targets:
+                target.tape.waits_for -= 1
+                if not target.tape.waits_for:
+                    heapq.heappush(ready, -target.tape.number)
+
+    @staticmethod
+    def _reached(roots: list[_Tape]) -> dict[_Tape, None]:
+        found = dict.fromkeys(roots)
+        waiting = list(found)
+        while waiting:
+            for target in waiting.pop().targets:
+                if target.tape not in found:
+                    found[target.tape] = None
+                    waiting.append(target.tape)
+        return found
+
+    def _undo(self, tape: _Tape) -> None:
+        """Run one node of backward."""
+        heap = self.heap
+        if tape.keeps:
+            return
+        heap.moment(f"backward {tape.name}")
+        works = heap.new(tape.name, "temporary", tape.works)
+        together = heap.new("gradients", "gradients", tape.together)
+        arriving = []
+        for target in tape.targets:
+            came = tape.incoming[target.of]
+            if tape.together:
+                storage = heap.hold(together)
+            elif target.passes and came is not None:
+                storage = heap.hold(came)
+            else:
+                stays = target.tape.keeps or target.tape.together
+                storage = heap.new(f"gradient in {tape.name}", "gradients" if stays else "temporary", target.bytes)
+            arriving.append((target, storage))
+        for storage in (together, works, *filter(None, tape.incoming), *tape.saved):
+            heap.drop(storage)
+        for target, storage in arriving:
+            self._arrive(target.tape, target.result, storage)
+
+    def _arrive(self, target: _Tape, number: int, storage: _Storage) -> None:
+        """Add a gradient to what has arrived: in place where nobody else holds one of the two."""
+        heap, present = self.heap, target.incoming[number]
+        if present is None:
+            target.incoming[number] = storage
+        elif present.holders == 1:
+            heap.drop(storage)
+        elif storage.holders == 1:
+            heap.drop(present)
+            target.incoming[number] = storage
+        else:
+            target.incoming[number] = heap.new(target.name, "temporary", storage.held.bytes)
+            heap.drop(present)
+            heap.drop(storage)

@@ -1,0 +1,100 @@
+"""The timeline of a step's memory, by hand on a small graph and by law on planned ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from planner.graph import Graph, Node, Ref, TensorType
+from planner.memory import USES, Timeline, timeline
+from tests.planner.plans import plan_of, residual_mlp
+
+PINS = (
+    {"data": 4},
+    {"data": 4, "zero": 3},
+    {"tensor": 4},
+    {"data": 2, "tensor": 2},
+    {"data": 2, "tensor": 2, "zero": 3},
+)
+
+
+def timeline_of(graph: Graph, pin: dict[str, int]) -> Timeline:
+    assignment = plan_of(graph, pin=pin).assignment
+    assert assignment is not None
+    return timeline(assignment)
+
+
+def product(rows: int = 64, width: int = 32) -> Graph:
+    """``mean(relu(x w))`` of ``x [rows, width]`` and a square ``w``, float32."""
+    hidden, scalar = TensorType((rows, width), "float32", True), TensorType((), "float32", True)
+    return Graph(
+        (
+            Node("x", "input", (), (TensorType((rows, width), "float32"),), target="x"),
+            Node("w", "param", (), (TensorType((width, width), "float32", True),), target="w"),
+            Node("mm", "aten.mm.default", (("self", Ref("x")), ("mat2", Ref("w"))), (hidden,)),
+            Node("relu", "aten.relu.default", (("self", Ref("mm")),), (hidden,)),
+            Node(
+                "loss",
+                "aten.mean.default",
+                (("self", Ref("relu")), ("dtype", None)),
+                (scalar,),
+            ),
+        ),
+        (Ref("loss"),),
+    )
+
+
+def test_a_product_by_hand() -> None:
+    found = timeline_of(product(), {"data": 4})
+    activation, weight = 64 * 32 * 4 // 4, 32 * 32 * 4
+    always = activation + weight + 2 * weight  # input, parameter, Adam's moments
+    at = dict(found.moments)
+    # The relu holds its operand until it has its result; the result is what its backward needs.
+    assert at["forward relu: aten.relu.default"] == always + 2 * activation
+    # Its result, the gradient of that, and the gradient of its operand.
+    assert at["backward relu: aten.relu.default"] == always + 3 * activation
+    assert at["backward mm: aten.mm.default"] == always + activation + weight
+    # The gradient, and the copy of it that is summed over ranks.
+    assert at["backward sum of gradients"] == found.peak_bytes == always + 2 * weight
+    assert sum(held.bytes for held in found.left if held.use == "gradients") == weight
+
+
+@pytest.mark.parametrize("pin", PINS, ids=str)
+def test_what_is_left_is_what_a_step_keeps(pin: dict[str, int]) -> None:
+    graph = residual_mlp()
+    plan = plan_of(graph, pin=pin)
+    assert plan.assignment is not None
+    found = timeline(plan.assignment)
+    left = Counter[str]()
+    for held in found.left:
+        left[held.use] += held.bytes
+    assert left["gradients"] == left["parameters"]
+    assert left["optimizer"] == 2 * left["parameters"]
+    inputs = sum(node.results[0].size_bytes for node in graph.leaves if node.op == "input")
+    assert left["activations"] == inputs // dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)).get("data", 1)
+    assert left["temporary"] == left["gathered"] == 0
+
+
+@pytest.mark.parametrize("pin", PINS, ids=str)
+def test_the_peak_is_what_is_alive_then(pin: dict[str, int]) -> None:
+    found = timeline_of(residual_mlp(), pin)
+    assert found.peak_bytes == sum(held.bytes for held in found.alive) == max(size for _, size in found.moments)
+    assert set(found.by_use()) == set(USES)
+    assert sum(found.by_use().values()) == found.peak_bytes
+    assert f"{found.peak_bytes:,} bytes in {found.peak_at}" in str(found)
+
+
+def test_activations_grow_with_depth_and_other_bytes_too() -> None:
+    sizes = [timeline_of(residual_mlp(layers), {"data": 4}).peak_bytes for layers in (2, 3, 4, 5)]
+    steps = [b - a for a, b in itertools.pairwise(sizes)]
+    assert len(set(steps)) == 1
+    assert steps[0] > 0
+
+
+def test_zero_3_holds_less_and_shows_what_is_gathered() -> None:
+    whole, cut = (timeline_of(residual_mlp(), {"data": 4, "zero": zero}).by_use() for zero in (0, 3))
+    assert cut["optimizer"] * 4 == whole["optimizer"]
+    assert cut["gathered"] > 0
+    assert whole["gathered"] == 0
