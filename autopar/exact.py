@@ -1,4 +1,9 @@
-"""Exact: a twin of a model that computes in float64 and drops nothing, so that errors stand out from rounding."""
+"""Exact: a twin of a model that computes in float64 and drops nothing, so that errors stand out from rounding.
+
+Usually the twin is captured like any model. Where the dtype decides what a model does (bfloat16 models cast to float32
+and back, which is nothing in float64), the twin has other operators than the model; then the model's own graph is run
+with its dtypes widened (:func:`widened`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +19,10 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from planner.graph import Graph, Node
+
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_NARROW_NAMES = frozenset(str(dtype).removeprefix("torch.") for dtype in _NARROW)
 _CASTS = {
     torch.Tensor.float: torch.Tensor.double,
     torch.Tensor.half: torch.Tensor.double,
@@ -21,6 +30,7 @@ _CASTS = {
 }
 _RATES = {
     torch.nn.functional.scaled_dot_product_attention: (4, "dropout_p"),
+    torch.ops.aten.scaled_dot_product_attention.default: (4, "dropout_p"),
     # The mode is off inside functions that it is told of, so the outermost one must be stopped.
     torch.nn.functional.multi_head_attention_forward: (
         list(inspect.signature(torch.nn.functional.multi_head_attention_forward).parameters).index("dropout_p"),
@@ -38,6 +48,28 @@ def twin(model: nn.Module) -> nn.Module:
 def widen(tree: Any) -> Any:
     """``tree`` with every tensor of a narrower float type in float64."""
     return pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.dtype in _NARROW else t, tree)
+
+
+def widened(graph: Graph) -> Graph:
+    """``graph`` with every narrower float type in float64, casts to them included, and rates of dropping 0."""
+    return replace(graph, nodes=tuple(map(_widened, graph.nodes)))
+
+
+def _widened(node: Node) -> Node:
+    rates = ("dropout_p", "p") if "dropout" in node.op else ("dropout_p",)
+    args = {name: f"torch.{_wide_name(value)}" if _is_dtype(value) else value for name, value in node.args}
+    args |= {name: 0.0 for name in rates if args.get(name)}
+    results = tuple(replace(result, dtype=_wide_name(result.dtype)) for result in node.results)
+    return replace(node, args=tuple(args.items()), results=results)
+
+
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, str) and value.startswith("torch.")
+
+
+def _wide_name(dtype: object) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return "float64" if name in _NARROW_NAMES else name
 
 
 @contextlib.contextmanager

@@ -9,9 +9,10 @@ against the plan's prediction.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.tensor import DTensor
 
-from autopar.api import Traced, assign, check_arguments, plan_traced, trace
+from autopar.api import Traced, assign, check_arguments, given_plan, plan_traced, trace
 from autopar.capture import LossFn, _caches_off, _example_inputs, _WithLoss
 from autopar.compare import first_divergence, reference_values
-from autopar.exact import exact, twin, widen
+from autopar.exact import exact, twin, widen, widened
 from autopar.observe import differences, observe
 from autopar.runtime.mesh import groups_of
 from autopar.simulate import DivergedError, Simulation
@@ -32,9 +33,9 @@ from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.cost import CostModel
 from planner.errors import PinError, VerificationError
-from planner.fold import Folded, fold, fold_off, relabel
+from planner.fold import Folded, Instance, fold
 from planner.formulate import Assignment, Role, Space, Training, rules_of
-from planner.graph import Ref
+from planner.graph import Graph, Ref
 from planner.layout import Layout, Mesh
 from planner.pins import Pins, filters
 from planner.plan import Plan
@@ -43,8 +44,8 @@ from planner.solve import solve
 from planner.strategy import Choice
 
 RTOL = 1e-10
-SIMULATED_RANKS = 8
-"""A mesh of more ranks is simulated with its axes reduced to 2."""
+SIMULATED_RANKS = 12
+"""A mesh of more ranks is simulated with its axes reduced to their least divisors."""
 
 
 # ---- what the original computes --------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ class Reference:
 
     Attributes:
         model: the float64 twin, as it was before the step.
-        traced: its graph.
+        traced: its graph, or one that stands for it (:func:`aligned`).
         args, kwargs: the global batch.
         outputs: what it returned, flattened; ``names`` aligns with it.
         loss: position of the loss among the outputs, ``None`` if there is none (then no gradients).
@@ -97,6 +98,26 @@ def reference(
     gradients = {name: p.grad for name, p in stepped.named_parameters() if p.grad is not None}
     kept = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
     return Reference(before, traced, args, kwargs, kept, names, loss, gradients, dict(stepped.named_buffers()))
+
+
+def aligned(reference: Reference, traced: Traced) -> Reference:
+    """``reference`` with a graph of the same operators as the model's own, whose decisions then apply to it.
+
+    Args:
+        traced: the model as it was captured for the plan.
+    """
+    if _wiring(reference.traced.graph) == _wiring(traced.graph):
+        return reference
+    exactly, constants = reference.traced.captured.constants, widen(dict(traced.captured.constants))
+    if {name: c.shape for name, c in exactly.items()} == {name: c.shape for name, c in constants.items()}:
+        constants = exactly  # computed in float64, not rounded before
+    captured = replace(traced.captured, constants=constants)
+    return replace(reference, traced=replace(traced, captured=captured, graph=widened(traced.graph)))
+
+
+def _wiring(graph: Graph) -> object:
+    """Every operator and what it reads; after a cast to what it is already, the tracer reads the operand on."""
+    return [(node.name, node.op, node.inputs) for node in graph.nodes], graph.outputs, graph.updates
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -267,8 +288,17 @@ class Verification:
     agreement: Agreement | None
     notes: tuple[str, ...]
 
+    @property
+    def verdict(self) -> str:
+        """What was verified, and on which mesh."""
+        if self.simulated is None:
+            return "types verified, values not compared"
+        if self.simulated == self.mesh:
+            return "verified"
+        return f"types verified; values verified on mesh {_describe(self.simulated)}"
+
     def __str__(self) -> str:
-        lines = [f"{self.model} on mesh {_describe(self.mesh)}: verified", f"  types        {self.types}"]
+        lines = [f"{self.model} on mesh {_describe(self.mesh)}: {self.verdict}", f"  types        {self.types}"]
         if self.agreement is not None and self.simulated is not None:
             for what, errors in (
                 ("outputs", self.agreement.outputs),
@@ -287,7 +317,7 @@ class Verification:
 
 def verify(
     model: nn.Module,
-    cluster_or_plan: ClusterSpec | Plan,
+    cluster_or_plan: ClusterSpec | Plan | str | os.PathLike[str],
     *,
     example_args: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -302,7 +332,7 @@ def verify(
 
     Args:
         model: as for :func:`autopar.plan`. On the meta device there are no values: only types are checked.
-        cluster_or_plan: a plan, or a cluster to plan for.
+        cluster_or_plan: a plan, the path of one's file, or a cluster to plan for.
         example_args, example_kwargs, loss_fn, pin, time_limit_s: as for :func:`autopar.plan`; the batch is also
             the one that is compared.
         mesh: with a cluster, plan on this mesh (axis name -> ranks) instead of searching all.
@@ -312,12 +342,14 @@ def verify(
         VerificationError: a type is wrong, a value differs (names the first module that does), or a collective
             was not predicted.
     """
+    if isinstance(cluster_or_plan, (str, os.PathLike)):
+        cluster_or_plan = given_plan(cluster_or_plan)
     cluster = cluster_or_plan.cluster if isinstance(cluster_or_plan, Plan) else cluster_or_plan
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     if isinstance(cluster_or_plan, Plan) and (pin or mesh):
         raise PinError("a plan is already decided, so pin and mesh have nothing left to fix: give a cluster instead")
     traced = trace(model, example_args, example_kwargs, loss_fn)
-    assignment, pins = _decide(traced, cluster_or_plan, pin, mesh, time_limit_s)
+    assignment = _decide(traced, cluster_or_plan, pin, mesh, time_limit_s)
     real = assignment.space.mesh
     types = typecheck(traced.captured, assignment)
     notes: list[str] = []
@@ -325,26 +357,24 @@ def verify(
     if any(t.is_meta for t in _tensors(model, args, kwargs)):
         notes.append("the model or its batch is on the meta device: types were checked, values were not")
         return Verification(traced.name, real, types, None, None, tuple(notes))
-    ref = reference(model, args, kwargs, loss_fn)
+    ref = aligned(reference(model, args, kwargs, loss_fn), traced)
     small = real if real.size <= SIMULATED_RANKS else _shrunk(real)
+    space = space_on(ref.traced, small, cluster, Pins.parse(None), refolded(ref.traced, assignment.space.folded))
+    simulated, missing = _transfer(assignment, space)
+    if simulated is None:
+        notes.append(
+            f"WARNING: {real.size} ranks are too many to simulate, and the layout of {missing} does not exist on "
+            f"{_describe(small)}: values were not compared. Verify a plan for fewer devices with the same pins, or a "
+            "model whose sizes divide by them"
+        )
+        return Verification(traced.name, real, types, None, None, tuple(notes))
     if small != real:
         notes.append(f"{real.size} ranks are too many to simulate: values were compared on {_describe(small)}")
-    folded = refolded(ref.traced, assignment.space.folded)
-    twin_space = space_on(ref.traced, small, assignment.space.cost.cluster, pins, folded)
-    twin_assignment = _transfer(assignment, twin_space)
-    if twin_assignment is None and small == real:
-        raise VerificationError(
-            "the model's float64 twin is captured as another graph, so this plan cannot be run for it: its types hold, "
-            "but its values were not compared; compare them on the cluster instead"
-        )
-    if twin_assignment is None:
-        notes.append("the plan's own decisions do not fit there: it was planned again with the same pins")
-        twin_assignment = decide_on(ref.traced, small, assignment.space.cost.cluster, pins, time_limit_s)
     if _draws(traced):
         notes.append("dropout was switched off for the comparison")
     if ref.loss is None:
         notes.append("the model returns no differentiable scalar: outputs were compared, gradients were not")
-    agreement = _agree(ref, twin_assignment, rtol, seed)
+    agreement = _agree(ref, simulated, rtol, seed)
     return Verification(traced.name, real, types, small, agreement, tuple(notes))
 
 
@@ -354,14 +384,14 @@ def _decide(
     pin: Mapping[str, Any] | None,
     mesh: Mapping[str, int] | None,
     time_limit_s: float,
-) -> tuple[Assignment, Pins]:
+) -> Assignment:
     if isinstance(cluster_or_plan, Plan):
-        return assign(traced, cluster_or_plan), Pins.parse(cluster_or_plan.pin)
+        return assign(traced, cluster_or_plan)
     pins = Pins.parse(pin)
     if mesh is not None:
-        return decide_on(traced, Mesh.of(**mesh), cluster_or_plan, pins, time_limit_s), pins
+        return decide_on(traced, Mesh.of(**mesh), cluster_or_plan, pins, time_limit_s)
     plan = plan_traced(traced, cluster_or_plan, pins, Training(), time_limit_s=time_limit_s)
-    return assign(traced, plan), pins
+    return assign(traced, plan)
 
 
 def _agree(ref: Reference, assignment: Assignment, rtol: float, seed: int) -> Agreement:
@@ -388,12 +418,15 @@ def space_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, folde
 
 
 def refolded(traced: Traced, like: Folded) -> Folded:
-    """A captured model folded as its twin was: the same blocks, apart where the twin decides them apart."""
-    lengths = [len(instance.block.nodes) for instance in like.instances]
-    for folded in (fold(traced.graph), fold_off(traced.graph)):
-        if [len(instance.block.nodes) for instance in folded.instances] == lengths:
-            return relabel(folded, [instance.kind for instance in like.instances])
-    return fold(traced.graph)
+    """A graph folded as another one of the same operators is."""
+    nodes = traced.graph.by_name
+    return Folded(
+        traced.graph,
+        tuple(
+            Instance(each.kind, replace(each.block, nodes=tuple(nodes[node.name] for node in each.block.nodes)))
+            for each in like.instances
+        ),
+    )
 
 
 def decide_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, time_limit_s: float = 60.0) -> Assignment:
@@ -402,18 +435,16 @@ def decide_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, time
     return space.assignment(solve(space.problem(None), time_limit_s=time_limit_s))
 
 
-def _transfer(assignment: Assignment, space: Space) -> Assignment | None:
-    """The same decisions for another space of the same roles; ``None`` if one does not exist there."""
+def _transfer(assignment: Assignment, space: Space) -> tuple[Assignment | None, str]:
+    """The same decisions for another space of the same roles; ``None``, and what cannot be decided so, if not."""
     chosen: dict[Role, Choice | Layout] = {}
     for role in space.roles:
-        if role not in assignment.chosen:
-            return None
         wanted = _key(assignment.chosen[role])
         found = next((option for option in space.options[role] if _key(option) == wanted), None)
         if found is None:
-            return None
+            return None, space.describe(role)
         chosen[role] = found
-    return Assignment(space, chosen)
+    return Assignment(space, chosen), ""
 
 
 def _key(decision: Choice | Layout) -> object:
@@ -421,7 +452,15 @@ def _key(decision: Choice | Layout) -> object:
 
 
 def _shrunk(mesh: Mesh) -> Mesh:
-    return Mesh.of(**{axis.name: min(axis.size, 2) for axis in mesh.axes})
+    """A mesh of the same axes, small enough to simulate; of least divisors, so that what divided still does."""
+    least = {axis.name: _least_divisor(axis.size) for axis in mesh.axes}
+    if math.prod(least.values()) <= SIMULATED_RANKS:
+        return Mesh.of(**least)
+    return Mesh.of(**{name: min(size, 2) for name, size in least.items()})
+
+
+def _least_divisor(size: int) -> int:
+    return next((d for d in range(2, size + 1) if size % d == 0), 1)
 
 
 def _describe(mesh: Mesh) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.exact import exact, twin, widen
+from autopar.api import trace
+from autopar.exact import exact, twin, widen, widened
 from autopar.observe import differences
 from autopar.verification import decide_on, reference, verify
 from planner.cluster import ClusterSpec
@@ -67,7 +70,111 @@ def test_the_plan_of_a_large_mesh_is_compared_on_a_small_one() -> None:
     assert found.mesh.size == found.types.ranks == 128
     assert found.simulated == Mesh.of(data=2, tensor=2)
     assert any("128 ranks are too many" in note for note in found.notes)
-    assert not any("planned again" in note for note in found.notes)
+    first = str(found).splitlines()[0]
+    assert first.endswith("on mesh data 16 x tensor 8: types verified; values verified on mesh data 2 x tensor 2")
+
+
+class Squares(nn.Module):
+    """Sizes that divide by few numbers."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(size, size), nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu()).square().mean()
+
+
+@pytest.mark.parametrize(("size", "simulated"), [(9, Mesh.of(data=3, tensor=3)), (25, None)])
+def test_a_mesh_is_made_smaller_only_as_its_layouts_allow(size: int, simulated: Mesh | None) -> None:
+    ranks = math.isqrt(size) * math.isqrt(size)
+    pin = dict.fromkeys(("data", "tensor"), math.isqrt(size))
+    found = verify(
+        Squares(size), ClusterSpec.local(ranks), example_kwargs={"x": torch.randn(size, size)}, pin=pin, **QUICK
+    )
+    assert found.types.ranks == ranks
+    assert found.simulated == simulated
+    if simulated is None:
+        assert found.verdict == "types verified, values not compared"
+        assert any(re.search(r"WARNING: 25 ranks.*does not exist on data 2 x tensor 2", note) for note in found.notes)
+
+
+def qwen2() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "bert", "t5"])
+def test_models_of_every_precision_are_verified_in_float64(name: str, dtype: torch.dtype) -> None:
+    """In float64 casts come to nothing, and branches on the dtype go another way; the decisions must apply still."""
+    model, batch = (qwen2(), MODELS["llama"].build()[1]) if name == "qwen2" else MODELS[name].build()
+    found = verify(model.to(dtype), ClusterSpec.local(2), example_kwargs=batch, pin={"tensor": 2}, **QUICK)
+    assert found.verdict == "verified"
+    assert found.agreement is not None and found.agreement.agrees()
+    assert set(found.agreement.gradients) == {name for name, p in model.named_parameters()}
+
+
+class Rescaled(nn.Module):
+    """Holds a constant that no narrow float can hold, and casts so that the float64 twin has other operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if x.dtype == torch.bfloat16:
+            y = y.abs().sqrt().to(torch.float32).square()
+        else:
+            y = y.abs()
+        return (F.dropout(y, 0.5, self.training) * torch.tensor(0.1)).sum()
+
+
+def test_constants_of_a_graph_in_another_precision_are_exact() -> None:
+    batch = {"x": torch.randn(8, 16, dtype=torch.bfloat16)}
+    found = verify(Rescaled().bfloat16(), ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2})
+    assert found.agreement is not None and found.agreement.agrees()
+
+
+def test_operators_of_a_graph_are_exact_too() -> None:
+    x = torch.randn(2, 4, 2, dtype=torch.float64)
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    with exact():
+        assert torch.ops.aten._to_copy.default(x, dtype=torch.bfloat16).dtype == torch.float64
+        assert torch.equal(torch.ops.aten.dropout.default(x, 0.5, True), x)
+        assert torch.equal(attention(x, x, x, None, 0.9), attention(x, x, x, None, 0.0))
+
+
+def test_a_narrow_model_s_first_diverging_module_is_named() -> None:
+    model = Wrapped(nn.Sequential(Narrowed(), nn.Dropout(0.5), Noise())).bfloat16()
+    batch = {"x": torch.randn(8, 16, dtype=torch.bfloat16)}
+    with pytest.raises(VerificationError, match=r"culprit\.2: aten\.rand_like"):
+        verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2})
+
+
+class Narrowed(nn.Module):
+    """Has fewer operators in float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu().to(x.dtype) if x.dtype == torch.float64 else x.float().relu().to(x.dtype)
+
+
+def test_a_widened_graph_is_the_model_s_own() -> None:
+    model, batch = MODELS["gpt2"].build()
+    traced = trace(model.bfloat16(), None, batch)
+    graph = widened(traced.graph)
+    assert [(n.name, n.op, n.inputs) for n in graph.nodes] == [(n.name, n.op, n.inputs) for n in traced.graph.nodes]
+    dtypes = {result.dtype for node in graph.nodes for result in node.results}
+    assert "float64" in dtypes and not dtypes & {"float32", "bfloat16"}
+    assert not any(value == "torch.bfloat16" for node in graph.nodes for _, value in node.args)
+    assert not any(node["p"] or node["dropout_p"] for node in graph.nodes if "dropout" in node.op)
 
 
 def test_a_model_without_values_has_its_types_checked() -> None:
