@@ -191,7 +191,9 @@ def _capture_whole(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kw
         with _caches_off(model):
             raise failure(model, whole, args, kwargs, error) from error
     if _mutates(exported):
-        exported = exported.run_decompositions({})
+        with warnings.catch_warnings():  # of torch about its own copying
+            warnings.simplefilter("ignore", FutureWarning)
+            exported = exported.run_decompositions({})
     return _captured(exported, model, Repeats(None))
 
 
