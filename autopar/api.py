@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.build import build
-from autopar.capture import Captured, LossFn, capture
+from autopar.capture import Captured, LossFn, capture, no_garbage
 from autopar.lower import lower
 from autopar.materialize import Source, part_maker
 from autopar.runtime.mesh import device_mesh
@@ -56,8 +56,9 @@ def trace(
 ) -> Traced:
     """Capture and lower a model; see :func:`autopar.capture.capture`, and :func:`plan` for ``fold``."""
     start = time.monotonic()
-    captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
-    graph = lower(captured)
+    with no_garbage():
+        captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
+        graph = lower(captured)
     if loss_fn is not None and any(p.requires_grad for p in model.parameters()) and not graph.roots:
         raise InputError(
             "the loss that loss_fn returned depends on no parameter that is trained: compute it from the model's "
