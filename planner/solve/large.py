@@ -20,16 +20,16 @@ from planner.solve.neighbourhood import Neighbourhood
 from planner.solve.reduce import reduce
 from planner.solve.relax import Box, Multipliers, plane
 
-_STEPS = 12  # of the prices in one cycle
+_STEPS = 40  # of the prices in one cycle: regions are worth solving only under good ones
 _SWEEPS = 3  # of messages at each step
 _MORE = 10  # times as many sweeps at the best prices, before choices are dropped
 _CLOSED = 1e-3  # part of the gap that these must close each time if more are worth while
-_ROUNDS = 4  # over all vertices in one cycle, to find what fits
+_ROUNDS = 10  # over all vertices in one cycle, at most, to find what fits
 _REGION = 100  # vertices
 _PROGRESS = 0.01  # part of the gap that a cycle must close if another is worth while
 _SHRUNK = 0.9  # start again once at most this part of the choices is left
 _MAX_PAIRS = 200_000  # allowed in a mixed-integer program
-_SHARE = 0.3  # of the time left that a cycle's prices may take
+_SHARE = 0.4  # of the time left that a cycle's prices may take
 
 
 def search_large(model: Model, best: Best, deadline: float) -> float:
@@ -93,27 +93,23 @@ class _Stage:
                 return
             assignment = self._messages(trial.weights(self.model)).decode(singles)
             self._learn(assignment)
-            if self._neighbourhood.objective_s == math.inf:
-                self._neighbourhood = Neighbourhood(self.model, assignment)
             if not self._box.planes:
                 continue
             trial, _ = self._box.highest()
 
     def improve(self, deadline: float) -> None:
-        """Look for a better assignment around the best prices: freely from the best so far, else strictly."""
+        """Look for a better assignment: freely from what the best prices say, then strictly from the better."""
         weights = self._multipliers.weights(self.model)
-        trial = Neighbourhood(self.model, self._neighbourhood.assignment)
+        _, singles = self._evaluate(self._multipliers, _SWEEPS)
+        trial = Neighbourhood(self.model, self._messages(weights).decode(singles))
         trial.improve_freely(weights, _REGION, _ROUNDS, deadline)
         self._learn(trial.assignment)
-        if trial.fits or not self._neighbourhood.fits:
-            if trial.fits:
-                trial.improve_strictly(weights, _REGION, deadline)
-                self._learn(trial.assignment)
-            if not self._neighbourhood.fits or trial.objective_s < self._neighbourhood.objective_s:
-                self._neighbourhood = trial
-                return
-        self._neighbourhood.improve_strictly(weights, _REGION, deadline)
-        self._learn(self._neighbourhood.assignment)
+        known = self._neighbourhood
+        if not known.fits or (trial.fits and trial.objective_s < known.objective_s):
+            self._neighbourhood = trial
+        if self._neighbourhood.fits:
+            self._neighbourhood.improve_strictly(weights, _REGION, deadline)
+            self._learn(self._neighbourhood.assignment)
 
     def useful(self, deadline: float) -> list[Mask] | None:
         """Choices that some assignment below the target may have; None when there is no such assignment."""

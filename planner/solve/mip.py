@@ -13,7 +13,7 @@ from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers.highs_pb2 import HighsOptionsProto
 
 from planner.problem import Floats, Ints
-from planner.solve.model import EXPOSED, HELD, TIME, WALL, Model
+from planner.solve.model import EXPOSED, HELD, TIME, WALL, Mask, Model
 
 _TOLERANCE = 1e-9  # of integrality and of rows, whose largest numbers are near one
 _GAP = 1e-7
@@ -33,14 +33,16 @@ def solve_mip(model: Model, floor_bytes: float, target_s: float, time_limit_s: f
     Transient bytes count as at least ``floor_bytes``.
     """
     program = mathopt.Model()
-    picks = [[program.add_binary_variable() for _ in range(size)] for size in model.sizes]
+    allowed_singles, allowed_pairs = _within(model, target_s)
+    picks = [[program.add_integer_variable(lb=0.0, ub=float(may)) for may in mask] for mask in allowed_singles]
     variables = [pick for each in picks for pick in each]
-    costs = list(model.singles)
+    # What a choice costs that cannot be taken does not matter; its size would only cost digits.
+    costs = [np.where(mask[:, None], each, 0.0) for mask, each in zip(allowed_singles, model.singles, strict=True)]
     for pick in picks:
         # Every vertex takes exactly one choice.
         program.add_linear_constraint(mathopt.fast_sum(pick) == 1.0)
     for (tail, head), table in model.pairs.items():
-        allowed = np.isfinite(table[..., WALL])
+        allowed = allowed_pairs[tail, head]
         flow = {(int(a), int(b)): program.add_variable(lb=0.0, ub=1.0) for a, b in np.argwhere(allowed)}
         variables += flow.values()
         costs.append(table[allowed])
@@ -52,7 +54,8 @@ def solve_mip(model: Model, floor_bytes: float, target_s: float, time_limit_s: f
                 mathopt.fast_sum(flow[int(a), b] for a in np.flatnonzero(allowed[:, b])) == pick
             )
     columns = np.concatenate(costs)
-    second = float(np.abs(columns[:, TIME]).max()) or 1.0
+    # In units of the target: HiGHS' tolerances are absolute, and single costs may be far above it.
+    second = abs(target_s) if 0.0 < abs(target_s) < math.inf else float(np.abs(columns[:, TIME]).max()) or 1.0
     byte = max(float(columns[:, HELD].max()), abs(model.limit_bytes)) or 1.0
 
     # What is exposed of the background is at least zero, and at least the background that no work covers.
@@ -90,6 +93,15 @@ def solve_mip(model: Model, floor_bytes: float, target_s: float, time_limit_s: f
         return Outcome(None, bound)
     values = result.variable_values()
     return Outcome(np.array([int(np.argmax([values[x] for x in pick])) for pick in picks]), bound)
+
+
+def _within(model: Model, target_s: float) -> tuple[list[Mask], dict[tuple[int, int], Mask]]:
+    """Choices and pairs that are not forbidden, nor beyond the target with the least of everything else."""
+    singles = [single[:, TIME] + single[:, WALL] for single in model.singles]
+    pairs = {pair: costs[..., TIME] + costs[..., WALL] for pair, costs in model.pairs.items()}
+    slack = target_s - sum(float(times.min()) for times in (*singles, *pairs.values()))
+    within = [times - times.min() <= slack for times in singles]
+    return within, {pair: np.isfinite(times) & (times - times.min() <= slack) for pair, times in pairs.items()}
 
 
 def _sum(variables: list[mathopt.Variable], factors: Floats) -> mathopt.LinearSum:

@@ -18,8 +18,8 @@ from planner.solve.messages import Near, weigh_pairs
 from planner.solve.model import EXPOSED, HALF_BYTE, HELD, TIME, WALL, Model, Weights
 from planner.solve.regions import grow, solve_region
 
-_LOOKS = 20  # at what is over its room, in one round over all vertices
-_DEARER = 0.02  # part of all prices by which the worst moment's rises then
+_LOOKS = 40  # at what is over its room, in one round over all vertices
+_DEARER = 0.02  # part of all prices by which the worst moment's rises then; more overshoots
 _GUIDES = (0.0, 0.5, 1.0, 2.0)  # times the prices, tried in turn: spare room is worth less than the prices say
 
 

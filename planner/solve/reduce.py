@@ -257,12 +257,15 @@ class _Work:
             allowed = np.isfinite(costs[..., WALL])
             covers = ~(allowed[worse] & ~allowed[better]).any(axis=1)
             better, worse = better[covers], worse[covers]
-        excess = (self._single[v][better] - self._single[v][worse])[:, :WALL]
-        for costs in self._near[v].values():
-            more = costs[better, :, :WALL] - costs[worse, :, :WALL]
-            excess = excess + np.where(np.isfinite(costs[worse, :, WALL:]), more, -math.inf).max(axis=1)
-        beats = (excess <= 0.0).all(axis=1)
-        return _without_ties(better[beats], worse[beats], len(self._single[v]))
+        for column in range(WALL):
+            single = self._single[v][:, column]
+            excess = single[better] - single[worse]
+            for costs in self._near[v].values():
+                of, allowed = costs[..., column], np.isfinite(costs[..., WALL])
+                excess += np.where(allowed[worse], of[better] - of[worse], -math.inf).max(axis=1)
+            beats = excess <= 0.0
+            better, worse = better[beats], worse[beats]
+        return _without_ties(better, worse, len(self._single[v]))
 
     def _drop_beaten_pairs(self, v: int) -> None:
         """Wall off pairs with the only neighbour that another choice of ``v`` equals or beats in every sum."""
