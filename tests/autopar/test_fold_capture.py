@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,7 @@ def both(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> tuple[Captured, G
     """Capture folded and whole, with equal global state; the graphs must be equal, names and all."""
     torch.manual_seed(0)
     reset()
-    folded = capture(model, args or None, kwargs or None)
+    folded = capture(model, args or None, kwargs or None, fold=True)
     reset()
     whole = capture(model, args or None, kwargs or None, fold=False)
     graph = lower(folded)
@@ -75,18 +77,19 @@ def test_the_plan_costs_the_same_on_every_model_of_the_zoo(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
 def test_transformers_layers_are_traced_once(name: str) -> None:
     model, batch = MODELS[name].build()
-    assert copies(capture(model, None, batch)) == 1
+    assert copies(capture(model, None, batch, fold=True)) == 1
 
 
 def test_depth_changes_nothing_but_counts() -> None:
-    shallow, deep = (capture(llama(num_hidden_layers=n), None, text()) for n in (3, 7))
+    shallow, deep = (capture(llama(num_hidden_layers=n), None, text(), fold=True) for n in (3, 7))
     assert (copies(shallow), copies(deep)) == (2, 6)
     assert len({c.body for c in shallow.program.calls}) == len({c.body for c in deep.program.calls})
     both(llama(num_hidden_layers=5), **text())
 
 
-def test_what_is_folded_computes_what_the_model_computes() -> None:
+def test_what_is_folded_computes_what_the_model_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numerically, on every rank of a mesh, with the program that was captured in copies."""
+    monkeypatch.setattr("autopar.verification.trace", functools.partial(trace, fold="capture"))
     for model, batch in ((llama(num_hidden_layers=3), text()), (Stack([Block() for _ in range(3)]), {"x": X})):
         ref = reference(model, None, batch)
         assert copies(ref.traced.captured) == 2
@@ -547,7 +550,7 @@ def test_autocast_off_inside_a_layer_changes_nothing() -> None:
 
 def test_autocast_inside_a_layer_names_module_and_line() -> None:
     with pytest.raises(CaptureError, match=r"module blocks\.0 \(Mixed, .*test_fold_capture\.py:\d+\).*enabled=False"):
-        capture(Stack([Mixed(i) for i in range(2)]), (X,))
+        capture(Stack([Mixed(i) for i in range(2)]), (X,), fold=True)
 
 
 class Peeks(Stack):
@@ -585,7 +588,7 @@ def test_branches_on_values_are_refused_with_the_models_own_line() -> None:
             return x if x.sum() > 0 else super().forward(x, mask)
 
     with pytest.raises(CaptureError, match=r"(?s)test_fold_capture\.py.*return x if x\.sum\(\) > 0"):
-        capture(Stack([Branches(i) for i in range(3)]), (X,))
+        capture(Stack([Branches(i) for i in range(3)]), (X,), fold=True)
 
 
 # ---- nominating ------------------------------------------------------------------------------------------------------
@@ -604,7 +607,7 @@ def test_only_equal_and_outermost_submodules_are_nominated() -> None:
 def test_modules_are_as_they_were_after_capture() -> None:
     model = stack(3)
     before = {name: (dict(vars(m)), set(m._parameters)) for name, m in model.named_modules()}
-    capture(model, (X,))
+    capture(model, (X,), fold=True)
     after = {name: (dict(vars(m)), set(m._parameters)) for name, m in model.named_modules()}
     assert before.keys() == after.keys()
     assert all(before[name][0].keys() == after[name][0].keys() for name in before)

@@ -57,7 +57,7 @@ def elementwise_cases() -> Iterator[Case]:
         "full_like": (2.0,), "fill.Scalar": (2.0,), "hardshrink": (0.5,), "softshrink": (0.5,),
     }  # fmt: skip
     on_ints = ("bitwise", "__", "floor_divide", "heaviside")
-    linear = "neg negative real imag mul.Scalar div.Scalar multiply.Scalar divide.Scalar"
+    linear = "neg negative real imag mul.Scalar div.Scalar multiply.Scalar divide.Scalar pow.Tensor_Scalar"
     unary = (elementwise.NEEDS_NOTHING, elementwise.NEEDS_INPUT, elementwise.NEEDS_OUTPUT, elementwise.ALIASES, linear)
     for name in " ".join(unary).replace("empty_like", "").split():
         for shape in SHAPES:
