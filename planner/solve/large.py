@@ -86,6 +86,7 @@ class _Stage:
         now = time.monotonic()
         late = now + _SHARE * max(0.0, deadline - now)
         trial = self._multipliers
+        self._box.renew()
         for _ in range(_STEPS):
             bound, singles = self._evaluate(trial, _SWEEPS)
             self._box.judge(trial, bound)
@@ -98,10 +99,17 @@ class _Stage:
             trial, _ = self._box.highest()
 
     def improve(self, deadline: float) -> None:
-        """Look for a better assignment: freely from what the best prices say, then strictly from the better."""
-        weights = self._multipliers.weights(self.model)
-        _, singles = self._evaluate(self._multipliers, _SWEEPS)
-        trial = Neighbourhood(self.model, self._messages(weights).decode(singles))
+        """Look for a better assignment: freely from what good prices say, then strictly from the better.
+
+        Good prices are those of the best bound, and then those that the assignment found under them suggests.
+        """
+        for multipliers in (self._multipliers, None):
+            chosen = multipliers or self._box.highest()[0]
+            weights = chosen.weights(self.model)
+            _, singles = self._evaluate(chosen, _SWEEPS)
+            trial = Neighbourhood(self.model, self._messages(weights).decode(singles))
+            trial.improve_freely(weights, _REGION, 1, deadline)
+            self._learn(trial.assignment)
         trial.improve_freely(weights, _REGION, _ROUNDS, deadline)
         self._learn(trial.assignment)
         known = self._neighbourhood

@@ -170,6 +170,10 @@ class Box:
             if moment not in self.moments:
                 self.moments.append(moment)
 
+    def renew(self) -> None:
+        """Forget how good the best point was and look far again, as bounds have become better since."""
+        self._best, self._radius = -math.inf, max(self._radius, 1.0)
+
     def widen(self) -> bool:
         """Look further, if there is more to see."""
         if self._radius >= _MAX_PRICE:
