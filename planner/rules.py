@@ -135,7 +135,7 @@ def axis_strategies(rule: Rule, size: int, outers: Mapping[str, frozenset[int]] 
     """
     found = replicated(rule)
     for factor, length in rule.sizes.items():
-        if factor in rule.whole or length < size:
+        if factor in rule.whole or length < size or size == 1:
             continue
         for outer in sorted((outers or {}).get(factor, frozenset()) | {1}):
             if length % outer == 0 and (length // outer) % size == 0 and (outer == 1 or rule.may_stride(factor)):

@@ -293,8 +293,8 @@ def leaf_layouts(node: Node, mesh: Mesh, strips: Strips) -> list[Layout]:
     types: list[LocalType] = [whole]
     if node.op == "param":
         types += shards_of(tensor, strips)
-    elif node.op == "input" and tensor.shape:
-        types.append(Shard(0))
+    elif node.op == "input":
+        types += [shard for shard in shards_of(tensor, {}) if shard.dim == 0]
     return [
         layout
         for layout in itertools.product(types, repeat=len(mesh.axes))

@@ -54,7 +54,7 @@ class _SumGradients(torch.autograd.Function):
         ctx.axis = axis
         ctx.set_materialize_grads(False)
         ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
-        return tuple(p.view_as(p) for p in parameters)
+        return parameters
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]

@@ -11,7 +11,6 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,10 +28,7 @@ from autopar.runtime.draws import draw
 from autopar.runtime.layers import (
     CONTRACTED,
     LOCAL_FORMS,
-    attention,
-    batch_norm,
     cross_entropy_loss,
-    vocab_embedding,
 )
 from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState
@@ -429,58 +425,3 @@ def test_low_precision_keeps_dtypes_and_wide_sums(dtype: torch.dtype) -> None:
             torch.testing.assert_close(loss.float(), whole, rtol=1e-2, atol=0)
         (terms + complete).backward()
         assert by_token.grad.dtype == by_class.grad.dtype == dtype
-
-
-@pytest.mark.processes
-def test_layers_on_real_processes(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(on_a_rank, (str(tmp_path / "store"),), nprocs=2)
-
-
-def on_a_rank(rank: int, store: str) -> None:
-    """Compare one of two ranks with the whole operator, for one layer of each kind."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    group = (dist.group.WORLD,)
-
-    def part(x: Tensor, dim: int) -> Tensor:
-        return x.detach().chunk(2, dim)[rank].clone().requires_grad_()
-
-    logits, target = randn(8, 6).requires_grad_(), labels(8, classes=6)
-    loss = aten.cross_entropy_loss.default(logits, target)
-    loss.backward()
-    assert logits.grad is not None
-    for dim, targets, keyword in ((0, target.chunk(2)[rank], "token_groups"), (1, target, "vocab_groups")):
-        local = part(logits, dim)
-        found = cross_entropy_loss(local, targets, **{keyword: group})
-        found.backward()
-        total = found.detach().clone()
-        if dim == 0:
-            dist.all_reduce(total)
-        assert_equal(total, loss.detach(), keyword)
-        assert_equal(local.grad, logits.grad.chunk(2, dim)[rank], keyword)
-
-    weight, ids = randn(12, 4), torch.randint(0, 12, (9,))
-    rows = vocab_embedding(part(weight, 0), ids, vocab_groups=group).detach()
-    dist.all_reduce(rows)
-    assert_equal(rows, weight[ids], "embedding")
-
-    q, k, v = randn(1, 2, 8, 4), randn(1, 2, 8, 4), randn(1, 2, 8, 4)
-    whole = aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True)
-    assert_equal(attention(part(q, 2), k, v, is_causal=True, query_groups=group), whole.chunk(2, 2)[rank], "attention")
-
-    x = randn(8, 3, 5).requires_grad_()
-    normal = torch.nn.functional.batch_norm(x, None, None, training=True)
-    cotangent = torch.randn_like(normal)
-    normal.backward(cotangent)
-    assert x.grad is not None
-    local = part(x, 0)
-    batch_norm(local, None, None, None, None, True, 0.1, 1e-5, batch_groups=group).backward(cotangent.chunk(2)[rank])
-    assert_equal(local.grad, x.grad.chunk(2)[rank], "batch norm")
-
-    state = RandomState(5)
-    drawn = torch.stack([draw(aten.rand.default, RunState(state), g, [3]) for g in (group, ())])
-    everyone = [torch.empty_like(drawn) for _ in range(2)]
-    dist.all_gather(everyone, drawn)
-    assert not torch.equal(everyone[0][0], everyone[1][0]) and torch.equal(everyone[0][1], everyone[1][1])
-    dist.destroy_process_group()

@@ -53,6 +53,11 @@ def reread(plan: Plan) -> dict[str, Any]:
     return json.loads(json.dumps(plan.to_dict()))  # type: ignore[no-any-return]
 
 
+def test_one_sequence_on_one_device_has_a_plan() -> None:
+    plan = autopar.plan(Model(), cluster(1), example_kwargs=example(batch=1), pin={"data": 1})
+    assert plan.search.status == "optimal"
+
+
 def test_a_plan_is_applied_from_its_file(tmp_path: Path) -> None:
     planned().save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")

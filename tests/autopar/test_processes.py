@@ -191,6 +191,10 @@ def test_wrong_inputs_say_what_to_do(pool: LocalProcesses, documents: Callable[.
     pool.run(workers.refuses_wrong_inputs, documents("mlp", {"data": 2}, 2), ranks=2)
 
 
+def test_layers_compute_the_whole(pool: LocalProcesses) -> None:
+    pool.run(workers.layers_compute_the_whole, ranks=2)
+
+
 def test_errors_of_rank_0_reach_all(pool: LocalProcesses) -> None:
     pool.run(workers.raises_on_every_rank, ranks=2)
 

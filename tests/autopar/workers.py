@@ -21,8 +21,12 @@ import autopar
 from autopar.exact import exact
 from autopar.meter import LiveBytes
 from autopar.observe import differences, observe
+from autopar.runtime.draws import draw
+from autopar.runtime.layers import attention, batch_norm, cross_entropy_loss, vocab_embedding
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.random import RandomState
+from autopar.runtime.state import RunState
 from planner.cluster import ClusterSpec
 from planner.errors import InputError, PinError, PlanError
 from planner.plan import Plan
@@ -586,3 +590,62 @@ def fails_alone() -> None:
     if dist.get_rank() == 1:
         raise ValueError("rank 1 is out of order")
     dist.barrier()
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def _equal(actual: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}")
+
+
+def _randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def layers_compute_the_whole() -> None:
+    """One of two ranks beside the whole operator, for one layer of each kind; one rank ignores more tokens."""
+    torch.manual_seed(0)
+    rank, aten = dist.get_rank(), torch.ops.aten
+    group = (dist.group.WORLD,)
+
+    def part(x: Tensor, dim: int) -> Tensor:
+        return x.detach().chunk(2, dim)[rank].clone().requires_grad_()
+
+    logits, target = _randn(8, 6).requires_grad_(), torch.tensor([-100, -100, 3, 0, 5, -100, 2, 1])
+    loss = aten.cross_entropy_loss.default(logits, target)
+    loss.backward()
+    assert logits.grad is not None
+    for dim, targets, keyword in ((0, target.chunk(2)[rank], "token_groups"), (1, target, "vocab_groups")):
+        local = part(logits, dim)
+        found = cross_entropy_loss(local, targets, **{keyword: group})
+        found.backward()
+        total = found.detach().clone()
+        if dim == 0:
+            dist.all_reduce(total)
+        _equal(total, loss.detach(), keyword)
+        _equal(local.grad, logits.grad.chunk(2, dim)[rank], keyword)
+
+    weight, ids = _randn(12, 4), torch.randint(0, 12, (9,))
+    rows = vocab_embedding(part(weight, 0), ids, vocab_groups=group).detach()
+    dist.all_reduce(rows)
+    _equal(rows, weight[ids], "embedding")
+
+    q, k, v = _randn(1, 2, 8, 4), _randn(1, 2, 8, 4), _randn(1, 2, 8, 4)
+    whole = aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True)
+    _equal(attention(part(q, 2), k, v, is_causal=True, query_groups=group), whole.chunk(2, 2)[rank], "attention")
+
+    x = _randn(8, 3, 5).requires_grad_()
+    normal = torch.nn.functional.batch_norm(x, None, None, training=True)
+    cotangent = torch.randn_like(normal)
+    normal.backward(cotangent)
+    assert x.grad is not None
+    local = part(x, 0)
+    batch_norm(local, None, None, None, None, True, 0.1, 1e-5, batch_groups=group).backward(cotangent.chunk(2)[rank])
+    _equal(local.grad, x.grad.chunk(2)[rank], "batch norm")
+
+    state = RandomState(5)
+    drawn = torch.stack([draw(aten.rand.default, RunState(state), g, [3]) for g in (group, ())])
+    everyone = [torch.empty_like(drawn) for _ in range(2)]
+    dist.all_gather(everyone, drawn)
+    assert not torch.equal(everyone[0][0], everyone[1][0]) and torch.equal(everyone[0][1], everyone[1][1])
