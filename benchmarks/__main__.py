@@ -120,8 +120,8 @@ def steps() -> None:
         f"One training step (forward, backward, fused AdamW) on local gloo processes: {shape.layers} layers of width "
         f"{shape.hidden}, {shape.vocab} tokens of vocabulary, {shape.batch} x {shape.sequence} tokens, float32. "
         f"Medians of {case.steps} steps, taken in turns in one run; of {STARTS} starts the one of median ratio. "
-        "CPU seconds are those of the busiest rank: they say what each side costs where the wall clock also measures other users of the machine. *Heap*: as the C "
-        "library comes, or kept between steps."
+        "CPU seconds are those of the busiest rank: they say what each side costs where the wall clock also measures "
+        "other users of the machine. *Heap*: as the C library comes, or kept between steps."
     )
     print(record.write("step_time", "Step time", notes, rows, [asdict(r) for r in results], facts), flush=True)
 

@@ -51,7 +51,7 @@ PRELOAD = ("torch", "transformers.models.gpt2.modeling_gpt2", "benchmarks.step_t
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: ``kind`` is ``data`` or ``tensor``, ``heap`` ``default`` or ``kept``, over ``ranks`` processes."""
+    """One comparison over ``ranks`` processes: ``kind`` is ``data`` or ``tensor``, ``heap`` ``default`` or ``kept``."""
 
     kind: str
     ranks: int
