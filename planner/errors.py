@@ -21,6 +21,10 @@ class PlanError(AutoparError, ValueError):
     """A plan file is damaged, or does not fit the model or the cluster."""
 
 
+class ScheduleError(AutoparError, ValueError):
+    """A pipeline schedule cannot run, or does not exist for so many ranks, stages and micro-batches."""
+
+
 class InfeasibleError(AutoparError):
     """No plan satisfies the limits; the message says by how much.
 

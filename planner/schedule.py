@@ -1,0 +1,451 @@
+"""Schedules: in which order each rank of a pipeline runs its stages' micro-batches, as data.
+
+A pipeline of ``ranks`` holds ``ranks * virtual_stages`` stages. An action such as ``2F0`` says what is done: stage 2,
+forward, micro-batch 0. Kinds are ``F`` forward, ``B`` the whole backward, or its two parts: ``I`` the gradient of the
+stage's input, which the stage before waits for, and ``W`` the gradients of its weights, which nobody waits for.
+
+==================  =================================================================================================
+gpipe               all forwards, then all backwards (Huang et al., 2019)
+1f1b                forward and backward in turn, as many micro-batches in flight as stages follow (PipeDream-Flush)
+interleaved_1f1b    the same with several stages per rank, taken in rounds (Narayanan et al., 2021, section 2.2)
+zero_bubble         with the backward split, W where a rank would wait (ZB-H1: Qi et al., 2023); any virtual stages
+zbv                 two stages per rank, placed as a V (Qi et al., 2023, section 6)
+dualpipev           a V again, forwards of one half next to backwards of the other (DeepSeek, DualPipe)
+2bw                 1f1b without flush: the last forwards of a step belong to the next batch (Narayanan et al., 2021b)
+==================  =================================================================================================
+
+Orders and the written form (one line per rank, actions between commas) are those of ``torch.distributed.pipelining``,
+with its paired actions one after the other, as it runs them. A micro-batch count that the pattern does not divide gets
+the order of the next larger one, less the actions on micro-batches that do not exist; ``2bw`` alone needs at least as
+many micro-batches as stages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.errors import ScheduleError
+
+KINDS = "FBIW"
+
+
+class Action(NamedTuple):
+    """One stage's work on one micro-batch; written ``2F0``."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+Row = list[Action]
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """A schedule's actions so that each comes after all that it waits for.
+
+    ``before`` is the action that its rank runs before it, ``needs`` the one on another stage whose result it takes;
+    both are positions in ``actions``, or its length where there is none.
+    """
+
+    actions: tuple[Action, ...]
+    ranks: tuple[int, ...]
+    before: tuple[int, ...]
+    needs: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Each rank's actions of one step, in order.
+
+    ``ahead`` forwards per rank run one step early: in the step's list their micro-batch is ``micro_batches`` or more.
+    The first step is preceded by as many forwards, and the last leaves them out. It is 0 everywhere but for 2bw.
+    """
+
+    name: str
+    stages: int
+    micro_batches: int
+    rows: tuple[tuple[Action, ...], ...]
+    ahead: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank that holds each stage."""
+        return tuple(rank for _, rank in sorted({(a.stage, rank) for rank, row in enumerate(self.rows) for a in row}))
+
+    @cached_property
+    def flow(self) -> Flow:
+        """The actions in an order in which they can run; :class:`ScheduleError` where there is none.
+
+        A step that takes over forwards from the one before has none of its own: ask its :meth:`stream`.
+        """
+        return _flow(self)
+
+    def check(self) -> None:
+        """Raise :class:`ScheduleError` unless each action is there once, after what it needs, and no rank hangs."""
+        stream = self.stream(2) if any(self.ahead) else self
+        _check_complete(stream)
+        _check_order(stream)
+        stream.flow  # noqa: B018 it raises on a deadlock
+
+    def stream(self, steps: int) -> Schedule:
+        """Several steps after each other as one schedule, from an empty pipeline to an empty pipeline."""
+        count = steps * self.micro_batches
+        rows = []
+        for row, ahead in zip(self.rows, self.ahead, strict=True):
+            early = [Action(row[0].stage, "F", i) for i in range(ahead)]
+            later = [
+                a._replace(micro_batch=a.micro_batch + step * self.micro_batches) for step in range(steps) for a in row
+            ]
+            rows.append((*early, *(a for a in later if a.micro_batch < count)))
+        return Schedule(self.name, self.stages, count, tuple(rows), (0,) * self.ranks)
+
+    def text(self) -> str:
+        """One line per rank, actions between commas."""
+        return "\n".join(",".join(map(str, row)) for row in self.rows) + "\n"
+
+    @cached_property
+    def held(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Per rank: how many micro-batches each of its stages (in ascending order) holds at its fullest moments.
+
+        A micro-batch is held from its forward to the end of its backward. A rank of one stage has one such moment; of
+        several stages, each may be fullest at another, and moments at which no stage holds more are left out. Since a
+        rank does one thing after the other, this follows from the order alone.
+        """
+        return tuple(_held(row, ahead) for row, ahead in zip(self.rows, self.ahead, strict=True))
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most micro-batches that each stage holds at a time."""
+        most = dict.fromkeys(range(self.stages), 0)
+        for row, moments in zip(self.rows, self.held, strict=True):
+            for stage, counts in zip(sorted({a.stage for a in row}), zip(*moments, strict=True), strict=True):
+                most[stage] = max(counts)
+        return tuple(most.values())
+
+
+def parse(name: str, text: str, micro_batches: int, ahead: tuple[int, ...] | None = None) -> Schedule:
+    """The schedule that :meth:`Schedule.text` wrote, perhaps edited; checked.
+
+    Empty fields are moments of waiting and say nothing.
+    """
+    rows = []
+    for rank, line in enumerate(text.splitlines()):
+        row = []
+        for field in filter(None, map(str.strip, line.split(","))):
+            match = re.fullmatch(r"(\d+)([FBIW])(\d+)", field)
+            if match is None:
+                raise ScheduleError(
+                    f"rank {rank}: {field!r} is not an action; write stage, kind ({', '.join(KINDS)}) and micro-batch, "
+                    "such as 2F0"
+                )
+            row.append(Action(int(match[1]), match[2], int(match[3])))
+        rows.append(tuple(row))
+    stages = 1 + max((a.stage for row in rows for a in row), default=-1)
+    found = Schedule(name, stages, micro_batches, tuple(rows), ahead or (0,) * len(rows))
+    found.check()
+    return found
+
+
+@lru_cache(maxsize=256)
+def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Schedule:
+    """The order of a step by the schedule's name.
+
+    Args:
+        name: one of :data:`NAMES`.
+        ranks: of the pipeline.
+        micro_batches: of a step, at least 1.
+        virtual_stages: stages per rank.
+    """
+    check_fits(name, ranks, micro_batches, virtual_stages)
+    rows = tuple(tuple(_PATTERNS[name](rank, ranks, micro_batches, virtual_stages)) for rank in range(ranks))
+    ahead = tuple(ranks - 1 - rank if name == "2bw" else 0 for rank in range(ranks))
+    return Schedule(name, ranks * virtual_stages, micro_batches, rows, ahead)
+
+
+def check_fits(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> None:
+    """Raise :class:`ScheduleError` unless there is such a schedule."""
+    if name not in _PATTERNS:
+        raise ScheduleError(f"there is no schedule {name!r}; there are: {', '.join(NAMES)}")
+    for what, count in (("ranks", ranks), ("micro-batches", micro_batches), ("virtual stages", virtual_stages)):
+        if count < 1:
+            raise ScheduleError(f"schedule {name}: {count} {what}; it takes at least 1")
+    least, most = VIRTUAL_STAGES[name]
+    if not least <= virtual_stages <= (most or virtual_stages):
+        raise ScheduleError(
+            f"schedule {name} has {least if least == most else f'at least {least}'} virtual stage(s) per rank, not "
+            f"{virtual_stages}; with one it is 1f1b, with two zbv, with any number interleaved_1f1b"
+        )
+    if name == "2bw" and micro_batches < ranks:
+        raise ScheduleError(
+            f"schedule 2bw needs at least as many micro-batches as stages, so that gradients are one update late and "
+            f"not more: {micro_batches} micro-batches, {ranks} stages. Take more micro-batches, or 1f1b"
+        )
+
+
+def _gpipe(rank: int, ranks: int, count: int, virtual: int) -> Row:
+    return [Action(rank, kind, i) for kind in "FB" for i in range(count)]
+
+
+def _1f1b(rank: int, ranks: int, count: int, virtual: int) -> Row:
+    return _in_turn(
+        [Action(rank, "F", i) for i in range(count)], [Action(rank, "B", i) for i in range(count)], ranks - 1 - rank
+    )
+
+
+def _2bw(rank: int, ranks: int, count: int, virtual: int) -> Row:
+    ahead = ranks - 1 - rank
+    return [action for i in range(count) for action in (Action(rank, "F", i + ahead), Action(rank, "B", i))]
+
+
+def _in_turn(forwards: Row, backwards: Row, first: int) -> Row:
+    """``first`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    first = min(first, len(forwards))
+    turns = zip(forwards[first:], backwards, strict=False)
+    return [*forwards[:first], *(action for pair in turns for action in pair), *backwards[len(forwards) - first :]]
+
+
+def _interleaved(rank: int, ranks: int, count: int, virtual: int) -> Row:
+    forwards, per_round = _in_rounds("F", rank, ranks, count, virtual)
+    backwards, _ = _in_rounds("B", rank, ranks, count, virtual)
+    return _existing(_in_turn(forwards, backwards, (virtual - 1) * per_round + 2 * (ranks - 1 - rank)), count)
+
+
+def _zero_bubble(rank: int, ranks: int, count: int, virtual: int) -> Row:
+    """Half the interleaved schedule's warm-up, and each W as many backwards late as there are ranks before this one."""
+    forwards, per_round = _in_rounds("F", rank, ranks, count, virtual)
+    inputs, _ = _in_rounds("I", rank, ranks, count, virtual)
+    weights, _ = _in_rounds("W", rank, ranks, count, virtual)
+    row: Row = []
+    done = 0
+    for action in _in_turn(forwards, inputs, (virtual - 1) * per_round + ranks - 1 - rank):
+        row.append(action)
+        done += action.kind == "I"
+        if action.kind == "I" and done > rank:
+            row.append(weights[done - 1 - rank])
+    return _existing([*row, *weights[max(0, done - rank) :]], count)
+
+
+def _in_rounds(kind: str, rank: int, ranks: int, count: int, virtual: int) -> tuple[Row, int]:
+    """A rank's actions of one kind, and the micro-batches of a round.
+
+    In each round every stage of the rank takes as many micro-batches, forwards from its first stage, backwards from
+    its last. There are as many rounds as ``ranks`` micro-batches fit, filled evenly; the last may take some too many.
+    """
+    rounds = max(1, count // ranks)
+    per_round = -(-count // rounds)
+    stages = range(rank, ranks * virtual, ranks)
+    return [
+        Action(stage, kind, which * per_round + i)
+        for which in range(rounds)
+        for stage in (stages if kind == "F" else reversed(stages))
+        for i in range(per_round)
+    ], per_round
+
+
+def _zbv(rank: int, ranks: int, count: int, virtual: int) -> Row:
+    full = max(2 * ranks - 1, count)
+    down, up = rank, 2 * ranks - 1 - rank  # the rank's stages on both ways of the V
+    after = ranks - rank
+    do = _Writer()
+    do.times(2 * after - 1, (down, "F"))
+    do.times(rank, (up, "F"), (down, "F"))
+    do.times(after, (up, "FIW"))
+    do.times(full - ranks - after + 1, (down, "FIW"), (up, "FIW"))
+    do.times(after - 1, (down, "IW"), (up, "FIW"))
+    do.times(rank, (down, "I"), (up, "I"))
+    do.times(after, (down, "IW"))
+    do.times(rank, (up, "W"))
+    do.times(rank, (down, "W"))
+    return _existing(do.row, count)
+
+
+def _dualpipev(rank: int, ranks: int, count: int, virtual: int) -> Row:
+    full = max(2 * ranks, count)
+    down, up = rank, 2 * ranks - 1 - rank
+    after = ranks - rank - 1
+    do = _Writer()
+    do.times(2 * after, (down, "F"))
+    do.times(rank + 1, (down, "F"), (up, "F"))
+    do.times(after, (up, "IWF"))
+    do.times(full - ranks - after, (down, "F"), (up, "B"), (up, "F"), (down, "B"))
+    do.times(after, (up, "B"), (up, "F"), (down, "B"))
+    # Both ways empty in turn; the second half leaves its W for the end.
+    ends = [stage for _ in range(rank + 1) for stage in (up, down)]
+    for stage in ends[: rank + 1]:
+        do.times(1, (stage, "B"))
+    split = [*ends[rank + 1 :], *[down] * after]
+    for turn, stage in enumerate(split):
+        if turn > rank:
+            do.times(1, (split[turn - rank - 1], "W"))
+        do.times(1, (stage, "I"))
+    for stage in split[after:]:
+        do.times(1, (stage, "W"))
+    return _existing(do.row, count)
+
+
+class _Writer:
+    """Writes a rank's row; every action takes the micro-batch that its stage has next."""
+
+    def __init__(self) -> None:
+        self.row: Row = []
+        self._next: dict[tuple[int, str], int] = defaultdict(int)
+
+    def times(self, count: int, *work: tuple[int, str]) -> None:
+        """As often as said: these stages' actions, each kind one letter."""
+        for _ in range(count):
+            for stage, kinds in work:
+                for kind in kinds:
+                    self.row.append(Action(stage, kind, self._next[stage, "I" if kind == "B" else kind]))
+                    for part in "IW" if kind == "B" else kind:
+                        self._next[stage, part] += 1
+
+
+def _existing(row: Row, count: int) -> Row:
+    """Without what the pattern does on micro-batches that do not exist."""
+    return [action for action in row if action.micro_batch < count]
+
+
+_PATTERNS: dict[str, Callable[[int, int, int, int], Row]] = {
+    "gpipe": _gpipe,
+    "1f1b": _1f1b,
+    "interleaved_1f1b": _interleaved,
+    "zero_bubble": _zero_bubble,
+    "zbv": _zbv,
+    "dualpipev": _dualpipev,
+    "2bw": _2bw,
+}
+NAMES = tuple(_PATTERNS)
+VIRTUAL_STAGES: dict[str, tuple[int, int | None]] = {
+    "gpipe": (1, 1),
+    "1f1b": (1, 1),
+    "interleaved_1f1b": (2, None),
+    "zero_bubble": (1, None),
+    "zbv": (2, 2),
+    "dualpipev": (2, 2),
+    "2bw": (1, 1),
+}
+"""Fewest and most stages per rank; ``None``: as many as wanted."""
+
+
+def _check_complete(found: Schedule) -> None:
+    """Every stage has one rank and does its work once per micro-batch."""
+    seen: dict[tuple[int, int, str], tuple[int, Action]] = {}
+    home: dict[int, int] = {}
+    for rank, row in enumerate(found.rows):
+        for action in row:
+            stage, kind, micro_batch = action
+            if kind not in KINDS or not 0 <= stage < found.stages or not 0 <= micro_batch < found.micro_batches:
+                raise ScheduleError(
+                    f"rank {rank} does {action}: there are kinds {', '.join(KINDS)}, stages 0 to {found.stages - 1} "
+                    f"and micro-batches 0 to {found.micro_batches - 1}"
+                )
+            if home.setdefault(stage, rank) != rank:
+                raise ScheduleError(
+                    f"rank {rank} does {action}, but stage {stage} is on rank {home[stage]}; a stage has one rank"
+                )
+            for part in "IW" if kind == "B" else kind:
+                before = seen.setdefault((stage, micro_batch, part), (rank, action))
+                if before[1] is not action:
+                    raise ScheduleError(f"rank {rank} does {action} after {before[1]}, which has done that; drop one")
+    for stage in range(found.stages):
+        for micro_batch in range(found.micro_batches):
+            for part, name in (("F", "F"), ("I", "B or I"), ("W", "B or W")):
+                if (stage, micro_batch, part) not in seen:
+                    raise ScheduleError(
+                        f"no rank does {name} of stage {stage} for micro-batch {micro_batch}; add "
+                        f"{stage}{name[0] if part == 'F' else part}{micro_batch}"
+                        + (f" to rank {home[stage]}" if stage in home else "")
+                    )
+
+
+def _check_order(found: Schedule) -> None:
+    """On its rank, a micro-batch's forward comes before its backward, and I before W."""
+    for rank, row in enumerate(found.rows):
+        done: set[Action] = set()
+        for action in row:
+            first = {"F": None, "B": "F", "I": "F", "W": "I"}[action.kind]
+            if first is not None and action._replace(kind=first) not in done:
+                raise ScheduleError(f"rank {rank} does {action} before {action._replace(kind=first)}; exchange them")
+            done.add(action)
+
+
+def _flow(found: Schedule) -> Flow:
+    """Run every rank as far as it gets, in turn, until all is done or nobody can go on."""
+    total = sum(map(len, found.rows))
+    place: dict[tuple[int, bool, int], int] = {}  # of F, and of B or I
+    actions: list[Action] = []
+    ranks: list[int] = []
+    before: list[int] = []
+    needs: list[int] = []
+    last = [total] * found.ranks
+    at = [0] * found.ranks
+    final = found.stages - 1
+    while len(actions) < total:
+        moved = False
+        for rank, row in enumerate(found.rows):
+            position, end = at[rank], len(row)
+            while position < end:
+                action = row[position]
+                stage, kind, micro_batch = action
+                need = total
+                if kind == "F":
+                    if stage:
+                        need = place.get((stage - 1, True, micro_batch), -1)
+                elif kind != "W" and stage < final:
+                    need = place.get((stage + 1, False, micro_batch), -1)
+                if need < 0:
+                    break
+                if kind != "W":
+                    place[stage, kind == "F", micro_batch] = len(actions)
+                before.append(last[rank])
+                needs.append(need)
+                ranks.append(rank)
+                last[rank] = len(actions)
+                actions.append(action)
+                position += 1
+            moved |= position > at[rank]
+            at[rank] = position
+        if not moved:
+            raise ScheduleError("; ".join(_waiting(found, at)))
+    return Flow(tuple(actions), tuple(ranks), tuple(before), tuple(needs))
+
+
+def _waiting(found: Schedule, at: list[int]) -> Iterator[str]:
+    """Who waits for what, once nobody goes on."""
+    yield f"schedule {found.name} comes to a standstill"
+    for rank, (row, position) in enumerate(zip(found.rows, at, strict=True)):
+        if position < len(row):
+            action = row[position]
+            stage = action.stage + (-1 if action.kind == "F" else 1)
+            wanted = f"{stage}{'F' if action.kind == 'F' else 'B or I'}{action.micro_batch}"
+            yield f"rank {rank} waits at {action} for {wanted} of rank {found.rank_of[stage]}"
+
+
+def _held(row: tuple[Action, ...], ahead: int) -> tuple[tuple[int, ...], ...]:
+    """The fullest moments of a rank: counts per stage, none of them below another throughout."""
+    stages = sorted({action.stage for action in row})
+    change = np.zeros((len(row), len(stages)), dtype=np.int64)
+    column = {stage: i for i, stage in enumerate(stages)}
+    for i, action in enumerate(row):
+        change[i, column[action.stage]] = {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+    counts = sorted(set(map(tuple, (np.cumsum(change, axis=0) + ahead).tolist())), reverse=True)
+    fullest: list[tuple[int, ...]] = []
+    for each in counts:
+        if not any(all(map(int.__le__, each, other)) for other in fullest):
+            fullest.append(each)
+    return tuple(fullest)
