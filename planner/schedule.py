@@ -245,8 +245,9 @@ def _in_rounds(kind: str, rank: int, ranks: int, count: int, virtual: int) -> tu
 
     In each round every stage of the rank takes as many micro-batches, forwards from its first stage, backwards from
     its last. There are as many rounds as ``ranks`` micro-batches fit, filled evenly; the last may take some too many.
+    A single stage has nobody to take turns with, and no rounds.
     """
-    rounds = max(1, count // ranks)
+    rounds = max(1, count // ranks) if virtual > 1 else count
     per_round = -(-count // rounds)
     stages = range(rank, ranks * virtual, ranks)
     return [

@@ -1,0 +1,276 @@
+"""Simulation: when each action of a schedule starts and ends, from what stages and transfers take.
+
+An action starts when its rank is free and what it needs has arrived. A result leaves for the neighbouring stage when
+its action ends and arrives ``send_s`` later, forwards or backwards; between stages of one rank it takes no time.
+Sending keeps nobody from computing, and transfers do not slow each other down.
+
+So a step takes as long as its longest *path*: actions and transfers of which each waits for the one before. Every path
+of a schedule is a lower bound on the step for any durations, which :mod:`planner.stages` builds on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.errors import ScheduleError
+from planner.schedule import VIRTUAL_STAGES, Action, Schedule, check_fits, schedule
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+STEADY = 1e-11
+"""Part of a step by which a period's shift may differ between actions: what adding in another order changes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """Seconds per micro-batch, one entry per stage; a whole backward takes ``input_s + weight_s``.
+
+    ``send_s`` has one entry less: the way between a stage and the next, for a result or its gradient.
+    """
+
+    forward_s: Floats
+    input_s: Floats
+    weight_s: Floats
+    send_s: Floats
+
+    @property
+    def work_s(self) -> Floats:
+        """Seconds per stage and micro-batch, all in all."""
+        return self.forward_s + self.input_s + self.weight_s
+
+    def check(self, stages: int) -> None:
+        """Raise :class:`ScheduleError` unless there are times for so many stages, none below zero."""
+        for name, seconds, wanted in (
+            ("forward_s", self.forward_s, stages),
+            ("input_s", self.input_s, stages),
+            ("weight_s", self.weight_s, stages),
+            ("send_s", self.send_s, stages - 1),
+        ):
+            if seconds.shape != (wanted,):
+                raise ScheduleError(f"{name} has shape {seconds.shape}; {stages} stages need {wanted} entries")
+            if not (np.isfinite(seconds) & (seconds >= 0)).all():
+                raise ScheduleError(f"{name} is {seconds.tolist()}; seconds are finite and not below zero")
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """How often a path does each stage's parts (rows: forward, input, weight) and takes each way between stages.
+
+    A step takes at least :meth:`seconds`, whatever the times are.
+    """
+
+    work: Floats
+    sends: Floats
+
+    def seconds(self, times: Times) -> float:
+        parts = np.stack([times.forward_s, times.input_s, times.weight_s])
+        return float((self.work * parts).sum() + self.sends @ times.send_s)
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When each action runs: what a picture of a schedule is drawn from. Arrays have an entry per action.
+
+    ``step_s`` is the time from one step to the next. Where steps overlap (2bw) it is that of a long run, and the
+    timeline shows the first two steps from an empty to an empty pipeline.
+    """
+
+    schedule: Schedule
+    actions: tuple[Action, ...]
+    ranks: tuple[int, ...]
+    start_s: Floats
+    end_s: Floats
+    step_s: float
+    bubble: float
+
+    def trace(self) -> dict[str, Any]:
+        """Chrome's trace format, as Perfetto opens it once written as JSON: a row per rank, microseconds."""
+        names: list[Mapping[str, Any]] = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in range(self.schedule.ranks)
+        ]
+        colours = {"F": "good", "B": "bad", "I": "bad", "W": "terrible"}
+        events = [
+            {
+                "name": str(action),
+                "cat": action.kind,
+                "ph": "X",
+                "pid": 0,
+                "tid": rank,
+                "ts": start * 1e6,
+                "dur": (end - start) * 1e6,
+                "cname": colours[action.kind],
+                "args": {"stage": action.stage, "micro_batch": action.micro_batch},
+            }
+            for action, rank, start, end in zip(
+                self.actions, self.ranks, self.start_s.tolist(), self.end_s.tolist(), strict=True
+            )
+        ]
+        return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
+
+
+def simulate(found: Schedule, times: Times) -> Timeline:
+    """When each action of the schedule starts and ends, and what part of the ranks' time is idle."""
+    times.check(found.stages)
+    overlaps = any(found.ahead)
+    shown = found.stream(2) if overlaps else found
+    ends = np.array(_ends(shown, times)[:-1])
+    step = _overlapping(found, times)[0] if overlaps else float(ends.max())
+    durations = _durations(times)[_program(shown).work]
+    return Timeline(
+        found, shown.flow.actions, shown.flow.ranks, ends - durations, ends, step,
+        bubble(found.micro_batches, times, found.ranks, step),
+    )  # fmt: skip
+
+
+def bubble(micro_batches: int, times: Times, ranks: int, step_s: float) -> float:
+    """The part of a step in which ranks do nothing, of all ranks together."""
+    return 1 - micro_batches * float(times.work_s.sum()) / (ranks * step_s) if step_s > 0 else 0.0
+
+
+def longest(found: Schedule, times: Times) -> tuple[float, Path]:
+    """Seconds of a step, and a path that takes as long."""
+    if any(found.ahead):
+        return _overlapping(found, times)
+    program, ends = _program(found), _ends(found, times)
+    flow, sends = found.flow, [*times.send_s.tolist(), 0.0]
+    work, ways = np.zeros((3, found.stages)), np.zeros(found.stages)
+    place = int(np.argmax(ends))
+    while place < len(flow.actions):
+        stage, kind, _ = flow.actions[place]
+        work[_ROWS[kind], stage] += 1
+        before, needs, way = flow.before[place], flow.needs[place], program.ways[place]
+        if ends[needs] + sends[way] > ends[before]:
+            ways[way] += 1
+            place = needs
+        else:
+            place = before
+    return max(ends), Path(work, ways[:-1])
+
+
+def step_s(name: str, ranks: int, micro_batches: int, virtual_stages: int, times: Times) -> float:
+    """Seconds of a step by the schedule's name, as :func:`simulate` has it, without simulating long steps throughout.
+
+    The middle of a step repeats itself. Once everything in it is late by the same time after one more period, for as
+    many micro-batches as its actions look back and ahead, so is what follows for each further period: a shorter step
+    says the rest.
+    """
+    check_fits(name, ranks, micro_batches, virtual_stages)
+    times.check(ranks * virtual_stages)
+    if name == "gpipe":
+        return _gpipe_s(micro_batches, times)
+    in_rounds = virtual_stages > 1 and VIRTUAL_STAGES[name][1] is None
+    period = ranks if in_rounds else 1
+    short = 4 * ranks * (2 if virtual_stages > 1 else 1) + micro_batches % period
+    while name != "2bw" and short < micro_batches and not micro_batches % period:
+        short += (micro_batches - short) % period
+        found = schedule(name, ranks, short, virtual_stages)
+        ends = _ends(found, times)
+        shift = _shift(found, ends, period)
+        if shift is not None:
+            return max(ends) + shift * ((micro_batches - short) // period)
+        short *= 2
+    found = schedule(name, ranks, micro_batches, virtual_stages)
+    return _overlapping(found, times)[0] if any(found.ahead) else max(_ends(found, times))
+
+
+_ROWS = {"F": [0], "I": [1], "W": [2], "B": [1, 2]}
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """Per action of a flow: which duration it takes, and over which way its need comes (the last: no time).
+
+    ``table`` is where each (kind, stage, micro-batch) stands in the flow, kinds F and B or I; ``reach`` the most
+    micro-batches between an action and the one before on its rank.
+    """
+
+    work: Ints
+    ways: tuple[int, ...]
+    table: Ints
+    reach: int
+
+
+@lru_cache(maxsize=256)
+def _program(found: Schedule) -> _Program:
+    flow, stages = found.flow, found.stages
+    stage = np.array([a.stage for a in flow.actions])
+    kind = np.array(["FIWB".index(a.kind) for a in flow.actions])
+    micro_batch = np.array([a.micro_batch for a in flow.actions])
+    home = np.array(found.rank_of)
+    left = np.where(kind == 0, stage - 1, stage)  # the way between stages left and left + 1
+    apart = np.append(home[:-1] != home[1:], False)
+    ways = np.where((np.array(flow.needs) < len(flow.actions)) & apart[left], left, stages - 1)
+    table = np.empty((2, stages, found.micro_batches), dtype=np.int64)
+    chosen = kind != 2
+    table[(kind != 0).astype(int)[chosen], stage[chosen], micro_batch[chosen]] = np.flatnonzero(chosen)
+    jumps = [abs(a.micro_batch - b.micro_batch) for row in found.rows for a, b in pairwise(row)]
+    return _Program(kind * stages + stage, tuple(ways.tolist()), table, max(jumps, default=0))
+
+
+def _durations(times: Times) -> Floats:
+    return np.concatenate([times.forward_s, times.input_s, times.weight_s, times.input_s + times.weight_s])
+
+
+def _ends(found: Schedule, times: Times) -> list[float]:
+    """When each action of the flow ends; a zero behind the last stands for what is not waited for."""
+    program, flow = _program(found), found.flow
+    durations = _durations(times)[program.work].tolist()
+    delays = np.append(times.send_s, 0.0)[list(program.ways)].tolist()
+    ends = [0.0] * (len(durations) + 1)
+    for place, (before, needs, delay, duration) in enumerate(
+        zip(flow.before, flow.needs, delays, durations, strict=True)
+    ):
+        free, there = ends[before], ends[needs] + delay
+        ends[place] = (free if free > there else there) + duration
+    return ends
+
+
+def _shift(found: Schedule, ends: list[float], period: int) -> float | None:
+    """By how much later all actions are a period later in a long enough stretch; ``None`` if they are not."""
+    program = _program(found)
+    when = np.array(ends)[program.table]
+    late = (when[:, :, period:] - when[:, :, :-period]).reshape(-1, found.micro_batches - period)
+    width = 2 * program.reach + period
+    first = (late.shape[1] - width) // 2
+    if first < 0:
+        return None
+    stretch = late[:, first : first + width]
+    least, most = float(stretch.min()), float(stretch.max())
+    return (least + most) / 2 if most - least <= STEADY * max(ends) else None
+
+
+def _gpipe_s(micro_batches: int, times: Times) -> float:
+    """Both halves are chains of equal jobs: the first through all stages, the others as the slowest stage lets them."""
+    backward = times.input_s + times.weight_s
+    through = times.forward_s.sum() + backward.sum() + 2 * times.send_s.sum()
+    return float(through + (micro_batches - 1) * (times.forward_s.max() + backward.max()))
+
+
+def _overlapping(found: Schedule, times: Times) -> tuple[float, Path]:
+    """A step of 1f1b that never empties: its slowest circuit.
+
+    A micro-batch that goes from stage a forward to stage b and back lets stage a start another b - a + 1 later, so that
+    each takes at least a (b - a + 1)th of the way there and back. Every elementary circuit is of this kind, and a long
+    run takes as long as its slowest circuit (Baccelli et al., Synchronization and Linearity, 1992, section 2.3).
+    """
+    stages = found.stages
+    work = np.append(0.0, np.cumsum(times.work_s))
+    sends = np.append(0.0, np.cumsum(2 * times.send_s))
+    first, last = np.triu_indices(stages)
+    seconds = (work[last + 1] - work[first] + sends[last] - sends[first]) / (last - first + 1)
+    slowest = int(np.argmax(seconds))
+    a, b = int(first[slowest]), int(last[slowest])
+    each = found.micro_batches / (b - a + 1)
+    inside = np.arange(stages)
+    counts = np.where((a <= inside) & (inside <= b), each, 0.0)
+    ways = np.where((a <= inside) & (inside < b), 2 * each, 0.0)[:-1]
+    return found.micro_batches * float(seconds[slowest]), Path(np.tile(counts, (3, 1)), ways)
