@@ -27,8 +27,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from autopar.failure import failure, on_values, reads_values, without_torchs_notes
 from autopar.flatten import flatten
+from autopar.marks import NotFoldable, writes_in_place
+from autopar.nominate import storage_of
 from autopar.program import Program, expand
-from autopar.repeats import NotFoldable, Repeats, writes_in_place
+from autopar.repeats import Repeats
+from autopar.undo import Before
 from planner.errors import CaptureError, InputError
 
 LossFn = Callable[..., torch.Tensor]
@@ -159,7 +162,8 @@ def capture(
         captured = _capture_whole(model, whole, args, kwargs)
     node = reads_values(captured.program)
     if node is not None:
-        raise on_values(model, node, lambda: _export(model, whole, args, kwargs))
+        with _undone(whole):
+            raise on_values(model, node, lambda: _export(model, whole, args, kwargs))
     return captured
 
 
@@ -170,14 +174,19 @@ def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], k
         CaptureError: the model cannot be captured at all.
         NotFoldable: it cannot be captured so, or would not be the same.
     """
-    repeats = Repeats(whole)
-    with _quick_tracing(), repeats.watching():
+    with _quick_tracing(), _undone(whole) as before:
         try:
-            exported = _export(model, whole, args, kwargs)
+            repeats = Repeats(whole)
+            exported = _export(model, repeats.opaque(whole), args, kwargs)
         except Exception as error:
             raise NotFoldable("the export failed") from error
+        if before.has_new_tensors():
+            raise NotFoldable("the model keeps tensors that it made")
     if _mutates(exported):
         raise NotFoldable("the model writes in place")
+    own = {storage_of(tensor) for tensor in (*whole.parameters(), *whole.buffers())}
+    if any(isinstance(value, torch.Tensor) and storage_of(value) in own for value in exported.constants.values()):
+        raise NotFoldable("a parameter is used in another form")
     captured = _captured(exported, model, repeats)
     if reads_values(captured.program) is not None:
         raise NotFoldable("the model reads the values of tensors")
@@ -186,15 +195,16 @@ def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], k
 
 def _capture_whole(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     try:
-        exported = _export(model, whole, args, kwargs)
+        with _undone(whole):
+            exported = _export(model, whole, args, kwargs)
     except Exception as error:
-        with _caches_off(model):
+        with _caches_off(model), _undone(whole):
             raise failure(model, whole, args, kwargs, error) from error
     if _mutates(exported):
         with warnings.catch_warnings():  # of torch about its own copying
             warnings.simplefilter("ignore", FutureWarning)
             exported = exported.run_decompositions({})
-    return _captured(exported, model, Repeats(None))
+    return _captured(exported, model, Repeats())
 
 
 def _keeps_statistics(model: nn.Module) -> bool:
@@ -234,6 +244,16 @@ def _export(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: d
     with warnings.catch_warnings(), _caches_off(model), without_torchs_notes():
         warnings.simplefilter("ignore")
         return torch.export.export(whole, args, kwargs, strict=False)
+
+
+@contextlib.contextmanager
+def _undone(model: nn.Module) -> Iterator[Before]:
+    """Leave the model as it was."""
+    before = Before(model)
+    try:
+        yield before
+    finally:
+        before.restore()
 
 
 @contextlib.contextmanager

@@ -17,9 +17,11 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 
+from autopar.marks import AGAIN, ENTER, LEAF, LEAVE, NotFoldable
 from autopar.masks import simplify_masks
+from autopar.nominate import Submodule, storage_of
 from autopar.program import Body, Call, Leaf, Program, constants_in_order, named, without_dead_code
-from autopar.repeats import AGAIN, ENTER, LEAF, LEAVE, NotFoldable, Repeats, Submodule
+from autopar.repeats import Repeats
 from planner.errors import CaptureError
 
 
@@ -123,8 +125,12 @@ class _Leaves:
                 original = str(spec.target)
                 self.value_of[node] = self._by_original[canonical[original]]
             elif spec.kind == InputKind.CONSTANT_TENSOR:
-                self.value_of[node] = self.add_constant(node, exported.constants[str(spec.target)])
-                self.const_of[node] = self.value_of[node]
+                value: Any = exported.constants[str(spec.target)]
+                parameter = next((t for _, t, _ in kinds if _is_the_same(t, value)), None)
+                if parameter is not None:  # held by other ways than its module
+                    self.value_of[node] = self.of(parameter)
+                else:
+                    self.value_of[node] = self.const_of[node] = self.add_constant(node, value)
         for node in exported.graph_module.graph.nodes:
             if node.target is LEAF:
                 self.value_of[node] = self.of(repeats.tensors[int(str(node.args[0]))])
@@ -142,6 +148,13 @@ class _Leaves:
     @property
     def all(self) -> list[Leaf]:
         return [*self._stored, *self._consts, *self._inputs]
+
+
+def _is_the_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one: every element in the same place."""
+    if not (a.layout == b.layout == torch.strided and a.dtype == b.dtype and a.shape == b.shape):
+        return False
+    return storage_of(a) == storage_of(b) and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
 # --- calls ---------------------------------------------------------------------------------------------

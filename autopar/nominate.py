@@ -1,0 +1,115 @@
+"""Nominate: the submodules of a model that may turn out to be equal, by all that is there before they are called."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Submodule:
+    """A nominated submodule.
+
+    Attributes:
+        path: its name in the model.
+        tensors: its parameters and buffers, each once.
+        inner: the modules below it, by name.
+        ties: for each name of a tensor, which of ``tensors`` it is, and for each of these, whose memory it lies in.
+    """
+
+    path: str
+    module: nn.Module
+    tensors: tuple[Tensor, ...]
+    inner: tuple[tuple[str, nn.Module], ...]
+    ties: tuple[int, ...]
+
+
+def nominate(model: nn.Module) -> list[list[Submodule]]:
+    """Submodules below ``model`` of equal structure, largest first; none lies within another."""
+    keys: dict[int, object] = {}
+    numbers: dict[object, int] = {}
+    for module in reversed(list(model.modules())):
+        keys[id(module)] = numbers.setdefault(_structure(module, keys), len(numbers))
+    count = Counter(keys[id(module)] for module in model.modules())
+    groups: dict[tuple[object, tuple[int, ...]], list[Submodule]] = {}
+    seen: set[int] = {id(model)}
+
+    def visit(module: nn.Module, path: str) -> None:
+        for name, child in module._modules.items():
+            if child is None or id(child) in seen:
+                continue
+            seen.add(id(child))
+            below = f"{path}.{name}" if path else name
+            found = _submodule(below, child) if count[keys[id(child)]] > 1 and _worthwhile(child) else None
+            if found is None:
+                visit(child, below)
+            else:
+                groups.setdefault((keys[id(child)], found.ties), []).append(found)
+                seen.update(id(m) for _, m in found.inner)
+
+    visit(model, "")
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def first_with(keys: list[int]) -> tuple[int, ...]:
+    """For each key, where it occurs first: two lists that repeat themselves alike give the same."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(key, at) for at, key in enumerate(keys))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Which memory a tensor lies in; equal for views of one."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _submodule(path: str, module: nn.Module) -> Submodule | None:
+    """What is known of a submodule before it is called; ``None`` if it holds another one twice."""
+    inner = [(name, m) for name, m in module.named_modules(remove_duplicate=False) if m is not module]
+    if len({id(m) for _, m in inner}) < len(inner):
+        return None
+    held = [t for m in (module, *(m for _, m in inner)) for t in _own(m).values() if t is not None]
+    tensors = tuple({id(t): t for t in held}.values())
+    ties = (*first_with(list(map(id, held))), *first_with(list(map(storage_of, tensors))))
+    return Submodule(path, module, tensors, tuple(inner), ties)
+
+
+def _structure(module: nn.Module, keys: Mapping[int, object]) -> object:
+    """What two submodules must have equal to be nominated together: all that is there before they are called."""
+    tensors = tuple((name, _kind(t)) for name, t in _own(module).items())
+    children = tuple((name, None if m is None else keys.get(id(m))) for name, m in module._modules.items())
+    return type(module), tensors, children, frozenset(module._non_persistent_buffers_set)
+
+
+def _own(module: nn.Module) -> dict[str, Tensor | None]:
+    return {**module._parameters, **module._buffers}
+
+
+def _kind(tensor: Tensor | None) -> object:
+    return None if tensor is None else tensor_kind(tensor)
+
+
+def tensor_kind(tensor: Tensor) -> object:
+    """What operators can tell of a tensor without its values."""
+    return (
+        type(tensor),
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _worthwhile(module: nn.Module) -> bool:
+    """Whether a submodule is called as one, and is more than an operator or two."""
+    if type(module).forward is nn.Module.forward:
+        return False
+    if isinstance(module, nn.Sequential):
+        return not any(map(_worthwhile, module.children()))
+    return bool(module._modules) or not type(module).__module__.startswith("torch.nn.")

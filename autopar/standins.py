@@ -1,0 +1,150 @@
+"""Stand-ins: what the model's code holds, and what is traced in its place.
+
+The code holds the model's own parameters and buffers, and tokens for values that need not be computed; the functions
+that it calls are given fake tensors that the tracer knows, and what they give is translated back, so that code cannot
+tell one from the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from autopar.facts import FACTS, HISTORY
+from autopar.marks import LEAF, NotFoldable, mark, node_of, track
+from autopar.nominate import storage_of
+
+_SET_GRAD = torch._C._set_grad_enabled
+_BLANK = torch.empty(0)
+
+
+def translated(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A value with its tensors replaced, in tuples, lists, dicts and slices."""
+    if isinstance(value, Tensor):
+        return function(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(translated(v, function) for v in value)
+    if kind is dict:
+        return {name: translated(v, function) for name, v in value.items()}
+    if kind is slice:
+        return slice(*(translated(v, function) for v in (value.start, value.stop, value.step)))
+    if isinstance(value, tuple) and kind.__module__ == "torch.return_types":
+        return kind([translated(v, function) for v in value])
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(translated(v, function) for v in value))
+    return value
+
+
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_has_tensor, value)))
+
+
+class StandIns:
+    """Both sides of every tensor that has two, while ``model`` is traced by ``tracer``.
+
+    Attributes:
+        tensors: parameters and buffers of the model that were used, by the number in their mark.
+        memory: what these, as traced, lie in.
+        copied: whether tensors without a history stand for results of a call.
+        through: whether functions are called as they are.
+    """
+
+    def __init__(self, model: nn.Module, tracer: Any):
+        self.tracer = tracer
+        self.tensors: list[Tensor] = []
+        self.memory: set[int] = set()
+        self.copied = False
+        self.through = False
+        self._held = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        self._real: dict[int, Tensor] = {}
+        self._shown: dict[int, Tensor] = {}
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function gives, for the model's code.
+
+        Raises:
+            NotFoldable: it may tell a result of a call from what stands for it.
+        """
+        result = func(*translated(args, self.real), **translated(kwargs, self.real))
+        if self.copied and func is not _SET_GRAD and (func in HISTORY or not (func in FACTS or _has_tensor(result))):
+            raise NotFoldable(f"{getattr(func, '__qualname__', func)} may ask where a tensor comes from")
+        return translated(result, self.shown)
+
+    def real(self, tensor: Tensor) -> Tensor:
+        """What is traced for a tensor that the code holds."""
+        if id(tensor) in self._real:
+            return self._real[id(tensor)]
+        if id(tensor) in self._held:
+            return self._lift(tensor)
+        return tensor
+
+    def shown(self, tensor: Tensor) -> Tensor:
+        """What the code holds of a tensor that is traced."""
+        return self._shown.get(id(tensor), tensor)
+
+    def is_traced(self, tensor: Tensor) -> bool:
+        """Whether the tracer knows a tensor that the code holds, or will when it is used."""
+        known = id(tensor) in self._held or id(tensor) in self._real
+        return known or node_of(self.tracer, tensor) is not None
+
+    def is_rebound(self, tensor: Tensor) -> bool:
+        """Whether another node than its own stands for a parameter by now: ``w.to(w.dtype)`` is ``w`` itself."""
+        real = self._real.get(id(tensor))
+        return real is not None and getattr(node_of(self.tracer, real), "target", None) is not LEAF
+
+    def is_token(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a token that stands for a real one."""
+        return id(tensor) in self._real and id(tensor) not in self._held
+
+    def token(self) -> Tensor:
+        """Stands for a value that is not computed."""
+        return torch.Tensor._make_subclass(Tensor, _BLANK)
+
+    def pair(self, token: Tensor, real: Tensor) -> None:
+        """From now on ``token`` stands for ``real``."""
+        if self.shown(real) is not real and self.shown(real) is not token:
+            raise NotFoldable("one tensor came out where two did before")
+        self._real[id(token)], self._shown[id(real)] = real, token
+
+    def release(self, tokens: list[Tensor]) -> list[Tensor]:
+        """For each token that ``tokens`` alone holds the real tensor, which needs none from now on; else itself."""
+        found = []
+        for at in range(len(tokens)):
+            real = self._real.pop(id(tokens[at]))
+            del self._shown[id(real)]
+            held = sys.getrefcount(tokens[at]) > 2 or bool(vars(tokens[at]))
+            if held:
+                self.pair(tokens[at], real)
+            found.append(tokens[at] if held else real)
+        return found
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Call functions as they are, but traced, inside ``DisableTorchFunction``."""
+        self.through = True
+        try:
+            with torch._C._EnableTorchFunction():
+                yield
+        finally:
+            self.through = False
+
+    def _lift(self, tensor: Tensor) -> Tensor:
+        """A parameter or buffer as export has them: fake, and known to the tracer."""
+        context = TracingContext.try_get()
+        assert context is not None and context.fake_mode is not None
+        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
+            fake = context.fake_mode.from_tensor(tensor, static_shapes=True)
+            self.memory.add(storage_of(fake))
+        node = mark(self.tracer, LEAF, (len(self.tensors),), fake)
+        track(self.tracer, fake, node)
+        self.tensors.append(tensor)
+        self._real[id(tensor)], self._shown[id(fake)] = fake, tensor
+        return fake
