@@ -48,6 +48,7 @@ class Timeline:
         peak_at: what runs then.
         moments: (what runs, bytes alive while it does), in order.
         alive: every storage at the peak, largest first.
+        kept: every storage when forward is over.
         left: every storage when backward is over.
     """
 
@@ -55,6 +56,7 @@ class Timeline:
     peak_at: str
     moments: tuple[tuple[str, int], ...]
     alive: tuple[Held, ...]
+    kept: tuple[Held, ...]
     left: tuple[Held, ...]
 
     def __str__(self) -> str:
@@ -200,10 +202,11 @@ class _Run:
         leaving = [self._output(position, values) for position in range(len(self.space.leaving))]
         for value in (*values.values(), *leaving):
             heap.drop(value.storage)
+        kept = tuple(each.held for each in heap.alive)
         self._backward([leaving[i] for i in self.graph.roots])
         alive = sorted(heap.peak_alive, key=lambda held: -held.bytes)
         left = tuple(each.held for each in heap.alive)
-        return Timeline(heap.peak, heap.peak_at, tuple(heap.moments), tuple(alive), left)
+        return Timeline(heap.peak, heap.peak_at, tuple(heap.moments), tuple(alive), kept, left)
 
     def _readers(self) -> dict[Ref, int]:
         """Value -> number of the last block that reads it, for values that nothing else needs."""
