@@ -52,7 +52,7 @@ def trace(
     example_args: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
-    fold: Fold = "graph",
+    fold: Fold = "capture",
 ) -> Traced:
     """Capture and lower a model; see :func:`autopar.capture.capture`, and :func:`plan` for ``fold``."""
     start = time.monotonic()
@@ -76,7 +76,7 @@ def plan(
     loss_fn: LossFn | None = None,
     pin: Mapping[str, Any] | None = None,
     optimizer_bytes_per_element: int = 8,
-    fold: Fold = "graph",
+    fold: Fold = "capture",
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> Plan:
@@ -90,10 +90,9 @@ def plan(
         loss_fn: ``loss_fn(outputs, batch)`` when the model does not compute its loss itself.
         pin: decisions to fix, e.g. ``{"data": 2, "tensor": 4}``; see :class:`planner.pins.Pins`.
         optimizer_bytes_per_element: optimizer state per parameter element; Adam's is 8.
-        fold: ``"graph"`` traces the whole model and decides once per distinct block, ``"off"`` decides for every
-            operator of the model. ``"capture"`` also traces once per distinct block, for models of very many layers;
-            it is on trial, and wrong for a forward that looks at its submodules other than by calling them
-            (``self.parameters()``, ``self.modules()``, a weight of an inner module).
+        fold: ``"capture"`` traces submodules that repeat once and decides once per distinct block, ``"graph"`` traces
+            the whole model and decides once per distinct block, ``"off"`` decides for every operator of the model.
+            The graph is the same in all three, and what ``"capture"`` cannot follow is traced whole.
         time_limit_s: when to stop proving; the plan then carries the proven gap.
         progress: called with a line of text as the search advances.
 
@@ -124,7 +123,7 @@ def plan_traced(
     pins: Pins,
     training: Training,
     *,
-    fold: Fold = "graph",
+    fold: Fold = "capture",
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> Plan:

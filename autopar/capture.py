@@ -138,7 +138,7 @@ def capture(
         example_args, example_kwargs: inputs of global shape; left out, the model's ``dummy_inputs`` are used.
         loss_fn: ``loss_fn(outputs, batch)`` where batch is ``example_kwargs``; names that ``model.forward``
             does not accept go to the loss alone.
-        fold: trace submodules that repeat once (:mod:`autopar.repeats`), on trial; see :func:`autopar.api.plan`.
+        fold: trace submodules that repeat once (:mod:`autopar.repeats`); the graph is the same.
 
     Raises:
         InputError: no example inputs and no ``dummy_inputs``, inputs on which the model fails, or a loss that is none.

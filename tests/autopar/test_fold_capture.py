@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -87,9 +85,8 @@ def test_depth_changes_nothing_but_counts() -> None:
     both(llama(num_hidden_layers=5), **text())
 
 
-def test_what_is_folded_computes_what_the_model_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_folded_computes_what_the_model_computes() -> None:
     """Numerically, on every rank of a mesh, with the program that was captured in copies."""
-    monkeypatch.setattr("autopar.verification.trace", functools.partial(trace, fold="capture"))
     for model, batch in ((llama(num_hidden_layers=3), text()), (Stack([Block() for _ in range(3)]), {"x": X})):
         ref = reference(model, None, batch)
         assert copies(ref.traced.captured) == 2
