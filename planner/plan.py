@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ from planner.strategy import Choice
 
 if TYPE_CHECKING:
     from planner.explain import Explanation
+    from planner.formulas import Formulas
+    from planner.scales import Scales
     from planner.why import WhyNot
 
 __all__ = ["BlockPlan", "Plan", "Search", "describe", "model_facts", "refold", "reprice", "restore"]
@@ -153,6 +156,46 @@ class Plan(Document):
         from planner.why import why_not
 
         return why_not(self, pin, time_limit_s=time_limit_s)
+
+    # ---- at other sizes ----------------------------------------------------------------------------------------
+
+    def at(self, *, batch: int | None = None, sequence: int | None = None) -> Prediction:
+        """A step of the same decisions at another global batch or sequence length, without planning again.
+
+        Args:
+            batch, sequence: dim 0 and dim 1 of every input; left out: as planned.
+
+        Raises:
+            PlanError: a size is not a whole number from 1, the decisions do not divide it, or the model cannot be
+                followed to it, see :mod:`planner.follow`; or the plan was read from a file, without its model.
+        """
+        return self._scales.at(batch, sequence)
+
+    def max_batch(self, *, sequence: int | None = None) -> int:
+        """The largest global batch at which these decisions fit into the devices' memory; raises as :meth:`at`."""
+        return self._scales.max_batch(sequence, self.cluster.device.usable_bytes)
+
+    def max_sequence(self, *, batch: int | None = None) -> int:
+        """The longest sequence at which these decisions fit into the devices' memory; raises as :meth:`at`."""
+        return self._scales.max_sequence(batch, self.cluster.device.usable_bytes)
+
+    @cached_property
+    def formulas(self) -> Formulas:
+        """Time and memory of a step in closed form, in batch and sequence length; raises as :meth:`at`."""
+        from planner.formulas import formulas
+
+        return formulas(self._scales)
+
+    @cached_property
+    def _scales(self) -> Scales:
+        from planner.scales import Scales
+
+        if self.assignment is None:
+            raise PlanError(
+                "this plan was read from a file and does not carry its model's graph: give it one with "
+                "autopar.evaluate(model, plan), and ask the plan that returns"
+            )
+        return Scales(self.assignment)
 
 
 def _save(path: Path, text: str) -> None:

@@ -49,6 +49,24 @@ ROOMS["names"] = {"graph", "formulate"}
 ROOMS["account"] = ROOMS["pins"] | {"conversion", "pins", "predict", "detail", "names"}
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "skeleton", "formulate"}
 ROOMS["document"] = {"errors", "layout", "cluster", "formulate", "predict", "detail", "account", "certificate"}
+ROOMS["size"] = set()
+ROOMS["follow"] = {"errors", "graph", "rules", "strategy", "size"}
+ROOMS["scale"] = {
+    *BASE,
+    "rules",
+    "fold",
+    "problem",
+    "strategy",
+    "skeleton",
+    "formulate",
+    "memory",
+    "predict",
+    "certificate",
+    "size",
+    "follow",
+}
+ROOMS["scales"] = {"errors", "formulate", "predict", "size", "follow", "scale"}
+ROOMS["formulas"] = {*ROOMS["scale"], "ops", "kernel", "cost", "conversion", "pins", "scale", "scales"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "predict", "detail", "document", "names"}
 VIEWS = {*ROOMS} - {"search"}
 ROOMS["report"] = VIEWS

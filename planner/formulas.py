@@ -1,0 +1,317 @@
+"""Formulas: what a plan's step takes, in closed form in the batch and the sequence length.
+
+The planned decisions are taken at sizes that know their formula (:mod:`planner.size`), so that counting bytes, calls
+and operations gives formulas as well as numbers; nothing is fitted. Seconds are those of the cost model's closed forms:
+a roofline for every operator, the cheapest algorithm for every collective.
+
+What seconds leave out: the tiles and waves of products and attention on GPUs, and what was measured (a calibration);
+``plan.at(...)`` has both. Bytes leave nothing out as long as a step does the same in the same order, which other sizes
+change only where another route between two layouts becomes the cheapest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import sympy
+
+from planner.conversion import Collective, local_bytes
+from planner.cost import CostModel
+from planner.formulate import Assignment
+from planner.graph import Node, Ref
+from planner.layout import Axis
+from planner.memory import Held, timeline
+from planner.ops import OPS
+from planner.pins import ATTENTION
+from planner.predict import collectives, conversions, sorted_calls
+from planner.scales import Scales
+from planner.size import Powers, terms_of
+
+Number = float | Fraction
+Terms = Mapping[Powers, Any]
+"""Coefficients of a polynomial, fractions or floats, by the powers of batch and sequence."""
+Symbols = tuple[sympy.Symbol, sympy.Symbol]
+
+CONSTANT: Powers = (0, 0)
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """A step on the fullest and slowest rank, as sympy expressions in :attr:`batch` and :attr:`sequence`.
+
+    Attributes:
+        batch, sequence: the symbols ``b`` and ``s``, for the *global* batch and the sequence length.
+        planned: their numbers as planned.
+        parameters_bytes, gradients_bytes, optimizer_bytes: held when backward is over.
+        saved_bytes: activations held when forward is over.
+        peak_bytes: at the fullest moment: the largest of all moments that may be it.
+        flops: operations of forward and backward on one rank.
+        collectives: (kind, axis, phase, bytes that each rank passes in, how often a step makes the call).
+        compute_s, communication_s, gradients_s, optimizer_s: as in :class:`planner.predict.Prediction`.
+        left_out: why there is no formula in the other size, where only one can be followed.
+    """
+
+    batch: sympy.Symbol
+    sequence: sympy.Symbol
+    planned: Mapping[sympy.Symbol, int]
+    parameters_bytes: sympy.Expr
+    gradients_bytes: sympy.Expr
+    optimizer_bytes: sympy.Expr
+    saved_bytes: sympy.Expr
+    peak_bytes: sympy.Expr
+    flops: sympy.Expr
+    collectives: tuple[tuple[str, str, str, sympy.Expr, int], ...]
+    compute_s: sympy.Expr
+    communication_s: sympy.Expr
+    gradients_s: sympy.Expr
+    optimizer_s: sympy.Expr
+    left_out: str = ""
+
+    @property
+    def step_time_s(self) -> sympy.Expr:
+        """Seconds of the whole step."""
+        return self.compute_s + self.communication_s + self.gradients_s + self.optimizer_s
+
+    def latex(self) -> str:
+        """Bytes and operations as LaTeX, aligned, one to a line."""
+        named = {
+            "parameters": self.parameters_bytes,
+            "gradients": self.gradients_bytes,
+            "optimizer": self.optimizer_bytes,
+            "activations": self.saved_bytes,
+            "flops": self.flops,
+        }
+        lines = [rf"\text{{{name}}} &= {sympy.latex(value)}" for name, value in named.items()]
+        lines += [
+            rf"\text{{{kind.replace('_', '-')}, {axis}, {phase}}} &= {count} \times \left({sympy.latex(size)}\right)"
+            for kind, axis, phase, size, count in self.collectives
+        ]
+        return "\\begin{aligned}\n" + " \\\\\n".join(lines) + "\n\\end{aligned}"
+
+    def _repr_latex_(self) -> str:
+        """What a notebook shows."""
+        return f"$$\n{self.latex()}\n$$"
+
+
+def formulas(scales: Scales) -> Formulas:
+    """The formulas of a plan.
+
+    Raises:
+        PlanError: neither batch nor sequence length can be followed.
+    """
+    scale, left_out = scales.widest()
+    planned = scale.followed.batch, scale.followed.sequence
+    assignment = scale.symbolic()
+    batch, sequence = sympy.symbols("b s", positive=True, integer=True)
+    symbols: Symbols = (batch, sequence)
+    memory = timeline(assignment)
+    seconds = _seconds(assignment)
+
+    def held(storages: tuple[Held, ...], use: str) -> sympy.Expr:
+        return _expression(terms_of(sum(each.bytes for each in storages if each.use == use)), symbols)
+
+    moments = _undominated(list(map(terms_of, scale.moments)))
+    gradients, hidden = (seconds[use].expression(symbols) for use in ("gradients", "hidden"))
+    return Formulas(
+        batch,
+        sequence,
+        {symbol: number for symbol, number in zip(symbols, planned, strict=True) if number},
+        held(memory.left, "parameters"),
+        held(memory.left, "gradients"),
+        held(memory.left, "optimizer"),
+        held(memory.kept, "activations"),
+        _pick(sympy.Max, moments, symbols),
+        _expression(_flops(assignment), symbols),
+        tuple(_call(call, count, symbols) for call, count in sorted_calls(collectives(assignment))),
+        seconds["compute"].expression(symbols),
+        seconds["communication"].expression(symbols),
+        sympy.Max(0, gradients - hidden, evaluate=False) if hidden != 0 else gradients,
+        seconds["optimizer"].expression(symbols),
+        left_out,
+    )
+
+
+def _call(call: Collective, count: int, symbols: Symbols) -> tuple[str, str, str, sympy.Expr, int]:
+    return call.kind, call.axis, call.phase, _expression(terms_of(call.bytes_in), symbols), count
+
+
+# ---- operations and seconds ------------------------------------------------------------------------------------------
+
+
+def _flops(assignment: Assignment) -> Terms:
+    """Operations of one rank, forward and backward."""
+    total: dict[Powers, Any] = {}
+    for node, times in _operators(assignment):
+        passes = 1 + _heavier(node) if any(t.grad for t in node.results) else 1
+        _add(total, _flops_of(assignment, node), passes * times)
+    return total
+
+
+def _operators(assignment: Assignment) -> Iterator[tuple[Node, int]]:
+    """The first member of every role that computes, and how many there are."""
+    space = assignment.space
+    for names in space.members.values():
+        node = space.graph.by_name[names[0]]
+        row = OPS.get(node.op)
+        if not node.is_leaf and not (row is not None and row.view):
+            yield node, len(names)
+
+
+def _flops_of(assignment: Assignment, node: Node) -> Terms:
+    """Forward operations of an operator on one rank."""
+    space, row = assignment.space, OPS.get(node.op)
+    if row is None:
+        return {}
+    axes = zip(space.mesh.axes, assignment.choice(node).axes, strict=True)
+    ranks = math.prod(axis.size for axis, strategy in axes if strategy.factor)
+    return _times(terms_of(row.flops(node, space.graph.input_types(node), space.rules[node.name])), Fraction(1, ranks))
+
+
+def _heavier(node: Node) -> Fraction:
+    """Operations of backward for each of forward: two products for one; flash attention computes its scores again."""
+    return Fraction(5, 2) if node.op == ATTENTION else Fraction(2)
+
+
+class _Seconds:
+    """A sum of polynomials, and of the largest or smallest of several."""
+
+    def __init__(self) -> None:
+        self._plain: dict[Powers, Any] = {}
+        self._picked: Counter[tuple[bool, tuple[tuple[tuple[Powers, Any], ...], ...]]] = Counter()
+
+    def add(self, options: Sequence[Terms], times: float, *, smallest: bool = False) -> None:
+        """``times`` the largest of ``options``, or the smallest."""
+        kept = _undominated(options, smallest=smallest)
+        if len(kept) == 1:
+            _add(self._plain, kept[0], times)
+        else:
+            self._picked[smallest, tuple(tuple(sorted(each.items())) for each in kept)] += times  # type: ignore[assignment]
+
+    def expression(self, symbols: Symbols) -> sympy.Expr:
+        """The sum."""
+        picked = [
+            times * _pick(sympy.Min if smallest else sympy.Max, list(map(dict, options)), symbols)
+            for (smallest, options), times in self._picked.items()
+        ]
+        return sympy.Add(_expression(self._plain, symbols), *picked)
+
+
+def _seconds(assignment: Assignment) -> dict[str, _Seconds]:
+    """Seconds by use as in :func:`planner.predict.predict`, and what ``hidden`` of ``gradients`` computing hides."""
+    space = assignment.space
+    cost, graph, axes = space.cost, space.graph, space.mesh.axes
+    found = {use: _Seconds() for use in ("compute", "communication", "gradients", "hidden", "optimizer")}
+    for leaf in graph.leaves:
+        found["optimizer"].add([{CONSTANT: space.storage(leaf, assignment.produced(Ref(leaf.name)))[0]}], 1)
+    for node, times in _operators(assignment):
+        forward, backward = _rooflines(assignment, node)
+        found["compute"].add(forward, times)
+        if any(t.grad for t in node.results):
+            found["compute"].add(backward, times)
+            found["hidden"].add(backward, times * space.overlap)
+    for names in space.members.values():
+        node = graph.by_name[names[0]]
+        for number, inner in () if node.is_leaf else assignment.choice(node).inner:
+            if inner.phase == "forward" or any(t.grad for t in node.results):
+                size = space.inner_bytes(space.rules[node.name], assignment.choice(node), inner)
+                found["communication"].add(_prices(cost, inner.kind, axes[number], size), len(names), smallest=True)
+    copied_s, start_s = 1 / _bandwidth(cost), cost.cluster.device.launch_overhead_s
+    for each, times in conversions(assignment):
+        tensor = graph.type_of(each.ref)
+        returns = "gradients" if graph.by_name[each.ref.node].op == "param" else "communication"
+        for step in space.table(each.ref).route(each.source, each.target):
+            touched = sum(local_bytes(tensor, layout, space.mesh) for layout in (step.before, step.after))
+            for phase, use in (("forward", "communication"), ("backward", returns))[: 2 if tensor.grad else 1]:
+                if step.rule not in ("I>R", "R>I"):
+                    found[use].add([_affine(start_s, copied_s, touched)], times)
+                for call in step.collectives(tensor, space.mesh):
+                    if call.phase == phase:
+                        prices = _prices(cost, call.kind, axes[step.axis], call.bytes_in)
+                        found[use].add(prices, times, smallest=True)
+    return found
+
+
+def _rooflines(assignment: Assignment, node: Node) -> tuple[list[Terms], list[Terms]]:
+    """Arithmetic and memory, each with the start of the kernel; forward and backward."""
+    space, choice = assignment.space, assignment.choice(node)
+    device, attends = space.cost.cluster.device, node.op == ATTENTION
+    tensors = zip((*space.graph.input_types(node), *node.results), (*choice.operands, *choice.results), strict=True)
+    moved = sum(local_bytes(tensor, layout, space.mesh) for tensor, layout in tensors)
+    flops, start_s = _flops_of(assignment, node), {CONSTANT: device.launch_overhead_s}
+    found = []
+    for backward in (False, True):
+        share = device.attention_efficiency[backward] if attends else device.matmul_efficiency
+        rate = device.peak(node.results[0].dtype if node.results else "float32") * share
+        arithmetic = _times(flops, (float(_heavier(node)) if backward else 1.0) / rate)
+        memory = _times(terms_of(moved), (2 if backward else 1) / _bandwidth(space.cost))
+        found.append([_sum(arithmetic, start_s), _sum(memory, start_s)])
+    return found[0], found[1]
+
+
+def _bandwidth(cost: CostModel) -> float:
+    device = cost.cluster.device
+    return device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+
+
+def _prices(cost: CostModel, kind: str, axis: Axis, bytes_in: int) -> list[Terms]:
+    """What each algorithm of a collective takes."""
+    return [_affine(*term, bytes_in) for term in cost.collective_terms(kind, axis)]
+
+
+def _affine(start_s: float, seconds_per_byte: float, size: int) -> Terms:
+    return _sum({CONSTANT: start_s}, _times(terms_of(size), seconds_per_byte))
+
+
+# ---- polynomials -----------------------------------------------------------------------------------------------------
+
+
+def _times(terms: Terms, factor: Number) -> Terms:
+    return {powers: value * factor for powers, value in terms.items()}
+
+
+def _add(total: dict[Powers, Any], terms: Terms, times: Number) -> None:
+    for powers, value in terms.items():
+        total[powers] = total.get(powers, 0) + value * times
+
+
+def _sum(*all_terms: Terms) -> Terms:
+    total: dict[Powers, Any] = {}
+    for terms in all_terms:
+        _add(total, terms, 1)
+    return total
+
+
+def _undominated(options: Sequence[Terms], *, smallest: bool = False) -> list[Terms]:
+    """Without those that another one exceeds in every coefficient, and so at all sizes."""
+    found: list[Terms] = []
+    for option in options:
+        if any(_exceeds(other, option, smallest) for other in found):
+            continue
+        found = [other for other in found if not _exceeds(option, other, smallest)]
+        found.append(option)
+    return found
+
+
+def _exceeds(one: Terms, other: Terms, smallest: bool) -> bool:
+    low, high = (one, other) if smallest else (other, one)
+    return all(low.get(powers, 0) <= high.get(powers, 0) for powers in {*low, *high})
+
+
+def _pick(of: type, options: Sequence[Terms], symbols: Symbols) -> sympy.Expr:
+    """The largest or smallest, unevaluated where there are several: sympy would compare each with each."""
+    expressions = [_expression(terms, symbols) for terms in options]
+    return of(*expressions, evaluate=False) if len(expressions) > 1 else expressions[0]
+
+
+def _expression(terms: Terms, symbols: Symbols) -> sympy.Expr:
+    batch, sequence = symbols
+    return sympy.Add(*(_number(value) * batch**i * sequence**j for (i, j), value in terms.items() if value))
+
+
+def _number(value: Number) -> sympy.Expr:
+    return sympy.Rational(value.numerator, value.denominator) if isinstance(value, Fraction) else sympy.sympify(value)

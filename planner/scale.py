@@ -1,0 +1,351 @@
+"""Scale: the decisions of a plan at another batch and sequence length.
+
+Only sizes change: every value, factor and strip of the planned graph becomes what :mod:`planner.follow` says of it, the
+decisions keep their places, and the result is an assignment like any other, that is priced and followed through memory
+exactly as the plan was. Static arguments that no price reads (the numbers of a view) are left as captured.
+
+Sizes may also be given as :class:`planner.size.Size`: then whatever is computed from the assignment knows its formula.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from planner.certificate import Decided
+from planner.errors import PlanError
+from planner.fold import Folded, Instance
+from planner.follow import Followed, NotFollowed, Sizes, follow
+from planner.formulate import Assignment, Role, Space
+from planner.graph import Graph, Node, Ref
+from planner.layout import Layout, LocalType, Shard
+from planner.memory import timeline
+from planner.predict import Prediction, predict
+from planner.problem import evaluate
+from planner.rules import AxisStrategy, Rule
+from planner.size import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of
+from planner.skeleton import Skeleton
+from planner.strategy import Choice, Cuts
+
+
+@dataclass(frozen=True)
+class Division:
+    """``size`` must be a multiple of ``number``; ``by`` says what of."""
+
+    size: int
+    number: int
+    by: str
+
+    @staticmethod
+    def of(size: int, number: int, by: str) -> Division:
+        """Half of something must also be whole: its double is a multiple of twice the number."""
+        below = math.lcm(*(value.denominator for value in terms_of(size).values()))
+        return Division(size * below, number * below, by)
+
+
+class Scale:
+    """A plan's decisions, to be taken at other sizes.
+
+    Args:
+        assignment: as planned.
+        batch, sequence: what is to change.
+
+    Attributes:
+        planned: the assignment that is scaled.
+        followed: how its sizes move.
+        divisions: sizes that must be multiples, for the decisions to hold.
+
+    Raises:
+        PlanError: the sizes cannot be followed; names the operator.
+    """
+
+    def __init__(self, assignment: Assignment, *, batch: bool, sequence: bool):
+        self.planned, space = assignment, assignment.space
+        self.followed = follow(space.graph, space.rules, batch, sequence)
+        _check_alike(space, self.followed)
+        self._parts = {
+            part: space.graph.by_name[ref.node].path or ref.node
+            for ref, dims in self.followed.dims.items()
+            for part in itertools.chain(*dims)
+            if isinstance(part, Size)
+        }
+        self._chosen = {role: self._grown(role, decision) for role, decision in assignment.chosen.items()}
+        self.divisions = tuple(dict.fromkeys(self._divisions()))
+        cuts = space.skeleton.cuts(space.mesh.sizes)
+        self._cuts = {
+            ref: {dim: tuple(self._strips(ref, dim, each)) for dim, each in by_dim.items()}
+            for ref, by_dim in cuts.items()
+        }
+
+    # ---- what moves ----
+
+    def _grown(self, role: Role, decision: Choice | Layout) -> Choice | Layout:
+        """A decision whose strips know how they move."""
+        space = self.planned.space
+        if not isinstance(decision, Choice):
+            return self._layout(_value_of(space, role), decision)
+        node = space.graph.by_name[space.members[role][0]]
+        values = (*node.inputs, *(Ref(node.name, i) for i in range(len(node.results))))
+        layouts = [
+            self._layout(ref, layout)
+            for ref, layout in zip(values, (*decision.operands, *decision.results), strict=True)
+        ]
+        factors, count = self.followed.factors[node.name], len(node.inputs)
+        axes = []
+        for strategy in decision.axes:
+            places = [
+                self._local_type(ref, kind)
+                for ref, kind in zip(values, (*strategy.operands, *strategy.results), strict=True)
+            ]
+            outer = (
+                strategy.outer if not strategy.factor else self._within(factors[strategy.factor], strategy.outer, role)
+            )
+            count = len(node.inputs)
+            axes.append(replace(strategy, outer=outer, operands=tuple(places[:count]), results=tuple(places[count:])))
+        return Choice(tuple(axes), tuple(layouts[:count]), tuple(layouts[count:]), decision.label)
+
+    def _layout(self, ref: Ref, layout: Layout) -> Layout:
+        return tuple(self._local_type(ref, kind) for kind in layout)
+
+    def _local_type(self, ref: Ref, kind: LocalType) -> LocalType:
+        if not isinstance(kind, Shard) or kind.outer == 1:
+            return kind
+        return Shard(kind.dim, self._within(self.followed.dims[ref][kind.dim], kind.outer, ref))
+
+    def _strips(self, ref: Ref, dim: int, counts: frozenset[int]) -> Iterator[int]:
+        """Strip counts of a value, as sizes; one that falls between two parts serves no decision."""
+        for count in sorted(counts):
+            found = _strips_of(self.followed.dims[ref][dim], count)
+            if found is not None:
+                yield found
+
+    def _within(self, parts: Sizes, count: int, where: object) -> int:
+        found = _strips_of(parts, count)
+        if found is None:
+            raise NotFollowed(
+                f"this plan's cost cannot be followed to other sizes: {where} is cut into {count} strips, which "
+                f"fall between {' and '.join(map(describe, parts))}"
+            )
+        return found
+
+    def _divisions(self) -> Iterator[Division]:
+        """Every moving size that some decision, or some operator, cuts evenly."""
+        space = self.planned.space
+        for part, where in self._parts.items():
+            if any(value.denominator > 1 for value in part.terms.values()):
+                yield Division.of(part, 1, f"equal pieces, in {where}")
+        for role, decision in self._chosen.items():
+            if isinstance(decision, Choice):
+                node = space.graph.by_name[space.members[role][0]]
+                values = (*node.inputs, *(Ref(node.name, i) for i in range(len(node.results))))
+                for ref, layout in zip(values, (*decision.operands, *decision.results), strict=True):
+                    yield from self._cut_by(ref, layout, node.path or node.name)
+            else:
+                ref = _value_of(space, role)
+                yield from self._cut_by(ref, decision, space.graph.by_name[ref.node].target or ref.node)
+
+    def _cut_by(self, ref: Ref, layout: Layout, where: str) -> Iterator[Division]:
+        """By the rule of :func:`planner.layout.local_shape`."""
+        axes = self.planned.space.mesh.axes
+        for dim, parts in enumerate(self.followed.dims[ref]):
+            ranks: dict[int, int] = {}
+            names = []
+            for kind, axis in zip(layout, axes, strict=True):
+                if isinstance(kind, Shard) and kind.dim == dim:
+                    ranks[kind.outer] = ranks.get(kind.outer, 1) * axis.size
+                    names.append(axis.name)
+            outers = sorted(ranks)
+            if not outers:
+                continue
+            for outer, following in zip(outers, [*outers[1:], math.prod(parts)], strict=True):
+                length = quotient(following, outer)
+                if length is None:
+                    raise NotFollowed(
+                        f"this plan's cost cannot be followed to other sizes: in {where}, {describe(following)} is cut "
+                        f"into {describe(outer)} strips"
+                    )
+                if isinstance(length, Size) and ranks[outer] > 1:
+                    yield Division.of(length, ranks[outer], f"ranks of the {' and '.join(names)} axis, in {where}")
+
+    # ---- at other sizes ----
+
+    def assignment(self, batch: int, sequence: int) -> Assignment:
+        """The decisions at these sizes.
+
+        Raises:
+            PlanError: a size is not divided evenly, or there is nothing left of a tensor; names it.
+        """
+        self.check(batch, sequence)
+        space = self.planned.space
+
+        def moved(number: int) -> int:
+            return at_sizes(number, batch, sequence)
+
+        graph, rules = self._graph(moved)
+        by_name = graph.by_name
+        folded = Folded(
+            graph,
+            tuple(
+                Instance(each.kind, replace(each.block, nodes=tuple(by_name[node.name] for node in each.block.nodes)))
+                for each in space.folded.instances
+            ),
+        )
+        cuts = {
+            ref: {dim: frozenset(moved(count) for count in counts) for dim, counts in by_dim.items()}
+            for ref, by_dim in self._cuts.items()
+        }
+        skeleton = _Twin(space.skeleton, folded, rules, cuts)
+        scaled = Space(folded, space.mesh, space.cost, space.training, rules, skeleton=skeleton)
+        chosen = {role: _moved(decision, moved) for role, decision in self._chosen.items()}
+        return replace(self.planned, space=scaled, chosen=chosen)
+
+    def _graph(self, moved: Callable[[int], int]) -> tuple[Graph, dict[str, Rule]]:
+        """The graph and its rules; members of a role share both."""
+        space, followed = self.planned.space, self.followed
+        nodes: dict[str, Node] = {}
+        rules: dict[str, Rule] = {}
+        known: dict[object, Rule] = {}
+        for names in space.members.values():
+            first = space.graph.by_name[names[0]]
+            shapes = [
+                tuple(math.prod(map(moved, parts)) for parts in followed.dims[Ref(first.name, i)])
+                for i in range(len(first.results))
+            ]
+            results = tuple(replace(old, shape=shape) for old, shape in zip(first.results, shapes, strict=True))
+            for name in names:
+                node = space.graph.by_name[name]
+                nodes[name] = Node(name, node.op, node.args, results, node.path, node.target, node.shares)
+            if not first.is_leaf:
+                old, factors = space.rules[first.name], followed.factors[first.name]
+                sizes = {name: math.prod(map(moved, factors[name])) for name in old.sizes}
+                rule = known.setdefault((id(old), tuple(sizes.values())), replace(old, sizes=sizes))
+                rules.update(dict.fromkeys(names, rule))
+        graph = replace(space.graph, nodes=tuple(nodes[node.name] for node in space.graph.nodes))
+        return graph, rules
+
+    def check(self, batch: int, sequence: int) -> None:
+        """Refuse sizes at which the decisions do not hold.
+
+        Raises:
+            PlanError: names the size, and the axis that does not divide it or what leaves nothing of it.
+        """
+        why = self.refusal(batch, sequence)
+        if why is not None:
+            given = [(self.followed.batch, f"batch {batch}"), (self.followed.sequence, f"sequence length {sequence}")]
+            raise PlanError(f"at {' and '.join(words for planned, words in given if planned)}, {why}")
+
+    def refusal(self, batch: int, sequence: int) -> str | None:
+        """Why the decisions do not hold at these sizes; ``None`` if they do."""
+        for part, where in self._parts.items():
+            if at_sizes(part, batch, sequence) < 1:
+                return f"nothing is left of {describe(part)} in {where}: give a larger size"
+        for each in self.divisions:
+            size = at_sizes(each.size, batch, sequence)
+            if size % each.number:
+                return (
+                    f"{describe(each.size)} is {size}, which {each.number} {each.by}, do not divide: give a multiple, "
+                    "or plan again for it"
+                )
+        for length, end, where in self.followed.ends:
+            if at_sizes(length, batch, sequence) > end:
+                return (
+                    f"{where} would cut a dim of {at_sizes(length, batch, sequence)} off after {end}: this plan holds "
+                    "up to there; plan again for more"
+                )
+        return None
+
+    def is_even(self, batch: int, sequence: int) -> bool:
+        """Whether everything that is cut evenly can be."""
+        return all(at_sizes(each.size, batch, sequence) % each.number == 0 for each in self.divisions)
+
+    def symbolic(self) -> Assignment:
+        """The decisions as planned, at sizes that know how they move."""
+        batch, sequence = self.followed.batch, self.followed.sequence
+        return self.assignment(batch_of(batch) if batch else 0, sequence_of(sequence) if sequence else 0)
+
+    @cached_property
+    def moments(self) -> tuple[int, ...]:
+        """Bytes of every moment of the planned step, as sizes: the largest is the peak."""
+        return tuple(dict.fromkeys(total for _, total in timeline(self.symbolic()).moments))
+
+    def predict(self, batch: int, sequence: int) -> Prediction:
+        """A step of the decisions at these sizes; raises as :meth:`assignment` does."""
+        assignment = self.assignment(batch, sequence)
+        problem = Decided(assignment, assignment.space.skeleton).problem(None)
+        return predict(assignment, evaluate(problem, (0,) * len(problem.vertices)).time_s)
+
+    def peak_bytes(self, batch: int, sequence: int) -> int:
+        """The fullest moment at these sizes; raises as :meth:`assignment` does."""
+        return timeline(self.assignment(batch, sequence)).peak_bytes
+
+
+class _Twin(Skeleton):
+    """The skeleton of a graph that differs from another one's in sizes alone: what it found does not depend on them."""
+
+    def __init__(self, planned: Skeleton, folded: Folded, rules: Mapping[str, Rule], cuts: Cuts):
+        vars(self).update(vars(planned))
+        self.folded, self.graph, self.rules = folded, folded.graph, rules
+        self._at_sizes = cuts
+
+    def cuts(self, sizes: tuple[int, ...]) -> Cuts:
+        """The planned cuts, moved."""
+        return self._at_sizes
+
+
+def _value_of(space: Space, role: Role) -> Ref:
+    """The value that a layout is decided for: a leaf, what a relay delivers, an output."""
+    if role[0] == "output":
+        position = role[1]
+        assert isinstance(position, int)
+        return space.leaving[position]
+    return space.skeleton.relays[role] if role[0] == "relay" else Ref(space.members[role][0])
+
+
+def _check_alike(space: Space, followed: Followed) -> None:
+    """Refuse blocks that are equal as planned and would not be at other sizes: they share their decisions."""
+    for names in space.members.values():
+        first = space.graph.by_name[names[0]]
+        for name in names[1:]:
+            same = all(
+                followed.dims[Ref(name, i)] == followed.dims[Ref(first.name, i)] for i in range(len(first.results))
+            )
+            if not same or followed.factors.get(name) != followed.factors.get(first.name):
+                raise NotFollowed(
+                    f"this plan's cost cannot be followed to other sizes: {first.op} in {first.path!r} and in "
+                    f"{space.graph.by_name[name].path!r} are equal only as planned: plan with a batch and a sequence "
+                    "length that equal no other size of the model"
+                )
+
+
+def _strips_of(parts: Sizes, count: int) -> int | None:
+    """A strip count as a size: the parts that it spans whole, times constant strips of the next one."""
+    major = 1
+    for part in parts:
+        if int(major) * int(part) > count:
+            break
+        major = major * part
+    return None if count % int(major) else major * (count // int(major))
+
+
+def _moved(decision: Choice | Layout, moved: Callable[[int], int]) -> Choice | Layout:
+    """A decision with its strips at other sizes."""
+
+    def kind_of(kind: LocalType) -> LocalType:
+        return Shard(kind.dim, moved(kind.outer)) if isinstance(kind, Shard) and isinstance(kind.outer, Size) else kind
+
+    def layout_of(layout: Layout) -> Layout:
+        return tuple(map(kind_of, layout))
+
+    def strategy_of(strategy: AxisStrategy) -> AxisStrategy:
+        operands, results = layout_of(strategy.operands), layout_of(strategy.results)
+        return replace(strategy, outer=moved(strategy.outer), operands=operands, results=results)
+
+    if not isinstance(decision, Choice):
+        return layout_of(decision)
+    axes = tuple(map(strategy_of, decision.axes))
+    return Choice(
+        axes, tuple(map(layout_of, decision.operands)), tuple(map(layout_of, decision.results)), decision.label
+    )

@@ -1,0 +1,152 @@
+"""Sizes that know how they grow: a whole number as planned, and the polynomial in batch and sequence behind it.
+
+A :class:`Size` is an ``int``, so that all which counts elements and bytes counts with sizes as well, and the result
+knows its formula. Comparisons for order look at the number; two sizes are *equal* only if they grow alike, so that
+nothing is taken for the same because two numbers happen to be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+
+Powers = tuple[int, int]
+"""Exponents of the batch and of the sequence length."""
+Terms = Mapping[Powers, Fraction]
+
+
+class Size(int):
+    """A number at the planned sizes, as ``sum of coefficient * batch^i * sequence^j``; made by :func:`batch_of`,
+    :func:`sequence_of` and arithmetic.
+    """
+
+    terms: Terms
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Size) and self.terms == other.terms
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __repr__(self) -> str:
+        return f"{int(self)} = {describe(self)}"
+
+    def __neg__(self) -> int:
+        return self * -1
+
+    def __add__(self, other: object) -> int:
+        if not isinstance(other, int):
+            return NotImplemented
+        found = dict(self.terms)
+        for powers, coefficient in terms_of(other).items():
+            found[powers] = found.get(powers, Fraction(0)) + coefficient
+        return _size(int.__add__(self, other), found)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: object) -> int:
+        return self + -1 * other if isinstance(other, int) else NotImplemented
+
+    def __rsub__(self, other: object) -> int:
+        return -1 * self + other if isinstance(other, int) else NotImplemented
+
+    def __mul__(self, other: object) -> int:
+        if not isinstance(other, int):
+            return NotImplemented
+        found: dict[Powers, Fraction] = {}
+        for (i, j), mine in self.terms.items():
+            for (k, m), theirs in terms_of(other).items():
+                found[i + k, j + m] = found.get((i + k, j + m), Fraction(0)) + mine * theirs
+        return _size(int.__mul__(self, other), found)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: object) -> int:
+        """The quotient, which must be exact and by a single term."""
+        if not isinstance(other, int):
+            return NotImplemented
+        return _exact(self, other)
+
+    def __rfloordiv__(self, other: object) -> int:
+        return _exact(other, self) if isinstance(other, int) else NotImplemented
+
+
+def batch_of(number: int) -> Size:
+    """The batch, which is ``number`` as planned."""
+    return _made(number, {(1, 0): Fraction(1)})
+
+
+def sequence_of(number: int) -> Size:
+    """The sequence length, which is ``number`` as planned."""
+    return _made(number, {(0, 1): Fraction(1)})
+
+
+def terms_of(number: int) -> Terms:
+    """Coefficients by powers; a plain number is a constant."""
+    if isinstance(number, Size):
+        return number.terms
+    return {(0, 0): Fraction(number)} if number else {}
+
+
+def quotient(number: int, divisor: int) -> int | None:
+    """``number / divisor`` where that is whole as planned, and ``divisor`` one term that divides; else ``None``."""
+    below = terms_of(divisor)
+    if len(below) != 1 or int.__mod__(number, divisor):
+        return None
+    (((i, j), coefficient),) = below.items()
+    found = {(k - i, m - j): value / coefficient for (k, m), value in terms_of(number).items()}
+    if any(k < 0 or m < 0 for k, m in found):
+        return None
+    return _size(int.__floordiv__(number, divisor), found)
+
+
+def _exact(number: int, divisor: int) -> int:
+    found = quotient(number, divisor)
+    if found is None:
+        raise ArithmeticError(f"{describe(number)} is not always a multiple of {describe(divisor)}")
+    return found
+
+
+def at_sizes(number: int, batch: int, sequence: int) -> int:
+    """What a size is at another batch and sequence length, which may themselves be sizes."""
+    if not isinstance(number, Size):
+        return number
+    below = math.lcm(*(value.denominator for value in number.terms.values()))
+    total: int = 0
+    for (i, j), value in number.terms.items():
+        term: int = int(value * below)
+        for _ in range(i):
+            term = term * batch
+        for _ in range(j):
+            term = term * sequence
+        total = total + term
+    return total // below
+
+
+def describe(number: int) -> str:
+    """In words: ``"batch * sequence - batch"``."""
+    if not isinstance(number, Size):
+        return str(number)
+    words = []
+    for (i, j), value in sorted(number.terms.items(), reverse=True):
+        factors = ["batch"] * i + ["sequence"] * j
+        if abs(value) != 1 or not factors:
+            factors.insert(0, str(abs(value)))
+        words.append(("- " if value < 0 else "+ ") + " * ".join(factors))
+    return " ".join(words).removeprefix("+ ")
+
+
+def _size(number: int, terms: Mapping[Powers, Fraction]) -> int:
+    """A size, or a plain number if nothing moves."""
+    kept = {powers: value for powers, value in terms.items() if value}
+    return _made(number, kept) if any(powers != (0, 0) for powers in kept) else int(number)
+
+
+def _made(number: int, terms: Terms) -> Size:
+    size = int.__new__(Size, number)
+    size.terms = terms
+    return size

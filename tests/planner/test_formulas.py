@@ -1,0 +1,331 @@
+"""Plans at other sizes: sizes that know their formula, how they are followed, predictions, limits, closed forms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import sympy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.errors import PlanError
+from planner.follow import NotFollowed, follow
+from planner.formulate import rules_of
+from planner.graph import Graph, Node, Ref, TensorType
+from planner.plan import Plan
+from planner.size import at_sizes, batch_of, quotient, sequence_of
+from tests.planner.plans import cluster, plan_of, residual_mlp
+
+BATCH, LENGTH = batch_of(6), sequence_of(10)
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+plain = st.integers(-9, 9)
+sizes = st.recursive(
+    plain | st.just(BATCH) | st.just(LENGTH),
+    lambda inner: st.tuples(inner, inner, st.sampled_from("+-*")).map(lambda each: compute(*each)),
+    max_leaves=6,
+)
+
+
+def compute(a: int, b: int, operation: str) -> int:
+    return a + b if operation == "+" else a - b if operation == "-" else a * b
+
+
+@given(sizes, sizes, st.sampled_from("+-*"), st.integers(1, 50), st.integers(1, 50))
+def test_arithmetic_goes_with_the_formula(a, b, operation, batch, sequence):
+    result = compute(a, b, operation)
+    assert int(result) == compute(int(a), int(b), operation) == at_sizes(result, 6, 10)
+    moved = compute(at_sizes(a, batch, sequence), at_sizes(b, batch, sequence), operation)
+    assert at_sizes(result, batch, sequence) == moved
+
+
+@given(sizes, st.sampled_from([1, 2, 3, BATCH, LENGTH, BATCH * LENGTH]), st.integers(1, 50), st.integers(1, 50))
+def test_division_undoes_multiplication(a, b, batch, sequence):
+    assert at_sizes(a * b // b, batch, sequence) == at_sizes(a, batch, sequence)
+
+
+def test_sizes_are_equal_if_they_grow_alike():
+    assert BATCH * LENGTH - LENGTH == LENGTH * (BATCH - 1)
+    assert {6: "a number"}.get(BATCH) is None and {BATCH: "the batch"}.get(6) is None
+    assert batch_of(8) != sequence_of(8)
+    assert BATCH - BATCH == 0 and type(BATCH - BATCH) is int
+    assert hash(batch_of(8)) == hash(8)
+
+
+def test_what_is_not_always_a_multiple_is_not_divided():
+    assert quotient(BATCH * LENGTH, LENGTH) == BATCH
+    assert quotient(BATCH, LENGTH) is None
+    with pytest.raises(ArithmeticError, match="batch is not always a multiple of sequence"):
+        batch_of(8) // sequence_of(4)
+    with pytest.raises(ArithmeticError, match="12 is not always a multiple of batch"):
+        12 // BATCH
+
+
+# ---- following -------------------------------------------------------------------------------------------------------
+
+
+class Build:
+    """A graph, node by node; all in float32 and without gradients."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+
+    def leaf(self, name: str, *shape: int, op: str = "input") -> Ref:
+        self.nodes.append(Node(name, op, (), (TensorType(shape, "float32"),), target=name))
+        return Ref(name)
+
+    def call(self, name: str, op: str, /, *shape: int, **args: object) -> Ref:
+        self.nodes.append(Node(name, f"aten.{op}", tuple(args.items()), (TensorType(shape, "float32"),), path=name))
+        return Ref(name)
+
+    def follow(self, batch: bool = True, sequence: bool = True) -> dict[str, Any]:
+        """Name -> shape, as sizes."""
+        graph = Graph(tuple(self.nodes), (Ref(self.nodes[-1].name),))
+        found = follow(graph, rules_of(graph), batch, sequence)
+        return {ref.node: [math.prod(parts) for parts in dims] for ref, dims in found.dims.items()}
+
+
+def test_a_flattened_batch_keeps_its_parts():
+    g = Build()
+    x = g.leaf("x", 6, 10, 4)
+    flat = g.call("flat", "view.default", 60, 4, self=x, size=(60, 4))
+    up = g.call("up", "linear.default", 60, 8, input=flat, weight=g.leaf("w", 8, 4, op="param"), bias=None)
+    g.call("back", "view.default", 6, 10, 2, 4, self=up, size=(6, 10, 2, 4))
+    found = g.follow()
+    assert found["flat"] == [BATCH * LENGTH, 4]
+    assert found["back"] == [BATCH, LENGTH, 2, 4]
+
+
+def test_numbers_in_arguments_are_what_they_meet():
+    """Two ``arange(10)``: one is added to the sequence, the other to ten features."""
+    g = Build()
+    x = g.leaf("x", 6, 10, 10)
+    rows = g.call("rows", "arange.default", 10, end=10)
+    column = g.call("column", "view.default", 10, 1, self=rows, size=(10, 1))
+    features = g.call("features", "arange.default", 10, end=10)
+    at = g.call("at", "add.Tensor", 6, 10, 10, self=x, other=column, alpha=1)
+    both = g.call("both", "add.Tensor", 6, 10, 10, self=at, other=features, alpha=1)
+    g.call("up", "linear.default", 6, 10, 4, input=both, weight=g.leaf("w", 4, 10, op="param"), bias=None)
+    found = g.follow()
+    assert found["rows"] == [LENGTH] and found["features"] == [10]
+    assert found["up"] == [BATCH, LENGTH, 4]
+
+
+def test_slices_pads_and_joins_count_from_the_ends():
+    g = Build()
+    x = g.leaf("x", 6, 10)
+    table = g.leaf("table", 64, 1, op="buffer")
+    g.call("later", "slice.Tensor", 6, 9, self=x, dim=1, start=1, end=2**63 - 1, step=1)
+    g.call("earlier", "slice.Tensor", 6, 9, self=x, dim=1, start=0, end=-1, step=1)
+    padded = g.call("padded", "constant_pad_nd.default", 6, 13, self=x, pad=(1, 2), value=0)
+    g.call("joined", "cat.default", 6, 23, tensors=(x, padded), dim=1)
+    read = g.call("read", "slice.Tensor", 10, 1, self=table, dim=0, start=0, end=10, step=1)
+    line = g.call("line", "view.default", 10, self=read, size=(10,))
+    g.call("sum", "add.Tensor", 6, 10, self=x, other=line, alpha=1)
+    found = g.follow()
+    assert found["later"] == found["earlier"] == [BATCH, LENGTH - 1]
+    assert found["padded"] == [BATCH, LENGTH + 3] and found["joined"] == [BATCH, 2 * LENGTH + 3]
+    assert found["read"] == [LENGTH, 1]
+
+
+def test_halves_grow_half_as_fast():
+    g = Build()
+    x = g.leaf("x", 6, 10)
+    two = (TensorType((6, 5), "float32"),) * 2
+    args = (("self", x), ("split_size", 5), ("dim", 1))
+    g.nodes.append(Node("half", "aten.split.Tensor", args, two))
+    g.call("sum", "add.Tensor", 6, 5, self=Ref("half", 0), other=Ref("half", 1), alpha=1)
+    assert at_sizes(g.follow()["sum"][1], 6, 40) == 20
+
+
+def test_one_of_the_two_sizes_may_stay():
+    g = Build()
+    g.call("y", "relu.default", 6, 10, self=g.leaf("x", 6, 10))
+    assert g.follow(sequence=False)["y"] == [BATCH, 10]
+    assert g.follow(batch=False)["y"] == [6, LENGTH]
+
+
+def refused(g: Build, words: str) -> None:
+    with pytest.raises(NotFollowed, match=words):
+        g.follow()
+
+
+def test_a_size_that_meets_a_parameter_is_refused():
+    g = Build()
+    weight = g.leaf("positions", 10, 4, op="param")
+    g.call("sum", "add.Tensor", 6, 10, 4, self=g.leaf("x", 6, 10, 4), other=weight, alpha=1)
+    refused(g, r"aten\.add\.Tensor in sum, .*fixed size 10 .*meets|meets the fixed size 10")
+
+
+def test_a_split_that_cannot_be_told_is_refused():
+    g = Build()
+    g.call("windows", "view.default", 6, 2, 5, 4, self=g.leaf("x", 6, 10, 4), size=(6, 2, 5, 4))
+    refused(g, r"windows, the sequence, 10 as planned, is split into 2 and 5")
+
+
+def test_an_argument_that_meets_nothing_is_refused_if_it_may_move():
+    g = Build()
+    g.leaf("x", 6, 10)
+    g.call("mask", "ones.default", 10, 7, size=(10, 7))
+    refused(g, r"mask, its argument 10 may be the sequence length or a constant")
+    g.nodes[-1] = Node("mask", "aten.ones.default", (), (TensorType((9, 7), "float32"),))
+    assert g.follow()["mask"] == [9, 7]
+
+
+def test_operators_that_make_sizes_of_their_own_are_refused():
+    g = Build()
+    g.call("strange", "strange.default", 6, 10, self=g.leaf("x", 6, 10))
+    refused(g, r"strange, it makes a size of its own \(6 as planned\)")
+
+
+def test_inputs_must_agree():
+    g = Build()
+    g.leaf("x", 6, 10)
+    g.leaf("y", 6, 12)
+    refused(g, r"dim 1 of the inputs has several sizes \(10 in 'x', 12 in 'y'\)")
+    one = Build()
+    one.leaf("x", 1, 10)
+    refused(one, "no input has a dim 0 of more than one element")
+
+
+# ---- plans at other sizes --------------------------------------------------------------------------------------------
+
+PINS: list[dict[str, Any]] = [{}, {"data": 4}, {"tensor": 4}, {"data": 2, "tensor": 2}, {"data": 4, "zero": 3}]
+
+
+def mlp_plan(batch: int = 512, pin: dict[str, Any] | None = None, memory: str = "1 GiB") -> Plan:
+    return _planned(batch, tuple((pin or {}).items()), memory)
+
+
+@cache
+def _planned(batch: int, pin: tuple[tuple[str, Any], ...], memory: str) -> Plan:
+    return plan_of(residual_mlp(batch=batch), cluster(4, memory), dict(pin))
+
+
+@pytest.mark.parametrize("pin", PINS, ids=str)
+def test_as_planned_is_what_was_planned(pin):
+    plan = mlp_plan(pin=pin)
+    for again in (plan.at(), plan.at(batch=512)):
+        assert again.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-12)
+        assert again.peak_bytes == plan.predicted.peak_bytes
+        assert again.memory_bytes == plan.predicted.memory_bytes
+        assert again.collectives == plan.predicted.collectives
+
+
+@pytest.mark.parametrize("pin", PINS[1:], ids=str)
+def test_another_batch_costs_what_the_same_recipe_costs_there(pin):
+    """Under a pin that decides everything, planning for the other batch takes the same decisions."""
+    small, large = mlp_plan(64, pin), mlp_plan(512, pin)
+    there = small.at(batch=512)
+    if [b.ops for b in small.blocks] == [b.ops for b in large.blocks] and small.parameters == large.parameters:
+        assert there.step_time_s == pytest.approx(large.predicted.step_time_s, rel=1e-12)
+        assert there.peak_bytes == large.predicted.peak_bytes
+    else:
+        assert there.step_time_s >= large.predicted.step_time_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("pin", PINS, ids=str)
+@pytest.mark.parametrize("batch", [64, 512, 1024, 100_000])
+def test_formulas_are_what_is_predicted(pin, batch):
+    plan = mlp_plan(pin=pin)
+    found, there = plan.formulas, plan.at(batch=batch)
+    sizes = {found.batch: batch}
+    assert found.planned == {found.batch: 512}
+    assert found.peak_bytes.subs(sizes) == there.peak_bytes
+    assert float(found.step_time_s.subs(sizes)) == pytest.approx(there.step_time_s, rel=1e-9)
+    for use in ("compute", "communication", "gradients", "optimizer"):
+        assert float(getattr(found, f"{use}_s").subs(sizes)) == pytest.approx(there.time_s[use], rel=1e-9, abs=1e-15)
+    calls = {(kind, axis, phase, size.subs(sizes), times) for kind, axis, phase, size, times in found.collectives}
+    assert calls == {(c.kind, c.axis, c.phase, c.bytes_in, times) for c, times in there.collectives}
+
+
+def test_formulas_worked_out_by_hand():
+    """One linear 256 x 64 after three blocks 256 -> 1024 -> 256 after one 256 x 256, batch halved over two ranks."""
+    weights = 256 * 256 + 3 * 2 * 256 * 1024 + 256 * 64
+    parameters = weights + 256 + 3 * (1024 + 256) + 64
+    found = plan_of(residual_mlp(), cluster(2), {"data": 2, "zero": 0}).formulas
+    b = found.batch
+    assert found.parameters_bytes == found.gradients_bytes == 4 * parameters
+    assert found.optimizer_bytes == 8 * parameters
+    assert sympy.expand(found.flops - 6 * weights * b / 2) == 0
+    # Kept: the input, the stem's result, in each block relu's and the sum, half of the rows.
+    assert sympy.expand(found.saved_bytes - 4 * b / 2 * (256 + 256 + 3 * (1024 + 256))) == 0
+    assert not found.step_time_s.has(found.sequence) and "meets the sequence" in found.left_out
+
+
+def test_formulas_in_a_notebook():
+    found = plan_of(residual_mlp(), cluster(2), {"data": 2, "zero": 0}).formulas
+    text = found._repr_latex_()
+    assert text.startswith("$$\n\\begin{aligned}") and text.endswith("\\end{aligned}\n$$")
+    assert r"\text{all-reduce, data, backward}" in text and sympy.latex(found.saved_bytes) in text
+
+
+# ---- the largest that fits -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pin", PINS, ids=str)
+def test_the_largest_batch_is_the_last_that_fits(pin):
+    plan = mlp_plan(pin=pin, memory="48 MiB")
+    limit, found = plan.cluster.device.usable_bytes, plan.max_batch()
+    peaks = {batch: tried(plan, batch) for batch in range(found, found + 5)}
+    above = [peak for batch, peak in peaks.items() if batch > found and peak is not None]
+    assert peaks[found] is not None and peaks[found] <= limit
+    assert above and min(above) > limit
+
+
+def tried(plan: Plan, batch: int) -> int | None:
+    """The peak; ``None`` where the plan does not divide the batch."""
+    try:
+        return plan.at(batch=batch).peak_bytes
+    except PlanError:
+        return None
+
+
+def test_more_memory_holds_a_larger_batch():
+    found = [mlp_plan(pin={"data": 4}, memory=f"{size} MiB").max_batch() for size in (48, 64, 96)]
+    assert found == sorted(set(found)) and all(batch % 4 == 0 for batch in found)
+
+
+def test_no_batch_fits():
+    plan = mlp_plan(pin={"data": 4, "zero": 0})
+    little = replace(plan, cluster=cluster(4, "1 MiB"))
+    with pytest.raises(PlanError, match=r"no batch fits: the smallest .* 4, takes [\d,]+ bytes, .* has [\d,]+ to give"):
+        little.max_batch()
+
+
+# ---- wrong input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [0, -8, 2.5, "8", True])
+def test_wrong_sizes(wrong):
+    plan = mlp_plan(pin={"data": 4})
+    with pytest.raises(PlanError, match=r"batch is .*: give a whole number from 1"):
+        plan.at(batch=wrong)
+    with pytest.raises(PlanError, match=r"sequence is .*: give a whole number from 1"):
+        plan.max_batch(sequence=wrong)
+
+
+def test_a_batch_that_does_not_divide():
+    with pytest.raises(PlanError, match=r"at batch 6, batch is 6, which 4 ranks of the data axis, in .* do not divide"):
+        mlp_plan(pin={"data": 4}).at(batch=6)
+
+
+def test_a_model_without_a_sequence():
+    plan = mlp_plan(pin={"data": 4})
+    for ask in (lambda: plan.at(sequence=64), plan.max_sequence):
+        with pytest.raises(PlanError, match=r"another sequence length: at aten\.linear\.default in stem"):
+            ask()
+
+
+def test_a_plan_from_a_file_has_no_model(tmp_path):
+    path = tmp_path / "plan.json"
+    plan_of(residual_mlp()).save(path)
+    plan = Plan.load(path)
+    for ask in (lambda: plan.at(batch=64), plan.max_batch, plan.max_sequence, lambda: plan.formulas):
+        with pytest.raises(PlanError, match=r"autopar\.evaluate\(model, plan\)"):
+            ask()
