@@ -1,0 +1,587 @@
+"""Forwards that could tell a model that is traced once per kind of layer from one that is traced whole.
+
+Each is captured both ways: the graphs must be equal, names, wiring, modules and constants; a number says how many of
+its layers are copies all the same, and the model must be left as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.capture import Captured, capture
+from autopar.lower import lower
+
+X = torch.randn(2, 4, 8)
+
+
+class Layer(nn.Module):
+    """``x + relu(linear(x))``; what other layers are made of."""
+
+    def __init__(self, index: int = 0):
+        super().__init__()
+        self.index = index
+        self.linear = nn.Linear(8, 8)
+        self.act, self.other = nn.ReLU(), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.act(self.linear(x))
+
+
+class Stack(nn.Module):
+    """Layers, one after another, and a head."""
+
+    def __init__(self, layers: list[nn.Module]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(8, 8)
+        self.held: list[Any] = []
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+Make = Callable[[], nn.Module]
+Forward = Callable[..., Any]
+
+
+def layers(forward: Forward, n: int = 5) -> Make:
+    """A stack of layers with a forward of their own."""
+    kind = type("Own", (Layer,), {"forward": forward})
+    return lambda: Stack([kind(i) for i in range(n)])
+
+
+def stack(forward: Forward, layer: type[nn.Module] = Layer, n: int = 4) -> Make:
+    """A stack with a forward of its own."""
+    kind = type("Own", (Stack,), {"forward": forward})
+    return lambda: kind([layer(i) for i in range(n)])
+
+
+def both(make: Make, x: Tensor = X, **how: Any) -> Captured:
+    """What is captured in copies, after comparing it with what is captured whole."""
+    captured = []
+    for fold in (False, True):
+        torch.manual_seed(0)
+        random.seed(0)
+        model = make()
+        before = state(model)
+        captured.append(capture(model, (x,), fold=fold))
+        assert state(model) == before
+    whole, folded = captured
+    assert lower(folded) == lower(whole)
+    assert str(folded.graph) == str(whole.graph)
+    assert folded.static_outputs == whole.static_outputs
+    for name, value in whole.constants.items():
+        assert torch.equal(value, folded.constants[name])
+    return folded
+
+
+def state(model: nn.Module) -> object:
+    """What every module holds, by name, and who it is."""
+    return {
+        name: {key: id(value) if isinstance(value, (Tensor, nn.Module)) else repr(value) for key, value in held.items()}
+        for name, module in model.named_modules()
+        for held in [{**vars(module), **module._parameters, **module._buffers, **module._modules}]
+    }
+
+
+def copies(captured: Captured) -> int:
+    return sum(1 for call in captured.program.calls if call.traced)
+
+
+# ---- a model that looks at its layers other than by calling them -----------------------------------------------------
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = Stack.forward(model, x).mean()  # type: ignore[arg-type]
+    return loss + sum(p.square().sum() for p in model.parameters())
+
+
+def orthogonal(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = Stack.forward(model, x).mean()  # type: ignore[arg-type]
+    for _, p in model.named_parameters():
+        loss = loss + (p @ p.t() - torch.eye(8)).square().mean() if p.ndim == 2 else loss
+    return loss
+
+
+def scaled(number: Callable[[Any], float]) -> Forward:
+    return lambda self, x: Stack.forward(self, x) * number(self)
+
+
+def reached(model: Stack, x: Tensor) -> Tensor:
+    """Inner modules and weights, by ways of their own."""
+    x = model.layers[1].linear(Stack.forward(model, x))  # type: ignore[operator, union-attr]
+    return F.linear(x, model.held[0].weight) * model.held[1].sum()
+
+
+def with_held(make: Make, held: Callable[[Any], list[Any]]) -> Make:
+    def made() -> nn.Module:
+        model: Any = make()
+        model.held = held(model)
+        return model
+
+    return made
+
+
+def first_parameters(model: Stack, x: Tensor) -> Tensor:
+    given = dict(model.layers[0].named_parameters())
+    for layer in model.layers:
+        x = torch.func.functional_call(layer, given, (x,))
+    return x
+
+
+def evaluates(model: Stack, x: Tensor) -> Tensor:
+    model.layers[2].train(False)
+    return Stack.forward(model, x)
+
+
+def asks_the_forward(model: Stack, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x) * (2 if "forward" in vars(layer) or layer.forward.__self__ is not layer else 3)  # type: ignore[union-attr]
+    return x
+
+
+class Drops(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.linear(x), 0.1, self.training)
+
+
+LOOKS: dict[str, tuple[Make, int]] = {
+    "a penalty on all parameters": (stack(penalty), 2),
+    "a penalty on some parameters": (stack(orthogonal), 2),
+    "the number of modules": (stack(scaled(lambda m: len(list(m.modules())))), 2),
+    "children and parameters": (stack(scaled(lambda m: len([*m.layers[0].children(), *m.layers[0].parameters()]))), 2),
+    "the state dict": (stack(scaled(lambda m: len(m.state_dict()))), 2),
+    "elements": (stack(scaled(lambda m: sum(p.numel() for p in m.parameters()) ** -0.5)), 2),
+    "inner modules": (with_held(stack(reached), lambda m: [m.layers[2].linear, m.layers[3].linear.weight]), 2),
+    "a closure over a module": (
+        with_held(
+            stack(lambda m, x: Stack.forward(m, x) + m.held[0](x)), lambda m: [lambda x: m.layers[0].linear(x) * 2]
+        ),
+        2,
+    ),
+    "parameters in place of others": (stack(first_parameters), 2),
+    "evaluation of one layer": (stack(evaluates, Drops), 1),
+    "the forward of a layer": (stack(asks_the_forward), 2),
+}
+
+
+@pytest.mark.parametrize("case", LOOKS)
+def test_a_model_may_look_at_its_layers(case: str) -> None:
+    make, folded = LOOKS[case]
+    assert copies(both(make)) == folded
+
+
+# ---- layers that could tell a token from a tensor, or one inner module from another ----------------------------------
+
+
+def is_itself(layer: Layer, x: Tensor) -> Tensor:
+    y = layer.linear(x)
+    z = y if layer.index % 2 else y.to(torch.float32)
+    return x + (z * 2 if z is y else z * 3)
+
+
+def own_weight_is_itself(layer: Layer, x: Tensor) -> Tensor:
+    weight = layer.linear.weight.to(torch.float32)
+    factor = 1.0 + layer.index // 3  # the last two depart after the weight was asked for
+    return x * factor + F.linear(x, weight) * (2 if weight is layer.linear.weight else 3)
+
+
+def marks_inside(layer: Layer, x: Tensor) -> Tensor:
+    y: Any = layer.linear(x)
+    y = y * 1 if getattr(y, "seen", 0) else y
+    y.seen = 1
+    return x + y
+
+
+def marks_outside(layer: Layer, x: Tensor) -> Tensor:
+    y: Any = x + layer.linear(x)
+    y.scale = float(layer.index + 2)
+    return y
+
+
+def reads_marks(model: Stack, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x)
+        x = x * getattr(x, "scale", 1.0)
+    return x
+
+
+def asks_for_history(model: Stack, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x)
+        x = x * (7 if x.is_leaf else 1) * (3 if x.grad_fn is None else 1) * (2 if x._is_view() else 1)
+    return x
+
+
+def asks_for_gradients(model: Stack, x: Tensor) -> Tensor:
+    y = x * 1.0
+    for layer in model.layers:
+        y = layer(y)
+    return torch.autograd.grad(y.sum(), model.head.weight, allow_unused=True)[0] or y
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, factor: float) -> Tensor:
+        return x @ weight.t() * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None, None
+
+
+WORKSPACE = np.zeros(8, dtype="float32")
+
+
+def fills_a_workspace(layer: Layer, x: Tensor) -> Tensor:
+    WORKSPACE[:] = layer.index
+    return x + layer.linear(x) * torch.as_tensor(WORKSPACE.copy())
+
+
+def other_outputs(layer: Layer, x: Tensor) -> Tensor:
+    y = F.dropout(layer.linear(x), 0.5, True)
+    return x if layer.index == 2 else y
+
+
+def catches(layer: Layer, x: Tensor) -> Tensor:
+    y = layer.linear(x)
+    try:
+        y = y.view(3, 3) if layer.index % 2 else y.view(2, 4, 8)
+    except RuntimeError:
+        y = y * 3
+    return x + y
+
+
+def no_op(layer: Layer, x: Tensor) -> Tensor:
+    return x + layer.linear(x.to(torch.float32) * 2)
+
+
+def hidden_states(model: Stack, x: Tensor) -> Any:
+    states = []
+    for layer in model.layers:
+        states.append(x)
+        x = layer(x)
+    return x, states
+
+
+def residual(model: Stack, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        y = layer(x)
+        x = y * x
+    return x
+
+
+def own_layers(forward: Forward, layer: Forward, n: int = 5) -> Make:
+    return stack(forward, type("Own", (Layer,), {"forward": layer}), n)
+
+
+LAYERS: dict[str, tuple[Make, int]] = {
+    "inner modules by turns": (layers(lambda s, x: x + (s.act if s.index % 2 else s.other)(s.linear(x))), 2),
+    "identity of activations": (layers(is_itself, 7), 4),
+    "identity of weights": (layers(own_weight_is_itself), 2),
+    "attributes on activations": (layers(marks_inside), 0),
+    "attributes on outputs": (own_layers(reads_marks, marks_outside), 0),
+    "history of outputs": (own_layers(asks_for_history, Layer.forward), 0),
+    "functions with a backward of their own": (
+        layers(lambda s, x: x + Doubles.apply(x, s.linear.weight, float(s.index // 2)), 6),
+        2,
+    ),
+    "an array that is written to": (layers(fills_a_workspace), 0),
+    "an output that is an input": (layers(other_outputs), 2),
+    "errors that are caught": (layers(catches, 7), 2),
+    "casts to the same dtype, kept": (own_layers(hidden_states, no_op), 3),
+    "casts to the same dtype, in a residual": (own_layers(residual, no_op), 3),
+    "numbers of every type": (layers(lambda s, x: x * [1, 1.0, True, 1 + 0j, 1][s.index] + s.linear(x)), 0),
+    "zeros of both signs": (layers(lambda s, x: x * [0.0, -0.0, 0.0, -0.0, 0.0][s.index] + s.linear(x)), 2),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_a_layer_cannot_tell_that_it_is_not_traced(case: str) -> None:
+    make, folded = LAYERS[case]
+    assert copies(both(make)) == folded
+
+
+def test_conjugates_are_another_kind() -> None:
+    class Conjugate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, z: Tensor) -> Tensor:
+            return self.linear(z.real) * (3 if z.is_conj() else 1)
+
+    def forward(model: Stack, x: Tensor) -> Any:
+        z = torch.complex(x, x * 2)
+        return sum(layer(z.conj() if at == 1 else z) for at, layer in enumerate(model.layers))
+
+    both(lambda: type("Own", (Stack,), {"forward": forward})([Conjugate() for _ in range(4)]))
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_that_are_views_of_each_other() -> None:
+    class Adds(Layer):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
+            a, b = torch.broadcast_tensors(a, b)
+            return self.linear(a + b)
+
+    def forward(model: Stack, x: Tensor) -> Tensor:
+        a, b, c = x * 1, x * 2, x * 3
+        first, second, third, fourth = model.layers
+        return first(a, a.view(a.shape)) + second(a, b) + third(a, c) + fourth(c, c.view(c.shape))
+
+    assert copies(both(stack(forward, Adds))) == 2
+
+
+def test_outputs_that_are_views_of_inputs_or_of_each_other() -> None:
+    class Views(Layer):
+        def forward(self, x: Tensor) -> Any:
+            y = self.linear(x)
+            return x.view(x.shape), y, y.view(y.shape)
+
+    def forward(model: Stack, x: Tensor) -> Tensor:
+        x = model.head(x)
+        found = [x, *(value for layer in model.layers for value in layer(x))]
+        return sum(torch.broadcast_tensors(*found))  # type: ignore[return-value]
+
+    assert copies(both(stack(forward, Views))) == 3
+
+
+# ---- state around layers ---------------------------------------------------------------------------------------------
+
+
+def default_dtype(layer: Layer, x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64 if layer.index == 2 else torch.float32)
+    try:
+        ones = torch.ones(8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return x + layer.linear(x) + ones.to(torch.float32)
+
+
+def autocast_flag(layer: Layer, x: Tensor) -> Tensor:
+    torch.set_autocast_enabled("cpu", layer.index == 2)
+    try:
+        return x + layer.linear(x)
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+
+
+def inference(layer: Layer, x: Tensor) -> Tensor:
+    with torch.inference_mode(layer.index % 2 == 1):
+        y = layer.linear(x)
+    return x + y
+
+
+def without_gradients(layer: Layer, x: Tensor) -> Tensor:
+    y = layer.linear(x)
+    with torch.no_grad() if layer.index % 2 else torch.enable_grad():
+        y = y * 2
+    return x + y
+
+
+@pytest.mark.parametrize(
+    ("forward", "folded"), [(default_dtype, 0), (autocast_flag, 0), (inference, 0), (without_gradients, 2)]
+)
+def test_state_that_a_layer_sets(forward: Forward, folded: int) -> None:
+    assert copies(both(layers(forward))) == folded
+
+
+# ---- state of the model, and running its code again ------------------------------------------------------------------
+
+
+def writes(y: Tensor) -> Tensor:
+    """What makes the model be captured whole after all."""
+    y += 1
+    return y
+
+
+def counts(layer: Any, x: Tensor) -> Tensor:
+    layer.calls = getattr(layer, "calls", 0) + 1
+    layer.box[0] += 1
+    return x * layer.calls * layer.box[0] + writes(layer.linear(x))
+
+
+class Counts(Layer):
+    def __init__(self, index: int):
+        super().__init__(index)
+        self.box = [0]
+
+    forward = counts
+
+
+def drops_layers(model: Stack, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x) if random.random() < 0.5 else x
+    return x
+
+
+def walks(model: Stack, x: Tensor) -> Tensor:
+    x = Stack.forward(model, x)
+    return x * sum(layer.calls for layer in model.layers)  # type: ignore[misc]
+
+
+class Lazy(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "extra"):
+            self.extra = nn.ReLU()
+            self.register_buffer("none", None)
+            self.register_forward_hook(lambda module, args, output: None)
+        return x + self.extra(self.linear(x))
+
+
+STATE: dict[str, tuple[Make, int]] = {
+    "counters": (lambda: Stack([Counts(i) for i in range(4)]), 0),
+    "counters, read by the model": (stack(walks, Counts), 0),
+    "random layers": (own_layers(drops_layers, Layer.forward, 8), 2),
+    "random layers, captured whole": (own_layers(drops_layers, lambda s, x: x + writes(s.linear(x)), 8), 0),
+    "modules and hooks made while running": (lambda: Stack([Lazy(i) for i in range(4)]), 2),
+}
+
+
+@pytest.mark.parametrize("case", STATE)
+def test_code_runs_as_if_for_the_first_time_and_leaves_the_model_alone(case: str) -> None:
+    make, folded = STATE[case]
+    assert copies(both(make)) == folded
+
+
+def test_a_cache_that_all_layers_share() -> None:
+    @functools.lru_cache
+    def mask(n: int) -> Tensor:
+        return torch.ones(n, n).tril()
+
+    def made() -> nn.Module:
+        mask.cache_clear()
+        return layers(lambda s, x: x + mask(4) @ s.linear(x))()
+
+    assert copies(both(made)) == 3
+
+
+class Keeps(Layer):
+    kept: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.linear(x).mean()
+        return x + self.kept
+
+
+class KeepsInPlace(Keeps):
+    def __init__(self, index: int):
+        super().__init__(index)
+        self.kept = None
+
+
+class Assigns(Layer):
+    def __init__(self, index: int):
+        super().__init__(index)
+        self.register_buffer("kept", torch.zeros(()))
+
+    forward = Keeps.forward  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [Keeps, KeepsInPlace, Assigns])
+def test_tensors_that_layers_keep_on_themselves(kind: type[Layer]) -> None:
+    assert copies(both(lambda: Stack([kind(i) for i in range(3)]))) == 0
+
+
+# ---- modules under several names -------------------------------------------------------------------------------------
+
+
+def shared_layer() -> nn.Module:
+    layer = Layer()
+    return Stack([layer, layer, Layer(), layer, Layer()])
+
+
+def inner_module_as_head() -> nn.Module:
+    model = Stack([Layer(i) for i in range(4)])
+    model.head = model.layers[2].linear  # type: ignore[assignment, union-attr]
+    return model
+
+
+def inner_module_in_all() -> nn.Module:
+    model = Stack([Layer(i) for i in range(5)])
+    for layer in list(model.layers)[1:]:
+        layer.linear = model.layers[0].linear  # type: ignore[union-attr]
+    return model
+
+
+def inner_module_unregistered() -> nn.Module:
+    forward = layers(lambda s, x: x + s.linear(x) + s.first(x))
+    model: Any = forward()
+    for layer in model.layers:
+        object.__setattr__(layer, "first", model.layers[0].linear)
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("make", "folded"),
+    [(shared_layer, 1), (inner_module_as_head, 2), (inner_module_in_all, 3), (inner_module_unregistered, 3)],
+)
+def test_modules_under_several_names(make: Make, folded: int) -> None:
+    assert copies(both(make)) == folded
+
+
+# ---- libraries -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", ["output_attentions", "output_hidden_states", ""])
+def test_what_transformers_collects_with_hooks(asked: str) -> None:
+    """Hooks keep outputs of layers: these are traced, and the model collects the same afterwards."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attn_implementation="eager",
+        **({asked: True} if asked else {}),  # type: ignore[arg-type]
+    )
+    ids = torch.arange(16).view(2, 8)
+    graphs = []
+    for fold in (False, True):
+        model = LlamaForCausalLM(config).train()
+        captured = capture(model, None, {"input_ids": ids, "labels": ids}, fold=fold)
+        graphs.append(lower(captured))
+        outputs = model(input_ids=ids, output_attentions=True, output_hidden_states=True)
+        assert len(outputs.attentions) == 3
+        assert len(outputs.hidden_states) == 4
+    assert graphs[0] == graphs[1]
+    assert copies(captured) == (0 if asked else 2)
+
+
+def test_a_mixture_of_experts_is_captured_whole_and_runs_afterwards() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+        output_router_logits=True,
+    )
+    ids = torch.arange(16).view(2, 8)
+    graphs = []
+    for fold in (False, True):
+        model = MixtralForCausalLM(config).train()
+        graphs.append(lower(capture(model, None, {"input_ids": ids, "labels": ids}, fold=fold)))
+        assert model(input_ids=ids, labels=ids).aux_loss.isfinite()
+    assert graphs[0] == graphs[1]
