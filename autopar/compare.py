@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture import Captured
+from autopar.runtime.recompute import recompute
 from autopar.simulate import DivergedError, Simulation
 from planner.fold import Instance
 from planner.formulate import Assignment
@@ -120,22 +121,28 @@ class _Root(fx.Interpreter):
         self.watcher = watcher
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        instance = next(self.watcher.instances)
-        body = self.fetch_attr(target)
-        first = self.watcher.assignment.space.folded.kinds[instance.kind][0].block
-        names = {a.name: b.name for a, b in zip(first.nodes, instance.block.nodes, strict=True)}
-        return _Block(body, self.watcher, names).run(*args)
+        return self._block(self.fetch_attr(target), args)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is not recompute:
+            return super().call_function(target, args, kwargs)
+        program, _, *inputs = args
+        return self._block(program, inputs)[0]
+
+    def _block(self, program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return _Block(program, self.watcher, next(self.watcher.instances)).run(*inputs)
 
 
 class _Block(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, watcher: _Watcher, names: Mapping[str, str]):
+    def __init__(self, module: fx.GraphModule, watcher: _Watcher, instance: Instance):
         super().__init__(module)
-        self.watcher, self.names = watcher, names
+        self.watcher, self.instance = watcher, instance
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         ref = n.meta.get("produced")
         if ref is not None:
-            # A program is emitted for one instance and called for all of its kind.
-            self.watcher.look(Ref(self.names.get(ref.node, ref.node), ref.index), value)
+            # A program is emitted for one instance and called for all that run alike.
+            _, _, at = self.watcher.assignment.space.skeleton.seat[ref.node]
+            self.watcher.look(Ref(self.instance.block.nodes[at].name, ref.index), value)
         return value

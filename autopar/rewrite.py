@@ -1,13 +1,13 @@
 """Rewrite: from a captured graph and an assignment to plain local PyTorch.
 
-One :class:`torch.fx.GraphModule` per distinct block (and entry layout), called once per instance by a
-root program. Nothing is decided here: operators run as the assignment says, and conversions are the
-routes it names.
+One :class:`torch.fx.GraphModule` per distinct block (and entry layout, and level of recomputation), called once per
+instance by a root program. A block that recomputes has a second one, with the statements that are run again. Nothing
+is decided here: operators run as the assignment says, and conversions are the routes it names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,14 @@ from autopar.capture import Captured
 from autopar.localize import Call, local_form
 from autopar.runtime.conversions import convert
 from autopar.runtime.parameters import replicate_parameters
+from autopar.runtime.recompute import recompute
 from planner.conversion import Route, Step
 from planner.fold import Block
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import I, Layout, Mark, R, Shard, local_outer
+from planner.ops import saved_places
+from planner.recompute import Again
 
 STATE = "state"
 
@@ -62,16 +65,29 @@ def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any
     for leaf in graph.leaves:
         root.relay(Ref(leaf.name))
     names = program_names(assignment)
-    for instance in assignment.space.folded.instances:
-        read = tuple(assignment.space.is_read(ref) for ref in instance.block.outputs)
-        key = (instance.kind, read, *(assignment.delivered(ref) for ref in instance.block.inputs))
+    space = assignment.space
+    for instance, (kind, nth) in zip(space.folded.instances, space.skeleton.numbers, strict=True):
+        level = assignment.recompute.level(kind, nth)
+        read = tuple(space.is_read(ref) for ref in instance.block.outputs)
+        key = (kind, level, read, *(assignment.delivered(ref) for ref in instance.block.inputs))
         if key not in made:
-            base = names[instance.kind]
-            made[key] = base if base not in calls else f"{base}_{sum(n.startswith(base) for n in calls)}"
-            calls[made[key]] = 0
-            holder[made[key]] = _emit_block(instance.block, assignment, targets, device, groups, made[key])
+            base = names[kind] if level == "none" else f"{names[kind]}_{level}"
+            name = made[key] = base if base not in calls else f"{base}_{sum(n.startswith(base) for n in calls)}"
+            calls[name] = 0
+            body = _block_body(instance.block, assignment, targets, device)
+            if level == "none":
+                body.graph.output(_one_or_all(body.values[ref] for ref in instance.block.outputs))
+            else:
+                again = body.recomputing(instance.block, space.skeleton.again(kind, level))
+                holder[_again(name)] = _module(dict(groups), again, _again(name))
+            holder[name] = _module(dict(groups), body.graph, name)
         calls[made[key]] += 1
-        call = root.graph.call_module(made[key], tuple(root.values[ref] for ref in instance.block.inputs))
+        inputs = tuple(root.values[ref] for ref in instance.block.inputs)
+        if level == "none":
+            call = root.graph.call_module(made[key], inputs)
+        else:
+            programs = (root.attribute(made[key]), root.attribute(_again(made[key])))
+            call = root.graph.call_function(recompute, (*programs, *inputs))
         _bind_results(root.graph, call, instance.block.outputs, root.values)
     results = [
         root.converted(root.values[ref], assignment.output_route(i)) for i, ref in enumerate(assignment.space.leaving)
@@ -92,14 +108,7 @@ def program_names(assignment: Assignment) -> list[str]:
     return found
 
 
-def _emit_block(
-    block: Block,
-    assignment: Assignment,
-    targets: Mapping[str, Any],
-    device: torch.device,
-    groups: Mapping[str, Any],
-    name: str,
-) -> fx.GraphModule:
+def _block_body(block: Block, assignment: Assignment, targets: Mapping[str, Any], device: torch.device) -> _Body:
     body = _Body(assignment, targets, device)
     for ref in block.inputs:
         source = assignment.space.graph.by_name[ref.node]
@@ -107,9 +116,17 @@ def _emit_block(
     body.replicate_parameters(block)
     for node in block.nodes:
         body.emit(node, frozenset(block.outputs))
-    results = tuple(body.values[ref] for ref in block.outputs)
-    body.graph.output(results[0] if len(results) == 1 else results)
-    return _module(dict(groups), body.graph, name)
+    return body
+
+
+def _again(name: str) -> str:
+    """The program of what a block makes again."""
+    return f"{name}_again"
+
+
+def _one_or_all(values: Iterable[fx.Node]) -> fx.Node | tuple[fx.Node, ...]:
+    found = tuple(values)
+    return found[0] if len(found) == 1 else found
 
 
 def _bind_results(graph: fx.Graph, call: fx.Node, refs: tuple[Ref, ...], values: dict[Ref, fx.Node]) -> None:
@@ -128,13 +145,19 @@ def _module(holder: dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphModul
 
 
 class _Body:
-    """A program under construction: where each value is found, in the layout in which it is delivered."""
+    """A program under construction.
+
+    Attributes:
+        values: where each value is found, in the layout in which it is delivered.
+        taken: what each operator takes and makes, by its name and place: operands, then results.
+    """
 
     def __init__(self, assignment: Assignment, targets: Mapping[str, Any], device: torch.device):
         self.assignment, self.targets, self.device = assignment, targets, device
         self.mesh = assignment.space.mesh
         self.graph = fx.Graph()
         self.values: dict[Ref, fx.Node] = {}
+        self.taken: dict[tuple[str, int], fx.Node] = {}
         self._ready: dict[tuple[Ref, Layout], fx.Node] = {}
         self._attributes: dict[str, fx.Node] = {}
 
@@ -225,6 +248,7 @@ class _Body:
             if key not in seen:
                 seen[key] = self.operand(node, position)
             operands.append(seen[key])
+        self.taken.update({(node.name, place): value for place, value in enumerate(operands)})
         remaining = iter(operands)
         args = {name: self._argument(value, remaining) for name, value in node.args}
         call = Call(
@@ -251,10 +275,46 @@ class _Body:
             if not tensor.grad and any(t.grad for t in space.graph.input_types(node)) and _is_float(tensor.dtype):
                 value = self.graph.call_function(torch.ops.aten.detach.default, (value,))
             value.meta["produced"] = ref
+            self.taken[node.name, len(node.inputs) + ref.index] = value
             strict = tuple(s.results[ref.index] for s in choice.axes)
             self.values[ref] = self.relabel(value, strict, choice.results[ref.index])
             if space.is_read(ref):
                 self.relay(ref)
+
+    def recomputing(self, block: Block, again: Again) -> fx.Graph:
+        """Finish the program as :func:`recompute` takes it; returns the one of the statements that are run again."""
+        graph, wanted = self.assignment.space.graph, []
+        stops = {*self._ready.values(), *self.graph.find_nodes(op="placeholder")}
+        lasting = {block.nodes[at].name for at in again.lasting}
+        for at, node in enumerate(block.nodes):
+            stops.update(self.taken[node.name, i] for i, ref in enumerate(node.inputs) if ref.node in lasting)
+            if any(t.grad for t in node.results):
+                wanted += [(at, place) for place in saved_places(node, graph.input_types(node))]
+        given_up: dict[fx.Node, None] = {}
+        for at, place in wanted:
+            node = block.nodes[at]
+            index = place - len(node.inputs)
+            value = self.taken.get((node.name, place))
+            if value is not None and value not in stops and (index < 0 or (at, index) in again.values):
+                given_up[value] = None
+        needed: dict[fx.Node, None] = {}
+        waiting = list(given_up)
+        while waiting:
+            value = waiting.pop()
+            if value not in needed and value not in stops:
+                needed[value] = None
+                waiting.extend(value.all_input_nodes)
+        sources = [v for v in self.graph.nodes if v in stops and any(user in needed for user in v.users)]
+        program, copies = fx.Graph(), {}
+        for value in sources:
+            copies[value] = program.placeholder(value.name)
+        for value in self.graph.nodes:
+            if value in needed:
+                copies[value] = program.node_copy(value, copies.__getitem__)
+        program.output(tuple(copies[value] for value in given_up))
+        outputs = _one_or_all(self.values[ref] for ref in block.outputs)
+        self.graph.output((outputs, tuple(given_up), tuple(sources)))
+        return program
 
     def _argument(self, value: object, operands: Any) -> Any:
         if isinstance(value, Ref):

@@ -28,6 +28,7 @@ from autopar.runtime.conversions import convert
 from autopar.runtime.mesh import device_mesh, groups_of
 from autopar.runtime.parameters import replicate_parameters
 from autopar.runtime.random import RandomState
+from autopar.runtime.recompute import recompute
 from autopar.runtime.state import RunState
 from autopar.simulate import fake_process_group
 from planner.errors import VerificationError
@@ -117,6 +118,17 @@ class _Checker:
         """The type of ``value`` on an axis; ``None`` where it has none."""
         return spmd.get_local_type(value).get(self.axes[number])
 
+    def alike(self, value: Tensor, other: Tensor, what: str) -> None:
+        """Assert that two tensors are the same part of the same tensor."""
+        for number in self.axes:
+            have, wanted = self.has(other, number), self.has(value, number)
+            if have is not wanted:
+                raise VerificationError(
+                    f"{what}: on axis {self.names[number]!r} it has type {have or 'none'} instead of {wanted or 'none'}"
+                )
+        if value.shape != other.shape:
+            raise VerificationError(f"{what}: it has shape {tuple(other.shape)} instead of {tuple(value.shape)}")
+
     @contextlib.contextmanager
     def pretending(self, values: list[Tensor], numbers: list[int]) -> Iterator[None]:
         """Inside, ``values`` are ``R`` on the axes ``numbers``."""
@@ -163,6 +175,17 @@ class _Root(fx.Interpreter):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _Root(self.fetch_attr(target), self.checker).run(*args)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is not recompute:
+            return super().call_function(target, args, kwargs)
+        program, again, *inputs = args
+        outputs, given_up, kept = _Root(program, self.checker).run(*inputs)
+        with torch.no_grad():
+            made = _Root(again, self.checker).run(*kept)
+        for old, new in zip(given_up, made, strict=True):
+            self.checker.alike(old, new, f"{again.__class__.__name__}: a value that is made again")
+        return outputs
 
     def run_node(self, n: fx.Node) -> Any:
         node = n.meta.get("node")

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from planner.conversion import ConversionTable
-from planner.fold import fold_off
+from planner.fold import relabel
 from planner.formulate import Assignment, Role, Space
 from planner.graph import Ref
 from planner.layout import Layout
 from planner.problem import Evaluation, evaluate
+from planner.recompute import Recompute, apart
 from planner.skeleton import Skeleton
 from planner.strategy import Choice
 
@@ -77,18 +78,20 @@ def certify(assignment: Assignment, bound_s: float) -> Certificate:
         bound_s: the proven lower bound on any plan's step time.
     """
     space = assignment.space
-    folded, _, _ = _price(assignment, space.skeleton)
+    folded, _, _ = _price(assignment, space.skeleton, assignment.recompute)
     values = (Ref(node.name, i) for node in space.graph.nodes for i in range(len(node.results)))
     delivered = frozenset(ref for ref in values if space.relay_of(ref) is not None)
-    unfolded, decisions, edges = _price(assignment, Skeleton(fold_off(space.graph), space.rules, delivered))
+    instances = relabel(space.folded, range(len(space.folded.instances)))
+    recompute = apart(assignment.recompute, space.skeleton.numbers)
+    unfolded, decisions, edges = _price(assignment, Skeleton(instances, space.rules, delivered), recompute)
     return Certificate(
         folded.time_s, folded.peak_bytes, unfolded.time_s, unfolded.peak_bytes, decisions, edges, bound_s
     )
 
 
-def _price(assignment: Assignment, skeleton: Skeleton) -> tuple[Evaluation, int, int]:
+def _price(assignment: Assignment, skeleton: Skeleton, recompute: Recompute) -> tuple[Evaluation, int, int]:
     """What the decisions cost on a skeleton of their graph; how many decisions and edges it has."""
-    problem = Decided(assignment, skeleton).problem(None)
+    problem = Decided(assignment, skeleton).problem(None, recompute)
     choices = (0,) * len(problem.vertices)
     return evaluate(problem, choices), len(problem.vertices), len(problem.edges)
 

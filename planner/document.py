@@ -42,7 +42,8 @@ class BlockPlan:
 
     ``ops`` maps ``"module path: operator"`` to the strategy on every axis (``"data:m tensor:n"``);
     ``values`` maps the same keys to the layout in which a result with several readers is delivered;
-    ``at`` numbers its instances among all blocks in execution order.
+    ``at`` numbers its instances among all blocks in execution order; ``recompute`` says how many of them (the first
+    ones) make again in backward what they computed: ``{"full": 3, "selective": 2}``, see :mod:`planner.recompute`.
     """
 
     name: str
@@ -50,6 +51,7 @@ class BlockPlan:
     ops: Mapping[str, str]
     values: Mapping[str, str]
     at: tuple[int, ...] = ()
+    recompute: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,14 @@ def decisions(document: Document) -> dict[str, Any]:
         "pin": dict(document.pin),
         "inputs": dict(document.inputs),
         "blocks": [
-            {"name": b.name, "count": b.count, "at": runs(b.at), "ops": dict(b.ops), "values": dict(b.values)}
+            {
+                "name": b.name,
+                "count": b.count,
+                "at": runs(b.at),
+                **({"recompute": dict(b.recompute)} if b.recompute else {}),
+                "ops": dict(b.ops),
+                "values": dict(b.values),
+            }
             for b in document.blocks
         ],
         "parameters": dict(document.parameters),
@@ -150,7 +157,8 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         "buffers": data["buffers"],
         "values": data["values"],
         "blocks": tuple(
-            BlockPlan(b["name"], b["count"], b["ops"], b["values"], parse_runs(b["at"])) for b in data["blocks"]
+            BlockPlan(b["name"], b["count"], b["ops"], b["values"], parse_runs(b["at"]), dict(b.get("recompute", {})))
+            for b in data["blocks"]
         ),
         "outputs": tuple(data["outputs"]),
         "predicted": Prediction(

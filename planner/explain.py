@@ -290,7 +290,7 @@ class _Rival:
     def __init__(self, assignment: Assignment, deadline: float) -> None:
         space = assignment.space
         self._assignment, self._deadline = assignment, deadline
-        self._problem: Problem = space.problem(space.cost.cluster.device.usable_bytes)
+        self._problem: Problem = space.problem(space.cost.cluster.device.usable_bytes, assignment.recompute)
         self._chosen = tuple(
             next(i for i, option in enumerate(space.options[role]) if option == assignment.chosen[role])
             for role in space.roles

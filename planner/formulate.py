@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +24,7 @@ from planner.kernel import Stream, kernel_of
 from planner.layout import I, Layout, LocalType, Mesh, R, local_shape
 from planner.ops import OPS
 from planner.problem import Answer, Edge, Floats, Ints, Problem, Vertex
+from planner.recompute import NOTHING, Recompute
 from planner.rules import Inner, Rule
 from planner.skeleton import Role as Role
 from planner.skeleton import Skeleton
@@ -47,10 +48,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A decision for every role: what the rewrite obeys and the report shows."""
+    """A decision for every role, and what is made again: what the rewrite obeys and the report shows."""
 
     space: Space
     chosen: Mapping[Role, Choice | Layout]
+    recompute: Recompute = NOTHING
 
     def choice(self, node: Node) -> Choice:
         """How an operator is run."""
@@ -142,8 +144,9 @@ class Space:
         self._cuts = self.skeleton.cuts(mesh.sizes)
         self._tables: dict[object, ConversionTable] = {}
         self._works: dict[int, list[Work]] = {}
+        self._sizes: dict[object, Ints] = {}
         self._computed: dict[object, tuple[float, float]] = {}
-        self._edges: dict[object, tuple[Floats, Floats, Ints]] = {}
+        self._pairs: dict[object, tuple[Floats, Floats, Ints]] = {}
         self._choices_of: dict[Role, list[Choice]] = {}
         self._alike: dict[object, list[Choice]] = {}
 
@@ -239,51 +242,108 @@ class Space:
     def roles(self) -> tuple[Role, ...]:
         return tuple(self.options)
 
-    @cached_property
-    def vertices(self) -> tuple[Vertex, ...]:
-        """The decisions by themselves, in the order of :attr:`roles`: work and storage, without communication."""
-        return tuple(self._vertex(role) for role in self.roles)
+    def vertices(self, recompute: Recompute = NOTHING, up_to: Sequence[Recompute] = ()) -> tuple[Vertex, ...]:
+        """The decisions by themselves, in the order of :attr:`roles`: work and storage, without communication.
 
-    def problem(self, limit_bytes: int | None) -> Problem:
-        """The solver's problem; vertex ``i`` decides role ``self.roles[i]``."""
+        Arguments are those of :meth:`problem`.
+        """
+        return tuple(self._vertex(role, recompute, (recompute, *up_to)) for role in self.roles)
+
+    def problem(
+        self, limit_bytes: int | None, recompute: Recompute = NOTHING, up_to: Sequence[Recompute] = ()
+    ) -> Problem:
+        """The solver's problem; vertex ``i`` decides role ``self.roles[i]``.
+
+        Args:
+            recompute: what is made again, at least.
+            up_to: more of it, in growing amounts. Then the problem is one of bounds: with ``recompute``, any of
+                these or anything between, an assignment takes at least as long and holds at least as much.
+        """
         index = {role: i for i, role in enumerate(self.roles)}
-        edges = [
-            Edge(index[tail], index[head], *self._edge(tail, head, ref, positions, count))
-            for (tail, head, ref, positions), count in self.skeleton.flows.items()
-        ]
-        return Problem(self.vertices, tuple(edges), limit_bytes)
+        least, most = (self.skeleton.flows_again(each) for each in (recompute, (recompute, *up_to)[-1]))
+        edges = []
+        for flow, count in self.skeleton.flows.items():
+            tail, head, ref, positions = flow
+            forward, backward, gathered = self._pair(tail, head, ref, positions)
+            runs = count + least.get(flow, 0)
+            if self.graph.by_name[ref.node].op == "param":
+                # Where it is gathered again, it is there only while an operator runs, and counts as that one's.
+                costs = forward * runs, backward * count, gathered * (count - most.get(flow, 0))
+            else:
+                costs = forward * runs + backward * count, np.zeros(forward.shape), gathered
+            edges.append(Edge(index[tail], index[head], *costs))
+        return Problem(self.vertices(recompute, up_to), tuple(edges), limit_bytes)
 
-    def assignment(self, answer: Answer) -> Assignment:
+    def assignment(self, answer: Answer, recompute: Recompute = NOTHING) -> Assignment:
         """What an answer to :meth:`problem` decides."""
-        return Assignment(
-            self, {role: self.options[role][c] for role, c in zip(self.roles, answer.choices, strict=True)}
-        )
+        chosen = {role: self.options[role][c] for role, c in zip(self.roles, answer.choices, strict=True)}
+        return Assignment(self, chosen, recompute)
 
-    def _vertex(self, role: Role) -> Vertex:
+    def _vertex(self, role: Role, recompute: Recompute, held_with: Sequence[Recompute]) -> Vertex:
+        """One decision.
+
+        Args:
+            recompute: what runs again.
+            held_with: amounts of recomputation; what is held is the least of what is held with each.
+        """
         options = self.options[role]
         size, times = len(options), len(self.members.get(role, (role,)))
         time, cover = np.zeros(size), np.zeros(size)
         held, transient = np.zeros(size, np.int64), np.zeros(size, np.int64)
         if role in self.members:
             node = self.graph.by_name[self.members[role][0]]
-            charged = {places: count for places, count in self.skeleton.charged[role].items() if places}
-            # Operators that share their choices share their rule, and so all but what they pay for as saved.
-            works = [] if node.is_leaf else self._works.setdefault(id(options), [])
-            for i, option in enumerate(options):
-                if isinstance(option, Choice):
-                    if i == len(works):
-                        works.append(self.work(node, option))
-                    work = works[i]
-                    time[i] = (work.forward_s + work.backward_s + work.inner_s) * times
-                    cover[i] = work.backward_s * self.overlap * times
-                    held[i] = sum(self._saved_bytes(node, option, each) * count for each, count in charged.items())
-                    transient[i] = work.transient_bytes
-                else:
-                    assert isinstance(option, tuple)
-                    time[i], held[i] = self.storage(node, option)
-                    time[i] *= times
-                    held[i] *= times
+            if node.is_leaf:
+                for i, layout in enumerate(options):
+                    assert isinstance(layout, tuple)
+                    time[i], held[i] = self.storage(node, layout)
+                return Vertex(str(role), time * times, np.zeros(size), cover, held * times, transient)
+            again = self.skeleton.runs_again(role, recompute)
+            works = self._works_of(node, options)
+            forward, backward, inner, inner_again = (
+                np.array(each) for each in zip(*(w.seconds for w in works), strict=True)
+            )
+            time = (forward + backward + inner) * times + (forward + inner_again) * again
+            cover = backward * self.overlap * times
+            transient = np.array([work.transient_bytes for work in works], np.int64)
+            held = np.min([self._held(role, node, options, each) for each in held_with], axis=0)
         return Vertex(str(role), time, np.zeros(size), cover, held, transient)
+
+    def _works_of(self, node: Node, options: list[Choice] | list[Layout]) -> list[Work]:
+        """Operators that share their choices share their rule, and so what they cost."""
+        works = self._works.setdefault(id(options), [])
+        for option in options[len(works) :]:
+            assert isinstance(option, Choice)
+            works.append(self.work(node, option))
+        return works
+
+    def _held(self, role: Role, node: Node, options: list[Choice] | list[Layout], recompute: Recompute) -> Ints:
+        """What the members of a role keep for backward, and what one of them has made again while its block is undone.
+
+        The latter is there for a while only, but beside whatever operators of the block then need for themselves.
+        """
+        held = np.zeros(len(options), np.int64)
+        for places, count in self.skeleton.charged(recompute)[role].items():
+            held += self._bytes(node, options, places) * count
+        kind, at = role[1], role[2]
+        assert isinstance(kind, int)
+        assert isinstance(at, int)
+        if recompute.levels(kind) and recompute.leads(kind):
+            again = [self.skeleton.again(kind, level).dropped[at] for level, _ in recompute.levels(kind)]
+            held = held + np.max([self._bytes(node, options, places) for places in again], axis=0)
+        return held
+
+    def _bytes(self, node: Node, options: list[Choice] | list[Layout], places: tuple[int, ...]) -> Ints:
+        """Bytes of some of an operator's tensors (operands, then results), for every choice."""
+        key = (id(options), places)
+        if key not in self._sizes:
+            self._sizes[key] = np.array([self._bytes_of(node, each, places) for each in options], np.int64)
+        return self._sizes[key]
+
+    def _bytes_of(self, node: Node, choice: Choice | Layout, places: tuple[int, ...]) -> int:
+        assert isinstance(choice, Choice)
+        tensors = (*self.graph.input_types(node), *node.results)
+        layouts = (*choice.operands, *choice.results)
+        return sum(local_bytes(tensors[place], layouts[place], self.mesh) for place in places)
 
     def storage(self, node: Node, layout: Layout) -> tuple[float, int]:
         """Optimizer seconds and bytes held for one leaf: parameter, gradient and optimizer state."""
@@ -308,7 +368,7 @@ class Space:
                 bytes_in = self.inner_bytes(rule, choice, call)
                 inner[call.phase] += self.cost.collective_s(call.kind, self.mesh.axes[axis], bytes_in)
         if row is not None and row.view:
-            return Work(0.0, 0.0, inner["forward"] + inner["backward"], 0, 0)
+            return Work(0.0, 0.0, inner["forward"], inner["backward"], 0)
         operands = self.graph.input_types(node)
         layouts = zip(operands, choice.operands, strict=True)
         shapes = [local_shape(t.shape, layout, self.mesh.sizes) or () for t, layout in layouts]
@@ -319,18 +379,13 @@ class Space:
         key = (id(rule), tuple(shapes), moved, share)
         if key not in self._computed:
             self._computed[key] = self._compute(node, shapes, moved, share)
-        forward, backward = self._computed[key]
-        saved = self._saved_bytes(node, choice, self.skeleton.charges.get(node.name, ()))
         transient = moved * (2 if differentiated else 1)
-        return Work(forward, backward, inner["forward"] + inner["backward"], saved, transient)
+        return Work(*self._computed[key], inner["forward"], inner["backward"], transient)
 
-    def _saved_bytes(self, node: Node, choice: Choice, places: tuple[int, ...]) -> int:
-        """Bytes of some of an operator's tensors (operands, then results)."""
-        if not places:
-            return 0
-        tensors = (*self.graph.input_types(node), *node.results)
-        layouts = (*choice.operands, *choice.results)
-        return sum(local_bytes(tensors[place], layouts[place], self.mesh) for place in places)
+    def saved_bytes(self, node: Node, choice: Choice, recompute: Recompute = NOTHING) -> int:
+        """Bytes that an operator pays for as kept for backward."""
+        places = self.skeleton.charges(recompute).get(node.name, ())
+        return int(self._bytes_of(node, choice, places))
 
     def _compute(self, node: Node, shapes: list[tuple[int, ...]], moved: int, share: int) -> tuple[float, float]:
         """Seconds of an operator forward and backward, from its operands' local shapes and the bytes it passes over."""
@@ -351,17 +406,16 @@ class Space:
             elements *= rule.sizes[factor] // cut
         return elements * call.item_bytes
 
-    def _edge(
-        self, tail: Role, head: Role, ref: Ref, positions: tuple[int, ...], count: int
-    ) -> tuple[Floats, Floats, Ints]:
+    def _pair(self, tail: Role, head: Role, ref: Ref, positions: tuple[int, ...]) -> tuple[Floats, Floats, Ints]:
+        """Seconds forward and backward, and bytes gathered, of one conversion, for every pair of choices."""
         table = self.table(ref)
         is_param = self.graph.by_name[ref.node].op == "param"
         rows = np.array([table.index[self._layout_at_tail(tail, o, ref.index)] for o in self.options[tail]])
         columns = [np.array([table.index[self._layout_at_head(o, p)] for o in self.options[head]]) for p in positions]
-        key = (id(table), rows.tobytes(), tuple(each.tobytes() for each in columns), is_param, count)
-        if key not in self._edges:
-            self._edges[key] = _convert(table, rows, columns, is_param, count)
-        return self._edges[key]
+        key = (id(table), rows.tobytes(), tuple(each.tobytes() for each in columns), is_param)
+        if key not in self._pairs:
+            self._pairs[key] = _convert(table, rows, columns, is_param)
+        return self._pairs[key]
 
     @staticmethod
     def _layout_at_tail(tail: Role, option: Choice | Layout, index: int) -> Layout:
@@ -372,10 +426,8 @@ class Space:
         return option.operands[position] if isinstance(option, Choice) else option
 
 
-def _convert(
-    table: ConversionTable, rows: Ints, columns: list[Ints], is_param: bool, count: int
-) -> tuple[Floats, Floats, Ints]:
-    """Seconds, seconds that can hide, and bytes of ``count`` conversions of a value from layouts to layouts.
+def _convert(table: ConversionTable, rows: Ints, columns: list[Ints], is_param: bool) -> tuple[Floats, Floats, Ints]:
+    """Seconds forward, seconds backward, and bytes gathered, of the conversions of a value from layouts to layouts.
 
     Args:
         rows: the number of its layout for each choice of its source.
@@ -392,20 +444,27 @@ def _convert(
         backward += np.where(repeated, 0.0, table.backward_s[pairs])
         if is_param:
             gathered += np.maximum(0, table.held[wanted][None, :] - table.held[rows][:, None])
-    if is_param:
-        return forward * count, backward * count, gathered * count
-    return (forward + backward) * count, np.zeros(shape), gathered
+    return forward, backward, gathered
 
 
 @dataclass(frozen=True)
 class Work:
-    """One operator on one rank: seconds forward, backward, and in collectives of its own; bytes."""
+    """One operator on one rank: seconds forward and backward, by itself and in collectives of its own; bytes."""
 
     forward_s: float
     backward_s: float
-    inner_s: float
-    saved_bytes: int
+    inner_forward_s: float
+    inner_backward_s: float
     transient_bytes: int
+
+    @property
+    def inner_s(self) -> float:
+        return self.inner_forward_s + self.inner_backward_s
+
+    @property
+    def seconds(self) -> tuple[float, float, float, float]:
+        """Forward, backward, collectives of its own, and those of them that run again when it does."""
+        return self.forward_s, self.backward_s, self.inner_s, self.inner_forward_s
 
 
 def rules_of(graph: Graph, folded: Folded | None = None) -> dict[str, Rule]:

@@ -5,6 +5,9 @@ and longer where backward needs it; then backward, where autograd runs the node 
 come into being and saved tensors go. Views hold the storage of what they view. What an operator saves, passes on and
 needs while it works stands in its row (:mod:`planner.ops.table`).
 
+A block that recomputes gives up, when it returns, what it can make again from what it keeps; the first node of backward
+that needs one of these values makes them all, in the order of forward (:mod:`planner.recompute`).
+
 A block's inputs are held by its caller until it returns; gradients of parameters stay; outputs other than the loss are
 taken to be dropped before backward starts (``loss = pmodel(**batch).loss``). Optimizer state and parameters
 are there throughout. Blocks handed out by the allocator are larger than what is asked for by the cluster's
@@ -14,15 +17,19 @@ are there throughout. Blocks handed out by the allocator are larger than what is
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from planner.conversion import Route, Step, local_bytes
-from planner.fold import Instance
+from planner.fold import Block, Instance
 from planner.formulate import Assignment
 from planner.graph import Node, Ref, TensorType
 from planner.layout import Shard
 from planner.ops import OPS
 from planner.ops.table import OWN
+from planner.recompute import Again
 
 SHOWN = 20
 """So many tensors are listed at the fullest moment."""
@@ -140,6 +147,7 @@ class _Tape:
         number: nodes that were made later run earlier.
         incoming: the gradient of each result, as far as it has arrived.
         saved: storages held until the node has run.
+        again: storages that it needs and that its block makes again for it.
         targets: where the gradients of its operands go.
         works: bytes that it needs while it runs.
         together: bytes of one storage in which all of its gradients lie; 0: each has its own.
@@ -151,6 +159,7 @@ class _Tape:
     name: str
     incoming: list[_Storage | None]
     saved: list[_Storage] = field(default_factory=list)
+    again: list[tuple[_Frame, _Storage]] = field(default_factory=list)
     targets: list[_Target] = field(default_factory=list)
     works: int = 0
     together: int = 0
@@ -178,6 +187,73 @@ class _Value:
     made: tuple[_Tape, int] | None = None
 
 
+class _Frame:
+    """What a block that recomputes made in forward, from what, and which of it is kept."""
+
+    def __init__(self, block: Block, again: Again):
+        self.name, self.again = block.path, again
+        self.at = {node.name: at for at, node in enumerate(block.nodes)}
+        self.made: dict[_Storage, tuple[_Storage, ...]] = {}
+        self.kept: dict[_Storage, None] = {}
+        self.held: list[_Storage] = []
+        self.uses: Counter[_Storage] = Counter()
+        self.remade: dict[_Storage, _Storage] = {}
+
+    def makes(self, heap: _Heap, storage: _Storage, sources: Iterable[_Storage], keeps: bool) -> None:
+        """Note that a storage was made from others."""
+        self.made[storage] = tuple(sources)
+        if keeps:
+            self.kept[heap.hold(storage)] = None
+
+    def gives_up(self, heap: _Heap, tapes: list[_Tape]) -> None:
+        """The block returns: what its nodes of backward saved goes where it can be made again; its sources stay."""
+        for tape in tapes:
+            for storage in [each for each in tape.saved if each in self.made and each not in self.kept]:
+                tape.saved.remove(storage)
+                tape.again.append((self, storage))
+                self.uses[storage] += 1
+                heap.drop(storage)
+        reads = [source for storage in self._needed for source in self.made[storage]]
+        self.held = [heap.hold(each) for each in dict.fromkeys(reads) if each not in self.made or each in self.kept]
+        for storage in self.kept:
+            heap.drop(storage)
+
+    @cached_property
+    def _needed(self) -> list[_Storage]:
+        """What has to be made again, in order."""
+        found: set[_Storage] = set()
+        waiting = list(self.uses)
+        while waiting:
+            storage = waiting.pop()
+            if storage in self.made and storage not in self.kept and storage not in found:
+                found.add(storage)
+                waiting.extend(self.made[storage])
+        return [storage for storage in self.made if storage in found]
+
+    def make(self, heap: _Heap) -> None:
+        """Make everything again that will be used."""
+        heap.moment(f"recompute {self.name}")
+        last = {source: storage for storage in self._needed for source in self.made[storage]}
+        for storage in self._needed:
+            self.remade[storage] = heap.new(storage.held.name, storage.held.use, storage.held.bytes)
+            for source in dict.fromkeys((*self.made[storage], storage)):
+                if source in self.remade and not self.uses[source] and last.get(source, storage) is storage:
+                    heap.drop(self.remade.pop(source))
+
+    def take(self, heap: _Heap, storage: _Storage) -> _Storage:
+        """A storage that was made again, for one of its uses; with the last use of all nothing stays behind."""
+        if storage not in self.remade:
+            self.make(heap)
+        self.uses[storage] -= 1
+        taken = self.remade[storage] if self.uses[storage] else self.remade.pop(storage)
+        if self.uses[storage]:
+            heap.hold(taken)
+        elif not any(self.uses.values()):
+            for each in self.held:
+                heap.drop(each)
+        return taken
+
+
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +263,7 @@ class _Run:
         self.graph, self.mesh = self.space.graph, self.space.mesh
         self.heap = _Heap()
         self.tapes: list[_Tape] = []
+        self.frame: _Frame | None = None
 
     def step(self) -> Timeline:
         heap = self.heap
@@ -196,7 +273,7 @@ class _Run:
         readers = self._readers()
         for number, instance in enumerate(self.space.folded.instances):
             inputs = {ref: values[ref] for ref in instance.block.inputs}
-            values.update(self._block(instance, inputs))
+            values.update(self._recomputing(instance, self.space.skeleton.numbers[number][1], inputs))
             for ref in [ref for ref, last in readers.items() if last == number and ref in values]:
                 heap.drop(values.pop(ref).storage)
         leaving = [self._output(position, values) for position in range(len(self.space.leaving))]
@@ -240,6 +317,18 @@ class _Run:
         return tape
 
     # ---- forward ----
+
+    def _recomputing(self, instance: Instance, nth: int, inputs: dict[Ref, _Value]) -> dict[Ref, _Value]:
+        """Run one instance at its level of recomputation."""
+        level = self.assignment.recompute.level(instance.kind, nth)
+        if level == "none":
+            return self._block(instance, inputs)
+        before = len(self.tapes)
+        self.frame = _Frame(instance.block, self.space.skeleton.again(instance.kind, level))
+        outputs = self._block(instance, inputs)
+        self.frame.gives_up(self.heap, self.tapes[before:])
+        self.frame = None
+        return outputs
 
     def _block(self, instance: Instance, inputs: dict[Ref, _Value]) -> dict[Ref, _Value]:
         """Run one instance; returns its outputs, each held once."""
@@ -291,7 +380,8 @@ class _Run:
             if key not in converted:
                 summed = ready.get(ref) if self.assignment.summed_over(node, position) else None
                 route = () if summed else self.assignment.operand_route(node, position)
-                converted[key] = self._converted(summed or frame[ref], types[position], route, ref)
+                keeps = self.frame is not None and position not in self.frame.again.taken[self.frame.at[node.name]]
+                converted[key] = self._converted(summed or frame[ref], types[position], route, ref, keeps)
             operands.append(converted[key])
         results = self._results(node, types, operands)
         for value in converted.values():
@@ -310,6 +400,11 @@ class _Run:
             heap.hold(operands[shared].storage) if shared >= 0 else heap.new(node.name, "activations", size)
             for shared, size in zip(shares, sizes, strict=True)
         ]
+        if self.frame is not None:
+            keeps = self.frame.at[node.name] not in self.frame.again.operators
+            for storage, shared in zip(storages, shares, strict=True):
+                if shared < 0:
+                    self.frame.makes(heap, storage, (value.storage for value in operands), keeps)
         flows = [
             tensor.grad and Ref(node.name, i) in self.graph.differentiated for i, tensor in enumerate(node.results)
         ]
@@ -352,7 +447,8 @@ class _Run:
     def _relayed(self, ref: Ref, value: _Value) -> _Value:
         """A held value, converted to the layout in which its readers find it; held."""
         route = self.assignment.relay_route(ref)
-        result = self._converted(value, self.graph.type_of(ref), route, ref)
+        keeps = self.frame is not None and (self.frame.at[ref.node], ref.index) not in self.frame.again.values
+        result = self._converted(value, self.graph.type_of(ref), route, ref, keeps)
         self.heap.drop(value.storage)
         return result
 
@@ -360,8 +456,8 @@ class _Run:
         ref = self.space.leaving[position]
         return self._converted(values[ref], self.graph.type_of(ref), self.assignment.output_route(position), ref)
 
-    def _converted(self, value: _Value, tensor: TensorType, route: Route, ref: Ref) -> _Value:
-        """``value`` after a route; the result is held once more."""
+    def _converted(self, value: _Value, tensor: TensorType, route: Route, ref: Ref, keeps: bool = False) -> _Value:
+        """``value`` after a route; the result is held once more. ``keeps``: it is not converted again in backward."""
         heap = self.heap
         heap.hold(value.storage)
         gathered = self.graph.by_name[ref.node].op == "param"
@@ -369,6 +465,8 @@ class _Run:
             if self.mesh.axes[step.axis].size == 1:
                 continue
             following = self._stepped(value, tensor, step, f"{ref.node} as {step.dst}", gathered)
+            if self.frame is not None and following.storage is not value.storage:
+                self.frame.makes(heap, following.storage, (value.storage,), keeps)
             heap.drop(value.storage)
             value = following
         return value
@@ -402,6 +500,8 @@ class _Run:
             if tape not in reached:
                 for storage in tape.saved:
                     heap.drop(storage)
+                for frame, storage in tape.again:
+                    frame.uses[storage] -= 1
             for target in tape.targets if tape in reached else ():
                 target.tape.waits_for += 1
         for tape, result, size in starts:
@@ -433,6 +533,7 @@ class _Run:
         if tape.keeps:
             return
         heap.moment(f"backward {tape.name}")
+        saved = [*tape.saved, *(frame.take(heap, storage) for frame, storage in tape.again)]
         works = heap.new(tape.name, "temporary", tape.works)
         together = heap.new("gradients", "gradients", tape.together)
         arriving = []
@@ -446,7 +547,7 @@ class _Run:
                 stays = target.tape.keeps or target.tape.together
                 storage = heap.new(f"gradient in {tape.name}", "gradients" if stays else "temporary", target.bytes)
             arriving.append((target, storage))
-        for storage in (together, works, *filter(None, tape.incoming), *tape.saved):
+        for storage in (together, works, *filter(None, tape.incoming), *saved):
             heap.drop(storage)
         for target, storage in arriving:
             self._arrive(target.tape, target.result, storage)

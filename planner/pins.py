@@ -18,13 +18,13 @@ from planner.graph import Graph, Node, Ref
 from planner.layout import Axis, I, Layout, Mesh, R, Shard
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
+from planner.recompute import LEVELS, Level
 from planner.rules import AxisStrategy, Rule, find
 from planner.strategy import Allow, factor_at, tensors_of
 
 SIZES = ("pipeline", "data", "context", "tensor")
 LATER = {
     "pipeline": (1, "pipeline stages"),
-    "recompute": ("none", "recomputation"),
     "offload": ("none", "offload"),
     "virtual_stages": (1, "virtual stages"),
 }
@@ -47,12 +47,15 @@ class Pins:
             ``None`` leaves it to the search.
         zero: 0 stores parameters whole on the data axis, 3 sharded; ``None`` leaves it to the search. Where no size
             is pinned with it, every device is on the data axis, as if ``tensor`` were pinned to 1.
+        recompute: what every block that repeats makes again in backward: ``none``, ``selective`` (all but contractions,
+            convolutions and attention) or ``full``; ``None`` leaves it to the search.
         layers: glob of module path -> {axis name: strategy}.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     sequence_parallel: bool | None = None
     zero: int | None = None
+    recompute: Level | None = None
     layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @staticmethod
@@ -63,7 +66,7 @@ class Pins:
             PinError: an unknown name, a wrong value, or a decision this version cannot take.
         """
         pin = dict(pin or {})
-        known = {*SIZES, *LATER, "sequence_parallel", "zero", "layers", "micro_batch", "schedule"}
+        known = {*SIZES, *LATER, "sequence_parallel", "zero", "recompute", "layers", "micro_batch", "schedule"}
         unknown = sorted(set(pin) - known)
         if unknown:
             raise PinError(
@@ -97,10 +100,13 @@ class Pins:
             raise PinError(f"pin 'sequence_parallel' is {sequence_parallel!r}; it is True or False")
         if sequence_parallel and sizes.get("tensor", 1) == 1:
             raise PinError("pin 'sequence_parallel' shards the sequence over the tensor axis: pin 'tensor' above 1 too")
+        recompute = pin.pop("recompute", None)
+        if recompute not in (None, *LEVELS):
+            raise PinError(f"pin 'recompute' is {recompute!r}; it is one of {', '.join(map(repr, LEVELS))}")
         layers = pin.pop("layers", {})
         if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):
             raise PinError("pin 'layers' maps a module path (with * and ?) to {axis name: strategy}")
-        return Pins(sizes, sequence_parallel, zero, layers)
+        return Pins(sizes, sequence_parallel, zero, recompute, layers)
 
     def to_dict(self) -> dict[str, object]:
         """The user's form."""
@@ -109,6 +115,8 @@ class Pins:
             found["sequence_parallel"] = self.sequence_parallel
         if self.zero is not None:
             found["zero"] = self.zero
+        if self.recompute is not None:
+            found["recompute"] = self.recompute
         if self.layers:
             found["layers"] = {path: dict(axes) for path, axes in self.layers.items()}
         return found

@@ -32,6 +32,7 @@ from planner.names import role_names
 from planner.ops import OPS
 from planner.predict import Prediction, predict
 from planner.problem import evaluate
+from planner.recompute import LEVELS, Amount, Recompute
 from planner.strategy import Choice
 
 if TYPE_CHECKING:
@@ -272,7 +273,14 @@ def describe(
         buffers=sections["buffers"],
         values=sections["values"],
         blocks=tuple(
-            BlockPlan(name, len(at[kind]), ops.get(kind, {}), values.get(kind, {}), tuple(at[kind]))
+            BlockPlan(
+                name,
+                len(at[kind]),
+                ops.get(kind, {}),
+                values.get(kind, {}),
+                tuple(at[kind]),
+                {level: len(numbers) for level, numbers in assignment.recompute.levels(kind)},
+            )
             for kind, name in enumerate(space.folded.names)
         ),
         outputs=tuple(outputs),
@@ -337,9 +345,26 @@ def restore(plan: Plan, space: Space, model: Mapping[str, Any]) -> Assignment:
             raise PlanError(f"the plan has no entry for {where}; restore it, or plan again")
         chosen[role] = _read(text, space.options[role], where, plan.pin)
     _check_entries(plan, names.values())
-    assignment = Assignment(space, chosen)
+    assignment = Assignment(space, chosen, Recompute(tuple(map(_amount, plan.blocks))))
     _check_routes(assignment)
     return assignment
+
+
+def _amount(block: BlockPlan) -> Amount:
+    """How many of a block's instances recompute."""
+    known = [level for level in LEVELS if level != "none"]
+    for level, count in block.recompute.items():
+        if level not in known or not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise PlanError(
+                f"the plan recomputes {{{level!r}: {count!r}}} of block {block.name!r}; it takes "
+                f"{' and '.join(map(repr, known))}, each with a whole number of instances"
+            )
+    if sum(block.recompute.values()) > block.count:
+        raise PlanError(
+            f"the plan recomputes {sum(block.recompute.values())} instances of block {block.name!r}, which occurs "
+            f'{block.count} times: lower the numbers in its "recompute"'
+        )
+    return Amount(block.recompute.get("full", 0), block.recompute.get("selective", 0))
 
 
 def _check_entries(plan: Plan, known: Iterable[tuple[object, str]]) -> None:
@@ -401,7 +426,7 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
         assignment: its decisions for the model at hand, see :func:`restore`.
     """
     space = assignment.space
-    problem = space.problem(plan.cluster.device.usable_bytes)
+    problem = space.problem(plan.cluster.device.usable_bytes, assignment.recompute)
     chosen = tuple(space.options[role].index(assignment.chosen[role]) for role in space.roles)  # type: ignore[arg-type]
     cost = evaluate(problem, chosen)
     predicted, search = predict(assignment, cost.time_s), plan.search

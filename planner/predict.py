@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.conversion import Collective, Route, local_bytes
 from planner.fold import Instance
@@ -17,6 +17,8 @@ from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import Layout
 from planner.memory import timeline
+from planner.recompute import Level
+from planner.strategy import Choice
 
 LARGEST = 5
 """So many tensors are named at the fullest moment."""
@@ -29,7 +31,8 @@ class Prediction:
     Attributes:
         step_time_s: seconds of the whole step.
         peak_bytes: bytes at the fullest moment.
-        time_s: seconds by use: ``compute``, ``communication`` (of activations, and gathering parameters),
+        time_s: seconds by use: ``compute``, ``recompute`` (what backward makes again, its communication included),
+            ``communication`` (of activations, and gathering parameters),
             ``gradients`` (their reduction, as far as backward does not hide it), ``optimizer``.
         memory_bytes: bytes at the fullest moment by use: ``parameters``, ``gradients``, ``optimizer``, ``gathered``
             (parameters that are used in a larger layout than they are stored in), ``activations`` (inputs, and what
@@ -63,9 +66,9 @@ def calls_by_block(assignment: Assignment) -> dict[int | None, Calls]:
     """Distinct block -> its calls over all instances; ``None`` holds those of leaves and outputs."""
     space = assignment.space
     found: dict[int | None, Calls] = {None: Counter()}
-    for instance, times in _alike(assignment):
+    for instance, level, times in _alike(assignment):
         calls = found.setdefault(instance.kind, Counter())
-        for call, count in _block_calls(assignment, instance).items():
+        for call, count in (_block_calls(assignment, instance) + _calls_again(assignment, instance, level)).items():
             calls[call] += count * times
     for leaf in space.graph.leaves:
         if space.is_read(Ref(leaf.name)):
@@ -110,7 +113,7 @@ def conversions(assignment: Assignment) -> list[tuple[Conversion, int]]:
 
     for leaf in space.graph.leaves:
         deliver(Ref(leaf.name), 1)
-    for instance, times in _alike(assignment):
+    for instance, _, times in _alike(assignment):
         for node in instance.block.nodes:
             for index in range(len(node.results)):
                 deliver(Ref(node.name, index), times)
@@ -122,16 +125,17 @@ def conversions(assignment: Assignment) -> list[tuple[Conversion, int]]:
     return found
 
 
-def _alike(assignment: Assignment) -> list[tuple[Instance, int]]:
-    """One instance of each block and entry layout, and how many there are: all of these do the same."""
+def _alike(assignment: Assignment) -> list[tuple[Instance, Level, int]]:
+    """One instance of each block, entry layout and level of recomputation, and how many there are: they do the same."""
     space = assignment.space
-    found: dict[object, tuple[Instance, int]] = {}
-    for instance in space.folded.instances:
+    found: dict[object, tuple[Instance, Level, int]] = {}
+    for instance, (kind, nth) in zip(space.folded.instances, space.skeleton.numbers, strict=True):
+        level = assignment.recompute.level(kind, nth)
         read = tuple(space.is_read(ref) for ref in instance.block.outputs)
         flows = tuple(ref in space.graph.differentiated for ref in instance.block.outputs)
-        key = (instance.kind, read, flows, tuple(assignment.delivered(ref) for ref in instance.block.inputs))
-        first, times = found.get(key, (instance, 0))
-        found[key] = first, times + 1
+        key = (kind, level, read, flows, tuple(assignment.delivered(ref) for ref in instance.block.inputs))
+        first, _, times = found.get(key, (instance, level, 0))
+        found[key] = first, level, times + 1
     return list(found.values())
 
 
@@ -186,12 +190,54 @@ def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
     return calls
 
 
+def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Calls:
+    """Calls that one instance of a block makes again in backward, to recompute."""
+    space = assignment.space
+    calls: Calls = Counter()
+    if level == "none":
+        return calls
+    again = space.skeleton.again(instance.kind, level)
+
+    def add(ref: Ref, route: Route) -> None:
+        forward = _route_calls(assignment, ref, route, backward=False)
+        calls.update({replace(call, phase="backward"): count for call, count in forward.items()})
+
+    for at, node in enumerate(instance.block.nodes):
+        choice = assignment.choice(node)
+        for index in range(len(node.results)):
+            if (at, index) in again.values and space.is_read(Ref(node.name, index)):
+                add(Ref(node.name, index), assignment.relay_route(Ref(node.name, index)))
+        taken = {(node.inputs[position], choice.operands[position]): position for position in again.taken[at]}
+        for (ref, _), position in taken.items():
+            if not assignment.summed_over(node, position):
+                add(ref, assignment.operand_route(node, position))
+        for number, inner in choice.inner if at in again.operators else ():
+            if space.mesh.axes[number].size > 1 and inner.phase == "forward":
+                bytes_in = space.inner_bytes(space.rules[node.name], choice, inner)
+                calls[Collective(inner.kind, space.mesh.axes[number].name, bytes_in, "backward")] += 1
+    return calls
+
+
+def _converted_again_s(assignment: Assignment) -> float:
+    """Seconds of the conversions that recomputation repeats."""
+    space, seconds = assignment.space, 0.0
+    for (tail, head, ref, positions), times in space.skeleton.flows_again(assignment.recompute).items():
+        source = assignment.chosen[tail]
+        layout = source.results[ref.index] if isinstance(source, Choice) else source
+        reader = assignment.chosen[head]
+        wanted = [reader.operands[p] for p in positions] if isinstance(reader, Choice) else [reader]
+        table = space.table(ref)
+        pairs = [(table.index[layout], table.index[each]) for each in dict.fromkeys(wanted)]
+        seconds += sum(float(table.forward_s[pair]) for pair in pairs) * times
+    return seconds
+
+
 def predict(assignment: Assignment, step_time_s: float) -> Prediction:
     """Break a step down by use; ``step_time_s`` is the evaluation's."""
     space = assignment.space
-    time = {"compute": 0.0, "communication": 0.0, "gradients": 0.0, "optimizer": 0.0}
+    time = {"compute": 0.0, "recompute": 0.0, "communication": 0.0, "gradients": 0.0, "optimizer": 0.0}
     cover = 0.0
-    for names in space.members.values():
+    for role, names in space.members.items():
         node, times = space.graph.by_name[names[0]], len(names)
         if node.is_leaf:
             time["optimizer"] += space.storage(node, assignment.produced(Ref(node.name)))[0] * times
@@ -199,6 +245,8 @@ def predict(assignment: Assignment, step_time_s: float) -> Prediction:
         work = space.work(node, assignment.choice(node))
         time["compute"] += (work.forward_s + work.backward_s) * times
         time["communication"] += work.inner_s * times
+        again = space.skeleton.runs_again(role, assignment.recompute)
+        time["recompute"] += (work.forward_s + work.inner_forward_s) * again
         cover += work.backward_s * space.overlap * times
     for each, times in conversions(assignment):
         table = space.table(each.ref)
@@ -206,6 +254,7 @@ def predict(assignment: Assignment, step_time_s: float) -> Prediction:
         time["communication"] += float(table.forward_s[pair]) * times
         is_param = space.graph.by_name[each.ref.node].op == "param"
         time["gradients" if is_param else "communication"] += float(table.backward_s[pair]) * times
+    time["recompute"] += _converted_again_s(assignment)
     time["gradients"] = max(0.0, time["gradients"] - cover)
     memory = timeline(assignment)
     return Prediction(

@@ -1,12 +1,16 @@
 """Search: from a graph and a cluster to the best plan, with what is proved about it.
 
-Every mesh that the cluster and the pins allow is a *candidate* with a lower bound on the step time of all its plans.
-The candidate of least bound is looked at next, always more closely, until its plan is found or its bound reaches the
-best plan known; then every other bound does too, and nothing better can exist. Looks, each dearer and sharper:
+Every mesh that the cluster and the pins allow is a *candidate* with a lower bound on the step time of all its plans,
+with any amount of recomputation. The candidate of least bound is looked at next, always more closely, until its plan
+is found or its bound reaches the best plan known; then every other bound does too, and nothing better can exist.
+Looks, each dearer and sharper:
 
 1. ``work``: every decision at its own cheapest, all communication free;
 2. ``relaxation``: the whole problem without the memory limit, by a few eliminations (:func:`lower_bounds`);
 3. ``search``: the whole problem, as far as it can beat the best plan known.
+
+A look covers some steps of the ladder of recomputation (:class:`planner.recompute.Ladder`): with the time of the first
+and the memory of the last it bounds them all. Where that leaves a better plan possible it is split in two.
 
 What does not depend on the mesh is found once (:mod:`planner.skeleton`). Ctrl-C ends a search with
 :class:`KeyboardInterrupt` and leaves nothing behind; to get the best plan so far instead, give a time limit.
@@ -20,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import ClusterError, InfeasibleError, InputError, PinError
@@ -31,6 +36,7 @@ from planner.memory import timeline
 from planner.mesh import candidate_meshes, pinned_mesh
 from planner.pins import Pins, filters
 from planner.problem import Answer, Evaluation, Problem, evaluate
+from planner.recompute import Ladder, Recompute, ladder, together
 from planner.rules import Rule
 from planner.skeleton import Skeleton
 from planner.solve import lower_bounds, solve
@@ -105,6 +111,7 @@ class Best:
 
     space: Space
     choices: tuple[int, ...]
+    recompute: Recompute
     evaluation: Evaluation
 
 
@@ -198,12 +205,13 @@ def _search(setting: Setting, skeleton: Skeleton, graph: Graph, max_axes: int) -
     """The fastest plan within the setting's memory."""
     folded, rules, pins, cluster = skeleton.folded, setting.rules, setting.pins, setting.cost.cluster
     meshes = (pinned_mesh(cluster, pins.sizes),) if pins.sizes else candidate_meshes(cluster, max_axes)
-    best, looks = _explore(setting, skeleton, meshes, None)
-    candidates, proofs = [look.candidate for look in looks], looks
+    rungs = ladder(folded, pins.recompute)
+    best, looks = _explore(setting, skeleton, meshes, rungs, None)
+    candidates, proofs = _candidates(looks), looks
     if _may_differ(folded):
         alike = best
         split = Skeleton(relabel(folded, range(len(folded.instances))), rules)
-        best, proofs = _explore(setting, split, meshes, alike)
+        best, proofs = _explore(setting, split, meshes, rungs.apart(skeleton.numbers), alike)
         if best is not None and best is not alike:
             before = time.monotonic()
             best = _together(setting, folded, best)
@@ -219,7 +227,7 @@ def _search(setting: Setting, skeleton: Skeleton, graph: Graph, max_axes: int) -
     gap = (time_s - bound_s) / time_s if time_s else 0.0
     candidates.sort(key=lambda c: (c.status == "infeasible", min(c.objective_s, max(c.bound_s, time_s))))
     return Searched(
-        best.space.assignment(Answer(best.choices, time_s, bound_s, "optimal", 0.0)),
+        best.space.assignment(Answer(best.choices, time_s, bound_s, "optimal", 0.0), best.recompute),
         best.evaluation,
         tuple(candidates),
         "optimal" if gap <= PROVED else "feasible",
@@ -230,23 +238,37 @@ def _search(setting: Setting, skeleton: Skeleton, graph: Graph, max_axes: int) -
 
 @dataclass(frozen=True)
 class Look:
-    """How closely a candidate was looked at."""
+    """How closely a candidate was looked at, over the steps ``low`` to ``high`` of the ladder of recomputation.
+
+    ``choices`` and ``step`` are the best plan found there, ``evaluation`` what it costs.
+    """
 
     candidate: Candidate
     space: Space
+    ladder: Ladder
+    low: int
+    high: int
     problem: Problem | None = None
     choices: tuple[int, ...] | None = None
+    step: int = 0
+    evaluation: Evaluation | None = None
+
+    @property
+    def amounts(self) -> tuple[Recompute, list[Recompute]]:
+        """The least recomputation, and more of it in growing amounts."""
+        least, *more = self.ladder.between(self.low, self.high)
+        return least, more
 
 
 def _explore(
-    setting: Setting, skeleton: Skeleton, meshes: tuple[Mesh, ...], best: Best | None
+    setting: Setting, skeleton: Skeleton, meshes: tuple[Mesh, ...], rungs: Ladder, best: Best | None
 ) -> tuple[Best | None, list[Look]]:
     """Best first over the meshes, starting from the best plan known; what became of each, in the order of meshes."""
     waiting: list[Look] = []
     for mesh in meshes:
         setting.say(f"mesh {' x '.join(map(str, mesh.sizes))}")
         before = time.monotonic()
-        waiting.append(_look_at_work(setting, setting.pose(skeleton, mesh)))
+        waiting.append(_look_at_work(setting, setting.pose(skeleton, mesh), rungs))
         setting.took("build", before)
     _check_divisible(setting, skeleton.graph, waiting)
     closed: list[Look] = []
@@ -255,30 +277,55 @@ def _explore(
         waiting.remove(look)
         if _is_reached(look.candidate.bound_s, best) or (best is not None and setting.is_late()):
             closed.append(_close(look, best))
-            continue
-        closer = _look_relaxed if look.problem is None else _look_whole
-        look = closer(setting, look, best)
-        best = _better(best, look)
-        (closed if closer is _look_whole else waiting).append(look)
+        elif look.problem is None:
+            look = _look_relaxed(setting, look, best)
+            best = _better(best, look)
+            waiting.append(look)
+        elif look.low < look.high:
+            waiting += _split(look)
+        else:
+            look = _look_whole(setting, look, best)
+            best = _better(best, look)
+            closed.append(look)
     order = {mesh: number for number, mesh in enumerate(meshes)}
-    return best, sorted(closed, key=lambda look: order[look.candidate.mesh])
+    return best, sorted(closed, key=lambda look: (order[look.candidate.mesh], look.low))
 
 
-def _look_at_work(setting: Setting, space: Space) -> Look:
+def _candidates(looks: list[Look]) -> list[Candidate]:
+    """What became of every mesh, whatever its recomputation."""
+    found: dict[Mesh, list[Candidate]] = {}
+    for look in looks:
+        found.setdefault(look.candidate.mesh, []).append(look.candidate)
+    return [_joined(each) for each in found.values()]
+
+
+def _joined(looks: list[Candidate]) -> Candidate:
+    """One candidate of the looks at parts of it."""
+    best, open_ = min(looks, key=lambda each: each.objective_s), min(looks, key=lambda each: each.bound_s)
+    peak_bytes = best.peak_bytes if math.isfinite(best.objective_s) else min(each.peak_bytes for each in looks)
+    status = best.status if math.isfinite(best.objective_s) else open_.status
+    if status == "optimal" and open_.bound_s < best.objective_s * (1 - PROVED) and open_.status != "bounded away":
+        status = "feasible"
+    return Candidate(best.mesh, status, best.objective_s, open_.bound_s, peak_bytes, open_.proof)
+
+
+def _look_at_work(setting: Setting, space: Space, rungs: Ladder) -> Look:
     """Every decision at its own cheapest and leanest, as if neighbours always agreed."""
-    bound_s = math.fsum(float(vertex.time_s.min()) for vertex in space.vertices)
-    held = sum(int(vertex.held_bytes.min()) for vertex in space.vertices)
-    peak_bytes = held + max((int(vertex.transient_bytes.min()) for vertex in space.vertices), default=0)
+    look = Look(Candidate(space.mesh, "", math.inf, 0.0, 0, "work"), space, rungs, 0, len(rungs.steps) - 1)
+    vertices = space.vertices(*look.amounts)
+    bound_s = math.fsum(float(vertex.time_s.min()) for vertex in vertices)
+    held = sum(int(vertex.held_bytes.min()) for vertex in vertices)
+    peak_bytes = held + max((int(vertex.transient_bytes.min()) for vertex in vertices), default=0)
     if peak_bytes > setting.limit_bytes:
         bound_s = math.inf
     status = "infeasible" if math.isinf(bound_s) else "not tried"
-    return Look(Candidate(space.mesh, status, math.inf, bound_s, peak_bytes, "work"), space)
+    return replace(look, candidate=Candidate(space.mesh, status, math.inf, bound_s, peak_bytes, "work"))
 
 
 def _look_relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
     """The whole problem, memory aside; what it needs of memory, by itself."""
     before = time.monotonic()
-    problem = look.space.problem(setting.limit_bytes)
+    problem = look.space.problem(setting.limit_bytes, *look.amounts)
     before = setting.took("build", before)
     bounds = lower_bounds(problem, math.inf if best is None else _target_s(best))
     setting.took("solve", before)
@@ -287,7 +334,8 @@ def _look_relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
     peak_bytes = math.ceil(bounds.peak_bytes) if math.isfinite(bounds.peak_bytes) else look.candidate.peak_bytes
     status = "not tried" if fits else "infeasible"
     candidate = replace(look.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="relaxation")
-    return _with_plan(replace(look, candidate=candidate, problem=problem), bounds.choices)
+    look = replace(look, candidate=candidate, problem=problem)
+    return _with_plan(setting, _with_plan(setting, look, bounds.choices), bounds.lightest if fits else None)
 
 
 def _look_whole(setting: Setting, look: Look, best: Best | None) -> Look:
@@ -303,7 +351,7 @@ def _look_whole(setting: Setting, look: Look, best: Best | None) -> Look:
     )
     setting.took("solve", before)
     bound_s = max(look.candidate.bound_s, answer.bound_s)
-    look = _with_plan(look, answer.choices or None)
+    look = _with_plan(setting, look, answer.choices or None)
     if answer.status == "optimal":
         status = "optimal"
     elif math.isinf(bound_s):
@@ -314,23 +362,54 @@ def _look_whole(setting: Setting, look: Look, best: Best | None) -> Look:
     return replace(look, candidate=replace(look.candidate, status=status, bound_s=bound_s, proof=proof))
 
 
-def _with_plan(look: Look, choices: tuple[int, ...] | None) -> Look:
-    """The look with the plan of a candidate, if there is one and it is the faster."""
-    if choices is None or look.problem is None:
+def _split(look: Look) -> list[Look]:
+    """The same steps in parts: where a plan is known, before it, it alone and after it; else halves."""
+    middle = look.step if look.choices else (look.low + look.high) // 2
+    parts = [(look.low, middle - 1), (middle, middle), (middle + 1, look.high)]
+    if not look.choices:
+        parts = [(look.low, middle), (middle + 1, look.high)]
+    nothing = replace(look.candidate, status="not tried", objective_s=math.inf)
+    found = []
+    for low, high in parts:
+        if low <= high:
+            mine = look.choices is not None and low <= look.step <= high
+            part = replace(look, low=low, high=high, problem=None)
+            found.append(part if mine else replace(part, candidate=nothing, choices=None))
+    return found
+
+
+def _with_plan(setting: Setting, look: Look, choices: tuple[int, ...] | None) -> Look:
+    """The look with these choices as its plan, if they fit with some of its recomputation and are faster."""
+    if choices is None:
         return look
-    found = evaluate(look.problem, choices)
+    decided = Decided(look.space.assignment(Answer(choices, 0.0, 0.0, "feasible", 0.0)), look.space.skeleton)
+
+    def priced(step: int) -> Evaluation:
+        problem = decided.problem(setting.limit_bytes, look.ladder.steps[step])
+        return evaluate(problem, (0,) * len(choices))
+
+    low, high = look.low, look.high
+    found, step = priced(low), low
+    while low < high and not found.feasible:
+        middle = (low + high) // 2
+        if priced(middle).feasible:
+            high = middle
+        else:
+            low = middle + 1
+        if low == high:
+            found, step = priced(high), high
     if not found.feasible or found.time_s >= look.candidate.objective_s:
         return look
     candidate = replace(look.candidate, objective_s=found.time_s, peak_bytes=found.peak_bytes)
-    return replace(look, candidate=candidate, choices=choices)
+    return replace(look, candidate=candidate, choices=choices, step=step, evaluation=found)
 
 
 def _better(best: Best | None, look: Look) -> Best | None:
-    if look.problem is None or look.choices is None:
+    if look.choices is None or look.evaluation is None:
         return best
-    if best is not None and look.candidate.objective_s >= best.evaluation.time_s * (1 - 1e-9):
+    if best is not None and look.evaluation.time_s >= best.evaluation.time_s * (1 - 1e-9):
         return best
-    return Best(look.space, look.choices, evaluate(look.problem, look.choices))
+    return Best(look.space, look.choices, look.ladder.steps[look.step], look.evaluation)
 
 
 def _close(look: Look, best: Best | None) -> Look:
@@ -391,10 +470,14 @@ def _together(setting: Setting, folded: Folded, best: Best) -> Best:
     """The same decisions with instances that decide alike folded into one kind."""
     space = best.space
     chosen = space.assignment(Answer(best.choices, best.evaluation.time_s, 0.0, "feasible", 0.0))
+    levels = [best.recompute.level(kind, 0) for kind in range(len(space.folded.kinds))]
     labels = [
-        tuple(
-            (chosen.chosen[space.role_of[name]], *(chosen.delivered(Ref(name, i)) for i in range(results)))
-            for name, results in _decided(instance.block, space)
+        (
+            levels[instance.kind],
+            *(
+                (chosen.chosen[space.role_of[name]], *(chosen.delivered(Ref(name, i)) for i in range(results)))
+                for name, results in _decided(instance.block, space)
+            ),
         )
         for instance in space.folded.instances
     ]
@@ -403,7 +486,9 @@ def _together(setting: Setting, folded: Folded, best: Best) -> Best:
     for role in merged.roles:
         decision = chosen.chosen.get(role) if role[0] == "output" else _decision(merged, role, chosen)
         picks.append(list(merged.options[role]).index(decision))
-    return Best(merged, tuple(picks), evaluate(merged.problem(setting.limit_bytes), tuple(picks)))
+    recompute = together(best.recompute, [kind for kind, _ in merged.skeleton.numbers])
+    problem = merged.problem(setting.limit_bytes, recompute)
+    return Best(merged, tuple(picks), recompute, evaluate(problem, tuple(picks)))
 
 
 def _decided(block: Block, space: Space) -> list[tuple[str, int]]:
@@ -470,8 +555,9 @@ def _leanest(setting: Setting, looks: list[Look]) -> tuple[int, Mesh]:
             least = min((peak_bytes for peak_bytes, _ in found), default=math.inf)
             if found and (look.candidate.peak_bytes >= least or time.monotonic() > until):
                 break
-            problem = look.problem or look.space.problem(setting.limit_bytes)
-            choices = pick(problem)
-            if choices is not None:
-                found.append((evaluate(problem, choices).peak_bytes, look.candidate.mesh))
+            for step in dict.fromkeys((look.high, look.low)):
+                problem = look.space.problem(setting.limit_bytes, look.ladder.steps[step])
+                choices = pick(problem)
+                if choices is not None:
+                    found.append((evaluate(problem, choices).peak_bytes, look.candidate.mesh))
     return min(found, key=lambda each: each[0])

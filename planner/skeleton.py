@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import cast
 
 from planner.fold import Folded, Instance
-from planner.graph import Ref
-from planner.ops import OPS
+from planner.graph import Node, Ref
+from planner.ops import OPS, saved_places
+from planner.recompute import Again, Level, Recompute, again
 from planner.rules import Rule
 from planner.strategy import Cuts, Wires
 
@@ -41,12 +43,14 @@ class Skeleton:
         self.role_of, self.members = _roles(folded)
         self._delivered = delivered
         self._cuts: dict[object, Cuts] = {}
+        self._again: dict[tuple[int, Level], Again] = {}
+        self._charges: dict[Recompute, dict[str, tuple[int, ...]]] = {}
+        self._charged: dict[Recompute, dict[Role, dict[tuple[int, ...], int]]] = {}
 
     def survey(self) -> None:
         """Walk the whole graph now, not when a mesh first asks: what comes after does not grow with its depth."""
         self.flows  # noqa: B018
         self.relay_readers  # noqa: B018
-        self.charged  # noqa: B018
 
     @cached_property
     def own(self) -> frozenset[str]:
@@ -102,22 +106,51 @@ class Skeleton:
         relay = ("relay", self.role_of[ref.node], ref.index)
         return relay if relay in self.relays else None
 
+    def runs_again(self, role: Role, recompute: Recompute) -> int:
+        """How many members of an operator's role run again in backward."""
+        if role[0] != "op":
+            return 0
+        kind, at = cast(int, role[1]), role[2]
+        levels = recompute.levels(kind)
+        return sum(len(numbers) for level, numbers in levels if at in self.again(kind, level).operators)
+
+    def flows_again(self, recompute: Recompute) -> dict[Flow, int]:
+        """How often a conversion of each flow runs again in backward."""
+        flows: dict[Flow, int] = {}
+
+        def add(key: Flow, times: int) -> None:
+            flows[key] = flows.get(key, 0) + times
+
+        for instance, numbers in self._entered:
+            for level, range_ in recompute.levels(instance.kind):
+                times, again = sum(number in range_ for number in numbers), self.again(instance.kind, level)
+                for at, node in enumerate(instance.block.nodes) if times else ():
+                    for ref, positions in _operands(node).items():
+                        if not again.taken[at].isdisjoint(positions):
+                            add(self._flow(ref, self.role_of[node.name], positions), times)
+        for relay, ref in self.relays.items():
+            role = self.role_of[ref.node]
+            for level, counted in recompute.levels(cast(int, role[1])) if role[0] == "op" else ():
+                if (role[2], ref.index) in self.again(cast(int, role[1]), level).values:
+                    add((role, relay, ref, (0,)), len(counted))
+        return flows
+
+    def _flow(self, ref: Ref, head: Role, positions: tuple[int, ...]) -> Flow:
+        return self.relay_of(ref) or self.role_of[ref.node], head, self.representative(ref), positions
+
     @cached_property
     def flows(self) -> dict[Flow, int]:
         """How often each flow occurs."""
         flows: dict[Flow, int] = {}
 
         def add(head: Role, ref: Ref, positions: tuple[int, ...], times: int) -> None:
-            key = (self.relay_of(ref) or self.role_of[ref.node], head, self.representative(ref), positions)
+            key = self._flow(ref, head, positions)
             flows[key] = flows.get(key, 0) + times
 
-        for instance, times in self._entered:
+        for instance, numbers in self._entered:
             for node in instance.block.nodes:
-                by_ref: dict[Ref, list[int]] = {}
-                for position, ref in enumerate(node.inputs):
-                    by_ref.setdefault(ref, []).append(position)
-                for ref, positions in by_ref.items():
-                    add(self.role_of[node.name], ref, tuple(positions), times)
+                for ref, positions in _operands(node).items():
+                    add(self.role_of[node.name], ref, positions, len(numbers))
         for position, ref in enumerate(self.leaving):
             add(("output", position), ref, (0,), 1)
         for relay, ref in self.relays.items():
@@ -126,14 +159,23 @@ class Skeleton:
         return flows
 
     @cached_property
-    def _entered(self) -> tuple[tuple[Instance, int], ...]:
-        """The first instance of each block and of each way to enter it, and how often it occurs."""
-        found: dict[object, tuple[Instance, int]] = {}
-        for instance in self.folded.instances:
+    def _entered(self) -> tuple[tuple[Instance, tuple[int, ...]], ...]:
+        """The first instance of each block and of each way to enter it, and which of their kind all of these are."""
+        found: dict[object, tuple[Instance, list[int]]] = {}
+        for instance, (_, nth) in zip(self.folded.instances, self.numbers, strict=True):
             key = (instance.kind, tuple((self.role_of[ref.node], ref.index) for ref in instance.block.inputs))
-            first, times = found.get(key, (instance, 0))
-            found[key] = first, times + 1
-        return tuple(found.values())
+            found.setdefault(key, (instance, []))[1].append(nth)
+        return tuple((instance, tuple(numbers)) for instance, numbers in found.values())
+
+    @cached_property
+    def numbers(self) -> tuple[tuple[int, int], ...]:
+        """The kind of every instance, and which of its kind it is."""
+        count: Counter[int] = Counter()
+        found = []
+        for instance in self.folded.instances:
+            found.append((instance.kind, count[instance.kind]))
+            count[instance.kind] += 1
+        return tuple(found)
 
     def cuts(self, sizes: tuple[int, ...]) -> Cuts:
         """Where values may be cut into strips on a mesh of these sizes, by representative value."""
@@ -153,11 +195,15 @@ class Skeleton:
                 results = (self.representative(Ref(node.name, i)) for i in range(len(node.results)))
                 yield self.rules[node.name], tuple(map(self.representative, node.inputs)), tuple(results)
 
-    @cached_property
-    def charges(self) -> dict[str, tuple[int, ...]]:
-        """Which tensors (operands, then results) each operator pays for as saved: the first reader of a value that
-        needs it in backward pays, views of one tensor count once, parameters are paid as parameters.
+    def charges(self, recompute: Recompute) -> dict[str, tuple[int, ...]]:
+        """Which tensors (operands, then results) each operator pays for as kept for backward: the first reader of a
+        value that needs it pays, views of one tensor count once, parameters are paid as parameters.
         """
+        if recompute not in self._charges:
+            self._charges[recompute] = self._charge(recompute)
+        return self._charges[recompute]
+
+    def _charge(self, recompute: Recompute) -> dict[str, tuple[int, ...]]:
         root: dict[Ref, Ref] = {}
         paid: set[Ref] = set()
         charges: dict[str, tuple[int, ...]] = {}
@@ -167,29 +213,58 @@ class Skeleton:
             if row is not None and row.view and node.inputs:
                 root.update({ref: root.get(node.inputs[0], node.inputs[0]) for ref in results})
                 continue
-            if not any(t.grad for t in node.results):
-                continue
             tensors = (*node.inputs, *results)
-            saved = None if row is None else row.saved(node, self.graph.input_types(node))
-            places = range(len(tensors)) if saved is None else _places(saved, len(node.inputs), len(tensors))
-            for place in places:
+            for place in self._kept(node, recompute):
                 ref = root.get(tensors[place], tensors[place])
                 if ref not in paid and self.graph.by_name[ref.node].op != "param":
                     paid.add(ref)
                     charges[node.name] = (*charges.get(node.name, ()), place)
         return charges
 
+    def _kept(self, node: Node, recompute: Recompute) -> tuple[int, ...]:
+        """The places of an operator that are kept for backward."""
+        if node.is_leaf:
+            return ()
+        kind, nth, at = self.seat[node.name]
+        level = recompute.level(kind, nth)
+        if level != "none":
+            saved, all_ = (saved_places(node, self.graph.input_types(node), own=own) for own in (False, True))
+            return (*self.again(kind, level).kept[at], *(place for place in all_ if place not in saved))
+        if not any(t.grad for t in node.results):
+            return ()
+        return saved_places(node, self.graph.input_types(node), own=True)
+
     @cached_property
-    def charged(self) -> dict[Role, dict[tuple[int, ...], int]]:
+    def seat(self) -> dict[str, tuple[int, int, int]]:
+        """Operator -> the kind of its block, which of its kind that is, and its position in the block."""
+        return {
+            node.name: (*numbers, at)
+            for instance, numbers in zip(self.folded.instances, self.numbers, strict=True)
+            for at, node in enumerate(instance.block.nodes)
+        }
+
+    def again(self, kind: int, level: Level) -> Again:
+        """What the instances of a kind make again at a level other than ``none``."""
+        if (kind, level) not in self._again:
+            self._again[kind, level] = again(self.graph, self.folded.kinds[kind][0].block, level)
+        return self._again[kind, level]
+
+    def charged(self, recompute: Recompute) -> dict[Role, dict[tuple[int, ...], int]]:
         """Which tensors the members of a role pay for, and how many members pay for just these."""
-        return {role: Counter(self.charges.get(name, ()) for name in names) for role, names in self.members.items()}
+        if recompute not in self._charged:
+            charges = self.charges(recompute)
+            self._charged[recompute] = {
+                role: Counter(charges.get(name, ()) for name in names) for role, names in self.members.items()
+            }
+        return self._charged[recompute]
 
 
-def _places(saved: tuple[str, ...], operands: int, tensors: int) -> list[int]:
-    """Places of saved tensors among operands, then results; one of the operator's own counts like its first."""
-    named = ["in0" if word in ("own", "mask") else word for word in saved if word not in ("rows", "scores")]
-    places = [int(word[2:]) if word.startswith("in") else operands + int(word[3:]) for word in named]
-    return [place for place in places if place < tensors]
+def _operands(node: Node) -> dict[Ref, tuple[int, ...]]:
+    """Every value that an operator reads, and the positions at which it does."""
+    found: dict[Ref, tuple[int, ...]] = {}
+    for position, ref in enumerate(node.inputs):
+        found[ref] = (*found.get(ref, ()), position)
+    return found
 
 
 def _roles(folded: Folded) -> tuple[dict[str, Role], dict[Role, list[str]]]:

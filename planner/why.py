@@ -169,7 +169,7 @@ def _by_block(assignment: Assignment) -> dict[str, tuple[float, int]]:
     have been hidden. Bytes that are there only for a while are nobody's.
     """
     space = Decided(assignment, assignment.space.skeleton)
-    problem = space.problem(None)
+    problem = space.problem(None, assignment.recompute)
     blocks = [_block(assignment, role) for role in space.roles]
     time_s, background_s, held = dict.fromkeys(blocks, 0.0), dict.fromkeys(blocks, 0.0), dict.fromkeys(blocks, 0)
     for block, vertex in zip(blocks, problem.vertices, strict=True):

@@ -1,5 +1,6 @@
 """The op table: what the planner knows of each ATen operator."""
 
+from planner.graph import Node, TensorType
 from planner.ops import (
     attention,
     contraction,
@@ -33,4 +34,26 @@ FAMILIES = (
 
 OPS: dict[str, Row] = {op: row for family in FAMILIES for op, row in family.ROWS.items()}
 
-__all__ = ["FAMILIES", "OPS", "Row"]
+
+def saved_places(node: Node, operands: tuple[TensorType, ...], *, own: bool = False) -> tuple[int, ...]:
+    """Which tensors backward of an operator needs, as places among its operands, then results.
+
+    An operator without a row may need them all.
+
+    Args:
+        own: count what it keeps besides these, where that is large, like its first operand.
+    """
+    row, first = OPS.get(node.op), len(operands)
+    count = first + len(node.results)
+    if row is None:
+        return tuple(range(count))
+    places: dict[int, None] = {}
+    for word in row.saved(node, operands):
+        if word.startswith(("in", "out")):
+            places[int(word[2:]) if word.startswith("in") else first + int(word[3:])] = None
+        elif own and word in ("own", "mask"):
+            places[0] = None
+    return tuple(place for place in places if place < count)
+
+
+__all__ = ["FAMILIES", "OPS", "Row", "saved_places"]

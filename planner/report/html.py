@@ -28,7 +28,16 @@ from planner.report.summary import (
     stored,
     traffic,
 )
-from planner.report.words import MEMORY_USES, TIME_USES, in_bytes, in_count, in_percent, in_seconds, sizes_text
+from planner.report.words import (
+    MEMORY_USES,
+    TIME_USES,
+    in_bytes,
+    in_count,
+    in_percent,
+    in_seconds,
+    recomputed,
+    sizes_text,
+)
 
 DARK = """
   --ink: #e6e9ef; --soft: #a3adbd; --faint: #7c8799; --line: #2c333f; --card: #1b2029; --page: #14181f; --well: #262d38;
@@ -236,8 +245,10 @@ def _block(document: Document, block: BlockSummary, is_open: bool) -> str:
     share = f'<span class="mini">{bar}{in_percent(block.share)}</span>' if block.detail.ops else "<span></span>"
     moved = sum(row.bytes_in for row in traffic(block.detail.collectives))
     sent = f'<span class="n soft">{in_bytes(moved)} moved</span>' if moved else '<span class="n dim">no traffic</span>'
+    again = recomputed(plan.recompute, plan.count)
+    again = again and f' <span class="soft">{again}</span>'
     summary = (
-        f'<span><span class="times">{plan.count} ×</span> <code>{escape(plan.name)}</code></span>'
+        f'<span><span class="times">{plan.count} ×</span> <code>{escape(plan.name)}</code>{again}</span>'
         f"{share}{sent if block.detail.ops else '<span></span>'}"
     )
     if not block.detail.ops:

@@ -19,7 +19,7 @@ from planner.report.summary import (
     stored,
     traffic,
 )
-from planner.report.words import in_bytes, in_percent, in_seconds, mesh_text, sizes_text
+from planner.report.words import in_bytes, in_percent, in_seconds, mesh_text, recomputed, sizes_text
 
 
 def text(document: Document) -> str:
@@ -89,7 +89,8 @@ def _blocks(document: Document) -> str:
     rows: list[Sequence[str] | str] = []
     for block in blocks(document):
         share = f"   {in_percent(block.share)} of the step" if block.share else ""
-        rows.append(f"{block.plan.count} x {block.plan.name}{share}")
+        again = recomputed(block.plan.recompute, block.plan.count)
+        rows.append(f"{block.plan.count} x {block.plan.name}{share}{again and '   ' + again}")
         if not block.detail.ops:
             rows += [_plain_row(document, name, label) for name, label in block.plan.ops.items()]
             continue

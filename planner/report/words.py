@@ -8,6 +8,7 @@ from planner.layout import Mesh
 
 TIME_USES = {
     "compute": "operators, forward and backward",
+    "recompute": "what backward makes again, with the communication that takes",
     "communication": "conversions of activations, and gathering parameters",
     "gradients": "reducing gradients, as far as backward does not hide it",
     "optimizer": "updating parameters",
@@ -20,6 +21,13 @@ MEMORY_USES = {
     "activations": "saved for backward, and the inputs",
     "temporary": "the largest operator's own",
 }
+
+
+def recomputed(counts: Mapping[str, int], of: int) -> str:
+    """``"recomputed in backward: 12 in full, 4 selectively"``; empty where nothing is."""
+    words = {"full": "in full", "selective": "selectively"}
+    parts = [f"{'all' if count == of else count} {words[level]}" for level, count in counts.items()]
+    return f"recomputed in backward: {', '.join(parts)}" if parts else ""
 
 
 def in_bytes(count: float) -> str:

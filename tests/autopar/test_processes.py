@@ -43,6 +43,7 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("llama", None, 2),
     ("llama", {"tensor": 2}, 2),
     ("llama", {"data": 2, "context": 2}, 4),
+    ("llama", {"data": 2, "tensor": 2, "zero": 3, "recompute": "full"}, 4),
     ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3}, 4),
 ]
 

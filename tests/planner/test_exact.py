@@ -13,19 +13,23 @@ import random
 import numpy as np
 import pytest
 
+from planner.certificate import certify
 from planner.cluster import ClusterSpec, Device, Level, PeakFlops
 from planner.cost import CostModel
 from planner.errors import InfeasibleError
-from planner.fold import fold_off
+from planner.fold import fold, fold_off, relabel
 from planner.formulate import Space, Training, rules_of
 from planner.graph import Graph
 from planner.mesh import candidate_meshes
 from planner.pins import Pins
 from planner.problem import Problem, evaluate
+from planner.recompute import ladder
 from planner.search import Searched, search
+from planner.skeleton import Skeleton
 from tests.planner.test_search import chain
 
 CASES = 200
+RECOMPUTING = 60
 CHUNK = 20
 
 
@@ -58,10 +62,19 @@ def graph_of(layers: int, width: int, batch: int) -> Graph:
 
 
 def problems(graph: Graph, spec: ClusterSpec, limit_bytes: int | None) -> list[Problem]:
-    """The unfolded problem of every mesh."""
+    """The unfolded problem of every mesh, without recomputation."""
     cost, rules, folded = CostModel(spec), rules_of(graph), fold_off(graph)
     meshes = candidate_meshes(spec, max_axes=2)
     return [Space(folded, mesh, cost, Training(), rules).problem(limit_bytes) for mesh in meshes]
+
+
+def problems_with_recomputation(graph: Graph, spec: ClusterSpec, limit_bytes: int | None) -> list[Problem]:
+    """The problem of every mesh and every amount of recomputation, in which each block decides for itself."""
+    cost, rules, folded = CostModel(spec), rules_of(graph), fold(graph)
+    single, numbers = relabel(folded, range(len(folded.instances))), Skeleton(folded, rules).numbers
+    spaces = [Space(single, mesh, cost, Training(), rules) for mesh in candidate_meshes(spec, max_axes=2)]
+    steps = ladder(folded).apart(numbers).steps
+    return [space.problem(limit_bytes, step) for space in spaces for step in steps]
 
 
 def sums(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
@@ -89,10 +102,10 @@ def sums(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     return time + np.maximum(0.0, exposed), held + transient
 
 
-def brute_force(graph: Graph, spec: ClusterSpec) -> float:
-    """The least step time of any assignment on any mesh that fits; infinite if none does."""
+def brute_force(tried: list[Problem], spec: ClusterSpec) -> float:
+    """The least step time of any assignment of any problem that fits; infinite if none does."""
     best = math.inf
-    for problem in problems(graph, spec, spec.device.usable_bytes):
+    for problem in tried:
         time, peak = sums(problem)
         time = np.where(peak <= spec.device.usable_bytes, time, math.inf)
         for flat in np.argsort(time, axis=None, kind="stable"):
@@ -106,17 +119,17 @@ def brute_force(graph: Graph, spec: ClusterSpec) -> float:
     return best
 
 
-def least_peak_and_fastest(graph: Graph, spec: ClusterSpec) -> tuple[int, int]:
+def least_peak_and_fastest(tried: list[Problem]) -> tuple[int, int]:
     """The least peak of any assignment, and the peak of the fastest."""
-    found = [sums(problem) for problem in problems(graph, spec, None)]
+    found = [sums(problem) for problem in tried]
     least = min(int(peak[np.isfinite(time)].min()) for time, peak in found)
     fastest = min((float(time.min()), int(peak.flat[time.argmin()])) for time, peak in found)
     return least, max(least, fastest[1])
 
 
-def searched(graph: Graph, spec: ClusterSpec, folding: bool) -> Searched | None:
+def searched(graph: Graph, spec: ClusterSpec, folding: bool, pins: Pins) -> Searched | None:
     try:
-        return search(graph, spec, Pins(), Training(), folding=folding)
+        return search(graph, spec, pins, Training(), folding=folding)
     except InfeasibleError:
         return None
 
@@ -127,24 +140,30 @@ def differ(graph: Graph, found: Searched) -> bool:
     return len({found.assignment.choice(node).label for node in layers}) > 1
 
 
+def a_case(rng: random.Random, large: bool) -> tuple[Graph, ClusterSpec]:
+    """Equal layers, which fold, on one axis; or two meshes, one with an axis across nodes."""
+    if large:
+        graph = graph_of(3, rng.choice([6, 12]), rng.choice([6, 24]))
+        return graph, random_cluster(rng, (rng.choice([2, 3]),))
+    return graph_of(1, rng.choice([4, 8]), rng.choice([4, 16])), random_cluster(rng, (2, 2))
+
+
+def limited(rng: random.Random, spec: ClusterSpec, tried: list[Problem]) -> tuple[ClusterSpec, float]:
+    """The cluster with memory between what the leanest and what the fastest plan needs, at some share of the way."""
+    least, most = least_peak_and_fastest(tried)
+    share = rng.choice([0.0, 0.0, rng.random(), rng.random(), 1.0, -0.02])
+    return with_memory(spec, max(1, int(least + share * (most if share < 0 else most - least)))), share
+
+
 @pytest.mark.parametrize("start", range(0, CASES, CHUNK))
 def test_folded_is_unfolded_is_brute_force(start: int) -> None:
     tight_and_different = 0
     for seed in range(start, start + CHUNK):
         rng = random.Random(seed)
-        if seed % 4:  # equal layers, which fold, on one axis
-            graph, spec = (
-                graph_of(3, rng.choice([6, 12]), rng.choice([6, 24])),
-                random_cluster(rng, (rng.choice([2, 3]),)),
-            )
-        else:  # two meshes, one with an axis across nodes
-            graph = graph_of(1, rng.choice([4, 8]), rng.choice([4, 16]))
-            spec = random_cluster(rng, (2, 2))
-        least, most = least_peak_and_fastest(graph, spec)
-        share = rng.choice([0.0, 0.0, rng.random(), rng.random(), 1.0, -0.02])
-        spec = with_memory(spec, max(1, int(least + share * (most if share < 0 else most - least))))
-        expected = brute_force(graph, spec)
-        folded, unfolded = (searched(graph, spec, folding) for folding in (True, False))
+        graph, spec = a_case(rng, large=seed % 4 > 0)
+        spec, share = limited(rng, spec, problems(graph, spec, None))
+        expected = brute_force(problems(graph, spec, spec.device.usable_bytes), spec)
+        folded, unfolded = (searched(graph, spec, folding, Pins(recompute="none")) for folding in (True, False))
         if math.isinf(expected):
             assert folded is None and unfolded is None, f"seed {seed}: nothing fits"
             continue
@@ -155,3 +174,25 @@ def test_folded_is_unfolded_is_brute_force(start: int) -> None:
             assert found.evaluation.peak_bytes <= spec.device.usable_bytes, f"seed {seed}"
         tight_and_different += share < 1.0 and differ(graph, folded)
     assert tight_and_different, "no limit of these made equal layers differ"
+
+
+@pytest.mark.parametrize("start", range(0, RECOMPUTING, CHUNK))
+def test_the_best_recomputation_is_that_of_brute_force(start: int) -> None:
+    recomputed = 0
+    for seed in range(start, start + CHUNK):
+        rng = random.Random(seed)
+        graph, spec = a_case(rng, large=True)
+        spec, _ = limited(rng, spec, problems_with_recomputation(graph, spec, None))
+        expected = brute_force(problems_with_recomputation(graph, spec, spec.device.usable_bytes), spec)
+        found = searched(graph, spec, True, Pins())
+        if math.isinf(expected):
+            assert found is None, f"seed {seed}: nothing fits"
+            continue
+        assert found is not None, f"seed {seed}: something fits"
+        assert found.status == "optimal" and found.gap == 0, f"seed {seed}"
+        assert found.evaluation.time_s == pytest.approx(expected, rel=2e-6), f"seed {seed}"
+        assert found.evaluation.peak_bytes <= spec.device.usable_bytes, f"seed {seed}"
+        certificate = certify(found.assignment, found.evaluation.time_s)
+        assert certificate.holds and certificate.objective_s == pytest.approx(expected, rel=2e-6), f"seed {seed}"
+        recomputed += bool(found.assignment.recompute)
+    assert recomputed, "no limit of these made a layer recompute"

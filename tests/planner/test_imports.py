@@ -37,17 +37,30 @@ ROOMS: dict[str, set[str]] = {
     "solve": {"errors", "problem"},
     "conversion": {*BASE, "cost", "problem"},
     "strategy": {*BASE, "rules", "ops"},
-    "skeleton": {*BASE, "rules", "ops", "fold", "strategy"},
-    "formulate": {*BASE, "kernel", "rules", "ops", "fold", "cost", "problem", "conversion", "strategy", "skeleton"},
-    "pins": {*BASE, "rules", "ops", "mesh", "strategy", "formulate"},
-    "memory": {*BASE, "fold", "conversion", "formulate", "ops"},
-    "predict": {*BASE, "fold", "cost", "conversion", "formulate", "memory"},
+    "recompute": {"graph", "ops", "fold"},
+    "skeleton": {*BASE, "rules", "ops", "fold", "strategy", "recompute"},
+    "formulate": {
+        *BASE,
+        "kernel",
+        "rules",
+        "ops",
+        "fold",
+        "cost",
+        "problem",
+        "conversion",
+        "strategy",
+        "recompute",
+        "skeleton",
+    },
+    "pins": {*BASE, "rules", "ops", "mesh", "strategy", "recompute", "formulate"},
+    "memory": {*BASE, "fold", "conversion", "recompute", "formulate", "ops"},
+    "predict": {*BASE, "fold", "cost", "conversion", "strategy", "recompute", "formulate", "memory"},
 }
+ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
 ROOMS["search"] = {*ROOMS}
 ROOMS["detail"] = {"conversion"}
 ROOMS["names"] = {"graph", "formulate"}
 ROOMS["account"] = ROOMS["pins"] | {"conversion", "pins", "predict", "detail", "names"}
-ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "skeleton", "formulate"}
 ROOMS["document"] = {"errors", "layout", "cluster", "formulate", "predict", "detail", "account", "certificate"}
 ROOMS["size"] = set()
 ROOMS["follow"] = {"errors", "graph", "rules", "strategy", "size"}

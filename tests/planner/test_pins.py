@@ -42,7 +42,7 @@ def attention(length: int = 48) -> Graph:
         ({"sequence_parallel": True}, "pin 'tensor' above 1 too"),
         ({"sequence_parallel": True, "tensor": 1}, "pin 'tensor' above 1 too"),
         ({"pipeline": 2}, "plans no pipeline stages"),
-        ({"recompute": "full"}, "plans no recomputation; leave it out or pin 'none'"),
+        ({"recompute": "some"}, "pin 'recompute' is 'some'; it is one of 'none', 'selective', 'full'"),
         ({"offload": "host"}, "plans no offload"),
         ({"micro_batch": 1}, "it has no micro_batch"),
         ({"schedule": "1f1b"}, "it has no schedule"),
@@ -95,7 +95,7 @@ def test_a_size_that_does_not_divide_is_named(graph: Graph, devices: int, pin: d
 def test_pins_come_back_as_the_user_wrote_them() -> None:
     pin = {"data": 2, "tensor": 2, "sequence_parallel": False, "zero": 3, "layers": {"head": {"tensor": "k"}}}
     assert Pins.parse(pin).to_dict() == pin
-    assert Pins.parse({"pipeline": 1, "recompute": "none"}) == Pins()
+    assert Pins.parse({"pipeline": 1, "offload": "none"}) == Pins()
 
 
 def strategies(plan: Plan, op: str) -> set[str]:

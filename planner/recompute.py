@@ -1,0 +1,242 @@
+"""Recompute: which values of a block are made again in backward instead of being kept since forward.
+
+Of the instances of a block some run at level ``full``, which keeps what enters the block and makes everything else
+again, some at ``selective``, which also keeps the results of contractions, convolutions and attention, and the others
+at ``none``. What was drawn at random, and what operators without a row made, is always kept. What the block converts
+for an operator that needs it is converted again unless it is the result of a kept operator: gathered parameters too.
+
+Which instances are which matters for the moment of the peak alone: those at the end of forward are the first to run
+backward, while all others still hold what they saved. So the first instances recompute, the very first in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+from planner.fold import Block, Folded
+from planner.graph import Graph, Node, Ref
+from planner.ops import OPS, saved_places
+from planner.ops.table import no_flops
+
+Level = Literal["none", "selective", "full"]
+LEVELS: tuple[Level, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How many instances of a block recompute: the first ``full`` at that level, the next ``selective`` at theirs.
+
+    ``leads``: what an instance makes again is counted among what is held. Only one instance does so at a time: where
+    equal blocks are kinds of their own, the first of them stands for all.
+    """
+
+    full: int = 0
+    selective: int = 0
+    leads: bool = True
+
+    def level(self, nth: int) -> Level:
+        """The level of instance number ``nth`` of its kind."""
+        return "full" if nth < self.full else "selective" if nth < self.full + self.selective else "none"
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """How much is made again: the amount of every kind of block; empty: nothing."""
+
+    amounts: tuple[Amount, ...] = ()
+
+    def __bool__(self) -> bool:
+        return any(amount.full or amount.selective for amount in self.amounts)
+
+    def level(self, kind: int, nth: int) -> Level:
+        """The level of instance number ``nth`` of a kind."""
+        return self.amounts[kind].level(nth) if self.amounts else "none"
+
+    def leads(self, kind: int) -> bool:
+        """Whether what an instance of a kind makes again is counted; see :class:`Amount`."""
+        return not self.amounts or self.amounts[kind].leads
+
+    def levels(self, kind: int) -> tuple[tuple[Level, range], ...]:
+        """The levels above ``none`` at which instances of a kind run, with the numbers of those instances."""
+        if not self.amounts:
+            return ()
+        full, selective = self.amounts[kind].full, self.amounts[kind].selective
+        found: tuple[tuple[Level, range], ...] = (
+            ("full", range(full)),
+            ("selective", range(full, full + selective)),
+        )
+        return tuple((level, numbers) for level, numbers in found if numbers)
+
+
+NOTHING = Recompute()
+
+
+def apart(recompute: Recompute, numbers: Sequence[tuple[int, int]]) -> Recompute:
+    """The same for a folding in which every instance is a kind of its own.
+
+    Args:
+        numbers: of every instance, its kind and which of its kind it is.
+    """
+    levels = [recompute.level(kind, nth) for kind, nth in numbers]
+    return Recompute(
+        tuple(
+            Amount(int(level == "full"), int(level == "selective"), nth == 0 and recompute.leads(kind))
+            for level, (kind, nth) in zip(levels, numbers, strict=True)
+        )
+    )
+
+
+def together(recompute: Recompute, kinds: Sequence[int]) -> Recompute:
+    """The inverse of :func:`apart`, for a folding that joins only instances of one level.
+
+    Args:
+        kinds: of every instance, its kind in that folding.
+    """
+    amounts = [Amount(leads=False)] * (max(kinds, default=-1) + 1)
+    for kind, more in zip(kinds, recompute.amounts, strict=True):
+        old = amounts[kind]
+        amounts[kind] = Amount(old.full + more.full, old.selective + more.selective, old.leads or more.leads)
+    return Recompute(tuple(amounts))
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Amounts of recomputation in a row: each step takes more time and holds less than the one before.
+
+    Attributes:
+        steps: the amounts.
+        bends: the steps between which what is held changes evenly.
+    """
+
+    steps: tuple[Recompute, ...]
+    bends: tuple[int, ...] = ()
+
+    def between(self, low: int, high: int) -> list[Recompute]:
+        """The amounts from step ``low`` to step ``high`` between which what is held changes evenly."""
+        return [self.steps[step] for step in (low, *(bend for bend in self.bends if low < bend < high), high)]
+
+    def apart(self, numbers: Sequence[tuple[int, int]]) -> Ladder:
+        """The same for a folding in which every instance is a kind of its own; see :func:`apart`."""
+        return Ladder(tuple(apart(step, numbers) for step in self.steps), self.bends)
+
+
+def ladder(folded: Folded, level: Level | None = None) -> Ladder:
+    """From nothing, by one more instance at a time that recomputes selectively, kind after kind, then by one more
+    that does in full, to everything. Blocks that do not repeat never recompute.
+
+    Args:
+        level: only the step at which all of them are at this level.
+    """
+    counts = [len(instances) if len(instances) > 1 else 0 for instances in folded.kinds]
+    total = sum(counts)
+    if level is not None:
+        return Ladder((_step(counts, LEVELS.index(level) * total),))
+    bends = {0, 2 * total}
+    for start in (0, total):
+        for before in accumulate(counts, initial=start):
+            bends |= {before, before + 1}
+    return Ladder(tuple(_step(counts, step) for step in range(2 * total + 1)), tuple(sorted(bends)))
+
+
+def _step(counts: Sequence[int], step: int) -> Recompute:
+    selective, full = min(step, sum(counts)), max(0, step - sum(counts))
+    amounts = []
+    for count in counts:
+        some, most = min(selective, count), min(full, count)
+        amounts.append(Amount(most, some - most))
+        selective, full = selective - some, full - most
+    return Recompute(tuple(amounts))
+
+
+@dataclass(frozen=True)
+class Again:
+    """What one instance of a block makes again, by position in ``block.nodes``.
+
+    Attributes:
+        values: (operator, result) of every value that is made again.
+        lasting: operators whose results are kept.
+        taken: per operator, the operands of which its own conversion runs again.
+        dropped: per operator, the places (operands, then results) that its backward needs and that are not kept; a
+            value counts once, for the first operator that needs it, and its views not at all.
+        kept: per operator, the places that its backward, or it when it runs again, needs and that are kept.
+    """
+
+    values: frozenset[tuple[int, int]]
+    lasting: frozenset[int]
+    taken: tuple[frozenset[int], ...]
+    dropped: tuple[tuple[int, ...], ...]
+    kept: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def operators(self) -> frozenset[int]:
+        """Operators that run again."""
+        return frozenset(at for at, _ in self.values)
+
+
+def again(graph: Graph, block: Block, level: Level) -> Again:
+    """What a block makes again at a level other than ``none``; the same for all instances of a kind."""
+    nodes = block.nodes
+    at_of = {node.name: at for at, node in enumerate(nodes)}
+    is_kept = [_is_kept(node, level) for node in nodes]
+    root = _roots(nodes)
+
+    def is_made_again(ref: Ref) -> bool:
+        return ref.node in at_of and not is_kept[at_of[ref.node]]
+
+    tensors = [(*node.inputs, *(Ref(node.name, i) for i in range(len(node.results)))) for node in nodes]
+    saved = [saved_places(node, graph.input_types(node)) if any(t.grad for t in node.results) else () for node in nodes]
+    values: set[tuple[int, int]] = set()
+    waiting = [refs[place] for places, refs in zip(saved, tensors, strict=True) for place in places]
+    while waiting:
+        ref = waiting.pop()
+        if is_made_again(ref) and (at_of[ref.node], ref.index) not in values:
+            values.add((at_of[ref.node], ref.index))
+            waiting.extend(nodes[at_of[ref.node]].inputs)
+    running = {at for at, _ in values}
+    taken, dropped, kept = [], [], []
+    counted: set[Ref] = set()
+    for at, node in enumerate(nodes):
+        operands = range(len(node.inputs))
+        wanted = dict.fromkeys((*saved[at], *(operands if at in running else ())))
+        origin = {place: root.get(tensors[at][place], tensors[at][place]) for place in wanted}
+        converted = (i for i in operands if i in wanted and not _is_result(node.inputs[i], at_of, is_kept))
+        taken.append(frozenset(converted))
+        kept.append(tuple(place for place in wanted if not is_made_again(origin[place])))
+        gone = {origin[place]: place for place in reversed(saved[at]) if is_made_again(origin[place])}
+        dropped.append(tuple(sorted(place for ref, place in gone.items() if ref not in counted)))
+        counted.update(gone)
+    lasting = frozenset(at for at, keeps in enumerate(is_kept) if keeps)
+    return Again(frozenset(values), lasting, tuple(taken), tuple(dropped), tuple(kept))
+
+
+def _is_kept(node: Node, level: Level) -> bool:
+    """Whether what an operator makes is kept."""
+    row = OPS.get(node.op)
+    draws = row is not None and row.random and not _shares(node)  # with probability 0 dropout passes its input on
+    return row is None or draws or (level == "selective" and row.flops is not no_flops)
+
+
+def _is_result(ref: Ref, at_of: dict[str, int], is_kept: list[bool]) -> bool:
+    """Whether a kept operator of the block made a value."""
+    return ref.node in at_of and is_kept[at_of[ref.node]]
+
+
+def _roots(nodes: tuple[Node, ...]) -> dict[Ref, Ref]:
+    """View -> what it is a view of, within a block."""
+    root: dict[Ref, Ref] = {}
+    for node in nodes:
+        for index, shared in enumerate(_shares(node)):
+            if shared >= 0:
+                root[Ref(node.name, index)] = root.get(node.inputs[shared], node.inputs[shared])
+    return root
+
+
+def _shares(node: Node) -> tuple[int, ...]:
+    """For each result the operand whose memory it shares, -1 for none; nothing if it shares none."""
+    row = OPS.get(node.op)
+    shares = node.shares or ((0,) * len(node.results) if row is not None and row.view and node.inputs else ())
+    return shares if any(shared >= 0 for shared in shares) else ()

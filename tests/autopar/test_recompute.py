@@ -1,0 +1,198 @@
+"""Recomputation: gradients to the last bit, less memory, and errors where a value changed in between."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import autopar
+from autopar import ClusterSpec, Plan
+from autopar.api import Traced, assign, plan_traced, trace
+from autopar.meter import LiveBytes
+from autopar.runtime.recompute import recompute
+from autopar.simulate import fake_process_group
+from autopar.typecheck import check_program, emit
+from benchmarks.memory import observed_peak
+from planner.errors import PlanError, VerificationError
+from planner.formulate import Training
+from planner.pins import Pins
+from tests.autopar.models import MODELS
+
+DATA, TENSOR, CONTEXT, MIXED = (
+    {"data": 2},
+    {"tensor": 2, "sequence_parallel": True},
+    {"context": 2},
+    {"data": 2, "tensor": 2, "zero": 3},
+)
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt2", DATA, "selective"),
+    ("gpt2", TENSOR, "full"),
+    ("gpt2", MIXED, "selective"),
+    ("llama", TENSOR, "selective"),
+    ("llama", CONTEXT, "full"),
+    ("llama", MIXED, "full"),
+]
+
+
+@functools.cache
+def traced(name: str) -> tuple[nn.Module, dict[str, Any], Traced]:
+    model, batch = MODELS[name].build()
+    return model, batch, trace(model, None, batch)
+
+
+def plan_of(name: str, pin: dict[str, Any]) -> Plan:
+    ranks = math.prod(pin.get(axis, 1) for axis in ("data", "tensor", "context"))
+    return plan_traced(traced(name)[2], ClusterSpec.local(ranks), Pins.parse(pin), Training())
+
+
+@pytest.mark.parametrize("name, pin, level", CASES, ids=str)
+def test_computes_the_same_with_the_predicted_collectives(name: str, pin: dict[str, Any], level: str) -> None:
+    plan = plan_of(name, {**pin, "recompute": level})
+    model, batch, _ = traced(name)
+    assert plan.predicted.time_s["recompute"] > 0
+    autopar.verify(model, plan, example_kwargs=batch)
+    assert plan.certificate.holds
+
+
+@pytest.mark.parametrize("pin, level", [(DATA, "selective"), (MIXED, "full")], ids=str)
+def test_holds_less_and_as_much_as_predicted(pin: dict[str, Any], level: str) -> None:
+    model, _, captured = traced("llama")
+    whole, less = (plan_of("llama", {**pin, "recompute": each}) for each in ("none", level))
+    assert whole.assignment is not None and less.assignment is not None
+    seen = [observed_peak(model, captured, plan.assignment) for plan in (whole, less) if plan.assignment]
+    assert seen[1] < seen[0]
+    assert less.predicted.peak_bytes == pytest.approx(seen[1], rel=0.08)
+
+
+def test_a_plan_may_recompute_some_of_its_blocks(tmp_path: Any) -> None:
+    model, batch, captured = traced("gpt2")
+    data = json.loads(json.dumps(plan_of("gpt2", {"data": 2}).to_dict()))
+    layer = next(block for block in data["blocks"] if block["count"] == 2)
+    layer["recompute"] = {"full": 1, "selective": 1}
+    edited = Plan.from_dict(data)
+    autopar.verify(model, edited, example_kwargs=batch)
+    priced = autopar.evaluate(model, edited, example_kwargs=batch)
+    assert "recomputed in backward: 1 in full, 1 selectively" in str(priced)
+    assert "recomputed in backward" in priced.to_html()
+    priced.save(tmp_path / "plan.json")
+    assert assign(captured, Plan.load(tmp_path / "plan.json")).recompute == priced.assignment.recompute  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ({"full": 3}, "recomputes 3 instances of block 'transformer.h.*', which occurs 2 times"),
+        ({"some": 1}, "it takes 'selective' and 'full', each with a whole number"),
+        ({"full": -1}, "it takes 'selective' and 'full', each with a whole number"),
+    ],
+)
+def test_wrong_amounts_in_a_plan_are_refused(wrong: dict[str, int], says: str) -> None:
+    model, batch, _ = traced("gpt2")
+    data = json.loads(json.dumps(plan_of("gpt2", {"data": 2}).to_dict()))
+    next(block for block in data["blocks"] if block["count"] == 2)["recompute"] = wrong
+    with pytest.raises(PlanError, match=re.escape(says)):
+        autopar.evaluate(model, Plan.from_dict(data), example_kwargs=batch)
+
+
+def test_tight_memory_makes_the_search_recompute() -> None:
+    free = plan_of("llama", {"data": 2, "recompute": "none"})
+    room = int(free.predicted.peak_bytes / 0.9) - 20_000
+    cluster = ClusterSpec.local(2, memory_bytes=room)
+    plan = plan_traced(traced("llama")[2], cluster, Pins.parse({"data": 2}), Training())
+    assert plan.assignment is not None and plan.assignment.recompute
+    assert plan.predicted.peak_bytes <= cluster.device.usable_bytes < free.predicted.peak_bytes
+
+
+def test_wrong_programs_are_caught_by_their_types() -> None:
+    """A conversion left out of what is run again gives a part where the whole was."""
+    _, _, captured = traced("llama")
+    plan = plan_of("llama", {"tensor": 2, "sequence_parallel": True, "recompute": "full"})
+    assert plan.assignment is not None
+    with fake_process_group(2):
+        program, groups = emit(captured.captured, plan.assignment)
+        again = next(m for name, m in program.module.named_children() if name.endswith("_again"))
+        assert isinstance(again, fx.GraphModule)
+        node = next(n for n in again.graph.nodes if n.name.endswith("_r") and n.op == "call_function")
+        node.replace_all_uses_with(node.args[0])
+        again.graph.erase_node(node)
+        again.recompile()
+        with pytest.raises(VerificationError):
+            check_program(program, captured.captured, plan.assignment, groups)
+
+
+# ---- the runtime by itself -------------------------------------------------------------------------------------------
+
+
+def program_of(function: Callable[..., Any]) -> fx.GraphModule:
+    return fx.symbolic_trace(function)
+
+
+def block(x: Tensor, weight: Tensor) -> Any:
+    hidden = torch.tanh(x)
+    product = hidden @ weight
+    return (product * product).sum(), (hidden, product), (x, weight)
+
+
+def again(x: Tensor, weight: Tensor) -> Any:
+    hidden = torch.tanh(x)
+    return hidden, hidden @ weight
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(64, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+
+
+def test_gradients_are_the_same_bits_also_twice() -> None:
+    x, weight = inputs()
+    expected = torch.autograd.grad(block(x, weight)[0], (x, weight))
+    loss = recompute(program_of(block), program_of(again), x, weight)
+    for _ in range(2):
+        found = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_values_are_let_go_until_backward() -> None:
+    x, weight = inputs()
+    with LiveBytes((x, weight)) as kept:
+        loss = block(x, weight)[0]
+        before = kept.now
+    del loss
+    with LiveBytes((x, weight)) as less:
+        loss = recompute(program_of(block), program_of(again), x, weight)
+        after = less.now
+        loss.backward()
+    assert before - after >= 2 * 64 * 32 * 4
+    assert less.now <= before
+
+
+def test_without_gradients_the_program_just_runs() -> None:
+    x, weight = inputs()
+    with torch.no_grad():
+        assert torch.equal(recompute(program_of(block), program_of(again), x, weight), block(x, weight)[0])
+
+
+def test_autocast_of_forward_holds_when_values_are_made_again() -> None:
+    x, weight = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = torch.autograd.grad(block(x, weight)[0], (x, weight))
+        loss = recompute(program_of(block), program_of(again), x, weight)
+    found = torch.autograd.grad(loss, (x, weight))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_value_changed_in_between_is_an_error() -> None:
+    x, weight = inputs()
+    loss = recompute(program_of(block), program_of(again), x, weight)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+        loss.backward()

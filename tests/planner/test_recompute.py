@@ -1,0 +1,96 @@
+"""What a block makes again at each level, the ladder of amounts, and their laws."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.cost import CostModel
+from planner.fold import fold
+from planner.formulate import Space, Training, rules_of
+from planner.mesh import candidate_meshes
+from planner.recompute import Again, Amount, Recompute, again, apart, ladder, together
+from planner.skeleton import Skeleton
+from tests.planner.plans import cluster, plan_of, residual_mlp
+
+GRAPH = residual_mlp(layers=4)
+FOLDED = fold(GRAPH)
+LAYER = next(kind for kind, instances in enumerate(FOLDED.kinds) if len(instances) == 4)
+
+
+def names_of(found: Again, attribute: str) -> set[str]:
+    nodes = FOLDED.kinds[LAYER][0].block.nodes
+    return {nodes[at].name for at in getattr(found, attribute)}
+
+
+def analysed(level: str) -> Again:
+    return again(GRAPH, FOLDED.kinds[LAYER][0].block, level)  # type: ignore[arg-type]
+
+
+def test_a_layer_keeps_its_contractions_or_nothing() -> None:
+    """``value + down(relu(up(value)))``: ``down`` needs the relu, made again from ``up``, or from ``value``."""
+    selective, full = analysed("selective"), analysed("full")
+    assert names_of(selective, "lasting") == {"up0", "down0"} and not full.lasting
+    assert names_of(selective, "operators") == {"relu0"}
+    assert names_of(full, "operators") == {"up0", "relu0"}  # the sum and ``down`` serve no gradient in the layer
+    nodes = [node.name for node in FOLDED.kinds[LAYER][0].block.nodes]
+    up, relu, down = (nodes.index(name) for name in ("up0", "relu0", "down0"))
+    assert selective.dropped[down] == full.dropped[down] == ()  # the relu counts where it is needed first:
+    assert selective.dropped[relu] == full.dropped[relu] == (1,)
+    assert selective.kept[relu] == (0,) and full.kept[relu] == ()
+    # Weights are converted again wherever their operator needs them; what a kept operator made is not.
+    assert full.taken[up] == {0, 1, 2} and selective.taken[up] == {0, 1}
+    assert selective.taken[relu] == frozenset() and full.taken[relu] == {0}
+
+
+def test_the_ladder_goes_from_nothing_to_everything() -> None:
+    steps = ladder(FOLDED).steps
+    assert [step.amounts[LAYER] for step in steps] == [
+        *(Amount(0, some) for some in range(5)),
+        *(Amount(full, 4 - full) for full in range(1, 5)),
+    ]
+    assert not steps[0] and all(steps[1:])
+    assert ladder(FOLDED, "none").steps == steps[:1]
+    assert ladder(FOLDED, "selective").steps == steps[4:5]
+    assert ladder(FOLDED, "full").steps == steps[-1:]
+
+
+def test_levels_go_to_the_first_instances() -> None:
+    amounts = Recompute((Amount(), Amount(1, 2), Amount()))
+    assert [amounts.level(1, nth) for nth in range(4)] == ["full", "selective", "selective", "none"]
+    assert amounts.levels(1) == (("full", range(1)), ("selective", range(1, 3))) and amounts.levels(0) == ()
+
+
+def test_apart_and_together_are_inverse() -> None:
+    numbers = Skeleton(FOLDED, rules_of(GRAPH)).numbers
+    for step in ladder(FOLDED).steps:
+        single = apart(step, numbers)
+        assert [single.level(i, 0) for i in range(len(numbers))] == [step.level(*number) for number in numbers]
+        assert together(single, [kind for kind, _ in numbers]) == step
+
+
+def test_every_step_takes_longer_and_bounds_hold_between() -> None:
+    """The problem of several steps is below each of them, choice by choice and pair by pair."""
+    spec = cluster(4)
+    for mesh in candidate_meshes(spec, 2):
+        space, rungs = Space(FOLDED, mesh, CostModel(spec), Training(), rules_of(GRAPH)), ladder(FOLDED)
+        exact = [space.problem(None, step) for step in rungs.steps]
+        for low, high in [(0, len(exact) - 1), (2, 6), (5, 5)]:
+            least, *more = rungs.between(low, high)
+            bound = space.problem(None, least, more)
+            for step in range(low, high + 1):
+                for under, over in zip(bound.vertices, exact[step].vertices, strict=True):
+                    assert (under.time_s <= over.time_s).all() and (under.held_bytes <= over.held_bytes).all()
+                for below, above in zip(bound.edges, exact[step].edges, strict=True):
+                    assert (below.time_s <= above.time_s).all() and (below.held_bytes <= above.held_bytes).all()
+
+
+@pytest.mark.parametrize("level", ["selective", "full"])
+def test_a_pinned_level_is_planned_predicted_and_read_back(level: str) -> None:
+    plan = plan_of(GRAPH, pin={"data": 4, "zero": 3, "recompute": level})
+    free = plan_of(GRAPH, pin={"data": 4, "zero": 3, "recompute": "none"})
+    assert {b.name: dict(b.recompute) for b in plan.blocks if b.recompute} == {"layers.*": {level: 4}}
+    assert plan.predicted.time_s["recompute"] > 0 == free.predicted.time_s["recompute"]
+    assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s)
+    assert plan.predicted.peak_bytes < free.predicted.peak_bytes
+    assert plan.certificate.holds
+    assert type(plan).from_dict(plan.to_dict()).blocks == plan.blocks
