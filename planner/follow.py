@@ -149,6 +149,8 @@ class _Walk:
         # Dims of one factor first: they say what the factors of merged dims are.
         for parts, names in sorted(read, key=lambda each: len(each[1]) > 1):
             self._read(parts, names, rule, factors)
+        if node.op == "aten.slice.Tensor":
+            self._end(node)
         for number, (ref, dims) in enumerate(tensors[len(node.inputs) :]):
             for position, names in enumerate(dims):
                 for name in names:
@@ -276,10 +278,16 @@ class _Walk:
         first = start if start >= 0 else length + start
         if end is not None and 0 <= end < length:
             return self._open(size)
-        if end is not None and length <= end < ENDLESS and isinstance(length, Size):
-            self.ends[length, end, self._place()] = None
         last = length + end if end is not None and end < 0 else length
         return last - first
+
+    def _end(self, node: Node) -> None:
+        """Note where a slice that takes all of a dim as planned would end."""
+        dim, end = node["dim"] or 0, node["end"]
+        assert isinstance(dim, int) and isinstance(end, int | None)
+        length = self._length(self.dims[node.inputs[0]][dim])
+        if isinstance(length, Size) and end is not None and length < end < ENDLESS:
+            self.ends[length, end, self._place()] = None
 
     def _length(self, parts: _Parts) -> int | None:
         """A dim as one number; ``None`` while a part is open."""

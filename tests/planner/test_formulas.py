@@ -133,6 +133,18 @@ def test_slices_pads_and_joins_count_from_the_ends():
     assert found["read"] == [LENGTH, 1]
 
 
+def test_a_slice_may_take_all_only_as_planned():
+    g = Build()
+    x = g.leaf("x", 8, 16)
+    whole = g.call("whole", "slice.Tensor", 8, 16, self=x, dim=1, start=0, end=64, step=1)
+    g.call("y", "relu.default", 8, 16, self=whole)
+    plan = plan_of(Graph(tuple(g.nodes), (Ref("y"),)), cluster(2))
+    assert plan.at(sequence=64).peak_bytes > plan.predicted.peak_bytes
+    with pytest.raises(PlanError, match=r"slice\.Tensor in whole would cut a dim of 66 off after 64"):
+        plan.at(sequence=66)
+    assert plan.max_sequence() == 64
+
+
 def test_halves_grow_half_as_fast():
     g = Build()
     x = g.leaf("x", 6, 10)
