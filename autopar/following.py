@@ -221,10 +221,10 @@ class Call:
 
     def _token_of(self, result: Any) -> Any:
         """What a function gave, with tokens for tensors."""
-        kind, value = result
+        kind, value, *device = result
         if kind == "value":
             while value >= len(self.values):
-                token = self.standins.token()
+                token = self.standins.token(*device)
                 self.number_of[id(token)] = len(self.values)
                 self.values.append(token)
             return self.values[value]
@@ -265,7 +265,7 @@ class Call:
 
     def _pair(self, described: Any, result: Any) -> None:
         """Let the tokens of a result stand for its tensors."""
-        kind, value = described
+        kind, value, *_ = described
         if kind == "value":
             if value >= self.base:
                 self.standins.pair(self.values[value], result)
@@ -296,13 +296,13 @@ class Call:
         self.record.stacks.append(tuple((path.removeprefix(self.own_path), kind) for path, kind in inner))
         return result
 
-    def _describe(self, result: Any) -> tuple[Any, Any]:
+    def _describe(self, result: Any) -> tuple[Any, ...]:
         """What :meth:`_token_of` reads."""
         if isinstance(result, Tensor):
             if id(result) not in self.number_of:
                 self.number_of[id(result)] = len(self.values)
                 self.values.append(result)
-            return "value", self.number_of[id(result)]
+            return "value", self.number_of[id(result)], result.device
         kind = type(result)
         if kind in (tuple, list) or kind.__module__ == "torch.return_types":
             return kind, tuple(map(self._describe, result))
@@ -343,7 +343,7 @@ class Call:
         if not leaving or not self._is_next(None) or not self.following.outputs.keys() >= set(leaving):
             return False
         here = range(self.base, len(self.values))
-        return not any(sys.getrefcount(self.values[at]) > 2 or vars(self.values[at]) for at in here)
+        return not any(self.standins.is_marked(self.values[at]) or sys.getrefcount(self.values[at]) > 2 for at in here)
 
     def _copies(self, leaving: list[int]) -> dict[int, Tensor]:
         """What leaves a call that is not traced."""

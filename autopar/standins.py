@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from autopar.facts import FACTS, HISTORY
@@ -22,7 +23,7 @@ from autopar.marks import LEAF, NotFoldable, mark, node_of, track
 from autopar.nominate import storage_of
 
 _SET_GRAD = torch._C._set_grad_enabled
-_BLANK = torch.empty(0)
+_BLANK = torch.empty(0, device="meta")
 
 
 def translated(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -63,6 +64,9 @@ class StandIns:
         self.memory: set[int] = set()
         self.copied = False
         self.through = False
+        context = TracingContext.try_get()
+        assert context is not None and context.fake_mode is not None, "models are traced on fake tensors"
+        self._fake_mode = context.fake_mode
         self._held = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         self._real: dict[int, Tensor] = {}
         self._shown: dict[int, Tensor] = {}
@@ -104,9 +108,15 @@ class StandIns:
         """Whether a tensor is a token that stands for a real one."""
         return id(tensor) in self._real and id(tensor) not in self._held
 
-    def token(self) -> Tensor:
-        """Stands for a value that is not computed."""
-        return torch.Tensor._make_subclass(Tensor, _BLANK)
+    def token(self, device: torch.device) -> Tensor:
+        """Stands for a value that is not computed: a fake tensor as others, of which only the device may be asked."""
+        token: Any = torch.Tensor._make_subclass(FakeTensor, _BLANK)
+        token.fake_mode, token._fake_device = self._fake_mode, device
+        return token
+
+    def is_marked(self, token: Tensor) -> bool:
+        """Whether code has put an attribute on a token."""
+        return len(vars(token)) > 2
 
     def pair(self, token: Tensor, real: Tensor) -> None:
         """From now on ``token`` stands for ``real``."""
@@ -120,7 +130,7 @@ class StandIns:
         for at in range(len(tokens)):
             real = self._real.pop(id(tokens[at]))
             del self._shown[id(real)]
-            held = sys.getrefcount(tokens[at]) > 2 or bool(vars(tokens[at]))
+            held = sys.getrefcount(tokens[at]) > 2 or self.is_marked(tokens[at])
             if held:
                 self.pair(tokens[at], real)
             found.append(tokens[at] if held else real)
@@ -138,10 +148,8 @@ class StandIns:
 
     def _lift(self, tensor: Tensor) -> Tensor:
         """A parameter or buffer as export has them: fake, and known to the tracer."""
-        context = TracingContext.try_get()
-        assert context is not None and context.fake_mode is not None
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
-            fake = context.fake_mode.from_tensor(tensor, static_shapes=True)
+            fake = self._fake_mode.from_tensor(tensor, static_shapes=True)
             self.memory.add(storage_of(fake))
         node = mark(self.tracer, LEAF, (len(self.tensors),), fake)
         track(self.tracer, fake, node)

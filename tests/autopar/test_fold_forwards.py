@@ -263,6 +263,12 @@ def catches(layer: Layer, x: Tensor) -> Tensor:
     return x + y
 
 
+def asks_for_its_type(layer: Layer, x: Tensor) -> Tensor:
+    y = layer.linear(x)
+    z = y.relu() if layer.index % 2 else y
+    return x + (z if type(z) is type(x) and isinstance(layer.linear.weight, nn.Parameter) else z * 2)
+
+
 def no_op(layer: Layer, x: Tensor) -> Tensor:
     return x + layer.linear(x.to(torch.float32) * 2)
 
@@ -290,6 +296,7 @@ LAYERS: dict[str, tuple[Make, int]] = {
     "inner modules by turns": (layers(lambda s, x: x + (s.act if s.index % 2 else s.other)(s.linear(x))), 2),
     "identity of activations": (layers(is_itself, 7), 4),
     "identity of weights": (layers(own_weight_is_itself), 2),
+    "types": (layers(asks_for_its_type), 2),
     "attributes on activations": (layers(marks_inside), 0),
     "attributes on outputs": (own_layers(reads_marks, marks_outside), 0),
     "history of outputs": (own_layers(asks_for_history, Layer.forward), 0),
