@@ -76,12 +76,12 @@ class Assignment:
 
     def relay_route(self, ref: Ref) -> Route:
         """The conversion done once, right after a value is produced."""
-        return self.space.table(ref).route(self.produced(ref), self.delivered(ref))
+        return self._route(ref, self.produced(ref), self.delivered(ref))
 
     def operand_route(self, node: Node, position: int) -> Route:
         """The conversion of one operand, done by its reader."""
         ref = node.inputs[position]
-        return self.space.table(ref).route(self.delivered(ref), self.choice(node).operands[position])
+        return self._route(ref, self.delivered(ref), self.choice(node).operands[position])
 
     def summed_over(self, node: Node, position: int) -> tuple[int, ...]:
         """Axes over which a parameter operand's gradient is summed together with its block's others.
@@ -109,7 +109,11 @@ class Assignment:
     def output_route(self, position: int) -> Route:
         """The conversion of an output before it leaves the model."""
         ref = self.space.leaving[position]
-        return self.space.table(ref).route(self.delivered(ref), self.output_layout(position))
+        return self._route(ref, self.delivered(ref), self.output_layout(position))
+
+    def _route(self, ref: Ref, source: Layout, target: Layout) -> Route:
+        """The steps of a conversion; what stays as it is asks for no table."""
+        return self.space.table(ref).route(source, target) if source != target else ()
 
 
 class Space:

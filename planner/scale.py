@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from planner.certificate import Decided
 from planner.errors import PlanError
 from planner.fold import Folded, Instance
 from planner.follow import Followed, NotFollowed, Sizes, follow
@@ -24,7 +23,6 @@ from planner.graph import Graph, Node, Ref
 from planner.layout import Layout, LocalType, Shard
 from planner.memory import timeline
 from planner.predict import Prediction, predict
-from planner.problem import evaluate
 from planner.rules import AxisStrategy, Rule
 from planner.size import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of
 from planner.skeleton import Skeleton
@@ -273,9 +271,8 @@ class Scale:
 
     def predict(self, batch: int, sequence: int) -> Prediction:
         """A step of the decisions at these sizes; raises as :meth:`assignment` does."""
-        assignment = self.assignment(batch, sequence)
-        problem = Decided(assignment, assignment.space.skeleton).problem(None)
-        return predict(assignment, evaluate(problem, (0,) * len(problem.vertices)).time_s)
+        found = predict(self.assignment(batch, sequence), 0.0)
+        return replace(found, step_time_s=sum(found.time_s.values()))
 
     def peak_bytes(self, batch: int, sequence: int) -> int:
         """The fullest moment at these sizes; raises as :meth:`assignment` does."""

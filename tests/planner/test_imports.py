@@ -64,20 +64,7 @@ ROOMS["account"] = ROOMS["pins"] | {"conversion", "pins", "predict", "detail", "
 ROOMS["document"] = {"errors", "layout", "cluster", "formulate", "predict", "detail", "account", "certificate"}
 ROOMS["size"] = set()
 ROOMS["follow"] = {"errors", "graph", "rules", "strategy", "size"}
-ROOMS["scale"] = {
-    *BASE,
-    "rules",
-    "fold",
-    "problem",
-    "strategy",
-    "skeleton",
-    "formulate",
-    "memory",
-    "predict",
-    "certificate",
-    "size",
-    "follow",
-}
+ROOMS["scale"] = {*BASE, "rules", "fold", "strategy", "skeleton", "formulate", "memory", "predict", "size", "follow"}
 ROOMS["scales"] = {"errors", "formulate", "predict", "size", "follow", "scale"}
 ROOMS["formulas"] = {*ROOMS["scale"], "ops", "kernel", "cost", "conversion", "pins", "scale", "scales"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "predict", "detail", "document", "names"}
