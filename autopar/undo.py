@@ -1,8 +1,9 @@
 """Undo: what running a model's code changes about the model, taken back.
 
 A model is captured by running its code on tensors without values, and sometimes twice. Code may count, cache, install
-hooks or draw random numbers; afterwards the model is as it was, and a second run begins as the first did. What code
-keeps in globals, on classes and in closures is not followed.
+hooks or draw random numbers; afterwards the model is as it was, and a second run begins as the first did. What the
+user's own functions keep in globals, closures, classes and caches is followed too (:mod:`autopar.outside`), what
+installed libraries keep there is not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.outside import Outside
+
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, set, deque)
 _NOT_STATE = (Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
@@ -25,14 +28,17 @@ _NOT_STATE = (Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, Metho
 class Before:
     """The state of a model and of the random generators when it was made.
 
-    Followed are attributes of modules, and the containers and objects in them; tensors keep their values.
+    Followed are attributes of modules, the containers and objects in them, and what functions of the user's keep
+    outside; tensors keep their values.
     """
 
     def __init__(self, model: nn.Module):
         self._model = model
         found = _containers(model)
         self._tensors = _tensors(found)
-        self._contents = [(held, held.copy()) for held in found if not isinstance(held, tuple)]
+        self._outside = Outside(model)
+        held_outside = [below for value in self._outside.values() for below in _below(value)]
+        self._contents = [(held, held.copy()) for held in (*found, *held_outside) if not isinstance(held, tuple)]
         numpy: Any = sys.modules.get("numpy")
         self._random = random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
 
@@ -46,6 +52,7 @@ class Before:
             if not _holds_the_same(held, copy):
                 held.clear()
                 held.update(copy) if isinstance(held, (*_MAPPINGS, set)) else held.extend(copy)
+        self._outside.restore()
         python, torchs, numpys = self._random
         random.setstate(python)
         torch.set_rng_state(torchs)
@@ -55,15 +62,22 @@ class Before:
 
 def _containers(model: nn.Module) -> list[Any]:
     """Every container in which the model holds something, the attributes of modules and objects among them."""
+    return _below(vars(model))
+
+
+def _below(container: Any) -> list[Any]:
+    """A container and every one below it; none if it is something else."""
+    if not _is_container(container):
+        return []
     found: dict[int, Any] = {}
-    pending: list[Any] = [vars(model)]
+    pending: list[Any] = [container]
     while pending:
         held = pending.pop()
         if id(held) in found:
             continue
         found[id(held)] = held
         for value in _items(held):
-            if type(value) in _MAPPINGS or type(value) in _SEQUENCES or type(value) is tuple:
+            if _is_container(value):
                 if value:
                     pending.append(value)
                 else:
@@ -71,6 +85,10 @@ def _containers(model: nn.Module) -> list[Any]:
             elif hasattr(value, "__dict__") and not isinstance(value, _NOT_STATE):
                 pending.append(vars(value))
     return list(found.values())
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) in _MAPPINGS or type(value) in _SEQUENCES or type(value) is tuple
 
 
 def _tensors(containers: Iterable[Any]) -> dict[int, Tensor]:

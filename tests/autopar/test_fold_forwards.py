@@ -430,6 +430,23 @@ class Counts(Layer):
     forward = counts
 
 
+CALLS = {"made": 0}
+calls = 0
+
+
+def counts_outside(layer: Any, x: Tensor) -> Tensor:
+    global calls
+    calls += 1
+    CALLS["made"] += 1
+    type(layer).made = getattr(type(layer), "made", 0) + 1
+    return x * calls * CALLS["made"] * type(layer).made + writes(layer.linear(x))
+
+
+class CountsOutside(Layer):
+    made = 0
+    forward = counts_outside
+
+
 def drops_layers(model: Stack, x: Tensor) -> Tensor:
     for layer in model.layers:
         x = layer(x) if random.random() < 0.5 else x
@@ -453,6 +470,7 @@ class Lazy(Layer):
 STATE: dict[str, tuple[Make, int]] = {
     "counters": (lambda: Stack([Counts(i) for i in range(4)]), 0),
     "counters, read by the model": (stack(walks, Counts), 0),
+    "counters outside": (lambda: Stack([CountsOutside(i) for i in range(4)]), 0),
     "random layers": (own_layers(drops_layers, Layer.forward, 8), 2),
     "random layers, captured whole": (own_layers(drops_layers, lambda s, x: x + writes(s.linear(x)), 8), 0),
     "modules and hooks made while running": (lambda: Stack([Lazy(i) for i in range(4)]), 2),
@@ -463,18 +481,27 @@ STATE: dict[str, tuple[Make, int]] = {
 def test_code_runs_as_if_for_the_first_time_and_leaves_the_model_alone(case: str) -> None:
     make, folded = STATE[case]
     assert copies(both(make)) == folded
+    assert (calls, CALLS["made"], CountsOutside.made) == (0, 0, 0)
 
 
-def test_a_cache_that_all_layers_share() -> None:
-    @functools.lru_cache
-    def mask(n: int) -> Tensor:
-        return torch.ones(n, n).tril()
+@functools.lru_cache
+def mask(n: int) -> Tensor:
+    return torch.ones(n, n).tril()
 
-    def made() -> nn.Module:
-        mask.cache_clear()
-        return layers(lambda s, x: x + mask(4) @ s.linear(x))()
 
-    assert copies(both(made)) == 3
+def masks(layer: Layer, x: Tensor) -> Tensor:
+    return x + mask(4) @ layer.linear(x)
+
+
+def masks_and_writes(layer: Layer, x: Tensor) -> Tensor:
+    y = masks(layer, x)
+    return writes(y) if layer.index == 4 else y
+
+
+@pytest.mark.parametrize(("forward", "folded"), [(masks, 3), (masks_and_writes, 0)])
+def test_a_cache_that_all_layers_share(forward: Forward, folded: int) -> None:
+    assert copies(both(layers(forward))) == folded
+    assert mask.cache_info().currsize == 0, "no fake tensors stay"
 
 
 class Keeps(Layer):
