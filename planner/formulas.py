@@ -24,13 +24,14 @@ from planner.conversion import Collective, local_bytes
 from planner.cost import CostModel
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
-from planner.layout import Axis
+from planner.layout import Axis, Layout
 from planner.memory import Held, timeline
 from planner.ops import OPS
 from planner.pins import ATTENTION
 from planner.predict import collectives, conversions, sorted_calls
 from planner.scales import Scales
 from planner.size import Powers, terms_of
+from planner.strategy import Choice
 
 Number = float | Fraction
 Terms = Mapping[Powers, Any]
@@ -50,9 +51,9 @@ class Formulas:
         parameters_bytes, gradients_bytes, optimizer_bytes: held when backward is over.
         saved_bytes: activations held when forward is over.
         peak_bytes: at the fullest moment: the largest of all moments that may be it.
-        flops: operations of forward and backward on one rank.
+        flops: operations of forward and backward on one rank, those that are repeated too.
         collectives: (kind, axis, phase, bytes that each rank passes in, how often a step makes the call).
-        compute_s, communication_s, gradients_s, optimizer_s: as in :class:`planner.predict.Prediction`.
+        compute_s, recompute_s, communication_s, gradients_s, optimizer_s: as in :class:`planner.predict.Prediction`.
         left_out: why there is no formula in the other size, where only one can be followed.
     """
 
@@ -67,6 +68,7 @@ class Formulas:
     flops: sympy.Expr
     collectives: tuple[tuple[str, str, str, sympy.Expr, int], ...]
     compute_s: sympy.Expr
+    recompute_s: sympy.Expr
     communication_s: sympy.Expr
     gradients_s: sympy.Expr
     optimizer_s: sympy.Expr
@@ -75,7 +77,7 @@ class Formulas:
     @property
     def step_time_s(self) -> sympy.Expr:
         """Seconds of the whole step."""
-        return self.compute_s + self.communication_s + self.gradients_s + self.optimizer_s
+        return self.compute_s + self.recompute_s + self.communication_s + self.gradients_s + self.optimizer_s
 
     def latex(self) -> str:
         """Bytes and operations as LaTeX, aligned, one to a line."""
@@ -129,6 +131,7 @@ def formulas(scales: Scales) -> Formulas:
         _expression(_flops(assignment), symbols),
         tuple(_call(call, count, symbols) for call, count in sorted_calls(collectives(assignment))),
         seconds["compute"].expression(symbols),
+        seconds["recompute"].expression(symbols),
         seconds["communication"].expression(symbols),
         sympy.Max(0, gradients - hidden, evaluate=False) if hidden != 0 else gradients,
         seconds["optimizer"].expression(symbols),
@@ -146,20 +149,19 @@ def _call(call: Collective, count: int, symbols: Symbols) -> tuple[str, str, str
 def _flops(assignment: Assignment) -> Terms:
     """Operations of one rank, forward and backward."""
     total: dict[Powers, Any] = {}
-    for node, times in _operators(assignment):
+    for node, times, again in _operators(assignment):
         passes = 1 + _heavier(node) if any(t.grad for t in node.results) else 1
-        _add(total, _flops_of(assignment, node), passes * times)
+        _add(total, _flops_of(assignment, node), passes * times + again)
     return total
 
 
-def _operators(assignment: Assignment) -> Iterator[tuple[Node, int]]:
-    """The first member of every role that computes, and how many there are."""
+def _operators(assignment: Assignment) -> Iterator[tuple[Node, int, int]]:
+    """The first member of every operator's role, how many there are, and how many of them run again in backward."""
     space = assignment.space
-    for names in space.members.values():
+    for role, names in space.members.items():
         node = space.graph.by_name[names[0]]
-        row = OPS.get(node.op)
-        if not node.is_leaf and not (row is not None and row.view):
-            yield node, len(names)
+        if not node.is_leaf:
+            yield node, len(names), space.skeleton.runs_again(role, assignment.recompute)
 
 
 def _flops_of(assignment: Assignment, node: Node) -> Terms:
@@ -205,39 +207,59 @@ def _seconds(assignment: Assignment) -> dict[str, _Seconds]:
     """Seconds by use as in :func:`planner.predict.predict`, and what ``hidden`` of ``gradients`` computing hides."""
     space = assignment.space
     cost, graph, axes = space.cost, space.graph, space.mesh.axes
-    found = {use: _Seconds() for use in ("compute", "communication", "gradients", "hidden", "optimizer")}
+    uses = ("compute", "recompute", "communication", "gradients", "hidden", "optimizer")
+    found = {use: _Seconds() for use in uses}
     for leaf in graph.leaves:
         found["optimizer"].add([{CONSTANT: space.storage(leaf, assignment.produced(Ref(leaf.name)))[0]}], 1)
-    for node, times in _operators(assignment):
+    for node, times, again in _operators(assignment):
+        flows = any(t.grad for t in node.results)
         forward, backward = _rooflines(assignment, node)
         found["compute"].add(forward, times)
-        if any(t.grad for t in node.results):
+        found["recompute"].add(forward, again)
+        if flows:
             found["compute"].add(backward, times)
             found["hidden"].add(backward, times * space.overlap)
-    for names in space.members.values():
-        node = graph.by_name[names[0]]
-        for number, inner in () if node.is_leaf else assignment.choice(node).inner:
-            if inner.phase == "forward" or any(t.grad for t in node.results):
-                size = space.inner_bytes(space.rules[node.name], assignment.choice(node), inner)
-                found["communication"].add(_prices(cost, inner.kind, axes[number], size), len(names), smallest=True)
-    copied_s, start_s = 1 / _bandwidth(cost), cost.cluster.device.launch_overhead_s
+        for number, inner in assignment.choice(node).inner:
+            size = space.inner_bytes(space.rules[node.name], assignment.choice(node), inner)
+            prices = _prices(cost, inner.kind, axes[number], size)
+            if inner.phase == "forward" or flows:
+                found["communication"].add(prices, times, smallest=True)
+            if inner.phase == "forward":
+                found["recompute"].add(prices, again, smallest=True)
     for each, times in conversions(assignment):
-        tensor = graph.type_of(each.ref)
         returns = "gradients" if graph.by_name[each.ref.node].op == "param" else "communication"
-        for step in space.table(each.ref).route(each.source, each.target):
-            touched = sum(local_bytes(tensor, layout, space.mesh) for layout in (step.before, step.after))
-            for phase, use in (("forward", "communication"), ("backward", returns))[: 2 if tensor.grad else 1]:
-                if step.rule not in ("I>R", "R>I"):
-                    found[use].add([_affine(start_s, copied_s, touched)], times)
-                for call in step.collectives(tensor, space.mesh):
-                    if call.phase == phase:
-                        prices = _prices(cost, call.kind, axes[step.axis], call.bytes_in)
-                        found[use].add(prices, times, smallest=True)
+        for prices, phase in _conversion(assignment, each.ref, each.source, each.target):
+            found["communication" if phase == "forward" else returns].add(prices, times, smallest=True)
+    for (tail, head, ref, positions), times in space.skeleton.flows_again(assignment.recompute).items():
+        source, reader = assignment.chosen[tail], assignment.chosen[head]
+        layout = source.results[ref.index] if isinstance(source, Choice) else source
+        wanted = [reader.operands[p] for p in positions] if isinstance(reader, Choice) else [reader]
+        for target in dict.fromkeys(wanted):
+            for prices, phase in _conversion(assignment, ref, layout, target):
+                if phase == "forward":
+                    found["recompute"].add(prices, times, smallest=True)
     return found
 
 
+def _conversion(assignment: Assignment, ref: Ref, source: Layout, target: Layout) -> Iterator[tuple[list[Terms], str]]:
+    """Prices of every collective and every copy on the way from one layout to another, with their phase."""
+    space = assignment.space
+    cost, tensor = space.cost, space.graph.type_of(ref)
+    copied_s, start_s = 1 / _bandwidth(cost), cost.cluster.device.launch_overhead_s
+    for step in space.table(ref).route(source, target) if source != target else ():
+        touched = sum(local_bytes(tensor, layout, space.mesh) for layout in (step.before, step.after))
+        if step.rule not in ("I>R", "R>I"):
+            for phase in ("forward", "backward") if tensor.grad else ("forward",):
+                yield [_affine(start_s, copied_s, touched)], phase
+        for call in step.collectives(tensor, space.mesh):
+            yield _prices(cost, call.kind, space.mesh.axes[step.axis], call.bytes_in), call.phase
+
+
 def _rooflines(assignment: Assignment, node: Node) -> tuple[list[Terms], list[Terms]]:
-    """Arithmetic and memory, each with the start of the kernel; forward and backward."""
+    """Arithmetic and memory, each with the start of the kernel; forward and backward. A view takes nothing."""
+    row = OPS.get(node.op)
+    if row is not None and row.view:
+        return [{}], [{}]
     space, choice = assignment.space, assignment.choice(node)
     device, attends = space.cost.cluster.device, node.op == ATTENTION
     tensors = zip((*space.graph.input_types(node), *node.results), (*choice.operands, *choice.results), strict=True)
