@@ -177,6 +177,32 @@ def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1)
     return Schedule(name, ranks * virtual_stages, micro_batches, rows, ahead)
 
 
+def placed(name: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """The rank of every stage: round and round, or down and up a V."""
+    turns = range(virtual_stages)
+    if name in ("zbv", "dualpipev"):
+        return tuple(rank if turn == 0 else ranks - 1 - rank for turn in turns for rank in range(ranks))
+    return tuple(rank for _ in turns for rank in range(ranks))
+
+
+def period(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> int | None:
+    """Micro-batches after which the middle of a long step repeats itself; ``None`` where it does not."""
+    if name in ("gpipe", "2bw"):
+        return None
+    in_rounds = virtual_stages > 1 and VIRTUAL_STAGES[name][1] is None
+    if in_rounds:
+        return None if micro_batches % ranks else ranks
+    return 1
+
+
+def fullest(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """:attr:`Schedule.held` by the schedule's name: that of a shorter step, since longer ones hold no more."""
+    short = 4 * ranks * min(virtual_stages, 2)
+    if short < micro_batches and period(name, ranks, micro_batches, virtual_stages):
+        micro_batches = short
+    return schedule(name, ranks, micro_batches, virtual_stages).held
+
+
 def check_fits(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> None:
     """Raise :class:`ScheduleError` unless there is such a schedule."""
     if name not in _PATTERNS:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import ScheduleError
-from planner.schedule import VIRTUAL_STAGES, Action, Schedule, check_fits, schedule
+from planner.schedule import Action, Schedule, check_fits, period, schedule
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -138,22 +138,11 @@ def bubble(micro_batches: int, times: Times, ranks: int, step_s: float) -> float
 
 def longest(found: Schedule, times: Times) -> tuple[float, Path]:
     """Seconds of a step, and a path that takes as long."""
+    times.check(found.stages)
     if any(found.ahead):
         return _overlapping(found, times)
-    program, ends = _program(found), _ends(found, times)
-    flow, sends = found.flow, [*times.send_s.tolist(), 0.0]
-    work, ways = np.zeros((3, found.stages)), np.zeros(found.stages)
-    place = int(np.argmax(ends))
-    while place < len(flow.actions):
-        stage, kind, _ = flow.actions[place]
-        work[_ROWS[kind], stage] += 1
-        before, needs, way = flow.before[place], flow.needs[place], program.ways[place]
-        if ends[needs] + sends[way] > ends[before]:
-            ways[way] += 1
-            place = needs
-        else:
-            place = before
-    return max(ends), Path(work, ways[:-1])
+    ends = _ends(found, times)
+    return max(ends), _counted(found, *_walk(found, times, ends))
 
 
 def step_s(name: str, ranks: int, micro_batches: int, virtual_stages: int, times: Times) -> float:
@@ -167,22 +156,97 @@ def step_s(name: str, ranks: int, micro_batches: int, virtual_stages: int, times
     times.check(ranks * virtual_stages)
     if name == "gpipe":
         return _gpipe_s(micro_batches, times)
-    in_rounds = virtual_stages > 1 and VIRTUAL_STAGES[name][1] is None
-    period = ranks if in_rounds else 1
-    short = 4 * ranks * (2 if virtual_stages > 1 else 1) + micro_batches % period
-    while name != "2bw" and short < micro_batches and not micro_batches % period:
-        short += (micro_batches - short) % period
-        found = schedule(name, ranks, short, virtual_stages)
-        ends = _ends(found, times)
-        shift = _shift(found, ends, period)
-        if shift is not None:
-            return max(ends) + shift * ((micro_batches - short) // period)
-        short *= 2
+    steady = _steady(name, ranks, micro_batches, virtual_stages, times)
+    if steady is not None:
+        return max(steady.ends) + steady.shift_s * steady.periods
     found = schedule(name, ranks, micro_batches, virtual_stages)
     return _overlapping(found, times)[0] if any(found.ahead) else max(_ends(found, times))
 
 
-_ROWS = {"F": [0], "I": [1], "W": [2], "B": [1, 2]}
+def critical(name: str, ranks: int, micro_batches: int, virtual_stages: int, times: Times) -> tuple[float, Path]:
+    """What :func:`longest` says, by the schedule's name and from a shorter step where that is enough.
+
+    A path that comes by the same work some periods later can go the way between as often as there are more periods.
+    """
+    check_fits(name, ranks, micro_batches, virtual_stages)
+    times.check(ranks * virtual_stages)
+    steady = None if name == "gpipe" else _steady(name, ranks, micro_batches, virtual_stages, times)
+    if steady is not None:
+        found = steady.schedule
+        places, ways = _walk(found, times, steady.ends)
+        seen: dict[tuple[int, str, int], int] = {}
+        for step, place in enumerate(places):  # from the last action back to the first
+            stage, kind, late = found.flow.actions[place]
+            if not steady.first <= late < steady.last:
+                continue
+            since = seen.setdefault((stage, kind, late % steady.period), step)
+            apart = found.flow.actions[places[since]].micro_batch - late
+            if apart > 0 and not (steady.periods * steady.period) % apart:
+                whole = _counted(found, places, ways)
+                circuit = _counted(found, places[since:step], ways[since:step])
+                more = steady.periods * steady.period // apart
+                path = Path(whole.work + more * circuit.work, whole.sends + more * circuit.sends)
+                return max(steady.ends) + steady.shift_s * steady.periods, path
+    return longest(schedule(name, ranks, micro_batches, virtual_stages), times)
+
+
+@dataclass(frozen=True, eq=False)
+class _Steady:
+    """A step that is ``periods`` shorter than another, each of ``period`` micro-batches and ``shift_s`` seconds.
+
+    Between the micro-batches ``first`` and ``last`` it repeats itself.
+    """
+
+    schedule: Schedule
+    ends: list[float]
+    period: int
+    periods: int
+    shift_s: float
+    first: int
+    last: int
+
+
+def _steady(name: str, ranks: int, micro_batches: int, virtual_stages: int, times: Times) -> _Steady | None:
+    each = period(name, ranks, micro_batches, virtual_stages)
+    if each is None:
+        return None
+    short = 4 * ranks * min(virtual_stages, 2)
+    while short < micro_batches:
+        found = schedule(name, ranks, short, virtual_stages)
+        ends = _ends(found, times)
+        program = _program(found)
+        when = np.array(ends)[program.table]
+        late = (when[:, :, each:] - when[:, :, :-each]).reshape(-1, short - each)
+        width = 2 * program.reach + each
+        first = (late.shape[1] - width) // 2
+        if first >= 0:
+            stretch = late[:, first : first + width]
+            least, most = float(stretch.min()), float(stretch.max())
+            if most - least <= STEADY * max(ends):
+                periods = (micro_batches - short) // each
+                return _Steady(found, ends, each, periods, (least + most) / 2, first, first + width)
+        short *= 2
+    return None
+
+
+def _walk(found: Schedule, times: Times, ends: list[float]) -> tuple[list[int], list[int]]:
+    """The actions of a longest path, last first, and over which way each is reached (the last: over none)."""
+    flow, program, sends = found.flow, _program(found), [*times.send_s.tolist(), 0.0]
+    places, ways = [], []
+    place = int(np.argmax(ends))
+    while place < len(flow.actions):
+        before, needs, way = flow.before[place], flow.needs[place], program.ways[place]
+        waits = ends[needs] + sends[way] > ends[before]
+        places.append(place)
+        ways.append(way if waits else found.stages - 1)
+        place = needs if waits else before
+    return places, ways
+
+
+def _counted(found: Schedule, places: list[int], ways: list[int]) -> Path:
+    did = np.bincount(_program(found).work[places], minlength=4 * found.stages).reshape(4, found.stages)
+    sends = np.bincount(ways, minlength=found.stages)[:-1]
+    return Path((did[:3] + did[3] * np.array([[0], [1], [1]])).astype(float), sends.astype(float))
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,20 +296,6 @@ def _ends(found: Schedule, times: Times) -> list[float]:
         free, there = ends[before], ends[needs] + delay
         ends[place] = (free if free > there else there) + duration
     return ends
-
-
-def _shift(found: Schedule, ends: list[float], period: int) -> float | None:
-    """By how much later all actions are a period later in a long enough stretch; ``None`` if they are not."""
-    program = _program(found)
-    when = np.array(ends)[program.table]
-    late = (when[:, :, period:] - when[:, :, :-period]).reshape(-1, found.micro_batches - period)
-    width = 2 * program.reach + period
-    first = (late.shape[1] - width) // 2
-    if first < 0:
-        return None
-    stretch = late[:, first : first + width]
-    least, most = float(stretch.min()), float(stretch.max())
-    return (least + most) / 2 if most - least <= STEADY * max(ends) else None
 
 
 def _gpipe_s(micro_batches: int, times: Times) -> float:

@@ -24,6 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "schedule": {"errors"},
     "simulate": {"errors", "schedule"},
     "stages": {"errors", "schedule", "simulate"},
+    "partition": {"errors", "schedule", "simulate", "stages"},
     "files": set(),
     "quantity": {"errors"},
     "host": {"errors"},

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import ScheduleError
-from planner.schedule import NAMES, VIRTUAL_STAGES, Action, Schedule, parse, schedule
+from planner.schedule import NAMES, VIRTUAL_STAGES, Action, Schedule, fullest, parse, placed, schedule
 
 
 @st.composite
@@ -29,6 +29,7 @@ def test_every_schedule_is_valid_for_any_count(size: tuple[str, int, int, int]) 
     found = schedule(name, ranks, count, virtual)
     found.check()
     assert found.ranks == ranks and found.stages == ranks * virtual
+    assert found.rank_of == placed(name, ranks, virtual)
     for early, row in zip(found.ahead, found.rows, strict=True):
         kinds = [action.kind for action in row]
         assert kinds.count("F") == count * virtual == kinds.count("B") + kinds.count("I")
@@ -80,6 +81,15 @@ def test_the_fullest_moments_are_the_largest_of_all(size: tuple[str, int, int, i
             seen.add(tuple(counts.values()))
         assert set(moments) <= seen
         assert all(any(all(a <= b for a, b in zip(each, most, strict=True)) for most in moments) for each in seen)
+
+
+@pytest.mark.parametrize("count", [30, 36, 77, 120])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_longer_step_holds_no_more(name: str, ranks: int, count: int) -> None:
+    least, most = VIRTUAL_STAGES[name]
+    for virtual in range(least, (most or 4) + 1):
+        assert fullest(name, ranks, count, virtual) == schedule(name, ranks, count, virtual).held
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.errors import ScheduleError
 from planner.schedule import NAMES, VIRTUAL_STAGES, schedule
-from planner.simulate import Times, longest, simulate, step_s
+from planner.simulate import Times, critical, longest, simulate, step_s
 
 Size = tuple[str, int, int, int]
 SIZES = [(2, 2), (2, 7), (4, 4), (4, 12), (8, 32), (16, 64)]
@@ -145,9 +145,13 @@ def test_a_step_is_as_long_as_a_path_and_no_path_is_longer(case: tuple[Size, Tim
 def test_a_short_step_says_how_long_a_long_one_takes(case: tuple[Size, Times]) -> None:
     (name, ranks, count, virtual), times = case
     count *= ranks  # so that rounds come out even
-    assert step_s(name, ranks, count, virtual, times) == pytest.approx(
-        simulate(schedule(name, ranks, count, virtual), times).step_s, rel=1e-8, abs=1e-12
-    )
+    wanted = simulate(schedule(name, ranks, count, virtual), times).step_s
+    assert step_s(name, ranks, count, virtual, times) == pytest.approx(wanted, rel=1e-8, abs=1e-12)
+    seconds, path = critical(name, ranks, count, virtual, times)
+    assert seconds == pytest.approx(wanted, rel=1e-8, abs=1e-12)
+    assert path.seconds(times) == pytest.approx(wanted, rel=1e-8, abs=1e-12)
+    reverse = Times(*(each[::-1] for each in (times.forward_s, times.input_s, times.weight_s, times.send_s)))
+    assert path.seconds(reverse) <= step_s(name, ranks, count, virtual, reverse) * (1 + 1e-8) + 1e-12
 
 
 def test_the_trace_is_json_that_shows_every_action_on_its_rank() -> None:

@@ -1,0 +1,191 @@
+"""Cuts: what they take, by hand; the best ones, by trying all; bounds; and what is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from planner.errors import InfeasibleError, ScheduleError
+from planner.partition import cut
+from planner.schedule import NAMES, VIRTUAL_STAGES, schedule
+from planner.simulate import simulate
+from planner.stages import Block, Chain, Pipeline, Saving, blocks_of, bound_s, evaluate, rank_bytes, stage_times
+
+MiB, GiB = 2**20, 2**30
+EVERYTHING = (Saving(0.0, 0),)
+LAYER = Block(
+    "layer", 1.0, 1.0, 1.0, 3 * GiB, (Saving(0.0, 400 * MiB), Saving(0.15, 150 * MiB), Saving(1.0, 34 * MiB)), 0.05
+)
+EMBEDDING = Block("embedding", 0.1, 0.05, 0.1, 6 * GiB, (Saving(0.0, 34 * MiB),), 0.05)
+HEAD = Block("head", 1.3, 1.3, 1.3, 6 * GiB, (Saving(0.0, 500 * MiB),), 0.05)
+LLAMA: Chain = [(EMBEDDING, 1), (LAYER, 126), (HEAD, 1)]
+
+
+def brute_force(pipeline: Pipeline, chain: Chain, limit: int | None) -> float:
+    """The shortest step of all cuts and savings that fit; infinite if none does."""
+    blocks = blocks_of(chain)
+    best = math.inf
+    for inner in combinations(range(1, len(blocks)), pipeline.stages - 1):
+        bounds = (0, *inner, len(blocks))
+        for savings in product(*(range(len(block.savings)) for block in blocks)):
+            if limit is None or max(rank_bytes(pipeline, chain, bounds, savings)) <= limit:
+                times = stage_times(chain, bounds, savings)
+                found = schedule(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
+                best = min(best, simulate(found, times).step_s)
+    return best
+
+
+def random_chain(rng: np.random.Generator, size: int, ways: int) -> Chain:
+    way = float(rng.choice([0.0, 0.3]))
+    return [
+        (
+            Block(
+                f"block {i}",
+                *(rng.random(3) + 0.05).tolist(),
+                int(rng.integers(1, 50)),
+                tuple(Saving(float(rng.random() * each), int(rng.integers(1, 30))) for each in range(ways)),
+                float(rng.random() * way),
+            ),
+            1,
+        )
+        for i in range(size)
+    ]
+
+
+def near(rng: np.random.Generator, pipeline: Pipeline, chain: Chain) -> int:
+    """A limit around what a random cut needs."""
+    size = len(blocks_of(chain))
+    inner = sorted(rng.choice(range(1, size), pipeline.stages - 1, replace=False).tolist())
+    return int(max(rank_bytes(pipeline, chain, (0, *inner, size), [0] * size)) * rng.uniform(0.6, 1.1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(12))
+def test_the_best_cut_is_the_best_of_all(name: str, seed: int) -> None:
+    rng = np.random.default_rng([seed, NAMES.index(name)])
+    least, most = VIRTUAL_STAGES[name]
+    virtual = least if most else int(rng.integers(least, 3))
+    ranks, ways = int(rng.integers(1, 4)), int(rng.integers(1, 3))
+    size = int(rng.integers(ranks * virtual, max(ranks * virtual + 1, 9 if ways == 1 else 6)))
+    pipeline = Pipeline(name, ranks, int(rng.integers(ranks, 10)), virtual)
+    chain = random_chain(rng, size, ways)
+    limit = near(rng, pipeline, chain) if seed % 3 else None
+    wanted = brute_force(pipeline, chain, limit)
+    assert bound_s(pipeline, chain) <= wanted * (1 + 1e-9)
+    if wanted == math.inf:
+        with pytest.raises(InfeasibleError) as told:
+            cut(pipeline, chain, limit)
+        assert told.value.excess_bytes >= 0
+        return
+    found = cut(pipeline, chain, limit)
+    assert found is not None and found.status == "optimal"
+    assert found.step_s == pytest.approx(wanted, rel=1e-7)
+    assert found.bound_s <= wanted * (1 + 1e-9)
+    assert limit is None or max(found.rank_bytes) <= limit
+    assert cut(pipeline, chain, limit, cutoff_s=wanted * 0.999) is None
+
+
+@pytest.mark.parametrize("name, virtual", [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize("seed", range(3))
+def test_chains_of_twelve_blocks(name: str, virtual: int, seed: int) -> None:
+    rng = np.random.default_rng([seed, virtual, len(name)])
+    pipeline = Pipeline(name, 3, 6, virtual)
+    chain = random_chain(rng, 12, 1)
+    limit = near(rng, pipeline, chain)
+    wanted = brute_force(pipeline, chain, limit)
+    if wanted < math.inf:
+        found = cut(pipeline, chain, limit)
+        assert found is not None and found.status == "optimal" and found.step_s == pytest.approx(wanted, rel=1e-7)
+    else:
+        with pytest.raises(InfeasibleError):
+            cut(pipeline, chain, limit)
+
+
+def test_a_cut_by_hand() -> None:
+    """1f1b on two ranks, four micro-batches; rank 0 holds two of them, rank 1 one."""
+    chain = [
+        (Block("a", 1, 1, 1, 100, (Saving(0, 10), Saving(0.5, 4)), 0.25), 3),
+        (Block("b", 2, 2, 2, 7, EVERYTHING), 1),
+    ]
+    pipeline = Pipeline("1f1b", 2, 4)
+    found = evaluate(pipeline, chain, (0, 2, 4), (0, 1, 0, 0))
+    times = stage_times(chain, (0, 2, 4), (0, 1, 0, 0))
+    assert (
+        times.forward_s.tolist() == [2, 3] and times.input_s.tolist() == [2.5, 3] and times.weight_s.tolist() == [2, 3]
+    )
+    assert times.send_s.tolist() == [0.25]
+    assert found.rank_bytes == (200 + 2 * (10 + 4), 107 + 10)
+    assert found.step_s == pytest.approx(2 + 0.25 + 4 * 9 + 0.25 + 4.5)  # there, all of rank 1, and back
+
+
+def test_equal_blocks_may_be_cut_unevenly_where_the_head_is_heavy() -> None:
+    found = cut(
+        Pipeline("1f1b", 4, 32),
+        [(Block("layer", 1, 1, 1, 1, EVERYTHING), 10), (Block("head", 2, 2, 2, 1, EVERYTHING), 1)],
+    )
+    assert found is not None and found.status == "optimal"
+    assert np.diff(found.bounds).tolist() == [3, 3, 3, 2]
+
+
+def test_early_stages_recompute_more_since_they_hold_more() -> None:
+    chain = [(Block("layer", 1, 1, 1, 0, (Saving(0.0, 10), Saving(0.5, 1))), 8)]
+    found = cut(Pipeline("1f1b", 4, 16), chain, limit_bytes=30)
+    assert found is not None and found.status == "optimal"
+    recomputed = [sum(found.savings[i:j]) for i, j in zip(found.bounds, found.bounds[1:], strict=False)]
+    assert recomputed[0] > recomputed[-1] == 0
+    assert max(found.rank_bytes) <= 30
+
+
+@pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 8), ("zbv", 2)])
+def test_a_chain_of_126_equal_blocks(name: str, virtual: int) -> None:
+    pipeline = Pipeline(name, 16, 64, virtual)
+    found = cut(pipeline, LLAMA, 60 * GiB)
+    assert found is not None and max(found.rank_bytes) <= 60 * GiB
+    assert bound_s(pipeline, LLAMA) <= found.bound_s <= found.step_s
+    assert found == cut(pipeline, LLAMA, 60 * GiB)
+    assert found.gap < (0.15 if virtual == 2 else 0.05)
+    again = evaluate(pipeline, LLAMA, found.bounds, found.savings)
+    assert (again.step_s, again.rank_bytes) == (found.step_s, found.rank_bytes)
+
+
+@pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("interleaved_1f1b", 2), ("2bw", 1)])
+def test_more_memory_and_less_work_never_make_it_slower_where_it_is_proved(name: str, virtual: int) -> None:
+    pipeline = Pipeline(name, 2, 6, virtual)
+    chain = random_chain(np.random.default_rng(5), 7, 2)
+    limit = rank_bytes(pipeline, chain, (0, *range(1, pipeline.stages), 7), [0] * 7)
+    steps = []
+    for part in (0.9, 1.0, 1.2, 2.0):
+        found = cut(pipeline, chain, int(max(limit) * part))
+        assert found is not None and found.status == "optimal"
+        steps.append(found.step_s)
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_what_does_not_fit_is_said_by_how_much() -> None:
+    with pytest.raises(InfeasibleError, match=re.escape("no cut into 4 stages was found that fits")) as told:
+        cut(Pipeline("interleaved_1f1b", 2, 4, 2), [(Block("layer", 1, 1, 1, 100, (Saving(0, 1),)), 8)], 403)
+    assert told.value.excess_bytes > 0
+    with pytest.raises(InfeasibleError, match="layer alone needs"):
+        cut(Pipeline("1f1b", 2, 4), [(Block("layer", 1, 1, 1, 100, (Saving(0, 1),)), 8)], 50)
+
+
+@pytest.mark.parametrize(
+    "pipeline, chain, words",
+    [
+        (Pipeline("1f1b", 4, 4), [(LAYER, 3)], "4 stages (4 ranks of 1) need as many blocks; the chain has 3"),
+        (Pipeline("interleaved_1f1b", 2, 4, 2), [(LAYER, 3)], "4 stages (2 ranks of 2)"),
+        (Pipeline("1f1c", 2, 4), LLAMA, "no schedule '1f1c'"),
+        (Pipeline("2bw", 4, 2), LLAMA, "at least as many micro-batches as stages"),
+        (Pipeline("1f1b", 2, 4), [(Block("x", 1, -1, 1, 1, EVERYTHING), 2)], "block x: seconds"),
+        (Pipeline("1f1b", 2, 4), [(Block("x", 1, math.nan, 1, 1, EVERYTHING), 2)], "block x: seconds"),
+        (Pipeline("1f1b", 2, 4), [(Block("x", 1, 1, 1, 1, ()), 2)], "block x: count 2, 0 savings"),
+        (Pipeline("1f1b", 2, 4), [(Block("x", 1, 1, 1, 1, (Saving(0, -1),)), 2)], "less than nothing"),
+    ],
+)
+def test_wrong_input_is_refused(pipeline: Pipeline, chain: Chain, words: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(words)):
+        cut(pipeline, chain)
