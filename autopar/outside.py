@@ -15,6 +15,7 @@ from torch import nn
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _MISSING = object()
+_CODE = (FunctionType, MethodType, functools.partial, functools._lru_cache_wrapper)
 
 
 class Outside:
@@ -28,8 +29,8 @@ class Outside:
         seen: set[int] = set()
         pending: list[Any] = []
         for module in model.modules():
-            pending += [type(module), *vars(module).values(), *module._forward_hooks.values()]
-            pending += module._forward_pre_hooks.values()
+            held = (*vars(module).values(), *module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            pending += (type(module), *(value for value in held if isinstance(value, _CODE)))
         while pending:
             value = pending.pop()
             if id(value) not in seen:

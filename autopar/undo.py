@@ -8,6 +8,7 @@ installed libraries keep there is not.
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 
 from autopar.outside import Outside
 
-_MAPPINGS = (dict, OrderedDict, defaultdict)
-_SEQUENCES = (list, set, deque)
+_MAPPINGS = frozenset({dict, OrderedDict, defaultdict})
+_CONTAINERS = _MAPPINGS | {list, set, deque, tuple}
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _NOT_STATE = (Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -33,25 +35,24 @@ class Before:
     """
 
     def __init__(self, model: nn.Module):
-        self._model = model
-        found = _containers(model)
-        self._tensors = _tensors(found)
         self._outside = Outside(model)
-        held_outside = [below for value in self._outside.values() for below in _below(value)]
-        self._contents = [(held, held.copy()) for held in (*found, *held_outside) if not isinstance(held, tuple)]
+        self._own = [(held, held.copy()) for held in _below([vars(model)])]
+        self._others = [(held, held.copy()) for held in _below(self._outside.values())]
         numpy: Any = sys.modules.get("numpy")
         self._random = random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
 
     def has_new_tensors(self) -> bool:
         """Whether the model holds tensors that it did not."""
-        return not _tensors(_containers(self._model)).keys() <= self._tensors.keys()
+        changed = [held for held, copy in self._own if _differs(held, copy)]
+        now = {id(value) for held in _below(changed) for value in _items(held) if isinstance(value, Tensor)}
+        return bool(now) and not now <= {id(value) for _, copy in self._own for value in _items(copy)}
 
     def restore(self) -> None:
         """Make everything as it was."""
-        for held, copy in self._contents:
-            if not _holds_the_same(held, copy):
+        for held, copy in (*self._own, *self._others):
+            if _differs(held, copy):
                 held.clear()
-                held.update(copy) if isinstance(held, (*_MAPPINGS, set)) else held.extend(copy)
+                held.extend(copy) if isinstance(held, (list, deque)) else held.update(copy)
         self._outside.restore()
         python, torchs, numpys = self._random
         random.setstate(python)
@@ -60,51 +61,32 @@ class Before:
             sys.modules["numpy"].random.set_state(numpys)
 
 
-def _containers(model: nn.Module) -> list[Any]:
-    """Every container in which the model holds something, the attributes of modules and objects among them."""
-    return _below(vars(model))
-
-
-def _below(container: Any) -> list[Any]:
-    """A container and every one below it; none if it is something else."""
-    if not _is_container(container):
-        return []
+def _below(values: Iterable[Any]) -> list[Any]:
+    """Every container that can be changed among some values and below them; attributes of objects are one."""
     found: dict[int, Any] = {}
-    pending: list[Any] = [container]
+    pending = [list(values)]
     while pending:
-        held = pending.pop()
-        if id(held) in found:
-            continue
-        found[id(held)] = held
-        for value in _items(held):
-            if _is_container(value):
-                if value:
-                    pending.append(value)
-                else:
-                    found.setdefault(id(value), value)
-            elif hasattr(value, "__dict__") and not isinstance(value, _NOT_STATE):
-                pending.append(vars(value))
-    return list(found.values())
+        for value in pending.pop():
+            kind = type(value)
+            if kind in _PLAIN or isinstance(value, _NOT_STATE):
+                continue
+            held = value if kind in _CONTAINERS else getattr(value, "__dict__", None)
+            if type(held) in _CONTAINERS and id(held) not in found:
+                found[id(held)] = held
+                if held:
+                    pending.append(_items(held))
+    return [held for held in found.values() if type(held) is not tuple]
 
 
-def _is_container(value: Any) -> bool:
-    return type(value) in _MAPPINGS or type(value) in _SEQUENCES or type(value) is tuple
+def _items(held: Any) -> Any:
+    return held.values() if type(held) in _MAPPINGS else held
 
 
-def _tensors(containers: Iterable[Any]) -> dict[int, Tensor]:
-    return {id(value): value for held in containers for value in _items(held) if isinstance(value, Tensor)}
-
-
-def _items(held: Any) -> Iterable[Any]:
-    return held.values() if isinstance(held, _MAPPINGS) else held
-
-
-def _holds_the_same(held: Any, copy: Any) -> bool:
-    if len(held) != len(copy):
-        return False
-    if isinstance(held, set):
-        return bool(held == copy)
-    keys_too = isinstance(held, _MAPPINGS)
-    if keys_too and any(a is not b for a, b in zip(held, copy, strict=True)):
-        return False
-    return all(a is b for a, b in zip(_items(held), _items(copy), strict=True))
+def _differs(held: Any, copy: Any) -> bool:
+    """Whether a container holds other objects than its copy, or in another order."""
+    if len(held) != len(copy) or not held:
+        return len(held) != len(copy)
+    if type(held) is set:
+        return bool(held != copy)
+    same_keys = type(held) not in _MAPPINGS or all(map(operator.is_, held, copy))
+    return not (same_keys and all(map(operator.is_, _items(held), _items(copy))))
