@@ -105,7 +105,8 @@ class _Heap:
         self.alive: dict[_Storage, None] = {}
         self.total = self.peak = 0
         self.peak_at = "before the step"
-        self.peak_alive: tuple[Held, ...] = ()
+        self._changes: list[_Storage] = []  # each once when it is made, and again when it is freed
+        self._changes_to_peak = 0
         self.moments: list[tuple[str, int]] = [(self.peak_at, 0)]
 
     def moment(self, what: str) -> None:
@@ -116,14 +117,25 @@ class _Heap:
         """A storage with one holder."""
         storage = _Storage(Held(name, use, size))
         self.alive[storage] = None
+        self._changes.append(storage)
         self.total += size
         what, most = self.moments[-1]
         if self.total > most:
             self.moments[-1] = what, self.total
         if self.total > self.peak:
             self.peak, self.peak_at = self.total, what
-            self.peak_alive = tuple(each.held for each in self.alive)
+            self._changes_to_peak = len(self._changes)
         return storage
+
+    def at_peak(self) -> tuple[Held, ...]:
+        """Every storage that was alive at the fullest moment, in the order in which they were made."""
+        alive: dict[_Storage, None] = {}
+        for storage in self._changes[: self._changes_to_peak]:
+            if storage in alive:
+                del alive[storage]
+            else:
+                alive[storage] = None
+        return tuple(each.held for each in alive)
 
     def hold(self, storage: _Storage) -> _Storage:
         storage.holders += 1
@@ -133,6 +145,7 @@ class _Heap:
         storage.holders -= 1
         if not storage.holders:
             del self.alive[storage]
+            self._changes.append(storage)
             self.total -= storage.held.bytes
 
 
@@ -281,7 +294,7 @@ class _Run:
             heap.drop(value.storage)
         kept = tuple(each.held for each in heap.alive)
         self._backward([leaving[i] for i in self.graph.roots])
-        alive = sorted(heap.peak_alive, key=lambda held: -held.bytes)
+        alive = sorted(heap.at_peak(), key=lambda held: -held.bytes)
         left = tuple(each.held for each in heap.alive)
         return Timeline(heap.peak, heap.peak_at, tuple(heap.moments), tuple(alive), kept, left)
 
