@@ -27,7 +27,7 @@ from ortools.linear_solver import pywraplp
 
 from planner.errors import InfeasibleError
 from planner.schedule import placed
-from planner.simulate import Path, Times, critical, step_s
+from planner.simulate import Path, Times, critical
 from planner.stages import Block, Chain, Cut, Pipeline, blocks_of, bound_s, check_chain, evaluate
 
 Floats = NDArray[np.float64]
@@ -43,6 +43,8 @@ SLACKS = (0.0, 0.003, 0.01, 0.02, 0.04)
 """Parts by which the slowest stage may be slower than it must for cuts that are tried."""
 PRICE = 4.0
 """Highest price of the whole limit's bytes, in steps."""
+PATHS = 60
+"""Paths by which cuts are refused before they are simulated: the last ones."""
 FRONT = 400
 """Ways for a stage to save that are kept at most; with more, the tree proves nothing."""
 EFFORT = 4500
@@ -90,16 +92,19 @@ class _Work:
         self.recompute = np.array([[s.recompute_s for s in each] for each in last])
         self.saved = np.array([[s.saved_bytes for s in each] for each in last], dtype=float)
         rows = [] if limit_bytes is None else pipeline.moments
-        moments = [(stages, moment) for stages, each in rows for moment in each]
+        fullest = [(stages, max(each, key=sum)) for stages, each in rows]
+        moments = fullest + [(s, moment) for s, each in rows for moment in each if moment != max(each, key=sum)]
         self.holds = np.zeros((len(moments), self.stages))
         self.keeps = np.zeros((len(moments), self.stages))
         for row, (stages, moment) in enumerate(moments):
             self.holds[row, stages], self.keeps[row, stages] = 1.0, moment
         self.limits = np.full(len(moments), float(limit_bytes or 0))
         self.alone = pipeline.virtual_stages == 1
-        self.priced = 0 if self.alone else len(moments)
+        self.priced = 0 if self.alone else len(fullest)  # rows: other moments only say whether a cut fits
         self._fronts: dict[tuple[int, ...], _Front] = {(): _Front(np.zeros(1), np.zeros(1), [()])}
         self._intervals: dict[tuple[int, int], _Front] = {}
+        self._shared: dict[tuple[int, ...], tuple[int, ...] | None] = {}
+        self.moments = [(stages, np.array(each, dtype=float)) for stages, each in rows]
         self.thinned = False
         kinds: dict[Block, int] = {}
         self.kinds = [kinds.setdefault(b, len(kinds)) for b in self.blocks]
@@ -137,10 +142,6 @@ class _Work:
         over: Floats = self.holds @ held + self.keeps @ saved - self.limits
         return over
 
-    def step(self, times: Times) -> float:
-        p = self.pipeline
-        return step_s(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, times)
-
     def front(self, i: int, j: int) -> _Front:
         """The ways in which the blocks i to j - 1 may save together, none of them worse than another in both."""
         if (i, j) not in self._intervals:
@@ -165,6 +166,28 @@ class _Work:
             seconds, saved, ways = zip(*points, strict=True)
             self._fronts[kinds] = _Front(np.array(seconds), np.array(saved), list(ways))
         return self._fronts[kinds]
+
+    def shared(self, rank: int, moments: Floats, held: float, fronts: list[_Front]) -> tuple[int, ...] | None:
+        """Points for the stages of one rank that fit together; ``None`` if not even the leanest do."""
+        key = (rank, *map(id, fronts))
+        if key not in self._shared:
+            points = [0] * len(fronts)
+            saved = np.array([front.saved[0] for front in fronts])
+            while (over := moments @ saved + held - (self.limit or 0)).max() > 0:
+                row = moments[int(over.argmax())].tolist()
+                best, gain = -1, -1.0
+                for place, (front, at) in enumerate(zip(fronts, points, strict=True)):
+                    if row[place] and at + 1 < len(front.seconds):
+                        freed = row[place] * (front.saved[at] - front.saved[at + 1])
+                        rate = freed / max(front.seconds[at + 1] - front.seconds[at], 1e-30)
+                        if rate > gain:
+                            best, gain = place, rate
+                if best < 0:
+                    break
+                points[best] += 1
+                saved[best] = fronts[best].saved[points[best]]
+            self._shared[key] = tuple(points) if over.max() <= 0 else None
+        return self._shared[key]
 
     def fastest(self, stage: int, i: int, j: int) -> int | None:
         """The first point of a front that fits where the stage has its rank for itself; ``None`` if none does."""
@@ -222,23 +245,34 @@ class _Front:
 
 
 class _Found:
-    """The best cut so far that fits, and the least excess met."""
+    """The best cut so far that fits, the least excess met, and paths by which others turned out slower."""
 
     def __init__(self, cutoff_s: float):
         self.step_s = cutoff_s
         self.cut: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self.excess_bytes: int = 0
         self.least_excess = math.inf
+        self.spent = 0.0
+        self._paths: list[Floats] = []
 
     def offer(self, work: _Work, bounds: tuple[int, ...], savings: tuple[int, ...]) -> None:
-        """Take a cut that fits and is better."""
+        """Take a cut that fits and is better. Simulated is only what no known path proves slower."""
         times, held, saved = work.totals(bounds, savings)
+        self.spent += 1
         over = float(work.over(held, saved).max(initial=-math.inf))
         if over > 0:
             if over < self.least_excess:
                 self.least_excess, self.excess_bytes = over, math.ceil(over)
-        elif (seconds := work.step(times)) < self.step_s * (1 - TIE):
+            return
+        flat = np.concatenate([times.forward_s, times.input_s, times.weight_s, times.send_s])
+        if self._paths and float((np.stack(self._paths) @ flat).max()) >= self.step_s * (1 - TIE):
+            return
+        p = work.pipeline
+        self.spent += _cost(p)
+        seconds, path = critical(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, times)
+        if seconds < self.step_s * (1 - TIE):
             self.step_s, self.cut = seconds, (bounds, savings)
+        self._paths = [*self._paths[-PATHS:], np.append(path.work.ravel(), path.sends)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -492,7 +526,7 @@ def _flat(work: _Work, found: _Found, planes: _Planes, recomputed: Floats, throu
 def _improve(work: _Work, found: _Found) -> None:
     """Take a block from one stage and give another one, all between moving along, as long as that helps."""
     p = work.pipeline
-    spent, moved = 0.0, found.cut is not None
+    until, moved = found.spent + EFFORT / 2, found.cut is not None
     while moved and found.cut is not None:
         moved, (bounds, savings) = False, found.cut
         times, _, _ = work.totals(bounds, savings)
@@ -502,14 +536,13 @@ def _improve(work: _Work, found: _Found) -> None:
             ((a, b) for a in range(work.stages) for b in range(work.stages) if busy[a] > busy[b]),
             key=lambda pair: float(busy[pair[1]] - busy[pair[0]]),
         ):
-            if spent > EFFORT / 4:
+            if found.spent > until:
                 return
             step = 1 if giver > taker else -1
             first, last = min(giver, taker) + 1, max(giver, taker)
             shifted = tuple(b + step * (first <= s <= last) for s, b in enumerate(bounds))
             if all(work.allowed[s, i, j] for s, (i, j) in enumerate(pairwise(shifted))):
                 best = found.step_s
-                spent += _cost(p)
                 _offer_around(work, found, shifted, None)
                 if found.step_s < best:
                     moved = True
@@ -552,21 +585,12 @@ def _fitting(work: _Work, bounds: tuple[int, ...]) -> list[int] | None:
         first = [work.fastest(s, i, j) for s, (i, j) in enumerate(pairwise(bounds))]
         return None if None in first else [point or 0 for point in first]
     held = np.add.reduceat(work.held, list(bounds[:-1]))
-    saved = np.array([front.saved[0] for front in fronts])
-    while (over := work.over(held, saved)).max() > 0:
-        row = int(over.argmax())
-        best, gain = -1, -1.0
-        for stage in np.flatnonzero(work.keeps[row]):
-            front, at = fronts[stage], points[stage]
-            if at + 1 < len(front.seconds):
-                freed = work.keeps[row, stage] * (front.saved[at] - front.saved[at + 1])
-                rate = freed / max(front.seconds[at + 1] - front.seconds[at], 1e-30)
-                if rate > gain:
-                    best, gain = int(stage), rate
-        if best < 0:
+    for rank, (stages, moments) in enumerate(work.moments):
+        mine = work.shared(rank, moments, float(held[stages].sum()), [fronts[stage] for stage in stages])
+        if mine is None:
             return None
-        points[best] += 1
-        saved[best] = fronts[best].saved[points[best]]
+        for stage, point in zip(stages, mine, strict=True):
+            points[stage] = point
     return points
 
 
@@ -578,23 +602,21 @@ def _tree(work: _Work, planes: _Planes, found: _Found) -> float:
     constants = np.array([rest.weights.constant for rest in rests])
     least = np.stack([rest.least for rest in rests])
     p = work.pipeline
-    cost = _cost(p)
     tick = count()
     root = _Node(0, 0, np.zeros(len(rests)), work.over(np.zeros(work.stages), np.zeros(work.stages)), np.zeros(p.ranks))
     heap: list[tuple[float, int, int, _Node]] = [(planes.bound_s, 0, next(tick), root)]
-    spent = 0.0
+    until = found.spent + EFFORT
     while heap and heap[0][0] < found.step_s * (1 - TIE):
-        if spent > EFFORT or work.thinned:
+        if found.spent > until or work.thinned:
             return heap[0][0]
         bound, _, _, node = heapq.heappop(heap)
         for child in _children(work, rests, node, found.step_s):
-            spent += 1
+            found.spent += 1
             sums = child.sums + least[:, child.stage, child.place] - constants
             value = max(bound, float(sums.max()), p.micro_batches * float(child.busy.max()))
             if value >= found.step_s * (1 - TIE):
                 continue
             if child.stage == work.stages:
-                spent += cost
                 bounds, points = child.cut()
                 found.offer(work, bounds, _spelled(work, bounds, points))
             else:
