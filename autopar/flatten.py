@@ -56,9 +56,9 @@ def flatten(
     _inline_regions(exported.graph_module, model)
     _drop_assertions(graph)
     _drop_contiguous(graph)
-    _drop_copies_of_literals(graph)
+    literals = _drop_copies_of_literals(graph)
     leaving = _leaving(exported)
-    leaves = _Leaves(exported, model, repeats)
+    leaves = _Leaves(exported, model, repeats, literals)
     calls = _Splitter(graph, leaves, repeats).calls
     program = Program(
         tuple(leaves.all),
@@ -87,13 +87,15 @@ class _Leaves:
     Attributes:
         value_of: placeholder, or mark of a hidden tensor -> name of its leaf; grows as the graph is split.
         constants: value of every constant, by name of its leaf.
-        const_of: placeholder of a constant -> name of its leaf.
+        literals: placeholders of constants that were written in the code -> number of the traced call in which.
     """
 
-    def __init__(self, exported: ExportedProgram, model: nn.Module, repeats: Repeats):
+    def __init__(
+        self, exported: ExportedProgram, model: nn.Module, repeats: Repeats, literals: Mapping[fx.Node, int | None]
+    ):
         self.value_of: dict[fx.Node, str] = {}
         self.constants: dict[str, Tensor] = {}
-        self.const_of: dict[fx.Node, str] = {}
+        self.literals = literals
         canonical = canonical_names(model)
         kinds = [
             *((name, tensor, "param") for name, tensor in model.named_parameters()),
@@ -130,7 +132,7 @@ class _Leaves:
                 if parameter is not None:  # held by other ways than its module
                     self.value_of[node] = self.of(parameter)
                 else:
-                    self.value_of[node] = self.const_of[node] = self.add_constant(node, value)
+                    self.value_of[node] = self.add_constant(node, value)
         for node in exported.graph_module.graph.nodes:
             if node.target is LEAF:
                 self.value_of[node] = self.of(repeats.tensors[int(str(node.args[0]))])
@@ -164,6 +166,7 @@ def _is_the_same(a: Tensor, b: Tensor) -> bool:
 class _Traced:
     """A traced call of a nominated submodule: its body, and the nodes that it was given and gives by value number."""
 
+    number: int
     submodule: Submodule
     path: str
     body: Body
@@ -191,7 +194,7 @@ class _Splitter:
                 called = repeats.occurrences[number]
                 results = dict(zip(values, outputs, strict=True))
                 body = self._straight(pending)
-                self.traced[number] = _Traced(called.submodule, called.path, body, tuple(inputs), results)
+                self.traced[number] = _Traced(number, called.submodule, called.path, body, tuple(inputs), results)
                 pending = []
             elif node.target is AGAIN:
                 self._straight(pending)
@@ -231,8 +234,8 @@ class _Splitter:
             tensor = self.repeats.tensors[int(str(node.args[0]))]
             pairs = zip(first.submodule.tensors, here.tensors, strict=True)
             return self.leaves.of(next((ours for theirs, ours in pairs if theirs is tensor), tensor))
-        if node in self.leaves.const_of and set(node.users) <= set(first.body.nodes):
-            return self.leaves.add_constant(node, self.leaves.constants[self.leaves.const_of[node]])
+        if self.leaves.literals.get(node) == first.number:  # every call writes its own
+            return self.leaves.add_constant(node, self.leaves.constants[self.value_of[node]])
         return self.value_of[node]
 
 
@@ -307,16 +310,25 @@ def _drop_contiguous(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _drop_copies_of_literals(graph: fx.Graph) -> None:
-    """``torch.tensor(0.5)`` is a copy of a constant, so that it may be written to; nothing here is."""
+def _drop_copies_of_literals(graph: fx.Graph) -> dict[fx.Node, int | None]:
+    """``torch.tensor(0.5)`` is a copy of a constant, so that it may be written to; nothing here is.
+
+    Returns the constants that were copied, with the number of the traced call in which they were.
+    """
     aten = torch.ops.aten
+    found: dict[fx.Node, int | None] = {}
+    call: int | None = None
     for node in list(graph.nodes):
+        if node.target in (ENTER, LEAVE):
+            call = int(str(node.args[0])) if node.target is ENTER else None
         literal = node.args[0] if node.op == "call_function" and node.args else None
         if not isinstance(literal, fx.Node) or literal.op != "placeholder":
             continue
         if node.target in (aten.lift_fresh_copy.default, aten.detach_.default):
             node.replace_all_uses_with(literal)
             graph.erase_node(node)
+            found.setdefault(literal, call)
+    return found
 
 
 def _drop_assertions(graph: fx.Graph) -> None:

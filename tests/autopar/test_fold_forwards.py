@@ -568,6 +568,34 @@ def test_modules_under_several_names(make: Make, folded: int) -> None:
     assert copies(both(make)) == folded
 
 
+class Constants(Layer):
+    """A tensor that no module owns, one that all share, made in the first call, and a literal of every call."""
+
+    def __init__(self, index: int):
+        super().__init__(index)
+        self.own = torch.full((8,), float(index))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * self.own * half() + torch.tensor(0.25)
+
+
+@functools.lru_cache
+def half() -> Tensor:
+    return torch.tensor(0.5)
+
+
+def test_constants_are_as_many_as_when_traced_whole() -> None:
+    def forward(model: Stack, x: Tensor) -> Tensor:
+        for at in (0, 1, 2, 2, 1, 1, 2):
+            x = model.layers[at](x)
+        return x
+
+    half.cache_clear()
+    captured = both(stack(forward, Constants))
+    assert copies(captured) >= 2
+    assert len(captured.constants) == 3 + 1 + 7
+
+
 # ---- libraries -------------------------------------------------------------------------------------------------------
 
 
