@@ -39,6 +39,9 @@ _BY_ARGUMENT = """
 BY_ARGUMENT = frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in _BY_ARGUMENT.split())
 """Operators whose arguments say how large new dims are."""
 
+COUNTING = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
+"""Operators whose results count up to their size."""
+
 ENDLESS = 2**31
 """An end of a slice from here on means the end of the dim."""
 
@@ -72,14 +75,14 @@ class Followed:
         batch, sequence: their numbers as planned; 0 for one that is not followed.
         factors: node -> factor of its rule -> parts.
         dims: value -> parts of each of its dims.
-        ends: (a size, what it must not exceed, whose slice would then cut it).
+        bounds: (a size, what it must not exceed, whose slice or table ends there).
     """
 
     batch: int
     sequence: int
     factors: Mapping[str, Mapping[str, Sizes]]
     dims: Mapping[Ref, tuple[Sizes, ...]]
-    ends: tuple[tuple[int, int, str], ...]
+    bounds: tuple[tuple[int, int, str], ...]
 
 
 def follow(graph: Graph, rules: Mapping[str, Rule], batch: bool, sequence: bool) -> Followed:
@@ -99,7 +102,8 @@ class _Walk:
         self.dims: dict[Ref, tuple[_Parts, ...]] = {}
         self.factors: dict[str, dict[str, _Parts]] = {}
         self.opened: list[_Open] = []
-        self.ends: dict[tuple[int, int, str], None] = {}
+        self.counts: dict[Ref, _Parts] = {}
+        self.bounds: list[tuple[_Parts, int, str]] = []
         self.node = graph.nodes[0]
 
     def done(self) -> Followed:
@@ -117,12 +121,13 @@ class _Walk:
                 closed[parts] = tuple(part for part in _merged(parts) if not isinstance(part, _Open))
             return closed[parts]
 
+        bounds = [(math.prod(close(parts)), bound, where) for parts, bound, where in self.bounds]
         return Followed(
             self.batch,
             self.sequence,
             {name: {f: close(parts) for f, parts in factors.items()} for name, factors in self.factors.items()},
             {ref: tuple(map(close, dims)) for ref, dims in self.dims.items()},
-            tuple(self.ends),
+            tuple(dict.fromkeys((size, bound, where) for size, bound, where in bounds if isinstance(size, Size))),
         )
 
     # ---- leaves and operators ----
@@ -151,12 +156,15 @@ class _Walk:
             self._read(parts, names, rule, factors)
         if node.op == "aten.slice.Tensor":
             self._end(node)
+        self._look_up(node)
         for number, (ref, dims) in enumerate(tensors[len(node.inputs) :]):
             for position, names in enumerate(dims):
                 for name in names:
                     if name not in factors:
                         factors[name] = self._made(node, rule, number, position, name, factors)
             self.dims[ref] = tuple(tuple(p for name in names for p in factors[name]) for names in dims)
+        if node.op in COUNTING and self.dims[Ref(node.name)]:
+            self.counts[Ref(node.name)] = self.dims[Ref(node.name)][0]
 
     def _read(self, parts: _Parts, names: Sequence[str], rule: Rule, factors: dict[str, _Parts]) -> None:
         """Cut a dim of an operand into its factors; what is known of them already must agree."""
@@ -275,9 +283,12 @@ class _Walk:
         length = self._length(self.dims[node.inputs[0]][position])
         if length is None or step not in (None, 1):
             return self._open(size, strict=type(length) is not int)
-        first = start if start >= 0 else length + start
         if end is not None and 0 <= end < length:
-            return self._open(size)
+            taken = self._open(size)
+            if type(length) is int:
+                self.bounds.append(((taken,), length - start, self._place()))
+            return taken
+        first = start if start >= 0 else length + start
         last = length + end if end is not None and end < 0 else length
         return last - first
 
@@ -287,7 +298,22 @@ class _Walk:
         assert isinstance(dim, int) and isinstance(end, int | None)
         length = self._length(self.dims[node.inputs[0]][dim])
         if isinstance(length, Size) and end is not None and length < end < ENDLESS:
-            self.ends[length, end, self._place()] = None
+            self.bounds.append(((length,), end, self._place()))
+
+    def _look_up(self, node: Node) -> None:
+        """Note where positions that were counted up to a size are looked up in a table; follow them that far."""
+        if len(node.inputs) == 1 and node.inputs[0] in self.counts:
+            self.counts[Ref(node.name)] = self.counts[node.inputs[0]]
+        looked_up: tuple[object, ...] = ()
+        if node.op == "aten.embedding.default":
+            looked_up = (node["indices"],)
+        elif node.op == "aten.index.Tensor" and isinstance(node["indices"], tuple):
+            looked_up = node["indices"]
+        for dim, index in enumerate(looked_up):
+            if isinstance(index, Ref) and index in self.counts:
+                rows = self._length(self.dims[node.inputs[0]][dim])
+                if type(rows) is int:
+                    self.bounds.append((self.counts[index], rows, self._place()))
 
     def _length(self, parts: _Parts) -> int | None:
         """A dim as one number; ``None`` while a part is open."""

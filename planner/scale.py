@@ -247,12 +247,9 @@ class Scale:
                     f"{describe(each.size)} is {size}, which {each.number} {each.by}, do not divide: give a multiple, "
                     "or plan again for it"
                 )
-        for length, end, where in self.followed.ends:
-            if at_sizes(length, batch, sequence) > end:
-                return (
-                    f"{where} would cut a dim of {at_sizes(length, batch, sequence)} off after {end}: this plan holds "
-                    "up to there; plan again for more"
-                )
+        for size, bound, where in self.followed.bounds:
+            if at_sizes(size, batch, sequence) > bound:
+                return f"{where} takes {bound} at most, and would be given {at_sizes(size, batch, sequence)}"
         return None
 
     def is_even(self, batch: int, sequence: int) -> bool:

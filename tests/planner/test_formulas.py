@@ -140,9 +140,28 @@ def test_a_slice_may_take_all_only_as_planned():
     g.call("y", "relu.default", 8, 16, self=whole)
     plan = plan_of(Graph(tuple(g.nodes), (Ref("y"),)), cluster(2))
     assert plan.at(sequence=64).peak_bytes > plan.predicted.peak_bytes
-    with pytest.raises(PlanError, match=r"slice\.Tensor in whole would cut a dim of 66 off after 64"):
+    with pytest.raises(PlanError, match=r"slice\.Tensor in whole takes 64 at most, and would be given 66"):
         plan.at(sequence=66)
     assert plan.max_sequence() == 64
+
+
+def test_positions_are_looked_up_in_a_table_that_ends():
+    """Learned positions by ``arange``, and a buffer that is read up to the sequence length."""
+    g = Build()
+    x = g.leaf("x", 8, 16, 4)
+    rows = g.call("rows", "arange.default", 16, end=16)
+    row = g.call("row", "unsqueeze.default", 1, 16, self=rows, dim=0)
+    found = g.call("found", "embedding.default", 1, 16, 4, weight=g.leaf("w", 40, 4, op="param"), indices=row)
+    read = g.call("read", "slice.Tensor", 16, 4, self=g.leaf("t", 30, 4, op="buffer"), dim=0, start=0, end=16, step=1)
+    both = g.call("both", "add.Tensor", 8, 16, 4, self=x, other=found, alpha=1)
+    g.call("y", "add.Tensor", 8, 16, 4, self=both, other=read, alpha=1)
+    graph = Graph(tuple(g.nodes), (Ref("y"),))
+    bounds = follow(graph, rules_of(graph), True, True).bounds
+    sequence = sequence_of(16)
+    assert set(bounds) == {
+        (sequence, 40, "aten.embedding.default in found"),
+        (sequence, 30, "aten.slice.Tensor in read"),
+    }
 
 
 def test_halves_grow_half_as_fast():
