@@ -26,8 +26,8 @@ from planner.ops import OPS
 from planner.problem import Answer, Edge, Floats, Ints, Problem, Vertex
 from planner.recompute import NOTHING, Recompute
 from planner.rules import Inner, Rule
+from planner.skeleton import Flow, Skeleton
 from planner.skeleton import Role as Role
-from planner.skeleton import Skeleton
 from planner.strategy import Allow, Choice, Strips, leaf_layouts, op_choices, rule_of, shards_of
 
 AllowLeaf = Callable[[Node, Layout], bool]
@@ -147,9 +147,10 @@ class Space:
         self.role_of, self.members, self.leaving = self.skeleton.role_of, self.skeleton.members, self.skeleton.leaving
         self._cuts = self.skeleton.cuts(mesh.sizes)
         self._tables: dict[object, ConversionTable] = {}
-        self._works: dict[int, list[Work]] = {}
+        self._works: dict[int, tuple[Floats, Ints]] = {}
         self._sizes: dict[object, Ints] = {}
         self._computed: dict[object, tuple[float, float]] = {}
+        self._pair_of: dict[Flow, tuple[Floats, Floats, Ints]] = {}
         self._pairs: dict[object, tuple[Floats, Floats, Ints]] = {}
         self._choices_of: dict[Role, list[Choice]] = {}
         self._alike: dict[object, list[Choice]] = {}
@@ -267,8 +268,8 @@ class Space:
         least, most = (self.skeleton.flows_again(each) for each in (recompute, (recompute, *up_to)[-1]))
         edges = []
         for flow, count in self.skeleton.flows.items():
-            tail, head, ref, positions = flow
-            forward, backward, gathered = self._pair(tail, head, ref, positions)
+            tail, head, ref, _ = flow
+            forward, backward, gathered = self._pair(flow)
             runs = count + least.get(flow, 0)
             if self.graph.by_name[ref.node].op == "param":
                 # Where it is gathered again, it is there only while an operator runs, and counts as that one's.
@@ -302,23 +303,22 @@ class Space:
                     time[i], held[i] = self.storage(node, layout)
                 return Vertex(str(role), time * times, np.zeros(size), cover, held * times, transient)
             again = self.skeleton.runs_again(role, recompute)
-            works = self._works_of(node, options)
-            forward, backward, inner, inner_again = (
-                np.array(each) for each in zip(*(w.seconds for w in works), strict=True)
-            )
+            (forward, backward, inner, inner_again), transient = self._works_of(node, options)
             time = (forward + backward + inner) * times + (forward + inner_again) * again
             cover = backward * self.overlap * times
-            transient = np.array([work.transient_bytes for work in works], np.int64)
             held = np.min([self._held(role, node, options, each) for each in held_with], axis=0)
         return Vertex(str(role), time, np.zeros(size), cover, held, transient)
 
-    def _works_of(self, node: Node, options: list[Choice] | list[Layout]) -> list[Work]:
-        """Operators that share their choices share their rule, and so what they cost."""
-        works = self._works.setdefault(id(options), [])
-        for option in options[len(works) :]:
-            assert isinstance(option, Choice)
-            works.append(self.work(node, option))
-        return works
+    def _works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints]:
+        """Seconds (see :attr:`Work.seconds`) and bytes of every choice of an operator.
+
+        Operators that share their choices share their rule, and so what they cost.
+        """
+        if id(options) not in self._works:
+            works = [self.work(node, option) for option in options if isinstance(option, Choice)]
+            transient = np.array([work.transient_bytes for work in works], np.int64)
+            self._works[id(options)] = np.array([work.seconds for work in works]).T, transient
+        return self._works[id(options)]
 
     def _held(self, role: Role, node: Node, options: list[Choice] | list[Layout], recompute: Recompute) -> Ints:
         """What the members of a role keep for backward, and what one of them has made again while its block is undone.
@@ -410,8 +410,13 @@ class Space:
             elements *= rule.sizes[factor] // cut
         return elements * call.item_bytes
 
-    def _pair(self, tail: Role, head: Role, ref: Ref, positions: tuple[int, ...]) -> tuple[Floats, Floats, Ints]:
+    def _pair(self, flow: Flow) -> tuple[Floats, Floats, Ints]:
         """Seconds forward and backward, and bytes gathered, of one conversion, for every pair of choices."""
+        if flow not in self._pair_of:
+            self._pair_of[flow] = self._find_pair(*flow)
+        return self._pair_of[flow]
+
+    def _find_pair(self, tail: Role, head: Role, ref: Ref, positions: tuple[int, ...]) -> tuple[Floats, Floats, Ints]:
         table = self.table(ref)
         is_param = self.graph.by_name[ref.node].op == "param"
         rows = np.array([table.index[self._layout_at_tail(tail, o, ref.index)] for o in self.options[tail]])

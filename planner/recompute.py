@@ -139,7 +139,8 @@ def ladder(folded: Folded, level: Level | None = None) -> Ladder:
     for start in (0, total):
         for before in accumulate(counts, initial=start):
             bends |= {before, before + 1}
-    return Ladder(tuple(_step(counts, step) for step in range(2 * total + 1)), tuple(sorted(bends)))
+    steps = tuple(_step(counts, step) for step in range(2 * total + 1))
+    return Ladder(steps, tuple(sorted(bend for bend in bends if bend < len(steps))))
 
 
 def _step(counts: Sequence[int], step: int) -> Recompute:

@@ -10,7 +10,8 @@ Looks, each dearer and sharper:
 3. ``search``: the whole problem, as far as it can beat the best plan known.
 
 A look covers some steps of the ladder of recomputation (:class:`planner.recompute.Ladder`): with the time of the first
-and the memory of the last it bounds them all. Where that leaves a better plan possible it is split in two.
+and the memory of the last it bounds them all. Where that leaves a better plan possible it is split, first at the bends
+of the ladder. Between two of them costs change evenly, and the bounds of both ends at one price of memory hold for all.
 
 What does not depend on the mesh is found once (:mod:`planner.skeleton`). Ctrl-C ends a search with
 :class:`KeyboardInterrupt` and leaves nothing behind; to get the best plan so far instead, give a time limit.
@@ -18,6 +19,7 @@ What does not depend on the mesh is found once (:mod:`planner.skeleton`). Ctrl-C
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -39,7 +41,7 @@ from planner.problem import Answer, Evaluation, Problem, evaluate
 from planner.recompute import Ladder, Recompute, ladder, together
 from planner.rules import Rule
 from planner.skeleton import Skeleton
-from planner.solve import lower_bounds, solve
+from planner.solve import lower_bound_between, lower_bounds, solve
 from planner.strategy import Choice
 
 Progress = Callable[[str], None]
@@ -48,6 +50,8 @@ APART_OPERATORS = 400
 """Up to so many operators a model is also decided node by node, without one decision for equal blocks."""
 LEANEST_S = 3.0
 """How long the leanest plan of all is looked for when nothing fits; the leanest found is told."""
+FEW = 8
+"""So many amounts of recomputation are bounded together by a whole search, before each is searched by itself."""
 GRACE_S = 1.0
 """What a problem gets of time after the limit, while no plan is known at all."""
 
@@ -240,7 +244,8 @@ def _search(setting: Setting, skeleton: Skeleton, graph: Graph, max_axes: int) -
 class Look:
     """How closely a candidate was looked at, over the steps ``low`` to ``high`` of the ladder of recomputation.
 
-    ``choices`` and ``step`` are the best plan found there, ``evaluation`` what it costs.
+    ``is_priced`` once its relaxation was; ``choices`` and ``step`` are the best plan found there, and ``evaluation``
+    what it costs.
     """
 
     candidate: Candidate
@@ -248,10 +253,20 @@ class Look:
     ladder: Ladder
     low: int
     high: int
-    problem: Problem | None = None
+    is_priced: bool = False
     choices: tuple[int, ...] | None = None
     step: int = 0
     evaluation: Evaluation | None = None
+
+    @property
+    def bends(self) -> list[int]:
+        """Steps inside between which what is held changes evenly."""
+        return [step for step in self.ladder.bends if self.low < step < self.high]
+
+    @property
+    def covers_a_bend(self) -> bool:
+        """Whether what is held does not change evenly over its steps; or there is but one."""
+        return self.low == self.high or bool(self.bends)
 
     @property
     def amounts(self) -> tuple[Recompute, list[Recompute]]:
@@ -277,16 +292,16 @@ def _explore(
         waiting.remove(look)
         if _is_reached(look.candidate.bound_s, best) or (best is not None and setting.is_late()):
             closed.append(_close(look, best))
-        elif look.problem is None:
-            look = _look_relaxed(setting, look, best)
+        elif not look.is_priced:
+            look = (_look_relaxed if look.covers_a_bend else _look_between)(setting, look, best)
             best = _better(best, look)
             waiting.append(look)
-        elif look.low < look.high:
+        elif look.high - look.low >= FEW or look.candidate.proof == "search":
             waiting += _split(look)
         else:
             look = _look_whole(setting, look, best)
             best = _better(best, look)
-            closed.append(look)
+            (closed if look.low == look.high else waiting).append(look)
     order = {mesh: number for number, mesh in enumerate(meshes)}
     return best, sorted(closed, key=lambda look: (order[look.candidate.mesh], look.low))
 
@@ -334,16 +349,32 @@ def _look_relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
     peak_bytes = math.ceil(bounds.peak_bytes) if math.isfinite(bounds.peak_bytes) else look.candidate.peak_bytes
     status = "not tried" if fits else "infeasible"
     candidate = replace(look.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="relaxation")
-    look = replace(look, candidate=candidate, problem=problem)
+    look = replace(look, candidate=candidate, is_priced=True)
     return _with_plan(setting, _with_plan(setting, look, bounds.choices), bounds.lightest if fits else None)
+
+
+def _look_between(setting: Setting, look: Look, best: Best | None) -> Look:
+    """The whole problem, with memory at a price, at both ends of steps between which costs change evenly."""
+    before = time.monotonic()
+    first, last = (look.space.problem(setting.limit_bytes, look.ladder.steps[step]) for step in (look.low, look.high))
+    before = setting.took("build", before)
+    found = lower_bound_between(first, last, math.inf if best is None else _target_s(best))
+    setting.took("solve", before)
+    bound_s = max(look.candidate.bound_s, found.time_s)
+    status = "infeasible" if math.isinf(bound_s) else "not tried"
+    candidate = replace(look.candidate, status=status, bound_s=bound_s, proof="relaxation")
+    look = replace(look, candidate=candidate, is_priced=True)
+    for choices in found.choices:
+        look = _with_plan(setting, look, choices)
+    return look
 
 
 def _look_whole(setting: Setting, look: Look, best: Best | None) -> Look:
     """The whole problem, solved as far as it can beat the best plan."""
-    assert look.problem is not None
     before = time.monotonic()
+    problem = look.space.problem(setting.limit_bytes, *look.amounts)
     answer = solve(
-        look.problem,
+        problem,
         time_limit_s=max(GRACE_S if best is None else 0.0, setting.deadline - before),
         incumbent=look.choices,
         cutoff_s=math.inf if best is None else _target_s(best),
@@ -352,29 +383,33 @@ def _look_whole(setting: Setting, look: Look, best: Best | None) -> Look:
     setting.took("solve", before)
     bound_s = max(look.candidate.bound_s, answer.bound_s)
     look = _with_plan(setting, look, answer.choices or None)
-    if answer.status == "optimal":
+    if answer.status == "optimal" and look.low == look.high:
         status = "optimal"
     elif math.isinf(bound_s):
         status = "infeasible"
     else:
         status = "bounded away" if _is_reached(bound_s, best) else "feasible" if look.choices else "not tried"
-    proof = "search" if answer.bound_s >= look.candidate.bound_s else look.candidate.proof
-    return replace(look, candidate=replace(look.candidate, status=status, bound_s=bound_s, proof=proof))
+    return replace(look, candidate=replace(look.candidate, status=status, bound_s=bound_s, proof="search"))
 
 
 def _split(look: Look) -> list[Look]:
-    """The same steps in parts: where a plan is known, before it, it alone and after it; else halves."""
-    middle = look.step if look.choices else (look.low + look.high) // 2
-    parts = [(look.low, middle - 1), (middle, middle), (middle + 1, look.high)]
-    if not look.choices:
-        parts = [(look.low, middle), (middle + 1, look.high)]
-    nothing = replace(look.candidate, status="not tried", objective_s=math.inf)
+    """The same steps in parts: at the bends; else before, at and after the plan that is known, or in halves."""
+    known_inside = look.choices is not None and look.low < look.step < look.high
+    middle = look.step if known_inside else (look.low + look.high) // 2
+    if look.bends:
+        cuts = [look.low, *(cut for bend in look.bends for cut in (bend, bend + 1))]
+    else:
+        cuts = [look.low, *((middle,) if known_inside else ()), middle + 1]
+    cuts = sorted({*cuts, look.high + 1})
+    known = replace(look.candidate, proof="relaxation")
+    nothing = replace(known, status="not tried", objective_s=math.inf)
     found = []
-    for low, high in parts:
-        if low <= high:
-            mine = look.choices is not None and low <= look.step <= high
-            part = replace(look, low=low, high=high, problem=None)
-            found.append(part if mine else replace(part, candidate=nothing, choices=None))
+    for low, end in itertools.pairwise(cuts):
+        mine = look.choices is not None and low <= look.step < end
+        part = replace(look, low=low, high=end - 1, is_priced=False)
+        found.append(
+            replace(part, candidate=known) if mine else replace(part, candidate=nothing, choices=None, evaluation=None)
+        )
     return found
 
 
@@ -383,25 +418,33 @@ def _with_plan(setting: Setting, look: Look, choices: tuple[int, ...] | None) ->
     if choices is None:
         return look
     decided = Decided(look.space.assignment(Answer(choices, 0.0, 0.0, "feasible", 0.0)), look.space.skeleton)
+    known: dict[int, Evaluation] = {}
 
     def priced(step: int) -> Evaluation:
-        problem = decided.problem(setting.limit_bytes, look.ladder.steps[step])
-        return evaluate(problem, (0,) * len(choices))
+        if step not in known:
+            problem = decided.problem(setting.limit_bytes, look.ladder.steps[step])
+            known[step] = evaluate(problem, (0,) * len(choices))
+        return known[step]
 
-    low, high = look.low, look.high
-    found, step = priced(low), low
-    while low < high and not found.feasible:
-        middle = (low + high) // 2
-        if priced(middle).feasible:
-            high = middle
-        else:
-            low = middle + 1
-        if low == high:
-            found, step = priced(high), high
-    if not found.feasible or found.time_s >= look.candidate.objective_s:
+    step = _first_that_fits(priced, [look.low, *look.bends, look.high], setting.limit_bytes)
+    if step is None or priced(step).time_s >= look.candidate.objective_s:
         return look
+    found = priced(step)
     candidate = replace(look.candidate, objective_s=found.time_s, peak_bytes=found.peak_bytes)
     return replace(look, candidate=candidate, choices=choices, step=step, evaluation=found)
+
+
+def _first_that_fits(priced: Callable[[int], Evaluation], bends: list[int], limit_bytes: int) -> int | None:
+    """The first step at which an assignment fits; between bends its peak changes evenly."""
+    for low, high in itertools.pairwise((bends[0], *bends)):
+        before, after = priced(low), priced(high)
+        if before.feasible:
+            return low
+        if after.feasible:
+            share = (before.peak_bytes - limit_bytes) / (before.peak_bytes - after.peak_bytes)
+            step = min(high, low + math.ceil(share * (high - low)))
+            return step if priced(step).feasible else high
+    return None
 
 
 def _better(best: Best | None, look: Look) -> Best | None:

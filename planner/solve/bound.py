@@ -11,7 +11,7 @@ from planner.problem import Problem
 from planner.solve.best import Best
 from planner.solve.eliminate import decode, eliminate
 from planner.solve.model import HALF_BYTE, Model, Weights, build_model, drop_forbidden, restrict, total
-from planner.solve.tree import build_tree
+from planner.solve.tree import Tree, build_tree
 from planner.solve.window import MAX_ENTRIES
 
 _STEPS = 7
@@ -79,6 +79,74 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
         low, high = (price, high) if total(model, assignment).held_bytes > room_bytes else (low, price)
         price = 4 * low if math.isinf(high) else (low + high) / 2
     return Bounds(time_s, peak_bytes, best.choices, light)
+
+
+@dataclass(frozen=True)
+class Between:
+    """No assignment that fits takes less than ``time_s``; ``choices`` are those met at the best bound, to be tried."""
+
+    time_s: float
+    choices: tuple[tuple[int, ...], ...] = ()
+
+
+def lower_bound_between(first: Problem, last: Problem, enough_s: float = math.inf) -> Between:
+    """A bound for every problem on the way from ``first`` to ``last``, whose costs change evenly between both.
+
+    At a fixed mix and price the least weighted cost is a minimum of straight lines, so concave along the way: no$
+    problem between lies below both ends. The mix is the better one without a price; the price is found by bisection.
+    """
+    ends = []
+    for problem in (first, last):
+        model = drop_forbidden(build_model(problem))
+        if model is not None and problem.limit_bytes is not None:
+            model = _without_giants(model, problem.limit_bytes) or model
+        if model is None:
+            return Between(math.inf)
+        transient = max((float(values.min()) for values in model.transient), default=0.0)
+        ends.append(_End(model, build_tree(model, MAX_ENTRIES), model.limit_bytes - transient + HALF_BYTE))
+    found = max((tuple(end.at(mix, 0.0) for end in ends) for mix in (0.0, 0.5, 1.0)), key=_least)
+    mix, saved = found[0].mix, found[0].excess - found[1].excess
+    slower = found[1].bound_s - found[0].bound_s
+    best, low, high, price = found, 0.0, math.inf, slower / saved if slower > 0 and saved > 0 else 0.0
+    price = price or 0.1 * abs(_least(found)) / max(found[0].excess, 1.0)
+    for _ in range(_STEPS):
+        if _least(best) >= enough_s:
+            break
+        found = tuple(end.at(mix, price) for end in ends)
+        best = max(best, found, key=_least)
+        lower = min(found, key=lambda point: point.bound_s)
+        low, high = (price, high) if lower.excess > 0 else (low, price)
+        price = 4 * low if math.isinf(high) else (low + high) / 2
+    return Between(_least(best), tuple(dict.fromkeys(point.choices for point in best)))
+
+
+@dataclass(frozen=True)
+class _Point:
+    """What an end's cheapest assignment at a mix and a price costs, and by how many bytes it is too large."""
+
+    mix: float
+    bound_s: float
+    excess: float
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _End:
+    """One of two problems between which others lie."""
+
+    model: Model
+    tree: Tree
+    room_bytes: float
+
+    def at(self, mix: float, price: float) -> _Point:
+        done = eliminate(self.model, self.tree, _weights(self.model, 1.0 - mix, mix, price))
+        assignment = decode(done)
+        excess = total(self.model, assignment).held_bytes - self.room_bytes
+        return _Point(mix, done.bound - price * self.room_bytes, excess, self.model.choices(assignment))
+
+
+def _least(points: tuple[_Point, ...]) -> float:
+    return min(point.bound_s for point in points)
 
 
 def _without_giants(model: Model, limit_bytes: int) -> Model | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from planner.cost import CostModel
@@ -10,6 +12,7 @@ from planner.formulate import Space, Training, rules_of
 from planner.mesh import candidate_meshes
 from planner.recompute import Again, Amount, Recompute, again, apart, ladder, together
 from planner.skeleton import Skeleton
+from planner.solve import lower_bound_between, solve
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 GRAPH = residual_mlp(layers=4)
@@ -94,3 +97,19 @@ def test_a_pinned_level_is_planned_predicted_and_read_back(level: str) -> None:
     assert plan.predicted.peak_bytes < free.predicted.peak_bytes
     assert plan.certificate.holds
     assert type(plan).from_dict(plan.to_dict()).blocks == plan.blocks
+
+
+def test_the_bound_between_two_steps_holds_for_every_step_between() -> None:
+    """Concave along the way: no step between is solved below the bound that its ends give."""
+    spec, rungs = cluster(4), ladder(FOLDED)
+    bounded = 0
+    for mesh in candidate_meshes(spec, 2):
+        space = Space(FOLDED, mesh, CostModel(spec), Training(), rules_of(GRAPH))
+        for limit in (9_000_000, 11_000_000, 13_000_000, 20_000_000):
+            for low, high in itertools.pairwise(rungs.bends):
+                problems = [space.problem(limit, rungs.steps[step]) for step in range(low, high + 1)]
+                answers = [solve(problem, leanest=False) for problem in problems]
+                bound = lower_bound_between(problems[0], problems[-1]).time_s
+                assert all(bound <= answer.objective_s * (1 + 1e-9) for answer in answers)
+                bounded += any(answer.status == "infeasible" for answer in answers) and bound > 0
+    assert bounded
