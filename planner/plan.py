@@ -177,7 +177,9 @@ class Plan(Document):
         return self._scales.max_batch(sequence, self.cluster.device.usable_bytes)
 
     def max_sequence(self, *, batch: int | None = None) -> int:
-        """The longest sequence at which these decisions fit into the devices' memory; raises as :meth:`at`."""
+        """The longest sequence at which these decisions fit into the devices' memory, and the model has positions;
+        raises as :meth:`at`.
+        """
         return self._scales.max_sequence(batch, self.cluster.device.usable_bytes)
 
     @cached_property
