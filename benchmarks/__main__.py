@@ -1,6 +1,6 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
-python -m benchmarks [plan] [step] [predicted] [published] [iopddl] [memory]
+python -m benchmarks [plan] [step] [predicted] [published] [iopddl] [memory] [pipeline]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import statistics
 import sys
 from dataclasses import asdict
 
-from benchmarks import iopddl, memory, plan_time, predicted, published, record, step_time
+from benchmarks import iopddl, memory, pipeline, plan_time, predicted, published, record, step_time
 from benchmarks.gpt import Shape
 
 PLAN_CASES = tuple(
@@ -37,6 +37,8 @@ def main(what: list[str]) -> None:
         problems()
     if not what or "memory" in what:
         peaks()
+    if not what or "pipeline" in what:
+        pipelines()
 
 
 def plans() -> None:
@@ -68,6 +70,48 @@ def plans() -> None:
         "`nn.Module` to `Plan`; *rewrite* then emits one rank's program. *Step* and *peak* are what the plan predicts."
     )
     print(record.write("plan_time", "Plan time", notes, rows, [asdict(r) for r in results], facts), flush=True)
+
+
+def pipelines() -> None:
+    """Schedules simulated, and a chain cut, by every schedule."""
+    facts = record.circumstances()
+    simulated, found = pipeline.simulations(), pipeline.cuts()
+    simulating = [
+        {
+            "schedule": r.schedule,
+            "virtual stages": str(r.virtual_stages),
+            "micro-batches": str(r.micro_batches),
+            "step, first ms": f"{r.first_s * 1e3:.1f}",
+            "step, again ms": f"{r.again_s * 1e3:.1f}",
+            "timeline ms": f"{r.whole_s * 1e3:.1f}",
+        }
+        for r in simulated
+    ]
+    cutting = [
+        {
+            "schedule": r.schedule,
+            "virtual stages": str(r.virtual_stages),
+            "micro-batches": str(r.micro_batches),
+            "limit GiB": str(r.limit_gib or "none"),
+            "cut s": f"{r.search_s:.2f}",
+            "step": "does not fit" if r.step_s is None else f"{r.step_s:.1f}",
+            "gap": "" if r.gap is None else f"{r.gap:.2%}",
+        }
+        for r in found
+    ]
+    notes = (
+        f"{pipeline.RANKS} ranks, random times; CPU time. *Step* is what a search asks for, the first time and with "
+        "the order at hand; *timeline* is every action's start and end."
+    )
+    raw = [asdict(r) for r in simulated]
+    print(record.write("pipeline_simulated", "Simulated schedules", notes, simulating, raw, facts), flush=True)
+    notes = (
+        "A chain of an embedding, 126 equal layers that may recompute in two ways, and a head, on "
+        f"{pipeline.RANKS} ranks. *Cut* is CPU time; *step* is in units of a layer's forward; *gap* is what "
+        "is left between it and the proved bound on all cuts."
+    )
+    raw = [asdict(r) for r in found]
+    print(record.write("pipeline_cuts", "Cuts of a chain of 126 equal blocks", notes, cutting, raw, facts), flush=True)
 
 
 def peaks() -> None:

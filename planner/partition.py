@@ -47,18 +47,20 @@ PATHS = 60
 """Paths by which cuts are refused before they are simulated: the last ones."""
 FRONT = 400
 """Ways for a stage to save that are kept at most; with more, the tree proves nothing."""
-EFFORT = 4500
+EFFORT = 3500
 """Nodes of the tree at most; simulating a cut counts as one per hundred actions. As much again for planes."""
 
 
-def cut(pipeline: Pipeline, chain: Chain, limit_bytes: int | None = None, cutoff_s: float = math.inf) -> Cut | None:
+def cut(
+    pipeline: Pipeline, chain: Chain, limit_bytes: int | None = None, cutoff_s: float = math.inf, effort: int = EFFORT
+) -> Cut | None:
     """The cut of shortest step among those whose ranks hold at most ``limit_bytes``.
 
     ``None`` where none was found that takes less than ``cutoff_s``, which ends the search early;
-    :class:`InfeasibleError` where none was found that fits.
+    :class:`InfeasibleError` where none was found that fits. More ``effort`` takes longer and leaves smaller gaps.
     """
     check_chain(pipeline, chain)
-    work = _Work(pipeline, chain, limit_bytes)
+    work = _Work(pipeline, chain, limit_bytes, effort)
     found = _Found(cutoff_s)
     planes = _planes(work, found)
     bound = max(planes.bound_s, bound_s(pipeline, chain))
@@ -79,8 +81,8 @@ TIE = 1e-9
 class _Work:
     """A pipeline and a chain as arrays: a column per block, memory rows per rank and fullest moment."""
 
-    def __init__(self, pipeline: Pipeline, chain: Chain, limit_bytes: int | None):
-        self.pipeline, self.limit = pipeline, limit_bytes
+    def __init__(self, pipeline: Pipeline, chain: Chain, limit_bytes: int | None, effort: int):
+        self.pipeline, self.limit, self.effort = pipeline, limit_bytes, effort
         self.blocks = blocks_of(chain)
         self.size, self.stages = len(self.blocks), pipeline.stages
         self.home = placed(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages)
@@ -99,6 +101,8 @@ class _Work:
         for row, (stages, moment) in enumerate(moments):
             self.holds[row, stages], self.keeps[row, stages] = 1.0, moment
         self.limits = np.full(len(moments), float(limit_bytes or 0))
+        self._most = self.keeps.max(axis=0, initial=0.0)
+        self._before = np.append(0.0, np.cumsum(self.held)).tolist()
         self.alone = pipeline.virtual_stages == 1
         self.priced = 0 if self.alone else len(fullest)  # rows: other moments only say whether a cut fits
         self._fronts: dict[tuple[int, ...], _Front] = {(): _Front(np.zeros(1), np.zeros(1), [()])}
@@ -125,7 +129,7 @@ class _Work:
         """[stage, i, j]: bytes of the stage with the blocks i to j - 1 at the least, at its own fullest."""
         held = np.append(0.0, np.cumsum(self.held))
         saved = np.append(0.0, np.cumsum(self.saved.min(axis=1)))
-        most = self.keeps.max(axis=0)[:, None, None]
+        most = self._most[:, None, None]
         lean: Floats = (held[None, :] - held[:, None])[None] + most * (saved[None, :] - saved[:, None])[None]
         return lean
 
@@ -193,7 +197,7 @@ class _Work:
         """The first point of a front that fits where the stage has its rank for itself; ``None`` if none does."""
         if self.limit is None:
             return 0
-        room = (self.limit - self.held[i:j].sum()) / self.keeps[:, stage].max()
+        room = (self.limit - (self._before[j] - self._before[i])) / self._most[stage]
         saved = self.front(i, j).saved
         point = int(np.searchsorted(-saved, -room))
         return point if point < len(saved) else None
@@ -449,7 +453,7 @@ def _planes(work: _Work, found: _Found) -> _Planes:
     unit = max(planes.add_path(planes.add_cut(*(found.cut or start))), 1e-30)
     mixes, prices_of = [np.full(len(planes.paths), 1 / len(planes.paths))], [np.zeros(work.priced)]
     each = 2 * _cost(work.pipeline) + work.stages  # two simulations, and a sum per stage
-    for turn in range(min(PLANES, int(EFFORT / each))):
+    for turn in range(min(PLANES, int(work.effort / each))):
         height, mix, prices, between = planes.highest(unit)
         missing = planes.add_path(between) - height
         near = NEAR[turn % len(NEAR)]
@@ -526,7 +530,7 @@ def _flat(work: _Work, found: _Found, planes: _Planes, recomputed: Floats, throu
 def _improve(work: _Work, found: _Found) -> None:
     """Take a block from one stage and give another one, all between moving along, as long as that helps."""
     p = work.pipeline
-    until, moved = found.spent + EFFORT / 2, found.cut is not None
+    until, moved = found.spent + work.effort / 2, found.cut is not None
     while moved and found.cut is not None:
         moved, (bounds, savings) = False, found.cut
         times, _, _ = work.totals(bounds, savings)
@@ -605,7 +609,7 @@ def _tree(work: _Work, planes: _Planes, found: _Found) -> float:
     tick = count()
     root = _Node(0, 0, np.zeros(len(rests)), work.over(np.zeros(work.stages), np.zeros(work.stages)), np.zeros(p.ranks))
     heap: list[tuple[float, int, int, _Node]] = [(planes.bound_s, 0, next(tick), root)]
-    until = found.spent + EFFORT
+    until = found.spent + work.effort
     while heap and heap[0][0] < found.step_s * (1 - TIE):
         if found.spent > until or work.thinned:
             return heap[0][0]

@@ -105,6 +105,17 @@ def test_chains_of_twelve_blocks(name: str, virtual: int, seed: int) -> None:
             cut(pipeline, chain, limit)
 
 
+def test_more_effort_proves_more() -> None:
+    """Random blocks with two ways to save each, and bytes that stages share: 4096 ways to save for every cut."""
+    pipeline = Pipeline("interleaved_1f1b", 3, 6, 2)
+    chain = random_chain(np.random.default_rng(1), 12, 2)
+    limit = int(0.8 * max(rank_bytes(pipeline, chain, (0, 2, 4, 6, 8, 10, 12), [0] * 12)))
+    first, second = cut(pipeline, chain, limit, effort=100), cut(pipeline, chain, limit, effort=100_000)
+    assert first is not None and second is not None
+    assert first.gap > 0 and second.status == "optimal"
+    assert first.bound_s <= second.step_s <= first.step_s
+
+
 def test_a_cut_by_hand() -> None:
     """1f1b on two ranks, four micro-batches; rank 0 holds two of them, rank 1 one."""
     chain = [
