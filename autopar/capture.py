@@ -11,7 +11,7 @@ import contextlib
 import gc
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import NoneType
@@ -184,13 +184,19 @@ def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], k
             raise NotFoldable("the model keeps tensors that it made")
     if _mutates(exported):
         raise NotFoldable("the model writes in place")
-    own = {storage_of(tensor) for tensor in (*whole.parameters(), *whole.buffers())}
-    if any(isinstance(value, torch.Tensor) and storage_of(value) in own for value in exported.constants.values()):
+    if _shares_memory(exported.constants.values(), (*whole.parameters(), *whole.buffers())):
         raise NotFoldable("a parameter is used in another form")
     captured = _captured(exported, model, repeats)
     if reads_values(captured.program) is not None:
         raise NotFoldable("the model reads the values of tensors")
     return captured
+
+
+def _shares_memory(constants: Iterable[Any], tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a constant lies in the memory of a parameter or buffer."""
+    found = [value for value in constants if isinstance(value, torch.Tensor) and value.layout == torch.strided]
+    memory = {storage_of(value) for value in found}
+    return bool(found) and any(t.layout == torch.strided and storage_of(t) in memory for t in tensors)
 
 
 def _capture_whole(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
