@@ -7,9 +7,10 @@ say: one factor has one size, whichever tensors it is read from. So what is open
 that is known, and what cannot be (a batch that meets a parameter's dim) is an error that names the operator.
 
 What one capture cannot tell is refused, not guessed: an open number that meets nothing and equals a moving size; a
-moving dim that is split into numbers of which any could move; an operator that makes a size of its own out of a moving
-one (a convolution along the sequence). Taken as they stand are numbers that count from the start or the end of a dim
-(``x[:, 1:]``) and those that no moving size equals (a window, a number of heads).
+moving dim that is split into numbers of which any could move; a dim that is taken apart piece by piece (a loop over
+positions); an operator that makes a size of its own out of a moving one (a convolution along the sequence, a slice or a
+padding by more than one). Taken as they stand are shifts by one (``x[:, 1:]``) and other numbers that no moving size
+equals (a number of heads).
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ BY_ARGUMENT = frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default
 
 COUNTING = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
 """Operators whose results count up to their size."""
+
+_IN_PIECES = "unbind.int split.Tensor split.sizes split_with_sizes tensor_split.indices unsafe_split.Tensor " + (
+    "unsafe_split_with_sizes unbind_copy.int split_copy.Tensor split_with_sizes_copy"
+)
+IN_PIECES = frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in _IN_PIECES.split())
+"""Operators that cut a dim into as many pieces as there are; halves and thirds (``chunk``) stay as many."""
 
 ENDLESS = 2**31
 """An end of a slice from here on means the end of the dim."""
@@ -103,6 +110,7 @@ class _Walk:
         self.factors: dict[str, dict[str, _Parts]] = {}
         self.opened: list[_Open] = []
         self.counts: dict[Ref, _Parts] = {}
+        self.picked: dict[tuple[Ref, int], set[int]] = {}
         self.bounds: list[tuple[_Parts, int, str]] = []
         self.node = graph.nodes[0]
 
@@ -154,8 +162,8 @@ class _Walk:
         # Dims of one factor first: they say what the factors of merged dims are.
         for parts, names in sorted(read, key=lambda each: len(each[1]) > 1):
             self._read(parts, names, rule, factors)
-        if node.op == "aten.slice.Tensor":
-            self._end(node)
+        if node.op in IN_PIECES or node.op in ("aten.select.int", "aten.slice.Tensor"):
+            self._taken_apart(node)
         self._look_up(node)
         for number, (ref, dims) in enumerate(tensors[len(node.inputs) :]):
             for position, names in enumerate(dims):
@@ -269,6 +277,8 @@ class _Walk:
             at = 2 * (len(node.results[0].shape) - 1 - position)
             length = self._length(self.dims[node.inputs[0]][position])
             if length is not None:
+                self._check_shift(pad[at])
+                self._check_shift(pad[at + 1])
                 return (length + pad[at] + pad[at + 1],)
         if node.op in ("aten.cat.default", "aten.concat.default", "aten.concatenate.default"):
             lengths = [self._length(self.dims[ref][position]) for ref in node.inputs]
@@ -283,22 +293,49 @@ class _Walk:
         length = self._length(self.dims[node.inputs[0]][position])
         if length is None or step not in (None, 1):
             return self._open(size, strict=type(length) is not int)
+        moves = isinstance(length, Size)
         if end is not None and 0 <= end < length:
-            taken = self._open(size)
-            if type(length) is int:
+            taken = self._open(size, strict=moves)
+            if not moves:
                 self.bounds.append(((taken,), length - start, self._place()))
             return taken
+        if moves:
+            self._check_shift(start)
+            self._check_shift(end if end is not None and end < 0 else 0)
         first = start if start >= 0 else length + start
         last = length + end if end is not None and end < 0 else length
         return last - first
 
-    def _end(self, node: Node) -> None:
-        """Note where a slice that takes all of a dim as planned would end."""
-        dim, end = node["dim"] or 0, node["end"]
-        assert isinstance(dim, int) and isinstance(end, int | None)
-        length = self._length(self.dims[node.inputs[0]][dim])
-        if isinstance(length, Size) and end is not None and length < end < ENDLESS:
+    def _check_shift(self, count: int) -> None:
+        """Refuse a count at an end of a moving dim that may itself move: half of it, or the rest to a multiple."""
+        if abs(count) > 1:
+            raise self._error(
+                f"{abs(count)} may be a constant or come from the size that it is counted off or added to"
+            )
+
+    def _taken_apart(self, node: Node) -> None:
+        """Refuse what takes a moving dim apart, piece by piece: elsewhere there would be more operators.
+
+        Also note where a slice that takes all of it as planned would end.
+        """
+        source, dim = node.inputs[0], node["dim"] or 0
+        assert isinstance(dim, int)
+        dim %= len(self.dims[source])
+        length = self._length(self.dims[source][dim])
+        if not isinstance(length, Size):
+            return
+        first, end = node["index" if node.op == "aten.select.int" else "start"] or 0, node["end"]
+        assert isinstance(first, int) and isinstance(end, int | None)
+        if end is not None and length < end < ENDLESS:
             self.bounds.append(((length,), end, self._place()))
+        one = node.op == "aten.select.int" or (node.op == "aten.slice.Tensor" and node.results[0].shape[dim] == 1)
+        picked = self.picked.setdefault((source, dim), set())
+        if one:
+            picked.add(first % int(length))
+        if node.op in IN_PIECES or not picked <= {0, int(length) - 1} or len(picked) == int(length):
+            raise self._error(
+                f"the {describe(length)} is taken apart, and into how many pieces elsewhere cannot be told"
+            )
 
     def _look_up(self, node: Node) -> None:
         """Note where positions that were counted up to a size are looked up in a table; follow them that far."""

@@ -122,14 +122,14 @@ def test_slices_pads_and_joins_count_from_the_ends():
     table = g.leaf("table", 64, 1, op="buffer")
     g.call("later", "slice.Tensor", 6, 9, self=x, dim=1, start=1, end=2**63 - 1, step=1)
     g.call("earlier", "slice.Tensor", 6, 9, self=x, dim=1, start=0, end=-1, step=1)
-    padded = g.call("padded", "constant_pad_nd.default", 6, 13, self=x, pad=(1, 2), value=0)
-    g.call("joined", "cat.default", 6, 23, tensors=(x, padded), dim=1)
+    padded = g.call("padded", "constant_pad_nd.default", 6, 11, self=x, pad=(0, 1), value=0)
+    g.call("joined", "cat.default", 6, 21, tensors=(x, padded), dim=1)
     read = g.call("read", "slice.Tensor", 10, 1, self=table, dim=0, start=0, end=10, step=1)
     line = g.call("line", "view.default", 10, self=read, size=(10,))
     g.call("sum", "add.Tensor", 6, 10, self=x, other=line, alpha=1)
     found = g.follow()
     assert found["later"] == found["earlier"] == [BATCH, LENGTH - 1]
-    assert found["padded"] == [BATCH, LENGTH + 3] and found["joined"] == [BATCH, 2 * LENGTH + 3]
+    assert found["padded"] == [BATCH, LENGTH + 1] and found["joined"] == [BATCH, 2 * LENGTH + 1]
     assert found["read"] == [LENGTH, 1]
 
 
@@ -168,8 +168,7 @@ def test_halves_grow_half_as_fast():
     g = Build()
     x = g.leaf("x", 6, 10)
     two = (TensorType((6, 5), "float32"),) * 2
-    args = (("self", x), ("split_size", 5), ("dim", 1))
-    g.nodes.append(Node("half", "aten.split.Tensor", args, two))
+    g.nodes.append(Node("half", "aten.chunk.default", (("self", x), ("chunks", 2), ("dim", 1)), two))
     g.call("sum", "add.Tensor", 6, 5, self=Ref("half", 0), other=Ref("half", 1), alpha=1)
     assert at_sizes(g.follow()["sum"][1], 6, 40) == 20
 
@@ -212,6 +211,45 @@ def test_operators_that_make_sizes_of_their_own_are_refused():
     g = Build()
     g.call("strange", "strange.default", 6, 10, self=g.leaf("x", 6, 10))
     refused(g, r"strange, it makes a size of its own \(6 as planned\)")
+
+
+@pytest.mark.parametrize(
+    "op, shape, args",
+    [
+        ("select.int", (6,), {"dim": 1, "index": 3}),
+        ("slice.Tensor", (6, 1), {"dim": 1, "start": 3, "end": 4, "step": 1}),
+        ("unbind.int", (6,), {"dim": -1}),
+        ("split.Tensor", (6, 5), {"split_size": 5, "dim": 1}),
+    ],
+)
+def test_a_dim_that_is_taken_apart_is_refused(op, shape, args):
+    g = Build()
+    g.call("piece", op, *shape, self=g.leaf("x", 6, 10), **args)
+    refused(g, r"piece, the sequence is taken apart")
+
+
+def test_both_of_two_positions_are_all_of_them():
+    g = Build()
+    x = g.leaf("x", 6, 2)
+    g.call("first", "select.int", 6, self=x, dim=1, index=0)
+    assert g.follow()["first"] == [BATCH]
+    g.call("last", "select.int", 6, self=x, dim=1, index=-1)
+    refused(g, r"last, the sequence is taken apart")
+
+
+@pytest.mark.parametrize(
+    "op, size, args",
+    [
+        ("slice.Tensor", 5, {"dim": 1, "start": 5, "end": None, "step": 1}),
+        ("slice.Tensor", 5, {"dim": 1, "start": 0, "end": -5, "step": 1}),
+        ("slice.Tensor", 5, {"dim": 1, "start": 0, "end": 5, "step": 1}),
+        ("constant_pad_nd.default", 16, {"pad": (0, 6), "value": 0}),
+    ],
+)
+def test_counts_that_may_move_are_refused(op, size, args):
+    g = Build()
+    g.call("part", op, 6, size, self=g.leaf("x", 6, 10), **args)
+    refused(g, r"part, (it makes a size of its own|\d may be a constant or come from the size)")
 
 
 def test_inputs_must_agree():
