@@ -7,6 +7,7 @@ its peak; predicted is what the plan says. ``python -m benchmarks memory`` runs 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import warnings
@@ -38,6 +39,7 @@ PLANS: tuple[tuple[int, Mapping[str, object]], ...] = (
     (4, {"data": 2, "tensor": 2}),
     (4, {"data": 2, "tensor": 2, "zero": 3}),
 )
+LEVELS = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,19 @@ def compare() -> list[Compared]:
     for name in MODELS:
         model, batch = MODELS[name].build()
         traced = trace(model, None, batch)
-        for ranks, pins in PLANS:
+        for (ranks, pins), level in itertools.product(PLANS, LEVELS):
             try:
-                plan = plan_traced(traced, ClusterSpec.local(ranks), Pins.parse(pins), Training())
+                plan = plan_traced(
+                    traced, ClusterSpec.local(ranks), Pins.parse({**pins, "recompute": level}), Training()
+                )
             except PinError:
                 continue
             assert plan.assignment is not None
+            if level != "none" and not plan.assignment.recompute:
+                continue  # no block repeats
             seen = observed_peak(model, traced, plan.assignment)
             text = ", ".join(f"{key} {value}" for key, value in pins.items())
+            text += f", recompute {level}" if level != "none" else ""
             found.append(Compared(name, text, plan.predicted.peak_bytes, seen))
             print(f"{name}, {text}: {found[-1].error:+.1%}", flush=True)
     return found
