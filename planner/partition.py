@@ -33,7 +33,7 @@ from planner.stages import Block, Chain, Cut, Pipeline, blocks_of, bound_s, chec
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-PLANES = 40
+PLANES = 150
 """Planes at most."""
 CLOSE = 1e-3
 """Part of a step between bound and planes that is not worth another plane."""
@@ -43,12 +43,17 @@ SLACKS = (0.0, 0.003, 0.01, 0.02, 0.04)
 """Parts by which the slowest stage may be slower than it must for cuts that are tried."""
 PRICE = 4.0
 """Highest price of the whole limit's bytes, in steps."""
+OFFER = 4
+"""Nodes of the tree that looking at a cut counts as."""
 PATHS = 60
 """Paths by which cuts are refused before they are simulated: the last ones."""
 FRONT = 400
 """Ways for a stage to save that are kept at most; with more, the tree proves nothing."""
 EFFORT = 3500
-"""Nodes of the tree at most; simulating a cut counts as one per hundred actions. As much again for planes."""
+"""Work for moving blocks, and as much again for planes; the tree has what is left, or a quarter.
+
+A node of the tree counts as one, simulating a cut as one per hundred actions.
+"""
 
 
 def cut(
@@ -262,7 +267,7 @@ class _Found:
     def offer(self, work: _Work, bounds: tuple[int, ...], savings: tuple[int, ...]) -> None:
         """Take a cut that fits and is better. Simulated is only what no known path proves slower."""
         times, held, saved = work.totals(bounds, savings)
-        self.spent += 1
+        self.spent += OFFER
         over = float(work.over(held, saved).max(initial=-math.inf))
         if over > 0:
             if over < self.least_excess:
@@ -454,6 +459,7 @@ def _planes(work: _Work, found: _Found) -> _Planes:
     mixes, prices_of = [np.full(len(planes.paths), 1 / len(planes.paths))], [np.zeros(work.priced)]
     each = 2 * _cost(work.pipeline) + work.stages  # two simulations, and a sum per stage
     for turn in range(min(PLANES, int(work.effort / each))):
+        found.spent += each / 2
         height, mix, prices, between = planes.highest(unit)
         missing = planes.add_path(between) - height
         near = NEAR[turn % len(NEAR)]
@@ -530,7 +536,7 @@ def _flat(work: _Work, found: _Found, planes: _Planes, recomputed: Floats, throu
 def _improve(work: _Work, found: _Found) -> None:
     """Take a block from one stage and give another one, all between moving along, as long as that helps."""
     p = work.pipeline
-    until, moved = found.spent + work.effort / 2, found.cut is not None
+    until, moved = found.spent + work.effort, found.cut is not None
     while moved and found.cut is not None:
         moved, (bounds, savings) = False, found.cut
         times, _, _ = work.totals(bounds, savings)
@@ -609,7 +615,7 @@ def _tree(work: _Work, planes: _Planes, found: _Found) -> float:
     tick = count()
     root = _Node(0, 0, np.zeros(len(rests)), work.over(np.zeros(work.stages), np.zeros(work.stages)), np.zeros(p.ranks))
     heap: list[tuple[float, int, int, _Node]] = [(planes.bound_s, 0, next(tick), root)]
-    until = found.spent + work.effort
+    until = max(2.0 * work.effort, found.spent + work.effort / 4)
     while heap and heap[0][0] < found.step_s * (1 - TIE):
         if found.spent > until or work.thinned:
             return heap[0][0]
