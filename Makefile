@@ -29,10 +29,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## plan a small GPT-2, train it on four local processes, compare with one
 	@$(BIN)/autopar demo
 
-# Tests start up to four processes on as little as two cores: one thread each.
+# A file of tests at a time on each core, four at most; some start up to four processes: one thread each.
 test: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)  ## run the tests; make test ARGS="-m 'not slow' -k fold" selects
-	@$(BIN)/python -m pytest $(or $(ARGS),tests)
+	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(or $(ARGS),tests)
 
 check: $(STAMP)  ## what CI checks before the tests: format, lint, types
 	@$(BIN)/ruff format --check .

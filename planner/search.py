@@ -290,7 +290,8 @@ def _explore(
     while waiting:
         look = min(waiting, key=lambda look: look.candidate.bound_s)
         waiting.remove(look)
-        if _is_reached(look.candidate.bound_s, best) or (best is not None and setting.is_late()):
+        is_late = setting.is_late() and (best is not None or (look.is_priced and look.low < look.high))
+        if is_late or _is_reached(look.candidate.bound_s, best):
             closed.append(_close(look, best))
         elif not look.is_priced:
             look = (_look_relaxed if look.covers_a_bend else _look_between)(setting, look, best)

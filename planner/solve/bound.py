@@ -92,8 +92,9 @@ class Between:
 def lower_bound_between(first: Problem, last: Problem, enough_s: float = math.inf) -> Between:
     """A bound for every problem on the way from ``first`` to ``last``, whose costs change evenly between both.
 
-    At a fixed mix and price the least weighted cost is a minimum of straight lines, so concave along the way: no$
-    problem between lies below both ends. The mix is the better one without a price; the price is found by bisection.
+    At a fixed mix and price the least weighted cost is a minimum of straight lines, so concave along the way: no
+    problem between lies below both ends, and none fits where neither end does. The mix is the better one without a
+    price; the price is found by bisection.
     """
     ends = []
     for problem in (first, last):
@@ -104,6 +105,8 @@ def lower_bound_between(first: Problem, last: Problem, enough_s: float = math.in
             return Between(math.inf)
         transient = max((float(values.min()) for values in model.transient), default=0.0)
         ends.append(_End(model, build_tree(model, MAX_ENTRIES), model.limit_bytes - transient + HALF_BYTE))
+    if all(end.is_too_large for end in ends):
+        return Between(math.inf)
     found = max((tuple(end.at(mix, 0.0) for end in ends) for mix in (0.0, 0.5, 1.0)), key=_least)
     mix, saved = found[0].mix, found[0].excess - found[1].excess
     slower = found[1].bound_s - found[0].bound_s
@@ -137,6 +140,11 @@ class _End:
     model: Model
     tree: Tree
     room_bytes: float
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether nothing fits, however slow."""
+        return eliminate(self.model, self.tree, _weights(self.model, 0.0, 0.0, 1.0)).bound > self.room_bytes
 
     def at(self, mix: float, price: float) -> _Point:
         done = eliminate(self.model, self.tree, _weights(self.model, 1.0 - mix, mix, price))
