@@ -46,7 +46,7 @@ from planner.strategy import Choice
 
 Progress = Callable[[str], None]
 PROVED = 1e-6
-APART_OPERATORS = 400
+APART_OPERATORS = 200
 """Up to so many operators a model is also decided node by node, without one decision for equal blocks."""
 LEANEST_S = 3.0
 """How long the leanest plan of all is looked for when nothing fits; the leanest found is told."""
@@ -394,23 +394,28 @@ def _look_whole(setting: Setting, look: Look, best: Best | None) -> Look:
 
 
 def _split(look: Look) -> list[Look]:
-    """The same steps in parts: at the bends; else before, at and after the plan that is known, or in halves."""
-    known_inside = look.choices is not None and look.low < look.step < look.high
-    middle = look.step if known_inside else (look.low + look.high) // 2
-    if look.bends:
+    """The same steps in parts.
+
+    Where a plan fits without more recomputation, its step and all others; else at the bends, or before, at and after
+    the plan that is known, or in halves.
+    """
+    step = look.step if look.choices is not None else -1
+    if step == look.low:
+        cuts = [step, step + 1]
+    elif look.bends:
         cuts = [look.low, *(cut for bend in look.bends for cut in (bend, bend + 1))]
     else:
-        cuts = [look.low, *((middle,) if known_inside else ()), middle + 1]
-    cuts = sorted({*cuts, look.high + 1})
+        middle = step if look.low < step < look.high else (look.low + look.high) // 2
+        cuts = [look.low, *([middle] if middle == step else []), middle + 1]
     known = replace(look.candidate, proof="relaxation")
     nothing = replace(known, status="not tried", objective_s=math.inf)
     found = []
-    for low, end in itertools.pairwise(cuts):
-        mine = look.choices is not None and low <= look.step < end
-        part = replace(look, low=low, high=end - 1, is_priced=False)
-        found.append(
-            replace(part, candidate=known) if mine else replace(part, candidate=nothing, choices=None, evaluation=None)
-        )
+    for low, end in itertools.pairwise(sorted({*cuts, look.high + 1})):
+        part = replace(look, low=low, high=end - 1, is_priced=low == step == look.low)
+        if low <= step < end:
+            found.append(replace(part, candidate=known))
+        else:
+            found.append(replace(part, candidate=nothing, choices=None, evaluation=None))
     return found
 
 
