@@ -264,9 +264,9 @@ class Look:
         return [step for step in self.ladder.bends if self.low < step < self.high]
 
     @property
-    def covers_a_bend(self) -> bool:
-        """Whether what is held does not change evenly over its steps; or there is but one."""
-        return self.low == self.high or bool(self.bends)
+    def is_even(self) -> bool:
+        """Whether it covers several steps between which all costs change evenly."""
+        return self.low < self.high and not self.bends
 
     @property
     def amounts(self) -> tuple[Recompute, list[Recompute]]:
@@ -294,7 +294,7 @@ def _explore(
         if is_late or _is_reached(look.candidate.bound_s, best):
             closed.append(_close(look, best))
         elif not look.is_priced:
-            look = (_look_relaxed if look.covers_a_bend else _look_between)(setting, look, best)
+            look = (_look_between if look.is_even else _look_relaxed)(setting, look, best)
             best = _better(best, look)
             waiting.append(look)
         elif look.high - look.low >= FEW or look.candidate.proof == "search":
@@ -327,15 +327,16 @@ def _joined(looks: list[Candidate]) -> Candidate:
 
 def _look_at_work(setting: Setting, space: Space, rungs: Ladder) -> Look:
     """Every decision at its own cheapest and leanest, as if neighbours always agreed."""
-    look = Look(Candidate(space.mesh, "", math.inf, 0.0, 0, "work"), space, rungs, 0, len(rungs.steps) - 1)
-    vertices = space.vertices(*look.amounts)
+    top = len(rungs.steps) - 1
+    least, *more = rungs.between(0, top)
+    vertices = space.vertices(least, more)
     bound_s = math.fsum(float(vertex.time_s.min()) for vertex in vertices)
     held = sum(int(vertex.held_bytes.min()) for vertex in vertices)
     peak_bytes = held + max((int(vertex.transient_bytes.min()) for vertex in vertices), default=0)
     if peak_bytes > setting.limit_bytes:
         bound_s = math.inf
     status = "infeasible" if math.isinf(bound_s) else "not tried"
-    return replace(look, candidate=Candidate(space.mesh, status, math.inf, bound_s, peak_bytes, "work"))
+    return Look(Candidate(space.mesh, status, math.inf, bound_s, peak_bytes, "work"), space, rungs, 0, top)
 
 
 def _look_relaxed(setting: Setting, look: Look, best: Best | None) -> Look:

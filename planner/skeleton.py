@@ -16,7 +16,7 @@ from typing import cast
 from planner.fold import Folded, Instance
 from planner.graph import Node, Ref
 from planner.ops import OPS, saved_places
-from planner.recompute import Again, Level, Recompute, again
+from planner.recompute import NOTHING, Again, Level, Recompute, again
 from planner.rules import Rule
 from planner.strategy import Cuts, Wires
 
@@ -51,6 +51,7 @@ class Skeleton:
         """Walk the whole graph now, not when a mesh first asks: what comes after does not grow with its depth."""
         self.flows  # noqa: B018
         self.relay_readers  # noqa: B018
+        self.charged(NOTHING)
 
     @cached_property
     def own(self) -> frozenset[str]:
@@ -116,23 +117,19 @@ class Skeleton:
 
     def flows_again(self, recompute: Recompute) -> dict[Flow, int]:
         """How often a conversion of each flow runs again in backward."""
-        flows: dict[Flow, int] = {}
-
-        def add(key: Flow, times: int) -> None:
-            flows[key] = flows.get(key, 0) + times
-
+        flows: Counter[Flow] = Counter()
         for instance, numbers in self._entered:
             for level, range_ in recompute.levels(instance.kind):
                 times, again = sum(number in range_ for number in numbers), self.again(instance.kind, level)
                 for at, node in enumerate(instance.block.nodes) if times else ():
                     for ref, positions in _operands(node).items():
                         if not again.taken[at].isdisjoint(positions):
-                            add(self._flow(ref, self.role_of[node.name], positions), times)
+                            flows[self._flow(ref, self.role_of[node.name], positions)] += times
         for relay, ref in self.relays.items():
             role = self.role_of[ref.node]
             for level, counted in recompute.levels(cast(int, role[1])) if role[0] == "op" else ():
                 if (role[2], ref.index) in self.again(cast(int, role[1]), level).values:
-                    add((role, relay, ref, (0,)), len(counted))
+                    flows[role, relay, ref, (0,)] += len(counted)
         return flows
 
     def _flow(self, ref: Ref, head: Role, positions: tuple[int, ...]) -> Flow:
@@ -141,18 +138,13 @@ class Skeleton:
     @cached_property
     def flows(self) -> dict[Flow, int]:
         """How often each flow occurs."""
-        flows: dict[Flow, int] = {}
-
-        def add(head: Role, ref: Ref, positions: tuple[int, ...], times: int) -> None:
-            key = self._flow(ref, head, positions)
-            flows[key] = flows.get(key, 0) + times
-
+        flows: Counter[Flow] = Counter()
         for instance, numbers in self._entered:
             for node in instance.block.nodes:
                 for ref, positions in _operands(node).items():
-                    add(self.role_of[node.name], ref, positions, len(numbers))
+                    flows[self._flow(ref, self.role_of[node.name], positions)] += len(numbers)
         for position, ref in enumerate(self.leaving):
-            add(("output", position), ref, (0,), 1)
+            flows[self._flow(ref, ("output", position), (0,))] += 1
         for relay, ref in self.relays.items():
             role = self.role_of[ref.node]
             flows[role, relay, ref, (0,)] = len(self.members[role])
@@ -199,6 +191,7 @@ class Skeleton:
         """Which tensors (operands, then results) each operator pays for as kept for backward: the first reader of a
         value that needs it pays, views of one tensor count once, parameters are paid as parameters.
         """
+        recompute = recompute or NOTHING
         if recompute not in self._charges:
             self._charges[recompute] = self._charge(recompute)
         return self._charges[recompute]
@@ -251,6 +244,7 @@ class Skeleton:
 
     def charged(self, recompute: Recompute) -> dict[Role, dict[tuple[int, ...], int]]:
         """Which tensors the members of a role pay for, and how many members pay for just these."""
+        recompute = recompute or NOTHING
         if recompute not in self._charged:
             charges = self.charges(recompute)
             self._charged[recompute] = {

@@ -91,7 +91,7 @@ class _Frame:
 
     def __init__(self, again: GraphModule, kept: list[Tensor]):
         self.uses: Counter[int] = Counter()
-        self._again, self._kept, self._versions = again, kept, [_version(value) for value in kept]
+        self._again, self._kept, self._versions = again, kept, [value._version for value in kept]
         self._autocast = _autocast_now()
         self._made: dict[int, Tensor] = {}
         self._left: Counter[int] = Counter()
@@ -107,7 +107,7 @@ class _Frame:
         return made
 
     def _make(self) -> None:
-        if [_version(value) for value in self._kept] != self._versions:
+        if [value._version for value in self._kept] != self._versions:
             raise RuntimeError(
                 "a tensor from which a block recomputes was changed in place between forward and backward: "
                 "call loss.backward() before optimizer.step(), or plan with pin={'recompute': 'none'}"
@@ -116,10 +116,6 @@ class _Frame:
             made = self._again(*self._kept)
         self._left = self.uses.copy()
         self._made = {place: made[place] for place in self.uses}
-
-
-def _version(value: Tensor) -> int:
-    return value._version
 
 
 def _memory(tensor: Tensor) -> int:
