@@ -281,11 +281,12 @@ class Call:
         """Call a function on real operands, and write it down."""
         call = (func, self._encode(args), self._encode(kwargs), self._place(), torch.is_grad_enabled())
         self.faithful &= func not in HISTORY and _ambient() == self.ambient
+        returned = False
         try:
             result = self.standins.call(func, args, kwargs)
-        except Exception:
-            self.faithful = False
-            raise
+            returned = True
+        finally:
+            self.faithful &= returned  # errors that the code catches are not written down
         if func is _SET_GRAD:
             result = None
         described = self._describe(result)

@@ -21,6 +21,7 @@ from autopar.capture import Captured, capture
 from autopar.lower import lower
 
 X = torch.randn(2, 4, 8)
+IDS = torch.arange(16).view(2, 8)
 
 
 class Layer(nn.Module):
@@ -67,16 +68,24 @@ def stack(forward: Forward, layer: type[nn.Module] = Layer, n: int = 4) -> Make:
     return lambda: kind([layer(i) for i in range(n)])
 
 
-def both(make: Make, x: Tensor = X, **how: Any) -> Captured:
-    """What is captured in copies, after comparing it with what is captured whole."""
+def both(
+    make: Make, inputs: dict[str, Tensor] | None = None, afterwards: Callable[[Any], None] = lambda model: None
+) -> Captured:
+    """What is captured in copies, after comparing it with what is captured whole.
+
+    Args:
+        inputs: by name; left out, ``X`` alone.
+        afterwards: looks at each model once it was captured.
+    """
     captured = []
     for fold in (False, True):
         torch.manual_seed(0)
         random.seed(0)
         model = make()
         before = state(model)
-        captured.append(capture(model, (x,), fold=fold))
+        captured.append(capture(model, None if inputs else (X,), inputs, fold=fold))
         assert state(model) == before
+        afterwards(model)
     whole, folded = captured
     assert lower(folded) == lower(whole)
     assert str(folded.graph) == str(whole.graph)
@@ -614,16 +623,13 @@ def test_what_transformers_collects_with_hooks(asked: str) -> None:
         attn_implementation="eager",
         **({asked: True} if asked else {}),  # type: ignore[arg-type]
     )
-    ids = torch.arange(16).view(2, 8)
-    graphs = []
-    for fold in (False, True):
-        model = LlamaForCausalLM(config).train()
-        captured = capture(model, None, {"input_ids": ids, "labels": ids}, fold=fold)
-        graphs.append(lower(captured))
-        outputs = model(input_ids=ids, output_attentions=True, output_hidden_states=True)
+
+    def collects(model: nn.Module) -> None:
+        outputs = model(input_ids=IDS, output_attentions=True, output_hidden_states=True)
         assert len(outputs.attentions) == 3
         assert len(outputs.hidden_states) == 4
-    assert graphs[0] == graphs[1]
+
+    captured = both(lambda: LlamaForCausalLM(config).train(), {"input_ids": IDS, "labels": IDS}, collects)
     assert copies(captured) == (0 if asked else 2)
 
 
@@ -640,10 +646,9 @@ def test_a_mixture_of_experts_is_captured_whole_and_runs_afterwards() -> None:
         num_local_experts=2,
         output_router_logits=True,
     )
-    ids = torch.arange(16).view(2, 8)
-    graphs = []
-    for fold in (False, True):
-        model = MixtralForCausalLM(config).train()
-        graphs.append(lower(capture(model, None, {"input_ids": ids, "labels": ids}, fold=fold)))
-        assert model(input_ids=ids, labels=ids).aux_loss.isfinite()
-    assert graphs[0] == graphs[1]
+    inputs = {"input_ids": IDS, "labels": IDS}
+
+    def runs(model: nn.Module) -> None:
+        assert model(**inputs).aux_loss.isfinite()
+
+    assert copies(both(lambda: MixtralForCausalLM(config).train(), inputs, runs)) == 0
