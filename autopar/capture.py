@@ -25,6 +25,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules.batchnorm import _NormBase
 
+from autopar.assigned import assigned, buffers, written_in_place
 from autopar.failure import failure, on_values, reads_values, without_torchs_notes
 from autopar.flatten import flatten
 from autopar.marks import NotFoldable, writes_in_place
@@ -175,6 +176,7 @@ def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], k
         NotFoldable: it cannot be captured so, or would not be the same.
     """
     with _quick_tracing(), _undone(whole) as before:
+        held = buffers(whole)
         try:
             repeats = Repeats(whole)
             exported = _export(model, repeats.opaque(whole), args, kwargs)
@@ -182,6 +184,8 @@ def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], k
             raise NotFoldable("the export failed") from error
         if before.has_new_tensors():
             raise NotFoldable("the model keeps tensors that it made")
+        if assigned(held):
+            raise NotFoldable("the model assigns to buffers")
     if _mutates(exported):
         raise NotFoldable("the model writes in place")
     if _shares_memory(exported.constants.values(), (*whole.parameters(), *whole.buffers())):
@@ -201,7 +205,7 @@ def _shares_memory(constants: Iterable[Any], tensors: Iterable[torch.Tensor]) ->
 
 def _capture_whole(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     try:
-        with _undone(whole):
+        with _undone(whole), written_in_place(whole):
             exported = _export(model, whole, args, kwargs)
     except Exception as error:
         with _caches_off(model), _undone(whole):
