@@ -1,10 +1,11 @@
 """Follow the batch and the sequence length through a graph: which sizes move with them, and how.
 
-Every dim of every value is a product of *parts*, major first: a constant, a :class:`planner.size.Size`, or something
-*open*, a number that an argument brings along (``arange(128)``) and that may be any of these. Dim 0 of every input is
-the batch, dim 1 the sequence; parameters and constants stay as they are. Operators pass parts on as their factor rules
-say: one factor has one size, whichever tensors it is read from. So what is open is known as soon as it meets something
-that is known, and what cannot be (a batch that meets a parameter's dim) is an error that names the operator.
+Every dim of every value is a product of *parts*, major first: a constant, a :class:`planner.polynomial.Size`, or
+something *open*, a number that an argument brings along (``arange(128)``) and that may be any of these. Dim 0 of every
+input is the batch, dim 1 the sequence; parameters and constants stay as they are. Operators pass parts on as their
+factor rules say: one factor has one size, whichever tensors it is read from. So what is open is known as soon as it
+meets something that is known, and what cannot be (a batch that meets a parameter's dim) is an error that names the
+operator.
 
 What one capture cannot tell is refused, not guessed: an open number that meets nothing and equals a moving size; a
 moving dim that is split into numbers of which any could move; a dim that is taken apart piece by piece (a loop over
@@ -21,8 +22,8 @@ from dataclasses import dataclass
 
 from planner.errors import PlanError
 from planner.graph import Graph, Node, Ref
+from planner.polynomial import Size, batch_of, describe, quotient, sequence_of
 from planner.rules import Rule
-from planner.size import Size, batch_of, describe, quotient, sequence_of
 from planner.strategy import tensors_of
 
 Sizes = tuple[int, ...]

@@ -1,8 +1,8 @@
 """Formulas: what a plan's step takes, in closed form in the batch and the sequence length.
 
-The planned decisions are taken at sizes that know their formula (:mod:`planner.size`), so that counting bytes, calls
-and operations gives formulas as well as numbers; nothing is fitted. Seconds are those of the cost model's closed forms:
-a roofline for every operator, the cheapest algorithm for every collective.
+The planned decisions are taken at sizes that know their formula (:mod:`planner.polynomial`), so that counting bytes,
+calls and operations gives formulas as well as numbers; nothing is fitted. Seconds are those of the cost model's closed
+forms: a roofline for every operator, the cheapest algorithm for every collective.
 
 What seconds leave out: the tiles and waves of products and attention on GPUs, and what was measured (a calibration);
 ``plan.at(...)`` has both. Bytes leave nothing out as long as a step does the same in the same order, which other sizes
@@ -28,9 +28,9 @@ from planner.layout import Axis, Layout
 from planner.memory import Held, timeline
 from planner.ops import OPS
 from planner.pins import ATTENTION
+from planner.polynomial import Powers, terms_of
 from planner.predict import collectives, conversions, sorted_calls
-from planner.scales import Scales
-from planner.size import Powers, terms_of
+from planner.scale import OtherSizes
 from planner.strategy import Choice
 
 Number = float | Fraction
@@ -100,13 +100,13 @@ class Formulas:
         return f"$$\n{self.latex()}\n$$"
 
 
-def formulas(scales: Scales) -> Formulas:
+def formulas(sizes: OtherSizes) -> Formulas:
     """The formulas of a plan.
 
     Raises:
         PlanError: neither batch nor sequence length can be followed.
     """
-    scale, left_out = scales.widest()
+    scale, left_out = sizes.widest()
     planned = scale.followed.batch, scale.followed.sequence
     assignment = scale.symbolic()
     batch, sequence = sympy.symbols("b s", positive=True, integer=True)

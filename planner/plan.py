@@ -38,7 +38,7 @@ from planner.strategy import Choice
 if TYPE_CHECKING:
     from planner.explain import Explanation
     from planner.formulas import Formulas
-    from planner.scales import Scales
+    from planner.scale import OtherSizes
     from planner.why import WhyNot
 
 __all__ = ["BlockPlan", "Plan", "Search", "describe", "model_facts", "refold", "reprice", "restore"]
@@ -170,35 +170,39 @@ class Plan(Document):
             PlanError: a size is not a whole number from 1, the decisions do not divide it, or the model cannot be
                 followed to it, see :mod:`planner.follow`; or the plan was read from a file, without its model.
         """
-        return self._scales.at(batch, sequence)
+        return self._sizes.at(batch, sequence)
 
     def max_batch(self, *, sequence: int | None = None) -> int:
         """The largest global batch at which these decisions fit into the devices' memory; raises as :meth:`at`."""
-        return self._scales.max_batch(sequence, self.cluster.device.usable_bytes)
+        from planner.capacity import max_batch
+
+        return max_batch(self._sizes, sequence, self.cluster.device.usable_bytes)
 
     def max_sequence(self, *, batch: int | None = None) -> int:
         """The longest sequence at which these decisions fit into the devices' memory, and the model has positions;
         raises as :meth:`at`.
         """
-        return self._scales.max_sequence(batch, self.cluster.device.usable_bytes)
+        from planner.capacity import max_sequence
+
+        return max_sequence(self._sizes, batch, self.cluster.device.usable_bytes)
 
     @cached_property
     def formulas(self) -> Formulas:
         """Time and memory of a step in closed form, in batch and sequence length; raises as :meth:`at`."""
         from planner.formulas import formulas
 
-        return formulas(self._scales)
+        return formulas(self._sizes)
 
     @cached_property
-    def _scales(self) -> Scales:
-        from planner.scales import Scales
+    def _sizes(self) -> OtherSizes:
+        from planner.scale import OtherSizes
 
         if self.assignment is None:
             raise PlanError(
                 "this plan was read from a file and does not carry its model's graph: give it one with "
                 "autopar.evaluate(model, plan), and ask the plan that returns"
             )
-        return Scales(self.assignment)
+        return OtherSizes(self.assignment)
 
 
 def _save(path: Path, text: str) -> None:

@@ -4,7 +4,11 @@ Only sizes change: every value, factor and strip of the planned graph becomes wh
 decisions keep their places, and the result is an assignment like any other, that is priced and followed through memory
 exactly as the plan was. Static arguments that no price reads (the numbers of a view) are left as captured.
 
-Sizes may also be given as :class:`planner.size.Size`: then whatever is computed from the assignment knows its formula.
+A plan is asked for more than one size. :class:`OtherSizes` follows the batch, the sequence length, or both through the
+graph once each (:mod:`planner.follow`), and then every question costs a walk over the scaled step.
+
+Sizes may also be given as :class:`planner.polynomial.Size`: then whatever is computed from the assignment knows its
+formula.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ from planner.formulate import Assignment, Role, Space
 from planner.graph import Graph, Node, Ref
 from planner.layout import Layout, LocalType, Shard
 from planner.memory import timeline
+from planner.polynomial import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of
 from planner.predict import Prediction, predict
 from planner.rules import AxisStrategy, Rule
-from planner.size import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of
 from planner.skeleton import Skeleton
 from planner.strategy import Choice, Cuts
 
@@ -274,6 +278,52 @@ class Scale:
     def peak_bytes(self, batch: int, sequence: int) -> int:
         """The fullest moment at these sizes; raises as :meth:`assignment` does."""
         return timeline(self.assignment(batch, sequence)).peak_bytes
+
+
+class OtherSizes:
+    """A plan's decisions, with the batch, the sequence length, or both to change."""
+
+    def __init__(self, assignment: Assignment):
+        self._assignment = assignment
+        self._known: dict[tuple[bool, bool], Scale] = {}
+
+    def scale(self, *, batch: bool, sequence: bool) -> Scale:
+        """The decisions with these sizes to change; raises as :class:`Scale` does."""
+        if (batch, sequence) not in self._known:
+            self._known[batch, sequence] = Scale(self._assignment, batch=batch, sequence=sequence)
+        return self._known[batch, sequence]
+
+    def widest(self) -> tuple[Scale, str]:
+        """The decisions with as much to change as can be followed, and why the rest cannot be.
+
+        Raises:
+            PlanError: neither size can be followed.
+        """
+        try:
+            return self.scale(batch=True, sequence=True), ""
+        except NotFollowed as error:
+            why = error
+        try:
+            return self.scale(batch=True, sequence=False), str(why)
+        except NotFollowed:
+            return self.scale(batch=False, sequence=True), str(why)
+
+    def at(self, batch: int | None, sequence: int | None) -> Prediction:
+        """A step at other sizes; ``None``: as planned."""
+        check_size("batch", batch)
+        check_size("sequence", sequence)
+        scale = self.scale(batch=batch is not None, sequence=sequence is not None)
+        return scale.predict(batch or 0, sequence or 0)
+
+
+def check_size(name: str, size: object) -> None:
+    """Refuse what is no size, as users give it.
+
+    Raises:
+        PlanError: it is neither ``None`` nor a whole number from 1.
+    """
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise PlanError(f"{name} is {size!r}: give a whole number from 1, or leave it out for the planned one")
 
 
 class _Twin(Skeleton):

@@ -69,7 +69,7 @@ def check(name: str, pin: Mapping[str, Any], **sizes: int) -> None:
     """A plan at other sizes is the same plan of the model captured there."""
     plan = planned(name, pin)
     graph = captured(name, **sizes).graph
-    scale = plan._scales.scale(batch="batch" in sizes, sequence="sequence" in sizes)
+    scale = plan._sizes.scale(batch="batch" in sizes, sequence="sequence" in sizes)
     scaled = scale.assignment(sizes.get("batch", 0), sizes.get("sequence", 0))
     shapes = [(node.name, node.op, node.results) for node in graph.nodes]
     assert [(node.name, node.op, node.results) for node in scaled.space.graph.nodes] == shapes

@@ -17,7 +17,7 @@ from planner.follow import NotFollowed, follow
 from planner.formulate import rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.plan import Plan
-from planner.size import at_sizes, batch_of, quotient, sequence_of
+from planner.polynomial import at_sizes, batch_of, quotient, sequence_of
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 BATCH, LENGTH = batch_of(6), sequence_of(10)

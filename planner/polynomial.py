@@ -1,4 +1,4 @@
-"""Sizes that know how they grow: a whole number as planned, and the polynomial in batch and sequence behind it.
+"""Polynomial: sizes that know how they grow: a number as planned, and the polynomial in batch and sequence behind it.
 
 A :class:`Size` is an ``int``, so that all which counts elements and bytes counts with sizes as well, and the result
 knows its formula. Comparisons for order look at the number; two sizes are *equal* only if they grow alike, so that
