@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from planner.errors import ClusterError
-from planner.files import write_text
+from planner.files import read_yaml, write_text
 from planner.kernel import Attention, Family, Product, Stream
 from planner.quantity import FROZEN, BytesPerS, Described, Seconds, check_keys
 
@@ -229,12 +229,7 @@ class Calibration(Described):
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Read a calibration file; raises :class:`ClusterError` naming what is wrong."""
         name = os.fspath(path)
-        try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
-        except OSError as error:
-            raise ClusterError(f"calibration file {name!r} cannot be read: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ClusterError(f"calibration file {name!r} is neither YAML nor JSON: {error}") from error
+        data = read_yaml(path, "calibration file")
         try:
             return cls.from_dict(data)
         except ClusterError as error:

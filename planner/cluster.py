@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from planner import host
 from planner.calibration import Calibration
 from planner.errors import ClusterError
-from planner.files import write_text
+from planner.files import read_yaml, write_text
 from planner.quantity import (
     FROZEN,
     Bytes,
@@ -225,12 +225,7 @@ class ClusterSpec(Described):
 
         Raises :class:`ClusterError` naming what is wrong.
         """
-        try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
-        except OSError as error:
-            raise ClusterError(f"cluster file {os.fspath(path)!r} cannot be read: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ClusterError(f"cluster file {os.fspath(path)!r} is neither YAML nor JSON: {error}") from error
+        data = read_yaml(path, "cluster file")
         if isinstance(data, dict) and isinstance(data.get("calibration"), str):
             data["calibration"] = Calibration.load(Path(path).parent / data["calibration"])
         try:

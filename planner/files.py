@@ -1,9 +1,24 @@
-"""Files written atomically: a reader sees the old file or the new one, whole."""
+"""Files: YAML or JSON that is read, and text that is written: a reader sees the old file or the new one, whole."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
+
+import yaml
+
+from planner.errors import ClusterError
+
+
+def read_yaml(path: str | os.PathLike[str], what: str) -> Any:
+    """The contents of a YAML or JSON file; raises :class:`ClusterError` that says ``what`` file cannot be read."""
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
+    except OSError as error:
+        raise ClusterError(f"{what} {os.fspath(path)!r} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ClusterError(f"{what} {os.fspath(path)!r} is neither YAML nor JSON: {error}") from error
 
 
 def write_text(path: Path, text: str) -> None:

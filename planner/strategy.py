@@ -8,7 +8,7 @@ operator by name.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -140,6 +140,15 @@ class Wires:
                             found[(value, dim, at[1]), rule.sizes[factor]] = None
         return tuple(found)
 
+    def beside(self, value: int, dim: int, strips: int) -> Iterator[tuple[int, int, int]]:
+        """The same cut, as (value, dim, strips), in all tensors of the operators that touch a value."""
+        for values, seats, place in self.uses[value]:
+            found = seats.cut(place, dim, strips)
+            if found is not None:
+                factor, outer = found
+                for other, other_dim, major in seats.of[factor]:
+                    yield values[other], other_dim, major * outer
+
     def cuts(self, born: frozenset[tuple[int, int, int]]) -> Cuts:
         """Where values may be cut, for each value and dim, given the cuts that are born."""
         cuts: _NumberedCuts = {}
@@ -162,16 +171,11 @@ def _spread(cuts: _NumberedCuts, wires: Wires) -> None:
     waiting = [(*key, strips) for key, values in cuts.items() for strips in values]
     while waiting:
         value, dim, strips = waiting.pop()
-        for values, seats, place in wires.uses[value]:
-            found = seats.cut(place, dim, strips)
-            if found is None:
-                continue
-            factor, outer = found
-            for other, other_dim, major in seats.of[factor]:
-                have = cuts.setdefault((values[other], other_dim), set())
-                if major * outer > 1 and major * outer not in have:
-                    have.add(major * outer)
-                    waiting.append((values[other], other_dim, major * outer))
+        for other, other_dim, same in wires.beside(value, dim, strips):
+            have = cuts.setdefault((other, other_dim), set())
+            if same > 1 and same not in have:
+                have.add(same)
+                waiting.append((other, other_dim, same))
 
 
 def tensors_of(node: Node, rule: Rule) -> list[tuple[Ref, tuple[tuple[str, ...], ...]]]:
@@ -198,14 +202,9 @@ def _drop_dead(cuts: _NumberedCuts, wires: Wires) -> None:
         if _is_alive(value, dim, strips, cuts, wires):
             continue
         cuts[value, dim].discard(strips)
-        for values, seats, place in wires.uses[value]:
-            found = seats.cut(place, dim, strips)
-            if found is None:
-                continue
-            factor, outer = found
-            for other, other_dim, major in seats.of[factor]:
-                if major * outer in cuts.get((values[other], other_dim), ()):
-                    waiting[values[other], other_dim, major * outer] = None
+        for other, other_dim, same in wires.beside(value, dim, strips):
+            if same in cuts.get((other, other_dim), ()):
+                waiting[other, other_dim, same] = None
 
 
 def _is_alive(value: int, dim: int, strips: int, cuts: _NumberedCuts, wires: Wires) -> bool:

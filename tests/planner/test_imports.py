@@ -25,7 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "simulate": {"errors", "schedule"},
     "stages": {"errors", "schedule", "simulate"},
     "partition": {"errors", "schedule", "simulate", "stages"},
-    "files": set(),
+    "files": {"errors"},
     "quantity": {"errors"},
     "host": {"errors"},
     "kernel": set(),
