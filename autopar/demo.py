@@ -34,7 +34,7 @@ from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.errors import InputError
 from planner.plan import Plan
-from planner.report.words import in_bytes, in_seconds
+from planner.words import in_bytes, in_seconds
 
 PRELOAD = ("torch", "transformers.models.gpt2.modeling_gpt2", "autopar.demo")
 COMPARED_STEPS, LOSS_TOLERANCE = 20, 1e-4

@@ -24,9 +24,9 @@ from planner.layout import Layout
 from planner.names import filled, role_names
 from planner.problem import Evaluation, Problem, evaluate
 from planner.report.summary import is_notable, local_name
-from planner.report.words import in_bytes, in_percent, in_seconds, sizes_text
 from planner.solve import solve
 from planner.strategy import Choice
+from planner.words import in_bytes, in_percent, in_seconds, sizes_text
 
 IN_WORDS = {
     "batch": "each rank computes its part of the batch",

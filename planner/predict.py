@@ -19,12 +19,13 @@ from planner.layout import Layout
 from planner.memory import timeline
 from planner.recompute import Level
 from planner.strategy import Choice
+from planner.words import in_bytes, in_seconds, in_shares, labelled
 
 LARGEST = 5
 """So many tensors are named at the fullest moment."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """One training step on the slowest rank, and the fullest.
 
@@ -49,6 +50,23 @@ class Prediction:
     collectives: tuple[tuple[Collective, int], ...]
     fullest_at: str = ""
     largest: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        rows = [
+            ("step", in_seconds(self.step_time_s)),
+            ("", in_shares(self.time_s, self.step_time_s, in_seconds)),
+            ("memory", f"{in_bytes(self.peak_bytes)} on the fullest device"),
+            ("", in_shares(self.memory_bytes, self.peak_bytes, in_bytes)),
+        ]
+        return labelled([*rows, *([("", self.fullest)] if self.fullest_at else [])])
+
+    __repr__ = __str__
+
+    @property
+    def fullest(self) -> str:
+        """When memory is fullest, and with what."""
+        largest = ", ".join(f"{name} {in_bytes(size)}" for name, size in self.largest[:3])
+        return f"fullest in {self.fullest_at}\nwith {largest}, ..."
 
 
 Calls = Counter[Collective]

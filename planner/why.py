@@ -21,8 +21,8 @@ from planner.formulate import Assignment, Role
 from planner.memory import timeline
 from planner.pins import Pins
 from planner.problem import evaluate
-from planner.report.words import in_bytes, in_seconds, mesh_text
 from planner.search import Searched, search
+from planner.words import in_bytes, in_seconds, mesh_text
 
 MEMORY = "memory"
 UNLIMITED_BYTES = 2**50

@@ -28,7 +28,7 @@ from planner.report.summary import (
     stored,
     traffic,
 )
-from planner.report.words import (
+from planner.words import (
     MEMORY_USES,
     TIME_USES,
     in_bytes,

@@ -10,7 +10,7 @@ from typing import Any
 from planner.conversion import Collective
 from planner.detail import BlockDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
-from planner.report.words import in_seconds, sizes_text
+from planner.words import in_seconds, sizes_text
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from planner.detail import OpDetail
 from planner.document import Document
-from planner.predict import Prediction
 from planner.report.summary import (
     BlockSummary,
     blocks,
@@ -19,7 +18,7 @@ from planner.report.summary import (
     stored,
     traffic,
 )
-from planner.report.words import in_bytes, in_percent, in_seconds, mesh_text, recomputed, sizes_text
+from planner.words import in_bytes, in_percent, in_seconds, in_shares, labelled, mesh_text, recomputed, sizes_text
 
 
 def text(document: Document) -> str:
@@ -53,35 +52,19 @@ def _head(document: Document) -> str:
         ("mesh", mesh_text(document.mesh) + (f"   pinned: {pins}" if pins else "")),
         ("search", f"{search.status}{proof}, {counted(search.seconds):.2f} s" + (f" ({steps})" if steps else "")),
         *([("", standing(document))] if len(search.candidates) > 1 else []),
-        *([("proof", str(document.certificate))] if document.assignment is not None else []),
+        *([("proof", textwrap.fill(str(document.certificate), 100))] if document.assignment is not None else []),
         ("step", in_seconds(predicted.step_time_s)),
-        ("", _shares(predicted.time_s, predicted.step_time_s, in_seconds)),
+        ("", in_shares(predicted.time_s, predicted.step_time_s, in_seconds)),
         (
             "memory",
             f"{in_bytes(predicted.peak_bytes)} of {in_bytes(device.usable_bytes)} usable "
             f"({in_percent(predicted.peak_bytes / device.usable_bytes)}) on the fullest device",
         ),
-        ("", _shares(predicted.memory_bytes, predicted.peak_bytes, in_bytes)),
-        *([("", _fullest(predicted))] if predicted.fullest_at else []),
+        ("", in_shares(predicted.memory_bytes, predicted.peak_bytes, in_bytes)),
+        *([("", predicted.fullest)] if predicted.fullest_at else []),
     ]
     title = f"{document.model['class']}, {document.model['parameters']:,} parameters"
-    return "\n".join([f"{title}, on {document.cluster.name}: {devices}", *(f"  {a:<8}{b}" for a, b in rows)])
-
-
-def _fullest(predicted: Prediction) -> str:
-    """When memory is fullest, and with what."""
-    largest = ", ".join(f"{name} {in_bytes(size)}" for name, size in predicted.largest[:3])
-    return f"fullest in {predicted.fullest_at}" + "\n" + " " * 10 + f"with {largest}, ..."
-
-
-def _shares(uses: Mapping[str, float], total: float, show: Callable[[float], str]) -> str:
-    """``"compute 136.8 ms (70 %), ..."``, over as many lines as it takes."""
-    found = [f"{name} {show(value)} ({in_percent(value / total)})" for name, value in uses.items() if value]
-    return (
-        textwrap.fill(", ".join(found).replace(" ", "\0").replace(",\0", ", "), 100)
-        .replace("\0", " ")
-        .replace("\n", "\n" + " " * 10)
-    )
+    return "\n".join([f"{title}, on {document.cluster.name}: {devices}", labelled(rows)])
 
 
 def _blocks(document: Document) -> str:

@@ -55,7 +55,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "pins": {*BASE, "rules", "ops", "mesh", "strategy", "recompute", "formulate"},
     "memory": {*BASE, "fold", "conversion", "recompute", "formulate", "ops"},
-    "predict": {*BASE, "fold", "cost", "conversion", "strategy", "recompute", "formulate", "memory"},
+    "words": {"layout"},
+    "predict": {*BASE, "fold", "cost", "conversion", "strategy", "recompute", "formulate", "memory", "words"},
 }
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
 ROOMS["search"] = {*ROOMS}
@@ -81,7 +82,7 @@ ROOMS["why"] = {
     "formulate",
     "certificate",
     "document",
-    "report",
+    "words",
     "search",
 }
 ROOMS["plan"] = VIEWS - {"solve"} | {"report", "explain", "why"}

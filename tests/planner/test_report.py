@@ -17,7 +17,7 @@ from planner.layout import Mesh
 from planner.plan import Plan
 from planner.report.html import _drawing
 from planner.report.summary import blocks, traffic
-from planner.report.words import in_bytes, in_count, in_percent, in_seconds
+from planner.words import in_bytes, in_count, in_percent, in_seconds
 from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp
 
 
@@ -71,6 +71,16 @@ def test_a_plan_is_one_line_where_a_value_is_shown() -> None:
     assert repr(gpt2()) == (
         "<Plan of GPT2LMHeadModel on local: mesh data 2 x tensor 2, step 198.2 ms, peak 26.1 MiB, optimal>"
     )
+
+
+def test_a_prediction_alone_reads_as_in_its_plan() -> None:
+    plan = mlp()
+    shown = f"{plan.predicted}".splitlines()
+    assert shown[0] == "  step    104.6 ms"
+    within = str(plan).splitlines()
+    of, where = " of 921.6 MiB usable (1 %)", within.index(shown[0])
+    assert [line.replace(of, "") for line in within[where : where + len(shown)]] == shown
+    assert repr(plan.predicted) == "\n".join(shown)
 
 
 # ---- summary ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
 
 from planner.layout import Mesh
 
@@ -51,6 +52,18 @@ def in_seconds(seconds: float) -> str:
 def in_percent(share: float) -> str:
     """``"14 %"``, ``"< 1 %"``."""
     return "< 1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
+
+
+def in_shares(uses: Mapping[str, float], total: float, show: Callable[[float], str]) -> str:
+    """``"compute 136.8 ms (70 %), ..."``, over as many lines as it takes; what is 0 is left out."""
+    found = [f"{name} {show(value)} ({in_percent(value / total)})" for name, value in uses.items() if value]
+    filled = textwrap.fill(", ".join(found).replace(" ", "\0").replace(",\0", ", "), 100)
+    return filled.replace("\0", " ")
+
+
+def labelled(rows: Iterable[tuple[str, str]]) -> str:
+    """Texts behind their labels, further lines below the first."""
+    return "\n".join(f"  {label:<8}" + text.replace("\n", "\n" + " " * 10) for label, text in rows)
 
 
 def in_count(number: int) -> str:
