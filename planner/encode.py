@@ -6,7 +6,7 @@ What decides comes first, what was predicted of it last; whatever fits on a line
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from planner.predict import Prediction
 
 FORMAT, VERSION = "autopar-plan", 1
 WIDTH = 110
+BLOCK_FIELDS = {"name", "count", "at", "recompute", "ops", "values"}
 
 
 def encode(document: Document) -> dict[str, Any]:
@@ -79,14 +80,7 @@ def decode(data: Any) -> dict[str, Any]:
         raise PlanError(
             f"the plan is of version {data.get('version')!r}, this autopar reads version {VERSION}: plan again"
         )
-    try:
-        fields = _read_document(data)
-    except KeyError as error:
-        raise PlanError(f"the plan lacks the field {error}; restore it, or plan again") from error
-    except ClusterError as error:
-        raise PlanError(f"the plan's cluster: {error}") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise PlanError(f"the plan has a wrong field: {error}; restore it, or plan again") from error
+    fields = _read_document(data)
     ranks, devices = fields["mesh"].size, fields["cluster"].world_size
     if ranks != devices:
         raise PlanError(f"the plan's mesh has {ranks} ranks, but its cluster has {devices} devices: plan again for it")
@@ -137,49 +131,86 @@ def _sparse(value: Any) -> Any:
 
 
 def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
-    predicted, search = data["predicted"], data["search"]
-    for section in ("model", "pin", "inputs", "parameters", "buffers", "values", "coverage"):
-        if not isinstance(data[section], dict):
-            raise TypeError(f"{section!r} is {data[section]!r}, not a mapping")
-    if not isinstance(data["outputs"], list):
-        raise TypeError(f"'outputs' is {data['outputs']!r}, not a list")
-    for block in data["blocks"]:
-        for section in ("ops", "values"):
-            if not all(isinstance(text, str) for text in block[section].values()):
-                raise TypeError(f"block {block['name']!r}: {section!r} maps names to text")
+    def field(name: str, read: Callable[[Any], Any]) -> Any:
+        if name not in data:
+            raise PlanError(f"the plan lacks the field {name!r}; restore it, or plan again")
+        try:
+            return read(data[name])
+        except KeyError as error:
+            raise PlanError(f"the plan's field {name!r} lacks {error}; restore it, or plan again") from error
+        except ClusterError as error:
+            raise PlanError(f"the plan's {name}: {error}") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"the plan's field {name!r} is wrong: {error}; restore it, or plan again") from error
+
+    names = ("model", "pin", "inputs", "parameters", "buffers", "values", "coverage")
     return {
-        "model": data["model"],
-        "cluster": ClusterSpec.from_dict(data["cluster"]),
-        "mesh": Mesh(tuple(Axis(**axis) for axis in data["mesh"])),
-        "pin": data["pin"],
-        "inputs": data["inputs"],
-        "parameters": data["parameters"],
-        "buffers": data["buffers"],
-        "values": data["values"],
-        "blocks": tuple(
-            BlockPlan(b["name"], b["count"], b["ops"], b["values"], parse_runs(b["at"]), dict(b.get("recompute", {})))
-            for b in data["blocks"]
-        ),
-        "outputs": tuple(data["outputs"]),
-        "predicted": Prediction(
-            float(predicted["step_time_s"]),
-            int(predicted["peak_bytes"]),
-            predicted["time_s"],
-            predicted["memory_bytes"],
-            _read_calls(predicted["collectives"]),
-            predicted.get("fullest_at", ""),
-            tuple((name, size) for name, size in predicted.get("largest", ())),
-        ),
-        "search": Search(search["status"], search["gap"], search["seconds"], tuple(search["candidates"])),
-        "coverage": data["coverage"],
+        **{name: field(name, _mapping) for name in names},
+        "cluster": field("cluster", ClusterSpec.from_dict),
+        "mesh": field("mesh", _read_mesh),
+        "blocks": field("blocks", lambda blocks: tuple(map(_read_block, _list(blocks)))),
+        "outputs": field("outputs", lambda outputs: tuple(_list(outputs))),
+        "predicted": field("predicted", _read_prediction),
+        "search": field("search", _read_search),
         "recorded": Account(
-            tuple(
-                BlockDetail({name: _read_op(op) for name, op in d["ops"].items()}, _read_calls(d["collectives"]))
-                for d in data["details"]
-            ),
-            {name: _read_leaf(leaf) for name, leaf in data["leaves"].items()},
+            field("details", lambda details: tuple(map(_read_details, _list(details)))),
+            field("leaves", lambda leaves: {name: _read_leaf(leaf) for name, leaf in _mapping(leaves).items()}),
         ),
     }
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is not a mapping")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is not a list")
+    return value
+
+
+def _read_mesh(axes: Any) -> Mesh:
+    return Mesh(tuple(Axis(axis["name"], axis["size"], axis["stride"]) for axis in map(_mapping, _list(axes))))
+
+
+def _read_block(data: Any) -> BlockPlan:
+    name, at = _mapping(data)["name"], parse_runs(data["at"])
+    unknown = data.keys() - BLOCK_FIELDS
+    if unknown:
+        raise ValueError(
+            f"block {name!r} has {', '.join(map(repr, sorted(unknown)))}, and takes {sorted(BLOCK_FIELDS)}"
+        )
+    for section in ("ops", "values", "recompute"):
+        if not isinstance(data.get(section, {}), dict):
+            raise TypeError(f"block {name!r}: {section!r} is {data[section]!r}, not a mapping")
+    for section in ("ops", "values"):
+        if not all(isinstance(text, str) for text in data[section].values()):
+            raise TypeError(f"block {name!r}: {section!r} maps names to text")
+    if len(at) != data["count"]:
+        raise ValueError(f'block {name!r} has "count" {data["count"]}, and "at" {data["at"]!r} numbers {len(at)}')
+    return BlockPlan(name, data["count"], data["ops"], data["values"], at, data.get("recompute", {}))
+
+
+def _read_prediction(data: Any) -> Prediction:
+    return Prediction(
+        float(data["step_time_s"]),
+        int(data["peak_bytes"]),
+        data["time_s"],
+        data["memory_bytes"],
+        _read_calls(data["collectives"]),
+        data.get("fullest_at", ""),
+        tuple((name, size) for name, size in data.get("largest", ())),
+    )
+
+
+def _read_search(data: Any) -> Search:
+    return Search(data["status"], data["gap"], data["seconds"], tuple(data["candidates"]))
+
+
+def _read_details(data: Any) -> BlockDetail:
+    return BlockDetail({name: _read_op(op) for name, op in data["ops"].items()}, _read_calls(data["collectives"]))
 
 
 def _read_calls(calls: Iterable[Mapping[str, Any]]) -> tuple[tuple[Collective, int], ...]:

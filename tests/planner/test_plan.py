@@ -218,7 +218,7 @@ def edit_outputs(data: dict[str, Any]) -> None:
 
 
 def edit_numbers(data: dict[str, Any]) -> None:
-    block_of(data)["at"] = "0-1"
+    block_of(data).update(at="0-1", count=2)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,26 @@ def test_a_missing_field_is_named(field: str, plan: Plan) -> None:
 def test_a_field_of_another_kind_is_refused(field: str, wrong: object, plan: Plan) -> None:
     data = document(plan)
     data[field] = wrong
-    with pytest.raises(PlanError, match=r"wrong field|lacks the field|cluster"):
+    with pytest.raises(PlanError, match=f"the plan's (field '{field}' (is wrong|lacks)|cluster)"):
+        Plan.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"recompute": "full"}, r"'recompute' is 'full', not a mapping"),
+        (
+            {"recompte": {"full": 1}},
+            r"has 'recompte', and takes \['at', 'count', 'name', 'ops', 'recompute', 'values'\]",
+        ),
+        ({"count": 99}, r'has "count" 99, and "at" \'[\d-]+\' numbers 3'),
+        ({"ops": {"up: linear": 3}}, r"'ops' maps names to text"),
+    ],
+)
+def test_a_wrong_block_is_named(change: dict[str, Any], message: str, plan: Plan) -> None:
+    data = document(plan)
+    block_of(data).update(change)
+    with pytest.raises(PlanError, match=r"the plan's field 'blocks' is wrong: block 'layers\.\*'.* " + message):
         Plan.from_dict(data)
 
 
