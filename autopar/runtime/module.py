@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.runtime.mesh import groups_of, part_of, placements
-from autopar.runtime.parameters import local_part
+from autopar.runtime.parameters import local_parts
 from autopar.runtime.state import RunState
 from planner.errors import InputError, PlanError
 from planner.layout import I, Layout, Mesh, R, local_shape
@@ -205,7 +205,8 @@ class ParallelModule(nn.Module):
         """
         flat = self._flatten(args, kwargs)
         inputs = {name: value for name, value in zip(self.interface.input_names, flat, strict=True) if name}
-        results = self.program(*(self._leaf(leaf, inputs) for leaf in self.interface.leaves))
+        held = local_parts({name: _lookup(self, name) for name in self._leaf_names})
+        results = self.program(*(self._leaf(leaf, inputs, held) for leaf in self.interface.leaves))
         count = len(results) - len(self.interface.updates)
         if self.training:
             for name, value in zip(self.interface.updates, results[count:], strict=True):
@@ -217,7 +218,7 @@ class ParallelModule(nn.Module):
         ]
         return pytree.tree_unflatten(flat_outputs, self.interface.out_spec)
 
-    def _leaf(self, leaf: LeafSpec, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _leaf(self, leaf: LeafSpec, inputs: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Tensor:
         if leaf.kind == "input":
             value = inputs[leaf.name]
             expected = local_shape(leaf.shape, leaf.layout, self.mesh.sizes)
@@ -231,8 +232,7 @@ class ParallelModule(nn.Module):
             return value
         if leaf.kind == "const":
             return self._constants[leaf.name]
-        tensor = _lookup(self, leaf.name)
-        return local_part(tensor) if isinstance(tensor, DTensor) else tensor
+        return held[leaf.name]
 
     def _update(self, name: str, value: Tensor) -> None:
         """Give a buffer its new value; the old tensor stays as it was, since backward may need it."""

@@ -1,6 +1,6 @@
 """How parameters enter a program, and how their gradients leave it.
 
-A parameter enters as this rank's part (:func:`local_part`). Where a block uses parameters replicated, their
+Parameters enter as this rank's parts (:func:`local_parts`). Where a block uses parameters replicated, their
 gradients are summed in one all-reduce (:func:`replicate_parameters`), which runs beside the rest of backward:
 autograd takes the node that was made last first, so the parts, made before the program, come after all of it, and
 wait there.
@@ -8,7 +8,7 @@ wait there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import spmd_types as spmd
 import torch
@@ -20,30 +20,36 @@ from torch.distributed.tensor import DTensor
 from autopar.runtime.conversions import convert
 
 
-class _LocalPart(torch.autograd.Function):
-    """``to_local()``, but the gradient is known to lie as the parameter does.
+class _LocalParts(torch.autograd.Function):
+    """``to_local()`` of all parameters at once, whose gradients are known to lie as the parameters do.
 
-    ``to_local()`` works that out anew for every parameter in every step, which shows beside small layers.
+    ``to_local()`` works that out anew for every parameter in every step; that, and a node of autograd for each of
+    them, shows beside small layers.
     """
 
     @staticmethod
-    def forward(ctx, parameter):  # type: ignore[no-untyped-def]
-        ctx.spec, ctx.pending = parameter._spec, None
+    def forward(ctx, *parameters):  # type: ignore[no-untyped-def]
+        ctx.specs, ctx.pending = [p._spec for p in parameters], []
         ctx.set_materialize_grads(False)
-        local = parameter._local_tensor
-        return local.view_as(local)
+        return tuple(p._local_tensor.detach() for p in parameters)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        if ctx.pending is not None:
-            ctx.pending.wait()
-            ctx.pending = None
-        return None if grad is None else DTensor(grad, ctx.spec, requires_grad=grad.requires_grad)
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        found = [
+            None if g is None else DTensor(g, spec, requires_grad=g.requires_grad)
+            for g, spec in zip(grads, ctx.specs, strict=True)
+        ]
+        while ctx.pending:
+            ctx.pending.pop(0).wait()
+        return tuple(found)
 
 
-def local_part(parameter: DTensor) -> Tensor:
-    """This rank's part of a parameter; its gradient is the parameter's, in the parameter's layout."""
-    return _LocalPart.apply(parameter)
+def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a rank holds, by name: of a parameter its part, whose gradient is the parameter's, in its layout."""
+    trained = {name: t for name, t in tensors.items() if isinstance(t, DTensor) and t.requires_grad}
+    frozen = {name: t._local_tensor.detach() for name, t in tensors.items() if isinstance(t, DTensor)}
+    parts = dict(zip(trained, _LocalParts.apply(*trained.values()), strict=True))
+    return {**tensors, **frozen, **parts}
 
 
 class _SumGradients(torch.autograd.Function):
@@ -65,14 +71,14 @@ class _SumGradients(torch.autograd.Function):
         ]
         flat = torch.cat([term.reshape(-1) for term in terms])  # a copy of ours, so it may be summed in place
         pending = dist.all_reduce(flat, group=ctx.axis, async_op=True)
-        takers = [node for node, _ in ctx.next_functions if node is not None]
-        if all(isinstance(node, _LocalPart._backward_cls) for node in takers):
+        takers = {node for node, _ in ctx.next_functions if node is not None}
+        if all(isinstance(node, _LocalParts._backward_cls) for node in takers):
             for node in takers:
-                node.pending = pending
+                node.pending.append(pending)
         else:
             pending.wait()
         sums = flat.split([term.numel() for term in terms])
-        return None, *(None if g is None else s.view(g.shape) for s, g in zip(sums, grads, strict=True))
+        return None, *(None if g is None else s.view_as(g) for s, g in zip(sums, grads, strict=True))
 
 
 def replicate_parameters(parameters: Sequence[Tensor], axis: ProcessGroup) -> tuple[Tensor, ...]:
