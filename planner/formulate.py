@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
@@ -147,7 +148,7 @@ class Space:
         self.role_of, self.members, self.leaving = self.skeleton.role_of, self.skeleton.members, self.skeleton.leaving
         self._cuts = self.skeleton.cuts(mesh.sizes)
         self._tables: dict[object, ConversionTable] = {}
-        self._works: dict[int, tuple[Floats, Ints]] = {}
+        self._works: dict[object, tuple[Floats, Ints, Ints]] = {}
         self._sizes: dict[object, Ints] = {}
         self._computed: dict[object, tuple[float, float]] = {}
         self._pair_of: dict[Flow, tuple[Floats, Floats, Ints]] = {}
@@ -303,22 +304,26 @@ class Space:
                     time[i], held[i] = self.storage(node, layout)
                 return Vertex(str(role), time * times, np.zeros(size), cover, held * times, transient)
             again = self.skeleton.runs_again(role, recompute)
-            (forward, backward, inner, inner_again), transient = self._works_of(node, options)
+            (forward, backward, inner, inner_again), transient, parameters = self._works_of(node, options)
+            if all(each.levels(cast(int, role[1])) for each in held_with):
+                transient = transient + parameters  # where they are gathered again: see :meth:`problem`
             time = (forward + backward + inner) * times + (forward + inner_again) * again
             cover = backward * self.overlap * times
             held = np.min([self._held(role, node, options, each) for each in held_with], axis=0)
         return Vertex(str(role), time, np.zeros(size), cover, held, transient)
 
-    def _works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints]:
-        """Seconds (see :attr:`Work.seconds`) and bytes of every choice of an operator.
+    def _works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints, Ints]:
+        """Seconds (see :attr:`Work.seconds`), bytes, and bytes of parameters, of every choice of an operator.
 
-        Operators that share their choices share their rule, and so what they cost.
+        Operators that share their choices share their rule, and so what they cost; what is held of it may differ.
         """
-        if id(options) not in self._works:
+        key = (id(options), self.skeleton.working(node))
+        if key not in self._works:
             works = [self.work(node, option) for option in options if isinstance(option, Choice)]
             transient = np.array([work.transient_bytes for work in works], np.int64)
-            self._works[id(options)] = np.array([work.seconds for work in works]).T, transient
-        return self._works[id(options)]
+            parameters = np.array([work.parameter_bytes for work in works], np.int64)
+            self._works[key] = np.array([work.seconds for work in works]).T, transient, parameters
+        return self._works[key]
 
     def _held(self, role: Role, node: Node, options: list[Choice] | list[Layout], recompute: Recompute) -> Ints:
         """What the members of a role keep for backward, and what one of them has made again while its block is undone.
@@ -372,7 +377,7 @@ class Space:
                 bytes_in = self.inner_bytes(rule, choice, call)
                 inner[call.phase] += self.cost.collective_s(call.kind, self.mesh.axes[axis], bytes_in)
         if row is not None and row.view:
-            return Work(0.0, 0.0, inner["forward"], inner["backward"], 0)
+            return Work(0.0, 0.0, inner["forward"], inner["backward"], 0, 0)
         operands = self.graph.input_types(node)
         layouts = zip(operands, choice.operands, strict=True)
         shapes = [local_shape(t.shape, layout, self.mesh.sizes) or () for t, layout in layouts]
@@ -383,8 +388,10 @@ class Space:
         key = (id(rule), tuple(shapes), moved, share)
         if key not in self._computed:
             self._computed[key] = self._compute(node, shapes, moved, share)
-        transient = moved * (2 if differentiated else 1)
-        return Work(*self._computed[key], inner["forward"], inner["backward"], transient)
+        working, sizes = self.skeleton.working(node), (*parts, *results)
+        transient = working.bytes(sizes, (*choice.operands, *choice.results))
+        parameters = working.parameter_bytes(sizes)
+        return Work(*self._computed[key], inner["forward"], inner["backward"], transient, parameters)
 
     def saved_bytes(self, node: Node, choice: Choice, recompute: Recompute = NOTHING) -> int:
         """Bytes that an operator pays for as kept for backward."""
@@ -452,19 +459,25 @@ def _convert(table: ConversionTable, rows: Ints, columns: list[Ints], is_param: 
         forward += np.where(repeated, 0.0, table.forward_s[pairs])
         backward += np.where(repeated, 0.0, table.backward_s[pairs])
         if is_param:
-            gathered += np.maximum(0, table.held[wanted][None, :] - table.held[rows][:, None])
+            gathered += np.where(table.held[wanted][None, :] > table.held[rows][:, None], table.held[wanted], 0)
     return forward, backward, gathered
 
 
 @dataclass(frozen=True)
 class Work:
-    """One operator on one rank: seconds forward and backward, by itself and in collectives of its own; bytes."""
+    """One operator on one rank: seconds forward and backward, by itself and in collectives of its own.
+
+    Attributes:
+        transient_bytes: what it needs while it runs besides what is held: see :mod:`planner.working`.
+        parameter_bytes: what it reads of parameters.
+    """
 
     forward_s: float
     backward_s: float
     inner_forward_s: float
     inner_backward_s: float
     transient_bytes: int
+    parameter_bytes: int
 
     @property
     def inner_s(self) -> float:

@@ -217,7 +217,7 @@ def again(graph: Graph, block: Block, level: Level) -> Again:
 def _is_kept(node: Node, level: Level) -> bool:
     """Whether what an operator makes is kept."""
     row = OPS.get(node.op)
-    draws = row is not None and row.random and not _shares(node)  # with probability 0 dropout passes its input on
+    draws = row is not None and row.random and not shares(node)  # with probability 0 dropout passes its input on
     return row is None or draws or (level == "selective" and row.flops is not no_flops)
 
 
@@ -230,14 +230,14 @@ def _roots(nodes: tuple[Node, ...]) -> dict[Ref, Ref]:
     """View -> what it is a view of, within a block."""
     root: dict[Ref, Ref] = {}
     for node in nodes:
-        for index, shared in enumerate(_shares(node)):
+        for index, shared in enumerate(shares(node)):
             if shared >= 0:
                 root[Ref(node.name, index)] = root.get(node.inputs[shared], node.inputs[shared])
     return root
 
 
-def _shares(node: Node) -> tuple[int, ...]:
+def shares(node: Node) -> tuple[int, ...]:
     """For each result the operand whose memory it shares, -1 for none; nothing if it shares none."""
     row = OPS.get(node.op)
-    shares = node.shares or ((0,) * len(node.results) if row is not None and row.view and node.inputs else ())
-    return shares if any(shared >= 0 for shared in shares) else ()
+    found = node.shares or ((0,) * len(node.results) if row is not None and row.view and node.inputs else ())
+    return found if any(shared >= 0 for shared in found) else ()

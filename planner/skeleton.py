@@ -15,10 +15,11 @@ from typing import cast
 
 from planner.fold import Folded, Instance
 from planner.graph import Node, Ref
-from planner.ops import OPS, saved_places
-from planner.recompute import NOTHING, Again, Level, Recompute, again
+from planner.ops import saved_places
+from planner.recompute import NOTHING, Again, Level, Recompute, again, shares
 from planner.rules import Rule
 from planner.strategy import Cuts, Wires
+from planner.working import Working, working
 
 Role = tuple[object, ...]
 Flow = tuple[Role, Role, Ref, tuple[int, ...]]
@@ -44,6 +45,7 @@ class Skeleton:
         self._delivered = delivered
         self._cuts: dict[object, Cuts] = {}
         self._again: dict[tuple[int, Level], Again] = {}
+        self._working: dict[str, Working] = {}
         self._charges: dict[Recompute, dict[str, tuple[int, ...]]] = {}
         self._charged: dict[Recompute, dict[Role, dict[tuple[int, ...], int]]] = {}
 
@@ -189,7 +191,8 @@ class Skeleton:
 
     def charges(self, recompute: Recompute) -> dict[str, tuple[int, ...]]:
         """Which tensors (operands, then results) each operator pays for as kept for backward: the first reader of a
-        value that needs it pays, views of one tensor count once, parameters are paid as parameters.
+        value that needs it pays, views of one tensor count once and parts not beside the whole, parameters are paid as
+        parameters.
         """
         recompute = recompute or NOTHING
         if recompute not in self._charges:
@@ -198,21 +201,28 @@ class Skeleton:
 
     def _charge(self, recompute: Recompute) -> dict[str, tuple[int, ...]]:
         root: dict[Ref, Ref] = {}
+        whole: dict[Ref, Ref] = {}
         paid: set[Ref] = set()
         charges: dict[str, tuple[int, ...]] = {}
         for node in self.graph.nodes:
-            row = OPS.get(node.op)
             results = [Ref(node.name, i) for i in range(len(node.results))]
-            if row is not None and row.view and node.inputs:
-                root.update({ref: root.get(node.inputs[0], node.inputs[0]) for ref in results})
-                continue
+            for ref, place in zip(results, shares(node), strict=False):
+                if place >= 0:
+                    viewed = root.get(node.inputs[place], node.inputs[place])
+                    is_part = self.graph.type_of(ref).numel < self.graph.type_of(node.inputs[place]).numel
+                    (whole if is_part else root)[ref] = viewed
             tensors = (*node.inputs, *results)
             for place in self._kept(node, recompute):
                 ref = root.get(tensors[place], tensors[place])
-                if ref not in paid and self.graph.by_name[ref.node].op != "param":
+                if not self._is_paid(ref, whole, paid):
                     paid.add(ref)
                     charges[node.name] = (*charges.get(node.name, ()), place)
         return charges
+
+    def _is_paid(self, ref: Ref, whole: Mapping[Ref, Ref], paid: set[Ref]) -> bool:
+        """Whether a tensor, or one that it is a part of, is paid for."""
+        is_held = ref in paid or self.graph.by_name[ref.node].op == "param"
+        return is_held or (ref in whole and self._is_paid(whole[ref], whole, paid))
 
     def _kept(self, node: Node, recompute: Recompute) -> tuple[int, ...]:
         """The places of an operator that are kept for backward."""
@@ -241,6 +251,12 @@ class Skeleton:
         if (kind, level) not in self._again:
             self._again[kind, level] = again(self.graph, self.folded.kinds[kind][0].block, level)
         return self._again[kind, level]
+
+    def working(self, node: Node) -> Working:
+        """What an operator needs while it runs."""
+        if node.name not in self._working:
+            self._working[node.name] = working(self.graph, node)
+        return self._working[node.name]
 
     def charged(self, recompute: Recompute) -> dict[Role, dict[tuple[int, ...], int]]:
         """Which tensors the members of a role pay for, and how many members pay for just these."""

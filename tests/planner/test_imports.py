@@ -39,7 +39,8 @@ ROOMS: dict[str, set[str]] = {
     "conversion": {*BASE, "cost", "problem"},
     "strategy": {*BASE, "rules", "ops"},
     "recompute": {"graph", "ops", "fold"},
-    "skeleton": {*BASE, "rules", "ops", "fold", "strategy", "recompute"},
+    "working": {*BASE, "ops"},
+    "skeleton": {*BASE, "rules", "ops", "fold", "strategy", "recompute", "working"},
     "formulate": {
         *BASE,
         "kernel",

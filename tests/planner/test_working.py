@@ -1,0 +1,78 @@
+"""What an operator needs while it runs, by hand, and the search's own sum of memory beside the timeline."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.graph import Graph, Node, Ref, TensorType
+from planner.layout import I, Layout, P, R, Shard
+from planner.memory import timeline
+from planner.working import Working, working
+from tests.planner.plans import cluster, plan_of, residual_mlp
+
+HIDDEN, FLAT = TensorType((8, 4), "float32", True), TensorType((32,), "float32", True)
+SCALAR = TensorType((), "float32", True)
+GRAPH = Graph(
+    (
+        Node("x", "input", (), (TensorType((8, 4), "float32"),), target="x"),
+        Node("w", "param", (), (TensorType((4, 4), "float32", True),), target="w"),
+        Node("first", "aten.mm.default", (("self", Ref("x")), ("mat2", Ref("w"))), (HIDDEN,)),
+        Node("mm", "aten.mm.default", (("self", Ref("first")), ("mat2", Ref("w"))), (HIDDEN,)),
+        Node("relu", "aten.relu.default", (("self", Ref("mm")),), (HIDDEN,)),
+        Node("add", "aten.add.Tensor", (("self", Ref("relu")), ("other", Ref("mm")), ("alpha", 1)), (HIDDEN,)),
+        Node("twice", "aten.add.Tensor", (("self", Ref("add")), ("other", Ref("add")), ("alpha", 1)), (HIDDEN,)),
+        Node("view", "aten.view.default", (("self", Ref("twice")), ("size", (32,))), (FLAT,)),
+        Node("strange", "house.strange.default", (("value", Ref("view")),), (FLAT,)),
+        Node("loss", "aten.mean.default", (("self", Ref("strange")), ("dtype", None)), (SCALAR,)),
+    ),
+    (Ref("loss"),),
+)  # fmt: skip
+
+
+def of(name: str) -> Working:
+    return working(GRAPH, GRAPH.by_name[name])
+
+
+def needs(name: str, *layouts: Layout) -> int:
+    """Bytes where every tensor is whole on a rank, and has one of these layouts."""
+    node = GRAPH.by_name[name]
+    sizes = [tensor.size_bytes for tensor in (*GRAPH.input_types(node), *node.results)]
+    return of(name).bytes(sizes, layouts or ((Shard(0),),) * len(sizes))
+
+
+def test_what_is_saved_and_parameters_are_held_already() -> None:
+    activation, weight = 8 * 4 * 4, 4 * 4 * 4
+    assert of("mm").forward == (2,) and of("mm").parameters == (1,)
+    assert needs("mm") == 2 * activation + weight  # backward: gradients of its result and of both operands
+    assert of("mm").parameter_bytes((activation, weight, activation)) == weight
+    assert of("relu").forward == (0,)  # its result is saved
+    assert needs("relu") == 2 * activation
+    assert of("strange").forward == ()  # backward of an operator that no table knows may need all of it
+
+
+def test_a_gradient_that_is_passed_on_takes_nothing() -> None:
+    activation = 8 * 4 * 4
+    assert of("add").backward == (2,) and needs("add") == 3 * activation  # forward
+    assert of("twice").forward == (0, 2) and needs("twice") == 2 * activation  # one tensor, read twice
+    assert of("view") == Working() and needs("view") == 0
+
+
+def test_a_sum_over_ranks_is_made_beside_its_terms() -> None:
+    activation = 8 * 4 * 4
+    whole, term = ((R,), (R,), (I,)), ((Shard(1),), (Shard(0),), (P,))
+    assert of("first").bytes((activation, 0, activation), term) == 2 * activation
+    assert of("first").bytes((activation, 0, activation), whole) == activation  # the gradient of its result alone
+    assert of("mm").bytes((activation, 0, 0), whole) == 2 * activation  # that of its operand, and the sum of that
+    assert of("mm").bytes((activation, 0, 0), term) == activation
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("pin", [{"data": 4}, {"data": 4, "zero": 3}, {"data": 2, "tensor": 2}], ids=str)
+def test_the_sum_is_the_timeline_or_more(pin: dict[str, object], recompute: str) -> None:
+    """More by the gradients, which come into being when activations go, and by little else."""
+    plan = plan_of(residual_mlp(layers=6, batch=4096), cluster(4), {**pin, "recompute": recompute})
+    assert plan.assignment is not None
+    found = timeline(plan.assignment)
+    gradients = sum(held.bytes for held in found.left if held.use == "gradients")
+    hidden = 4096 // 4 * 1024 * 4  # the widest tensor of a layer, its samples on as many ranks as there are
+    assert found.peak_bytes <= plan.certificate.peak_bytes <= found.peak_bytes + gradients + 2 * hidden
