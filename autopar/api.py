@@ -26,7 +26,7 @@ from planner.graph import Graph
 from planner.pins import Pins, filters
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restore
 from planner.predict import predict
-from planner.search import search
+from planner.search import check_time_limit, search
 
 Progress = Callable[[str], None]
 Fold = Literal["capture", "graph", "off"]
@@ -317,7 +317,11 @@ def given_plan(plan: object) -> Plan:
 
 
 def check_arguments(
-    model: object, cluster: object, example_args: object = None, example_kwargs: object = None, pin: object = None
+    model: object,
+    cluster: object,
+    example_args: object = None,
+    example_kwargs: object = None,
+    pin: Mapping[str, Any] | None = None,
 ) -> None:
     """Refuse arguments of the wrong kind before anything is captured.
 
@@ -335,8 +339,7 @@ def check_arguments(
         raise InputError(f"example_args is {_kind(example_args)}; give a tuple of positional inputs: example_args=(x,)")
     if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
         raise InputError(f"example_kwargs is {_kind(example_kwargs)}; give a dict of inputs by name")
-    if pin is not None and not isinstance(pin, Mapping):
-        raise PinError(f"pin is {_kind(pin)}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
+    Pins.parse(pin)
 
 
 def _check_search(fold: str, time_limit_s: float, optimizer_bytes_per_element: int) -> None:
@@ -345,8 +348,7 @@ def _check_search(fold: str, time_limit_s: float, optimizer_bytes_per_element: i
             f"fold is {fold!r}; it is 'capture' (trace and decide once per distinct block), 'graph' (trace the whole "
             "model, decide once per distinct block) or 'off' (decide for every operator)"
         )
-    if not time_limit_s > 0:
-        raise InputError(f"time_limit_s is {time_limit_s!r}; give seconds, more than 0")
+    check_time_limit(time_limit_s)
     if not optimizer_bytes_per_element >= 0:
         raise InputError(f"optimizer_bytes_per_element is {optimizer_bytes_per_element!r}; give bytes, at least 0")
 

@@ -198,8 +198,12 @@ def explain(document: Document, name: str, *, time_limit_s: float = 10.0) -> Exp
         time_limit_s: for all searches of a next best together.
 
     Raises:
-        PlanError: nothing of that name; says what is close.
+        PlanError: no name, or nothing of that name; says what is close.
     """
+    if not isinstance(name, str) or not name:
+        raise PlanError(
+            f"{name!r} names nothing: give a module, an operator or a parameter, as print(plan) writes them"
+        )
     ops = list(_find_ops(document, name))
     leaves = [leaf for leaf in _leaves(document) if any(_matches(each, name) for each in _leaf_names(document, leaf))]
     if not ops and not leaves:
@@ -267,7 +271,7 @@ def _near(document: Document, name: str) -> str:
                 known[path] = op.stands_for if path.count("*") == op.path.count("*") else ""
     close = difflib.get_close_matches(name, list(known), n=4, cutoff=0.4)
     shown = [f"{each!r}" + (f" (* is {known[each]})" if "*" in each and known[each] else "") for each in close]
-    return f"; close are: {', '.join(shown)}" if shown else ""
+    return f"; close are: {', '.join(shown)}" if shown else "; print(plan) names what there is"
 
 
 def _explain_leaf(document: Document, name: str) -> ExplainedLeaf:

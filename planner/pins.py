@@ -63,8 +63,10 @@ class Pins:
         """Check a user's ``pin``.
 
         Raises:
-            PinError: an unknown name, a wrong value, or a decision this version cannot take.
+            PinError: no mapping, an unknown name, a wrong value, or a decision this version cannot take.
         """
+        if pin is not None and not isinstance(pin, Mapping):
+            raise PinError(f"pin is {pin!r}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
         pin = dict(pin or {})
         known = {*SIZES, *LATER, "sequence_parallel", "zero", "recompute", "layers", "micro_batch", "schedule"}
         unknown = sorted(set(pin) - known)

@@ -253,7 +253,10 @@ class Scale:
                 )
         for size, bound, where in self.followed.bounds:
             if at_sizes(size, batch, sequence) > bound:
-                return f"{where} takes {bound} at most, and would be given {at_sizes(size, batch, sequence)}"
+                return (
+                    f"{where} takes {bound} at most, and would be given {at_sizes(size, batch, sequence)}: give a "
+                    "smaller size, or plan a model that takes more"
+                )
         return None
 
     def is_even(self, batch: int, sequence: int) -> bool:

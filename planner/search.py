@@ -187,8 +187,7 @@ def search(
         ClusterError: the model cannot be divided among so many devices at all.
         InfeasibleError: nothing fits in memory; says by how much, and what would.
     """
-    if not time_limit_s > 0:
-        raise InputError(f"time_limit_s is {time_limit_s!r}; give seconds, more than 0")
+    check_time_limit(time_limit_s)
     start = time.monotonic()
     folded = fold(graph) if folding else fold_off(graph)
     rules = rules_of(graph, folded)
@@ -203,6 +202,12 @@ def search(
         if excess <= 0:
             return found
         setting = replace(setting, spare_bytes=setting.spare_bytes + excess)
+
+
+def check_time_limit(seconds: float) -> None:
+    """Raises :class:`InputError` unless ``seconds`` is a number above 0."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise InputError(f"time_limit_s is {seconds!r}; give seconds, more than 0")
 
 
 def _search(setting: Setting, skeleton: Skeleton, graph: Graph, max_axes: int) -> Searched:

@@ -16,12 +16,12 @@ from typing import Any
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.document import Document
-from planner.errors import InfeasibleError, InputError, PinError, PlanError
+from planner.errors import InfeasibleError, PinError, PlanError
 from planner.formulate import Assignment, Role
 from planner.memory import timeline
 from planner.pins import Pins
 from planner.problem import evaluate
-from planner.search import Searched, search
+from planner.search import Searched, check_time_limit, search
 from planner.words import in_bytes, in_seconds, mesh_text
 
 MEMORY = "memory"
@@ -130,8 +130,7 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
             "this plan was read from a file and does not carry its model's graph: give it one with "
             "autopar.evaluate(model, plan), and ask the plan that returns"
         )
-    if not time_limit_s > 0:
-        raise InputError(f"time_limit_s is {time_limit_s!r}; give seconds, more than 0")
+    check_time_limit(time_limit_s)
     Pins.parse(pin)
     recipe = _Recipe(plan.assignment, plan.cluster, dict(pin), time_limit_s)
     facts = plan.predicted.step_time_s, plan.predicted.peak_bytes

@@ -149,9 +149,12 @@ def test_a_loss_function_needs_a_model_that_names_its_inputs():
         ({"example_kwargs": [X]}, InputError, "a dict of inputs by name"),
         ({"example_kwargs": None, "example_args": X}, InputError, "a tuple"),
         ({"pin": ["data"]}, PinError, "a dict of decisions"),
+        ({"pin": "data=2"}, PinError, "a dict of decisions"),
         ({"fold": "of"}, InputError, "'graph'"),
         ({"time_limit_s": float("nan")}, InputError, "more than 0"),
         ({"time_limit_s": -1}, InputError, "more than 0"),
+        ({"time_limit_s": "60"}, InputError, "time_limit_s is '60'; give seconds"),
+        ({"time_limit_s": None}, InputError, "time_limit_s is None; give seconds"),
         ({"optimizer_bytes_per_element": -8}, InputError, "at least 0"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,14 @@ def test_an_unknown_name_is_refused_with_what_is_close(name: str, close: str, lo
     with pytest.raises(PlanError, match=f"no module, operator or parameter called '{name}'; close are: ") as error:
         plan.explain(name)
     assert close in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, message", [("", "'' names nothing"), (3, "3 names nothing"), ("§", "print.plan. names")]
+)
+def test_a_name_like_no_other_is_told_where_to_look(name: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        tensor().explain(name)
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------

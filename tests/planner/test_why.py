@@ -87,5 +87,7 @@ def test_a_plan_from_a_file_says_how_to_get_one_that_can_tell():
 def test_wrong_questions():
     with pytest.raises(PinError, match="tensr"):
         plan().why_not({"tensr": 4})
+    with pytest.raises(PinError, match="pin is 'tensor'; give a dict"):
+        plan().why_not("tensor")
     with pytest.raises(InputError, match="time_limit_s is 0"):
         plan().why_not({"tensor": 4}, time_limit_s=0)
