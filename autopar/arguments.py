@@ -117,26 +117,33 @@ def read_inputs(texts: Sequence[str]) -> dict[str, Tensor]:
     return inputs
 
 
-def read_model(text: str, batch: int, sequence: int, inputs: Sequence[str], real: bool = False) -> Named:
+def read_model(
+    text: str, batch: int, sequence: int, inputs: Sequence[str], real: bool = False, planned: Plan | None = None
+) -> Named:
     """The model that ``text`` names, and its example inputs.
 
     Args:
         text: ``module:function``, or the path of a Transformers ``config.json``.
         batch, sequence: sizes of the global batch, for Transformers models whose inputs are not given.
         inputs: as for :func:`read_inputs`; they win over all others.
+        planned: a plan of the model; its inputs take the place of ``batch`` and ``sequence``.
         real: build a configured model on the CPU if it is small, rather than on the meta device.
 
     Raises:
         InputError: no such file, module or function, or what it returns is no model.
     """
     given = read_inputs(inputs) or None
+
+    def like_planned(model: nn.Module) -> dict[str, Tensor]:
+        return (planned_inputs(planned) if planned else {}) or transformers_inputs(model, batch, sequence)
+
     if text.endswith(".json") or os.path.isfile(text):
         with _quiet():
             model = _configured(text, real)
-        return Named(model, given or transformers_inputs(model, batch, sequence))
+        return Named(model, given or like_planned(model))
     model, own = _returned(text)
     if given is None and own is None and hasattr(model, "config"):
-        own = transformers_inputs(model, batch, sequence)
+        own = like_planned(model)
     return Named(model, given or own)
 
 
@@ -204,6 +211,12 @@ def _configured(path: str, real: bool) -> nn.Module:
     except Exception as error:
         raise InputError(f"{name} cannot be built from {path!r}: {type(error).__name__}: {error}") from error
     return model.train()
+
+
+def planned_inputs(plan: Plan) -> dict[str, Tensor]:
+    """The global batch that a plan was made for, as zeros; as far as the plan tells."""
+    leaves = {name: plan.account.leaves[name] for name in plan.inputs if name in plan.account.leaves}
+    return {name: torch.zeros(leaf.shape, dtype=getattr(torch, leaf.dtype)) for name, leaf in leaves.items()}
 
 
 def transformers_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Tensor]:

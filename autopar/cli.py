@@ -54,8 +54,7 @@ Inputs = Annotated[
     list[str] | None,
     typer.Option("--input", metavar="NAME=SHAPE:DTYPE", help="An input of the global batch: input_ids=8x128:int64."),
 ]
-Batch = Annotated[int, typer.Option(min=1, help="Global batch of a Transformers model.")]
-Sequence = Annotated[int, typer.Option("--seq", min=1, help="Sequence length of a Transformers model.")]
+BATCH, SEQUENCE = "Global batch of a Transformers model.", "Sequence length of a Transformers model."
 TimeLimit = Annotated[float, typer.Option(min=1, help="Seconds after which the search returns the best so far.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that autopar plan --out wrote.")]
 
@@ -79,8 +78,8 @@ def _main(
 def plan(
     model: Model,
     cluster: ClusterOption,
-    batch: Batch = 8,
-    seq: Sequence = 512,
+    batch: Annotated[int, typer.Option(min=1, help=BATCH)] = 8,
+    seq: Annotated[int, typer.Option(min=1, help=SEQUENCE)] = 512,
     inputs: Inputs = None,
     pin: Pins = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
@@ -132,8 +131,8 @@ def verify(
         str | None, typer.Option("--cluster", "-c", metavar="CLUSTER", help="Plan for this cluster, then check.")
     ] = None,
     plan: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="Check this plan.")] = None,
-    batch: Batch = 8,
-    seq: Sequence = 32,
+    batch: Annotated[int | None, typer.Option(min=1, help=BATCH, show_default="the plan's; 8 with a cluster")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help=SEQUENCE, show_default="the plan's; 32 with a cluster")] = None,
     inputs: Inputs = None,
     pin: Pins = None,
     time_limit: TimeLimit = 60.0,
@@ -150,7 +149,8 @@ def verify(
         if isinstance(what, Plan) and cluster is not None:
             arguments.check_cluster(what, cluster)
         pins = arguments.read_pins(pin or ())
-        named = arguments.read_model(model, batch, seq, inputs or (), real=True)
+        planned = what if isinstance(what, Plan) and batch is None and seq is None else None
+        named = arguments.read_model(model, batch or 8, seq or 32, inputs or (), real=True, planned=planned)
         say("checking types, then values on every rank")
         result = check(named.model, what, example_kwargs=named.inputs, pin=pins, time_limit_s=time_limit)
     typer.echo(str(result))

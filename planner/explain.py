@@ -26,7 +26,7 @@ from planner.problem import Evaluation, Problem, evaluate
 from planner.report.summary import is_notable, local_name
 from planner.solve import solve
 from planner.strategy import Choice
-from planner.words import in_bytes, in_percent, in_seconds, sizes_text
+from planner.words import in_bytes, in_percent, in_seconds, shape_text, sizes_text
 
 IN_WORDS = {
     "batch": "each rank computes its part of the batch",
@@ -132,7 +132,7 @@ class Explanation:
         for i, (axis, _) in enumerate(self.axes):
             lines.append(f"  {axis:<9} {detail.meaning[i]}: {_in_words(detail, i)} ({factors.get(axis, '?')})")
         lines += [f"  takes     {local_name(what, detail.path)} as {layout}" for what, layout in detail.operands]
-        shape = "x".join(map(str, detail.shape)) or "a scalar"
+        shape = shape_text(detail.shape)
         lines += [
             f"  gives     {layout}" + (f" of {shape}" if not i else "") for i, layout in enumerate(detail.results)
         ]
@@ -157,7 +157,7 @@ class Explanation:
         lines = [leaf.name, f"  stored    {leaf.layout}"]
         if leaf.detail is not None:
             detail = leaf.detail
-            shape = "x".join(map(str, detail.shape)) or "a scalar"
+            shape = shape_text(detail.shape)
             held = f", and {in_bytes(detail.state_bytes)} for gradient and optimizer" if detail.state_bytes else ""
             lines[1] += f", of {shape} {detail.dtype}: {in_bytes(detail.local_bytes)} on each device{held}"
             if detail.count > 1:

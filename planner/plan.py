@@ -34,6 +34,7 @@ from planner.predict import Prediction, predict
 from planner.problem import evaluate
 from planner.recompute import LEVELS, Amount, Recompute
 from planner.strategy import Choice
+from planner.words import shape_text
 
 if TYPE_CHECKING:
     from planner.explain import Explanation
@@ -484,5 +485,9 @@ def _difference(plan: Plan, folded: Folded, model: Mapping[str, Any]) -> str:
         if mine != theirs:
             facts.append(f"block: plan {theirs[1]} x {theirs[0]}, model {mine[1]} x {mine[0]}")
             break
+    for leaf in folded.graph.leaves:
+        recorded, shape = plan.account.leaves.get(leaf.target), leaf.results[0].shape
+        if leaf.op == "input" and recorded is not None and recorded.shape != shape:
+            facts.append(f"input {leaf.target}: plan {shape_text(recorded.shape)}, model {shape_text(shape)}")
     shown = "; ".join(facts) or "the same structure, but other shapes, arguments or input sizes"
     return f"the plan was made for another model or batch ({shown}): plan again for this one"

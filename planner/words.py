@@ -82,3 +82,8 @@ def mesh_text(mesh: Mesh) -> str:
 def sizes_text(sizes: Mapping[str, int]) -> str:
     """``"outer 2 x inner 4"`` from axis sizes by name."""
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """``"8x512"``; ``"a scalar"``."""
+    return "x".join(map(str, shape)) or "a scalar"

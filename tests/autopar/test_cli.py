@@ -129,13 +129,22 @@ def test_verifies_a_plan_and_a_cluster(plan_file: Path, config: Path) -> None:
     assert result.exit_code == 0 and "gradients" in result.stdout, result.output
 
 
+def test_verifies_the_plan_of_a_config_on_the_batch_that_it_is_for(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    assert invoke("plan", config, "-c", "local:2", "--batch", 4, "--seq", 16, "--out", out).exit_code == 0
+    result = invoke("verify", config, "--plan", out)
+    assert result.exit_code == 0 and "verified" in result.stdout, result.output
+    result = invoke("verify", config, "--plan", out, "--seq", 8)
+    assert result.exit_code == 2 and "input input_ids: plan 4x16, model 8x8" in result.stderr
+
+
 WRONG: list[tuple[Sequence[str], str]] = [
     (("plan", "nonsense", "-c", "local:4"), "names no model"),
     (("plan", "no_such_module:f", "-c", "local:4"), "cannot import 'no_such_module'"),
     (("plan", f"{HERE}:missing", "-c", "local:4"), "has no function 'missing'"),
     (("plan", f"{HERE}:broken", "-c", "local:4"), "raised RuntimeError: out of order"),
     (("plan", f"{HERE}:nothing", "-c", "local:4"), "returned int"),
-    (("plan", f"{HERE}:bare", "-c", "local:4"), "brings no dummy_inputs"),
+    (("plan", f"{HERE}:bare", "-c", "local:4"), "or --input on the command line"),
     (("plan", "missing.json", "-c", "local:4"), "cannot read 'missing.json'"),
     (("plan", "pyproject.toml", "-c", "local:4"), "is not JSON"),
     (("plan", f"{HERE}:small", "-c", "local:four"), "'four' is not a number"),

@@ -259,6 +259,13 @@ def test_a_refusal_names_the_pin_that_stands_in_the_way(graph: Graph) -> None:
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
+def doubled(graph: Graph) -> Graph:
+    """What is added to a residual counts twice."""
+    args = {"aten.add.Tensor": {"alpha": 2}}
+    nodes = (replace(node, args=tuple({**dict(node.args), **args.get(node.op, {})}.items())) for node in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
+
+
 @pytest.mark.parametrize(
     "other, message",
     [
@@ -266,9 +273,10 @@ def test_a_refusal_names_the_pin_that_stands_in_the_way(graph: Graph) -> None:
             residual_mlp(layers=2),
             r"parameters: plan 1\d+, model 1\d+; block: plan 3 x layers\.\*, model 2 x layers\.\*",
         ),
-        (residual_mlp(batch=256), "the same structure, but other shapes, arguments or input sizes"),
+        (residual_mlp(batch=256), r"\(input x: plan 512x256, model 256x256\)"),
+        (doubled(residual_mlp()), "the same structure, but other shapes, arguments or input sizes"),
     ],
-    ids=["fewer layers", "smaller batch"],
+    ids=["fewer layers", "smaller batch", "other arguments"],
 )
 def test_a_plan_of_another_model_says_what_differs(other: Graph, message: str, plan: Plan) -> None:
     with pytest.raises(PlanError, match=message):
