@@ -230,8 +230,8 @@ def _example_inputs(
         if dummy is None:
             raise InputError(
                 f"{type(model).__name__} brings no dummy_inputs, so its inputs are unknown: pass "
-                "example_kwargs={...} (or example_args=(...)), or --input on the command line, holding one global batch; "
-                "only shapes and dtypes matter"
+                "example_kwargs={...} (or example_args=(...)), or --input on the command line, holding one global "
+                "batch; only shapes and dtypes matter"
             )
         return (), dict(dummy)
     return tuple(args or ()), dict(kwargs or {})
