@@ -41,7 +41,7 @@ Symbols = tuple[sympy.Symbol, sympy.Symbol]
 CONSTANT: Powers = (0, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Formulas:
     """A step on the fullest and slowest rank, as sympy expressions in :attr:`batch` and :attr:`sequence`.
 
@@ -79,8 +79,8 @@ class Formulas:
         """Seconds of the whole step."""
         return self.compute_s + self.recompute_s + self.communication_s + self.gradients_s + self.optimizer_s
 
-    def latex(self) -> str:
-        """Bytes and operations as LaTeX, aligned, one to a line."""
+    def _rows(self) -> list[tuple[str, int, sympy.Expr]]:
+        """Bytes and operations: what of, how often, and how much each time."""
         named = {
             "parameters": self.parameters_bytes,
             "gradients": self.gradients_bytes,
@@ -88,10 +88,25 @@ class Formulas:
             "activations": self.saved_bytes,
             "flops": self.flops,
         }
-        lines = [rf"\text{{{name}}} &= {sympy.latex(value)}" for name, value in named.items()]
-        lines += [
-            rf"\text{{{kind.replace('_', '-')}, {axis}, {phase}}} &= {count} \times \left({sympy.latex(size)}\right)"
+        calls = [
+            (f"{kind.replace('_', '-')}, {axis}, {phase}", count, size)
             for kind, axis, phase, size, count in self.collectives
+        ]
+        return [*((name, 1, value) for name, value in named.items()), *calls]
+
+    def __str__(self) -> str:
+        rows = [(name, f"{count} * ({value})" if count > 1 else f"{value}") for name, count, value in self._rows()]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+    __repr__ = __str__
+
+    def latex(self) -> str:
+        """Bytes and operations as LaTeX, aligned, one to a line."""
+        lines = [
+            rf"\text{{{name}}} &= "
+            + (rf"{count} \times \left({sympy.latex(value)}\right)" if count > 1 else sympy.latex(value))
+            for name, count, value in self._rows()
         ]
         return "\\begin{aligned}\n" + " \\\\\n".join(lines) + "\n\\end{aligned}"
 

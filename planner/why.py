@@ -93,6 +93,7 @@ class WhyNot:
             f"  memory  {_bytes(self.extra_bytes)}: {in_bytes(self.peak_bytes + self.extra_bytes)} "
             f"instead of {in_bytes(self.peak_bytes)}",
         ]
+        rows += ["  by block, in bytes that need not all be alive at once:"] if self.blocks else []
         width = max((len(block.name) for block in self.blocks), default=0)
         rows += [
             f"    {block.name.ljust(width)}  {_seconds(block.extra_s).rjust(10)}  {_bytes(block.extra_bytes).rjust(11)}"

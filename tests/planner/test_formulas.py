@@ -338,6 +338,10 @@ def test_formulas_in_a_notebook():
     text = found._repr_latex_()
     assert text.startswith("$$\n\\begin{aligned}") and text.endswith("\\end{aligned}\n$$")
     assert r"\text{all-reduce, data, backward}" in text and sympy.latex(found.saved_bytes) in text
+    lines = dict(line.split("  ", 1) for line in str(found).splitlines())
+    assert lines["activations"].strip() == str(found.saved_bytes)
+    assert lines["flops"].strip() == str(found.flops)
+    assert any(line.startswith("all-reduce, data, backward  ") for line in repr(found).splitlines())
 
 
 # ---- the largest that fits -------------------------------------------------------------------------------------------
