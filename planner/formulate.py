@@ -395,8 +395,7 @@ class Space:
 
     def saved_bytes(self, node: Node, choice: Choice, recompute: Recompute = NOTHING) -> int:
         """Bytes that an operator pays for as kept for backward."""
-        places = self.skeleton.charges(recompute).get(node.name, ())
-        return int(self._bytes_of(node, choice, places))
+        return int(self._bytes_of(node, choice, self.skeleton.charge(node, recompute)))
 
     def _compute(self, node: Node, shapes: list[tuple[int, ...]], moved: int, share: int) -> tuple[float, float]:
         """Seconds of an operator forward and backward, from its operands' local shapes and the bytes it passes over."""

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import cast
 
+from planner.charges import Charges, Places
 from planner.fold import Folded, Instance
 from planner.graph import Node, Ref
-from planner.ops import saved_places
-from planner.recompute import NOTHING, Again, Level, Recompute, again, shares
+from planner.recompute import NOTHING, Again, Level, Recompute, again
 from planner.rules import Rule
 from planner.strategy import Cuts, Wires
 from planner.working import Working, working
@@ -46,8 +46,10 @@ class Skeleton:
         self._cuts: dict[object, Cuts] = {}
         self._again: dict[tuple[int, Level], Again] = {}
         self._working: dict[str, Working] = {}
-        self._charges: dict[Recompute, dict[str, tuple[int, ...]]] = {}
-        self._charged: dict[Recompute, dict[Role, dict[tuple[int, ...], int]]] = {}
+        self._charges = Charges(folded, self.again)
+        self._charged: dict[Recompute, dict[Role, Counter[Places]]] = {}
+        self._takes: dict[tuple[str, Level], tuple[Flow, ...]] = {}
+        self._flows_again: dict[Recompute, Mapping[Flow, int]] = {}
 
     def survey(self) -> None:
         """Walk the whole graph now, not when a mesh first asks: what comes after does not grow with its depth."""
@@ -117,22 +119,38 @@ class Skeleton:
         levels = recompute.levels(kind)
         return sum(len(numbers) for level, numbers in levels if at in self.again(kind, level).operators)
 
-    def flows_again(self, recompute: Recompute) -> dict[Flow, int]:
+    def flows_again(self, recompute: Recompute) -> Mapping[Flow, int]:
         """How often a conversion of each flow runs again in backward."""
+        if recompute not in self._flows_again:
+            self._flows_again[recompute] = self._count_again(recompute)
+        return self._flows_again[recompute]
+
+    def _count_again(self, recompute: Recompute) -> Mapping[Flow, int]:
         flows: Counter[Flow] = Counter()
         for instance, numbers in self._entered:
             for level, range_ in recompute.levels(instance.kind):
-                times, again = sum(number in range_ for number in numbers), self.again(instance.kind, level)
-                for at, node in enumerate(instance.block.nodes) if times else ():
-                    for ref, positions in _operands(node).items():
-                        if not again.taken[at].isdisjoint(positions):
-                            flows[self._flow(ref, self.role_of[node.name], positions)] += times
+                times = sum(number in range_ for number in numbers)
+                for flow in self._taken(instance, level) if times else ():
+                    flows[flow] += times
         for relay, ref in self.relays.items():
             role = self.role_of[ref.node]
             for level, counted in recompute.levels(cast(int, role[1])) if role[0] == "op" else ():
                 if (role[2], ref.index) in self.again(cast(int, role[1]), level).values:
                     flows[role, relay, ref, (0,)] += len(counted)
         return flows
+
+    def _taken(self, instance: Instance, level: Level) -> tuple[Flow, ...]:
+        """The flows whose conversions an instance, the first of its way to be entered, runs again at a level."""
+        key = instance.block.nodes[0].name, level
+        if key not in self._takes:
+            taken = self.again(instance.kind, level).taken
+            self._takes[key] = tuple(
+                self._flow(ref, self.role_of[node.name], positions)
+                for at, node in enumerate(instance.block.nodes)
+                for ref, positions in _operands(node).items()
+                if not taken[at].isdisjoint(positions)
+            )
+        return self._takes[key]
 
     def _flow(self, ref: Ref, head: Role, positions: tuple[int, ...]) -> Flow:
         return self.relay_of(ref) or self.role_of[ref.node], head, self.representative(ref), positions
@@ -189,53 +207,10 @@ class Skeleton:
                 results = (self.representative(Ref(node.name, i)) for i in range(len(node.results)))
                 yield self.rules[node.name], tuple(map(self.representative, node.inputs)), tuple(results)
 
-    def charges(self, recompute: Recompute) -> dict[str, tuple[int, ...]]:
-        """Which tensors (operands, then results) each operator pays for as kept for backward: the first reader of a
-        value that needs it pays, views of one tensor count once and parts not beside the whole, parameters are paid as
-        parameters.
-        """
-        recompute = recompute or NOTHING
-        if recompute not in self._charges:
-            self._charges[recompute] = self._charge(recompute)
-        return self._charges[recompute]
-
-    def _charge(self, recompute: Recompute) -> dict[str, tuple[int, ...]]:
-        root: dict[Ref, Ref] = {}
-        whole: dict[Ref, Ref] = {}
-        paid: set[Ref] = set()
-        charges: dict[str, tuple[int, ...]] = {}
-        for node in self.graph.nodes:
-            results = [Ref(node.name, i) for i in range(len(node.results))]
-            for ref, place in zip(results, shares(node), strict=False):
-                if place >= 0:
-                    viewed = root.get(node.inputs[place], node.inputs[place])
-                    is_part = self.graph.type_of(ref).numel < self.graph.type_of(node.inputs[place]).numel
-                    (whole if is_part else root)[ref] = viewed
-            tensors = (*node.inputs, *results)
-            for place in self._kept(node, recompute):
-                ref = root.get(tensors[place], tensors[place])
-                if not self._is_paid(ref, whole, paid):
-                    paid.add(ref)
-                    charges[node.name] = (*charges.get(node.name, ()), place)
-        return charges
-
-    def _is_paid(self, ref: Ref, whole: Mapping[Ref, Ref], paid: set[Ref]) -> bool:
-        """Whether a tensor, or one that it is a part of, is paid for."""
-        is_held = ref in paid or self.graph.by_name[ref.node].op == "param"
-        return is_held or (ref in whole and self._is_paid(whole[ref], whole, paid))
-
-    def _kept(self, node: Node, recompute: Recompute) -> tuple[int, ...]:
-        """The places of an operator that are kept for backward."""
-        if node.is_leaf:
-            return ()
+    def charge(self, node: Node, recompute: Recompute) -> Places:
+        """Which of its tensors an operator pays for as kept for backward; see :mod:`planner.charges`."""
         kind, nth, at = self.seat[node.name]
-        level = recompute.level(kind, nth)
-        if level != "none":
-            saved, all_ = (saved_places(node, self.graph.input_types(node), own=own) for own in (False, True))
-            return (*self.again(kind, level).kept[at], *(place for place in all_ if place not in saved))
-        if not any(t.grad for t in node.results):
-            return ()
-        return saved_places(node, self.graph.input_types(node), own=True)
+        return self._charges.of(recompute or NOTHING)[self.numbers.index((kind, nth))].places[at]
 
     @cached_property
     def seat(self) -> dict[str, tuple[int, int, int]]:
@@ -258,14 +233,16 @@ class Skeleton:
             self._working[node.name] = working(self.graph, node)
         return self._working[node.name]
 
-    def charged(self, recompute: Recompute) -> dict[Role, dict[tuple[int, ...], int]]:
-        """Which tensors the members of a role pay for, and how many members pay for just these."""
+    def charged(self, recompute: Recompute) -> dict[Role, Counter[Places]]:
+        """Which tensors the members of an operator's role pay for, and how many members pay for just these."""
         recompute = recompute or NOTHING
         if recompute not in self._charged:
-            charges = self.charges(recompute)
-            self._charged[recompute] = {
-                role: Counter(charges.get(name, ()) for name in names) for role, names in self.members.items()
-            }
+            found: dict[Role, Counter[Places]] = {}
+            paid = zip(self.folded.instances, self._charges.of(recompute), strict=True)
+            for (kind, each), times in Counter((instance.kind, each) for instance, each in paid).items():
+                for at, places in enumerate(each.places):
+                    found.setdefault(("op", kind, at), Counter())[places] += times
+            self._charged[recompute] = found
         return self._charged[recompute]
 
 

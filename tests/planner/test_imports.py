@@ -40,7 +40,8 @@ ROOMS: dict[str, set[str]] = {
     "strategy": {*BASE, "rules", "ops"},
     "recompute": {"graph", "ops", "fold"},
     "working": {*BASE, "ops"},
-    "skeleton": {*BASE, "rules", "ops", "fold", "strategy", "recompute", "working"},
+    "charges": {*BASE, "ops", "fold", "recompute"},
+    "skeleton": {*BASE, "rules", "ops", "fold", "strategy", "recompute", "working", "charges"},
     "formulate": {
         *BASE,
         "kernel",

@@ -1,0 +1,145 @@
+"""Charges: which operators pay for the tensors that are kept for backward, each tensor once.
+
+The first reader of a tensor that needs it pays: views of one tensor count once, a part not beside the whole, and
+parameters are paid as parameters. What an instance of a block pays follows from its level of recomputation and from
+what is known of the values that enter it: which of them lie in one tensor, and which tensors are paid for already. So
+each block is walked once for each such way to find it, and the graph by its instances alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from planner.fold import Block, Folded
+from planner.graph import Node, Ref
+from planner.ops import saved_places
+from planner.recompute import Again, Level, Recompute, shares
+
+Places = tuple[int, ...]
+"""Tensors of an operator: its operands, then its results."""
+Tensor = int | tuple[int, int]
+"""A tensor as a block knows it: the number of one that enters, or the operator and the result that make it."""
+Chain = tuple[Tensor, ...]
+"""The tensor that a value lies in, the tensor that this one is a part of, and so on."""
+STORED, PARAMETER = -1, Ref("")
+"""Any parameter, as a block and as the graph know it: all are held."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """How an instance finds the values that enter it, parameters left out: their chains, and which tensors are held."""
+
+    form: int
+    level: Level
+    entering: tuple[Chain, ...]
+    held: tuple[bool, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Paid:
+    """What an instance pays.
+
+    Attributes:
+        places: of each of its operators.
+        tensors: those it pays for of what others may read: of what enters it, and of what its outputs lie in.
+        leaving: the chains of its outputs.
+    """
+
+    places: tuple[Places, ...]
+    tensors: frozenset[Tensor]
+    leaving: tuple[Chain, ...]
+
+
+class Charges:
+    """Who pays for what in a folded graph.
+
+    Args:
+        folded: the graph and its distinct blocks.
+        again: what the instances of a kind make again at a level other than ``none``.
+    """
+
+    def __init__(self, folded: Folded, again: Callable[[int, Level], Again]):
+        self.folded, self.graph, self._again = folded, folded.graph, again
+        self._paid: dict[Found, Paid] = {}
+        self._charged: dict[Recompute, tuple[Paid, ...]] = {}
+        self._forms = tuple(self._find_forms())
+        self._values = tuple(
+            tuple(ref for ref in instance.block.inputs if self.graph.by_name[ref.node].op != "param")
+            for instance in folded.instances
+        )
+
+    def of(self, recompute: Recompute) -> tuple[Paid, ...]:
+        """What every instance pays, in execution order."""
+        if recompute not in self._charged:
+            self._charged[recompute] = tuple(self._walk(recompute))
+        return self._charged[recompute]
+
+    def _find_forms(self) -> Iterator[int]:
+        """A number for every instance, the same for those of one kind that share memory alike inside."""
+        numbers: dict[object, int] = {}
+        for instance in self.folded.instances:
+            key = (instance.kind, tuple(node.shares for node in instance.block.nodes))
+            yield numbers.setdefault(key, len(numbers))
+
+    def _walk(self, recompute: Recompute) -> Iterator[Paid]:
+        chains: dict[Ref, tuple[Ref, ...]] = {}
+        held = {PARAMETER}
+        count: Counter[int] = Counter()
+        for instance, form, values in zip(self.folded.instances, self._forms, self._values, strict=True):
+            kind, block = instance.kind, instance.block
+            level = recompute.level(kind, count[kind])
+            count[kind] += 1
+            numbers: dict[Ref, int] = {}
+            entering = [
+                tuple([numbers.setdefault(each, len(numbers)) for each in chains.get(ref, (ref,))]) for ref in values
+            ]
+            found = Found(form, level, tuple(entering), tuple([each in held for each in numbers]))
+            if found not in self._paid:
+                self._paid[found] = self._pay(kind, block, values, found)
+            paid = self._paid[found]
+            names = {STORED: PARAMETER, **dict(enumerate(numbers))}
+            held.update(_named(tensor, block, names) for tensor in paid.tensors)
+            for ref, chain in zip(block.outputs, paid.leaving, strict=True):
+                chains[ref] = tuple([_named(tensor, block, names) for tensor in chain])
+            yield paid
+
+    def _pay(self, kind: int, block: Block, values: tuple[Ref, ...], found: Found) -> Paid:
+        chains: dict[Ref, Chain] = dict.fromkeys(block.inputs, (STORED,))
+        chains.update(zip(values, found.entering, strict=True))
+        held: set[Tensor] = {STORED, *(number for number, is_held in enumerate(found.held) if is_held)}
+        before = frozenset(held)
+        places: list[Places] = []
+        for at, node in enumerate(block.nodes):
+            results = [Ref(node.name, index) for index in range(len(node.results))]
+            chains |= {ref: ((at, ref.index),) for ref in results}
+            for ref, place in zip(results, shares(node), strict=False):
+                if place >= 0:
+                    viewed = node.inputs[place]
+                    is_part = self.graph.type_of(ref).numel < self.graph.type_of(viewed).numel
+                    chains[ref] = (*chains[ref], *chains[viewed]) if is_part else chains[viewed]
+            tensors = (*node.inputs, *results)
+            mine = []
+            for place in self._kept(kind, found.level, at, node):
+                chain = chains[tensors[place]]
+                if held.isdisjoint(chain):
+                    held.add(chain[0])
+                    mine.append(place)
+            places.append(tuple(mine))
+        leaving = tuple(chains[ref] for ref in block.outputs)
+        known = {*range(len(found.held)), *(tensor for chain in leaving for tensor in chain)}
+        return Paid(tuple(places), frozenset(held - before) & known, leaving)
+
+    def _kept(self, kind: int, level: Level, at: int, node: Node) -> Places:
+        """The places of an operator that are kept for backward."""
+        types = self.graph.input_types(node)
+        if level != "none":
+            saved, all_ = (saved_places(node, types, own=own) for own in (False, True))
+            return (*self._again(kind, level).kept[at], *(place for place in all_ if place not in saved))
+        return saved_places(node, types, own=True) if any(tensor.grad for tensor in node.results) else ()
+
+
+def _named(tensor: Tensor, block: Block, names: Mapping[int, Ref]) -> Ref:
+    """A tensor as the graph knows it."""
+    return names[tensor] if isinstance(tensor, int) else Ref(block.nodes[tensor[0]].name, tensor[1])

@@ -1,0 +1,147 @@
+"""Who pays for what is kept, block by block, against a plain walk over the whole graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from planner.fold import Folded, fold, relabel
+from planner.graph import Graph, Node, Ref, TensorType
+from planner.ops import saved_places
+from planner.recompute import Amount, Recompute, ladder
+from planner.skeleton import Skeleton
+from tests.planner.plans import residual_mlp
+
+WHOLE, PART = TensorType((4, 4), "float32", True), TensorType((2, 4), "float32", True)
+MASK = TensorType((4, 4), "float32")
+# Operator -> its operator in the graph, how many values it reads, its result, and whose memory that shares.
+STEPS = {
+    "product": ("aten.mm.default", 1, WHOLE, ()),
+    "relu": ("aten.relu.default", 1, WHOLE, ()),
+    "silu": ("aten.silu.default", 1, WHOLE, ()),
+    "mul": ("aten.mul.Tensor", 2, WHOLE, ()),
+    "add": ("aten.add.Tensor", 2, WHOLE, ()),
+    "dropout": ("aten.dropout.default", 1, WHOLE, (-1,)),
+    "view": ("aten.view.default", 1, WHOLE, (0,)),
+    "copy": ("aten.reshape.default", 1, WHOLE, (-1,)),
+    "slice": ("aten.slice.Tensor", 1, PART, (0,)),
+    "split": ("aten.split.Tensor", 1, PART, (0, 0)),
+    "strange": ("house.strange.default", 2, WHOLE, ()),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator: ``-k`` reads the k-th last value, whichever layer made it; a word reads what all layers share."""
+
+    word: str
+    reads: tuple[int | str, ...]
+
+
+def graph_of(unit: tuple[Step, ...], layers: int, kept: frozenset[int]) -> Graph:
+    """A stem, and the unit so many times; the last values of some layers leave the model."""
+    nodes = [
+        Node("ids", "input", (), (WHOLE,)),
+        Node("mask", "input", (), (MASK,)),
+        Node("shared", "param", (), (WHOLE,)),
+        Node("table", "aten.silu.default", (("x", Ref("ids")),), (WHOLE,)),
+        Node("stem", "aten.relu.default", (("x", Ref("table")),), (WHOLE,)),
+    ]
+    values, outputs = [Ref("table"), Ref("stem")], []
+    for layer in range(layers):
+        for number, step in enumerate(unit):
+            op, count, result, shares = STEPS[step.word]
+            name = f"n{layer}.{number}"
+            refs = [Ref(r) if isinstance(r, str) else values[max(r, -len(values))] for r in step.reads[:count]]
+            if step.word == "product":
+                nodes.append(Node(f"w{layer}.{number}", "param", (), (WHOLE,), target=f"layers.{layer}.{number}"))
+                refs.append(Ref(nodes[-1].name))
+            results = (result,) * max(1, len(shares))
+            args = tuple((f"x{i}", ref) for i, ref in enumerate(refs))
+            nodes.append(Node(name, op, args, results, path=f"layers.{layer}", shares=shares))
+            values += [Ref(name, index) for index in range(len(results))]
+        if layer in kept:
+            outputs.append(values[-1])
+    graph = Graph(tuple(nodes), (*outputs, values[-1]))
+    graph.check()
+    return graph
+
+
+def walked(skeleton: Skeleton, recompute: Recompute) -> dict[str, tuple[int, ...]]:
+    """Which tensors each operator pays for, operator by operator over the whole graph."""
+    graph = skeleton.graph
+    root: dict[Ref, Ref] = {}
+    whole: dict[Ref, Ref] = {}
+    paid: set[Ref] = set()
+    charges: dict[str, tuple[int, ...]] = {}
+
+    def is_paid(ref: Ref) -> bool:
+        return ref in paid or graph.by_name[ref.node].op == "param" or (ref in whole and is_paid(whole[ref]))
+
+    for node in graph.nodes:
+        if node.is_leaf:
+            continue
+        results = [Ref(node.name, index) for index in range(len(node.results))]
+        is_view = node.op == "aten.view.default"
+        for ref, place in zip(results, node.shares or ((0,) if is_view else (-1,)) * len(results), strict=True):
+            if place >= 0:
+                viewed = node.inputs[place]
+                is_part = graph.type_of(ref).numel < graph.type_of(viewed).numel
+                (whole if is_part else root)[ref] = root.get(viewed, viewed)
+        kind, nth, at = skeleton.seat[node.name]
+        level, types = recompute.level(kind, nth), graph.input_types(node)
+        saved, all_ = saved_places(node, types), saved_places(node, types, own=True)
+        kept: tuple[int, ...] = all_ if any(tensor.grad for tensor in node.results) else ()
+        if level != "none":
+            kept = (*skeleton.again(kind, level).kept[at], *(place for place in all_ if place not in saved))
+        mine = []
+        for place in kept:
+            tensor = (*node.inputs, *results)[place]
+            if not is_paid(root.get(tensor, tensor)):
+                paid.add(root.get(tensor, tensor))
+                mine.append(place)
+        charges[node.name] = tuple(mine)
+    return charges
+
+
+def check(folded: Folded, recompute: Recompute) -> None:
+    skeleton = Skeleton(folded, {})
+    expected = walked(skeleton, recompute)
+    assert {name: skeleton.charge(folded.graph.by_name[name], recompute) for name in expected} == expected
+    assert skeleton.charged(recompute) == {
+        role: Counter(expected[name] for name in names) for role, names in skeleton.members.items() if role[0] == "op"
+    }
+
+
+reads = st.lists(st.integers(-12, -1) | st.sampled_from(("mask", "shared", "table", "stem")), min_size=2, max_size=2)
+steps = st.builds(lambda word, reads: Step(word, tuple(reads)), st.sampled_from(sorted(STEPS)), reads)
+units = st.lists(steps, min_size=3, max_size=12).map(lambda unit: (Step("product", (-1,)), *unit))
+
+
+@settings(max_examples=200)
+@given(units, st.integers(2, 6), st.sets(st.integers(0, 5), max_size=1), st.data())
+def test_blocks_pay_what_a_walk_over_the_graph_says(
+    unit: tuple[Step, ...], layers: int, kept: set[int], data: st.DataObject
+) -> None:
+    folded = fold(graph_of(unit, layers, frozenset(kept)))
+    if data.draw(st.booleans()):
+        count = len(folded.instances)
+        folded = relabel(folded, data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count)))
+    amounts = []
+    for instances in folded.kinds:
+        full = data.draw(st.integers(0, len(instances)))
+        amounts.append(Amount(full, data.draw(st.integers(0, len(instances) - full))))
+    event(f"folded: {len(folded.kinds) < len(folded.instances)}")
+    check(folded, Recompute(tuple(amounts)))
+
+
+def test_equal_blocks_are_walked_once_for_each_way_to_find_them() -> None:
+    folded = fold(residual_mlp(layers=40))
+    skeleton = Skeleton(folded, {})
+    for step in ladder(folded).steps:
+        skeleton.charged(step)
+    # The layers at three levels, and the first of them, whose value the stem makes; the stem and the head.
+    assert len({paid for step in ladder(folded).steps for paid in skeleton._charges.of(step)}) <= 12
