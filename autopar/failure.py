@@ -68,7 +68,8 @@ def failure(
             return InputError(
                 f"{name} fails when it is called with these inputs, {_written(args, kwargs)}.\n"
                 f"{where}  why {type(called).__name__}: {_first_line(called)}\n"
-                "  fix the example inputs, whose names, shapes and dtypes must be those of a real call, or the model"
+                "  fix the example inputs, whose names, shapes and dtypes must be those of a real call (what is for "
+                "the loss alone needs loss_fn), or the model"
             )
         reason = f"{type(error).__name__}: {_first_line(error)}"
     return CaptureError(

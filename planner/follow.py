@@ -253,7 +253,10 @@ class _Walk:
         elif isinstance(b, _Open):
             b.parts = (a,)
         elif a != b:
-            raise self._error(f"the {_words(a)} meets the {_words(b)}")
+            raise self._error(
+                f"the {_words(a)} meets the {_words(b)} (the batch is dim 0 of every input and the sequence dim 1: "
+                "leave out the one that this model has elsewhere, or not at all)"
+            )
 
     # ---- what operators make ----
 

@@ -120,7 +120,10 @@ def test_a_loss_that_needs_values_is_named_with_its_line() -> None:
             ["ids int64 2x8", "self.positions[", "RuntimeError", "length 4"],
         ),
         ({"ids": torch.zeros(2, 4)}, ["ids float32 2x4", "self.tokens(ids)", "RuntimeError", "torch.float32"]),
-        ({"input_ids": X}, ["input_ids float32 8x8", "Positions.forward(ids, mask=None)", "TypeError", "'input_ids'"]),
+        (
+            {"input_ids": X},
+            ["input_ids float32 8x8", "Positions.forward(ids, mask=None)", "TypeError", "'input_ids'", "needs loss_fn"],
+        ),
     ],
     ids=["too long", "float ids", "wrong name"],
 )
