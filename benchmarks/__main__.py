@@ -17,7 +17,7 @@ PLAN_CASES = tuple(
     plan_time.Case(layers, nodes, batch) for nodes, batch in ((1, 8), (32, 256), (128, 1024)) for layers in (2, 8, 32)
 )
 REPEATS = 3
-STARTS = 3
+STARTS = 5
 STEP_CASES = tuple(
     step_time.Case(kind, ranks, heap) for kind in ("data", "tensor") for ranks in (2, 4) for heap in ("default", "kept")
 )
