@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,7 +25,7 @@ from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
 from planner.pins import Pins, filters
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restore
-from planner.predict import predict
+from planner.predict import predict, predict_in_turns
 from planner.search import check_time_limit, search
 
 Progress = Callable[[str], None]
@@ -77,6 +77,7 @@ def plan(
     pin: Mapping[str, Any] | None = None,
     optimizer_bytes_per_element: int = 8,
     fold: Fold = "capture",
+    pipelines: bool = False,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> Plan:
@@ -93,6 +94,8 @@ def plan(
         fold: ``"capture"`` traces submodules that repeat once and decides once per distinct block, ``"graph"`` traces
             the whole model and decides once per distinct block, ``"off"`` decides for every operator of the model.
             The graph is the same in all three, and what ``"capture"`` cannot follow is traced whole.
+        pipelines: also look at pipeline stages and micro-batches, as where ``pin`` asks for them. Such plans are
+            inspected and compared; :func:`parallelize` does not run them yet.
         time_limit_s: when to stop proving; the plan then carries the proven gap.
         progress: called with a line of text as the search advances.
 
@@ -112,6 +115,7 @@ def plan(
         pins,
         Training(optimizer_bytes_per_element),
         fold=fold,
+        pipelines=pipelines,
         time_limit_s=time_limit_s,
         progress=progress,
     )
@@ -124,24 +128,33 @@ def plan_traced(
     training: Training,
     *,
     fold: Fold = "capture",
+    pipelines: bool = False,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> Plan:
     """Plan a captured model; see :func:`plan`."""
     _say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
     found = search(
-        traced.graph, cluster, pins, training, folding=fold != "off", time_limit_s=time_limit_s, progress=progress
+        traced.graph,
+        cluster,
+        pins,
+        training,
+        folding=fold != "off",
+        time_limit_s=time_limit_s,
+        pipelines=pipelines,
+        progress=progress,
     )
-    candidates = tuple(candidate.facts() for candidate in found.candidates)
-    seconds = {"capture": traced.capture_s, **found.seconds}
-    plan = describe(
-        found.assignment,
+    assignment, staged = found.assignment, found.staged
+    seen = tuple(candidate.facts() for candidate in found.candidates if candidate.proof != "arithmetic")
+    seconds, unseen = {"capture": traced.capture_s, **found.seconds}, len(found.candidates) - len(seen)
+    return describe(
+        assignment,
         traced.facts,
         pins.to_dict(),
-        predict(found.assignment, found.evaluation.time_s),
-        Search(found.status, found.gap, seconds, candidates),
+        predict(assignment, found.evaluation.time_s) if staged is None else predict_in_turns(assignment, staged),
+        Search(found.status, found.gap, seconds, seen, unseen),
+        staged,
     )
-    return replace(plan, assignment=found.assignment)
 
 
 def evaluate(
@@ -177,9 +190,8 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     folded = refold(plan, traced.graph, facts)
     rules = rules_of(traced.graph)
     pins = Pins.parse(plan.pin)
-    space = Space(
-        folded, plan.mesh, CostModel(plan.cluster), Training(), rules, *filters(pins, traced.graph, rules, plan.mesh)
-    )
+    kept, stages = filters(pins, traced.graph, rules, plan.mesh), 1 if plan.pipeline is None else plan.pipeline.ranks
+    space = Space(folded, plan.mesh, CostModel(plan.cluster), Training(), rules, *kept, stages=stages)
     return restore(plan, space, facts)
 
 

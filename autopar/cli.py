@@ -84,6 +84,9 @@ def plan(
     pin: Pins = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
+    pipelines: Annotated[
+        bool, typer.Option("--pipelines", help="Also look at pipeline stages and micro-batches (planned, not yet run).")
+    ] = False,
     time_limit: TimeLimit = 60.0,
 ) -> None:
     """Find the fastest plan for training a model; needs neither the cluster nor a GPU."""
@@ -94,7 +97,13 @@ def plan(
         where, pins = arguments.read_cluster(cluster), arguments.read_pins(pin or ())
         named = arguments.read_model(model, batch, seq, inputs or ())
         found = api.plan(
-            named.model, where, example_kwargs=named.inputs, pin=pins, time_limit_s=time_limit, progress=say
+            named.model,
+            where,
+            example_kwargs=named.inputs,
+            pin=pins,
+            pipelines=pipelines,
+            time_limit_s=time_limit,
+            progress=say,
         )
     typer.echo(str(found), nl=False)
     _write(found, out, html)

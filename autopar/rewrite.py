@@ -20,6 +20,7 @@ from autopar.runtime.conversions import convert
 from autopar.runtime.parameters import replicate_parameters
 from autopar.runtime.recompute import recompute
 from planner.conversion import Route, Step
+from planner.errors import PlanError
 from planner.fold import Block
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
@@ -45,6 +46,16 @@ class Rewritten:
     programs: Mapping[str, int]
 
 
+def check_runs(assignment: Assignment) -> None:
+    """Raise :class:`PlanError` for what is planned, but not run."""
+    space = assignment.space
+    if space.stages > 1 or space.mesh.micro_batches > 1:
+        raise PlanError(
+            f"this plan takes a step in turns ({space.stages} pipeline stages, {space.mesh.micro_batches} "
+            "micro-batches), which autopar plans and predicts but does not run yet: plan without pipelines"
+        )
+
+
 def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any], device: torch.device) -> Rewritten:
     """Emit the program of one rank.
 
@@ -54,6 +65,7 @@ def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any
         groups: process group of every mesh axis, by name; ``"state"`` holds the run state.
         device: where factory operators create tensors.
     """
+    check_runs(assignment)
     targets = {node.name: node.target for node in captured.graph.nodes if node.op == "call_function"}
     root = _Body(assignment, targets, device)
     holder: dict[str, Any] = {}

@@ -13,8 +13,9 @@ from dataclasses import asdict
 from benchmarks import iopddl, memory, pipeline, plan_time, predicted, published, record, step_time
 from benchmarks.gpt import Shape
 
-PLAN_CASES = tuple(
-    plan_time.Case(layers, nodes, batch) for nodes, batch in ((1, 8), (32, 256), (128, 1024)) for layers in (2, 8, 32)
+PLAN_CASES = (
+    *(plan_time.Case(layers, nodes, 8 * nodes) for nodes in (1, 32, 128) for layers in (2, 8, 32)),
+    *(plan_time.Case(126, 2048, 2048, "405B", 8192, pipelines=True, time_limit_s=limit) for limit in (5, 10, 60)),
 )
 REPEATS = 3
 STARTS = 5
@@ -52,21 +53,24 @@ def plans() -> None:
         print(f"planned {case}: {results[-1].total_s:.2f} s", flush=True)
     rows = [
         {
+            "shape": r.case.shape,
             "layers": str(r.case.layers),
             "devices": str(8 * r.case.nodes),
             "sequences": str(r.case.batch),
-            **{f"{phase} s": f"{r.seconds[phase]:.2f}" for phase in plan_time.PHASES},
+            **{f"{phase} s": f"{r.seconds[phase]:.2f}".replace("nan", "") for phase in plan_time.PHASES},
             "to plan s": f"{r.total_s:.2f}",
             "CPU s": f"{r.cpu_s:.2f}",
-            "found": f"{' x '.join(f'{k} {v}' for k, v in r.mesh.items())}, {r.status}",
+            "found": f"{' x '.join(f'{k} {v}' for k, v in r.mesh.items())}, {r.status}"
+            + (f" within {r.gap:.1%}" if r.gap else ""),
             "step s": f"{r.step_time_s:.3f}",
             "peak GB": f"{r.peak_bytes / 1e9:.1f}",
         }
         for r in results
     ]
     notes = (
-        f"Transformers' Llama in the shape of Llama-3-8B on the meta device (bfloat16, {plan_time.SEQUENCE} tokens per "
-        f"sequence), planned for nodes of eight H100. The run of median total of {REPEATS}. *To plan* goes from "
+        f"Transformers' Llama in shapes of Llama 3 on the meta device (bfloat16; {plan_time.SEQUENCE} tokens per "
+        "sequence, the 405B 8192), planned for nodes of eight H100; the 405B with pipelines and micro-batches, under a "
+        f"time limit of 5, 10 and 60 s for the search. The run of median total of {REPEATS}. *To plan* goes from "
         "`nn.Module` to `Plan`; *rewrite* then emits one rank's program. *Step* and *peak* are what the plan predicts."
     )
     print(record.write("plan_time", "Plan time", notes, rows, [asdict(r) for r in results], facts), flush=True)

@@ -1,4 +1,4 @@
-"""Plan time: from an ``nn.Module`` to a ``Plan``, and to one rank's program, for the Llama-3-8B shape.
+"""Plan time: from an ``nn.Module`` to a ``Plan``, and to one rank's program, for the shapes of Llama 3.
 
 The model is Transformers' own on the meta device, in bfloat16, with a number of layers. Capture, fold, build and
 solve are the plan's own times (``plan.search.seconds``); rewrite emits one rank's program under a fake process group
@@ -7,6 +7,7 @@ of the whole cluster.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,16 +26,27 @@ from planner.formulate import Training
 from planner.pins import Pins
 
 SEQUENCE = 4096
+SHAPES = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128},
+}
 PHASES = ("capture", "fold", "build", "solve", "rewrite")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A number of layers, for a number of nodes of eight H100, with one global batch of sequences."""
+    """A number of layers, for a number of nodes of eight H100, with one global batch of sequences.
+
+    With ``pipelines``, which cannot be rewritten yet, stages and micro-batches are searched too.
+    """
 
     layers: int
     nodes: int
     batch: int
+    shape: str = "8B"
+    sequence: int = SEQUENCE
+    pipelines: bool = False
+    time_limit_s: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,7 @@ class Planned:
     total_s: float
     cpu_s: float
     status: str
+    gap: float
     mesh: Mapping[str, int]
     step_time_s: float
     peak_bytes: int
@@ -58,19 +71,22 @@ class Planned:
 
 def measure(case: Case) -> Planned:
     """Plan once."""
-    model, batch = llama(case.layers, case.batch)
+    model, batch = llama(case.layers, case.batch, case.sequence, case.shape)
     cluster = ClusterSpec.preset("dgx-h100", nodes=case.nodes)
     wall, cpu = time.perf_counter(), time.process_time()
     traced = trace(model, example_kwargs=batch)
-    plan = plan_traced(traced, cluster, Pins.parse(None), Training())
+    plan = plan_traced(
+        traced, cluster, Pins.parse(None), Training(), pipelines=case.pipelines, time_limit_s=case.time_limit_s
+    )
     total_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
     return Planned(
         case,
-        {**plan.search.seconds, "rewrite": _rewrite_s(traced, plan)},
+        {**plan.search.seconds, "rewrite": math.nan if case.pipelines else _rewrite_s(traced, plan)},
         total_s,
         cpu_s,
         plan.search.status,
-        dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
+        plan.search.gap,
+        plan.sizes,
         plan.predicted.step_time_s,
         plan.predicted.peak_bytes,
     )
@@ -84,15 +100,13 @@ def _rewrite_s(traced: Traced, plan: Plan) -> float:
         return time.perf_counter() - start
 
 
-def llama(layers: int, batch: int, sequence: int = SEQUENCE) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Transformers' Llama in the shape of Llama-3-8B, and a global batch, both without data."""
+def llama(layers: int, batch: int, sequence: int = SEQUENCE, shape: str = "8B") -> tuple[nn.Module, dict[str, Tensor]]:
+    """Transformers' Llama in a shape of Llama 3, and a global batch, both without data."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
+        **SHAPES[shape],
         num_hidden_layers=layers,
-        num_attention_heads=32,
         num_key_value_heads=8,
         vocab_size=128256,
         max_position_embeddings=8192,

@@ -101,7 +101,16 @@ class Decided(Space):
 
     def __init__(self, assignment: Assignment, skeleton: Skeleton):
         space = assignment.space
-        super().__init__(skeleton.folded, space.mesh, space.cost, space.training, space.rules, skeleton=skeleton)
+        super().__init__(
+            skeleton.folded,
+            space.mesh,
+            space.cost,
+            space.training,
+            space.rules,
+            skeleton=skeleton,
+            stages=space.stages,
+            rounds=space.rounds,
+        )
         self._assignment = assignment
 
     @cached_property

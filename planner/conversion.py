@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,6 +122,9 @@ def _rule_number(src: LocalType, dst: LocalType, grad: bool) -> int:
 class ConversionTable:
     """All conversions of one tensor type on one mesh.
 
+    Args:
+        first: the local types on the first axis, where they are not all that are possible.
+
     Attributes:
         layouts: every layout considered, valid for the shape.
         held: bytes that one rank holds in each of them.
@@ -136,12 +139,14 @@ class ConversionTable:
         price: PriceOf,
         touch_s_per_byte: float,
         launch_s: float,
+        first: Collection[LocalType] | None = None,
     ):
         self.tensor, self.mesh = tensor, mesh
         types: list[LocalType] = [R, P, *sorted(shards)] if not tensor.grad else [R, I, P, *sorted(shards)]
+        others = [types] * (len(mesh.axes) - 1)
         self.layouts = tuple(
             layout
-            for layout in itertools.product(types, repeat=len(mesh.axes))
+            for layout in itertools.product([t for t in types if first is None or t in first], *others)
             if local_shape(tensor.shape, layout, mesh.sizes) is not None
         )
         self.index = {layout: i for i, layout in enumerate(self.layouts)}

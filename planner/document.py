@@ -27,13 +27,15 @@ class Search:
 
     ``seconds`` is by step of planning; every candidate is a mesh with its ``status``, ``step_time_s`` (``None``: no
     plan of it was looked for, or none fits), ``bound_s`` (``None``: proven infeasible), ``peak_bytes`` (of that plan,
-    or at least), and the ``proof`` of the bound, see :class:`planner.search.Candidate`.
+    or at least), and the ``proof`` of the bound, see :class:`planner.search.Candidate`. ``unseen`` further ones were
+    not looked at; they count in the gap.
     """
 
     status: str
     gap: float
     seconds: Mapping[str, float]
     candidates: tuple[Mapping[str, Any], ...] = ()
+    unseen: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,30 @@ class BlockPlan:
 
 
 @dataclass(frozen=True)
+class PipelinePlan:
+    """How a step runs in turns: micro-batch after micro-batch, through the stages of a pipeline if there are several.
+
+    ``schedule`` says in which order, see :mod:`planner.schedule`; each of ``ranks`` pipeline ranks, which are meshes of
+    devices, has ``virtual_stages``. Stage ``s`` has the blocks from ``bounds[s]`` up to, not including,
+    ``bounds[s + 1]``, numbered in execution order as in :class:`BlockPlan`; ``recompute`` says which of them make again
+    in backward what they computed, by level.
+    """
+
+    schedule: str
+    ranks: int
+    virtual_stages: int
+    bounds: tuple[int, ...]
+    recompute: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Document:
     """A plan for one model on one cluster.
 
     Attributes:
         model: class name, number of parameters, and fingerprint of the captured graph.
         cluster: what it was planned for.
-        mesh: the axes, major first.
+        mesh: the axes, major first; of one stage, where there are several.
         pin: what the user had fixed.
         inputs, parameters, buffers: layout of every leaf, one local type per axis, by original name
             (``*`` where the instances of a block share it).
@@ -70,6 +89,7 @@ class Document:
         outputs: layout of every output.
         predicted: the step's time, memory and collectives.
         search: status, bound and seconds.
+        pipeline: how a step runs in turns; ``None``: forward once, backward once.
         coverage: operators that the op table does not know -> how often they occur; they run replicated.
         recorded: the details that a file brought along.
         assignment: the decisions themselves, where the plan was made in this process; not part of the file.
@@ -87,9 +107,16 @@ class Document:
     outputs: tuple[str, ...]
     predicted: Prediction
     search: Search
+    pipeline: PipelinePlan | None = None
     coverage: Mapping[str, int] = field(default_factory=dict)
     recorded: Account | None = field(default=None, compare=False, repr=False)
     assignment: Assignment | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the axes by name, pipeline ranks first."""
+        stages = {"pipeline": self.pipeline.ranks} if self.pipeline is not None and self.pipeline.ranks > 1 else {}
+        return {**stages, **dict(zip(self.mesh.names, self.mesh.sizes, strict=True))}
 
     @cached_property
     def certificate(self) -> Certificate:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
+from itertools import pairwise
 from typing import Any
 
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
-from planner.document import BlockPlan, Document, Search
+from planner.document import BlockPlan, Document, PipelinePlan, Search
 from planner.errors import ClusterError, PlanError
 from planner.layout import Axis, Mesh
 from planner.names import parse_runs, runs
@@ -46,6 +47,7 @@ def encode(document: Document) -> dict[str, Any]:
 def decisions(document: Document) -> dict[str, Any]:
     """The part that decides what is run: what a person edits, and what all ranks must agree on."""
     return {
+        **({"pipeline": _pipeline(document.pipeline)} if document.pipeline is not None else {}),
         "mesh": [asdict(axis) for axis in document.mesh.axes],
         "pin": dict(document.pin),
         "inputs": dict(document.inputs),
@@ -81,10 +83,35 @@ def decode(data: Any) -> dict[str, Any]:
             f"the plan is of version {data.get('version')!r}, this autopar reads version {VERSION}: plan again"
         )
     fields = _read_document(data)
-    ranks, devices = fields["mesh"].size, fields["cluster"].world_size
+    pipeline = fields["pipeline"]
+    ranks, devices = fields["mesh"].size * (pipeline.ranks if pipeline is not None else 1), fields["cluster"].world_size
     if ranks != devices:
         raise PlanError(f"the plan's mesh has {ranks} ranks, but its cluster has {devices} devices: plan again for it")
     return fields
+
+
+def _pipeline(pipeline: PipelinePlan) -> dict[str, Any]:
+    """A pipeline as JSON; stages as runs of block numbers."""
+    return {
+        "schedule": pipeline.schedule,
+        "ranks": pipeline.ranks,
+        "virtual_stages": pipeline.virtual_stages,
+        "stages": [runs(tuple(range(low, high))) for low, high in pairwise(pipeline.bounds)],
+        "recompute": {level: runs(numbers) for level, numbers in pipeline.recompute.items()},
+    }
+
+
+def _read_pipeline(data: Mapping[str, Any]) -> PipelinePlan:
+    stages = [parse_runs(text) for text in data["stages"]]
+    if not stages or [number for stage in stages for number in stage] != list(range(stages[-1][-1] + 1)):
+        raise ValueError(f"the pipeline's stages are {data['stages']}, which is not every block once, in order")
+    return PipelinePlan(
+        data["schedule"],
+        int(data["ranks"]),
+        int(data["virtual_stages"]),
+        (0, *(stage[-1] + 1 for stage in stages)),
+        {level: parse_runs(text) for level, text in data["recompute"].items()},
+    )
 
 
 def parse(text: str) -> Any:
@@ -152,6 +179,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         "outputs": field("outputs", lambda outputs: tuple(_list(outputs))),
         "predicted": field("predicted", _read_prediction),
         "search": field("search", _read_search),
+        "pipeline": field("pipeline", _read_pipeline) if "pipeline" in data else None,
         "recorded": Account(
             field("details", lambda details: tuple(map(_read_details, _list(details)))),
             field("leaves", lambda leaves: {name: _read_leaf(leaf) for name, leaf in _mapping(leaves).items()}),
@@ -206,7 +234,8 @@ def _read_prediction(data: Any) -> Prediction:
 
 
 def _read_search(data: Any) -> Search:
-    return Search(data["status"], data["gap"], data["seconds"], tuple(data["candidates"]))
+    candidates, unseen = tuple(data["candidates"]), data.get("unseen", 0)
+    return Search(data["status"], data["gap"], data["seconds"], candidates, unseen)
 
 
 def _read_details(data: Any) -> BlockDetail:

@@ -8,6 +8,7 @@ of the problem does not depend on depth.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from planner.cost import CostModel
 from planner.fold import Folded
 from planner.graph import Graph, Node, Ref
 from planner.kernel import Stream, kernel_of
-from planner.layout import I, Layout, LocalType, Mesh, R, local_shape
+from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, R, Shard, local_shape
 from planner.ops import OPS
 from planner.problem import Answer, Edge, Floats, Ints, Problem, Vertex
 from planner.recompute import NOTHING, Recompute
@@ -127,6 +128,13 @@ class Space:
         training: what the step keeps per parameter.
         allow, allow_leaf: keep a strategy of an operator on an axis; keep a storage layout of a leaf.
         skeleton: that of the folded graph, where it is known already.
+        stages: of a pipeline, each on a mesh of its own like ``mesh``. With several, costs are those of the average
+            rank: no rank's, but all of what a lower bound needs.
+        rounds: how often a step at least takes what one micro-batch takes in all stages; left out: what the average
+            rank has of it.
+
+    With micro-batches (:data:`planner.layout.MICRO`) work and storage are those of one; parameters are gathered and
+    gradients reduced once a step, so that both are held in the layout in which they are used.
     """
 
     def __init__(
@@ -139,7 +147,12 @@ class Space:
         allow: Allow | None = None,
         allow_leaf: AllowLeaf | None = None,
         skeleton: Skeleton | None = None,
+        stages: int = 1,
+        rounds: float | None = None,
     ):
+        self.stages = stages
+        self.in_flight: float | None = None
+        self.rounds = mesh.micro_batches / stages if rounds is None else rounds
         self.folded, self.graph, self.mesh, self.cost, self.training = folded, folded.graph, mesh, cost, training
         self.rules = rules
         self.overlap = OVERLAP[cost.cluster.backend]
@@ -163,7 +176,7 @@ class Space:
         for role, names in self.members.items():
             node = self.graph.by_name[names[0]]
             if node.is_leaf:
-                layouts = leaf_layouts(node, self.mesh, self._strips(Ref(node.name)))
+                layouts = self._leaf_layouts(node)
                 kept = [layout for layout in layouts if self._allow_leaf is None or self._allow_leaf(node, layout)]
                 found[role] = kept or layouts[:1]
             else:
@@ -212,7 +225,15 @@ class Space:
         """The choices of the node that makes a value."""
         role = self.role_of[ref.node]
         node = self.graph.by_name[ref.node]
-        return leaf_layouts(node, self.mesh, self._strips(Ref(node.name))) if node.is_leaf else self._choices(role)
+        return self._leaf_layouts(node) if node.is_leaf else self._choices(role)
+
+    def _leaf_layouts(self, node: Node) -> list[Layout]:
+        """How a leaf may be stored; only the batch is cut into micro-batches."""
+        layouts = leaf_layouts(node, self.mesh, self._strips(Ref(node.name)))
+        if self.mesh.micro_batches == 1:
+            return layouts
+        cut = [layout for layout in layouts if isinstance(layout[0], Shard)]
+        return cut if node.op == "input" and cut else [each for each in layouts if not isinstance(each[0], Shard)]
 
     def _output_layouts(self, ref: Ref, keeps_state: bool) -> list[Layout]:
         tensor = self.graph.type_of(ref)
@@ -228,12 +249,35 @@ class Space:
         """All conversions of a value on this mesh."""
         tensor = self.graph.type_of(ref)
         shards = tuple(shards_of(tensor, self._strips(ref)))
-        key = (tensor, shards)
+        turns = self._turns(ref) if self.mesh.micro_batches > 1 else None
+        key = (tensor, shards, turns)
         if key not in self._tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
-            self._tables[key] = ConversionTable(tensor, self.mesh, shards, self.cost.collective_s, touch, launch)
+
+            def price(kind: str, axis: Axis, bytes_in: Ints) -> Floats:
+                if axis.name != MICRO:
+                    return self.cost.collective_s(kind, axis, bytes_in)
+                # Nothing but sums crosses from micro-batch to micro-batch; they are added up as they come, in place.
+                each_s = 3 * touch if kind == "all_reduce" else math.inf
+                return np.asarray((axis.size - 1) * each_s * np.maximum(bytes_in, 1), np.float64)
+
+            self._tables[key] = ConversionTable(tensor, self.mesh, shards, price, touch, launch, turns)
         return self._tables[key]
+
+    def _turns(self, ref: Ref) -> frozenset[LocalType]:
+        """The local types that a value has over micro-batches where it is made and where it is read."""
+        ref = self.skeleton.representative(ref)
+        produced = self.options_of_producer(ref)
+        found = {each.results[ref.index][0] if isinstance(each, Choice) else each[0] for each in produced}
+        for head, positions in self.skeleton.reads.get(ref, ()):
+            if head[0] == "op":
+                found.update(choice.operands[at][0] for choice in self._choices(head) for at in positions)
+            elif head[0] == "output":
+                position = cast(int, head[1])
+                outputs = self._output_layouts(ref, keeps_state=position >= len(self.graph.outputs))
+                found.update(layout[0] for layout in outputs)
+        return frozenset(found)
 
     def describe(self, role: Role) -> str:
         """A role in the user's words."""
@@ -244,16 +288,25 @@ class Space:
 
     # ---- the problem -------------------------------------------------------------------------------------------
 
+    def holding(self, in_flight: float) -> Space:
+        """The same decisions with the bytes of a typical rank, which holds what so many micro-batches saved."""
+        space = copy.copy(self)
+        space.in_flight = in_flight
+        return space
+
     @cached_property
     def roles(self) -> tuple[Role, ...]:
         return tuple(self.options)
 
-    def vertices(self, recompute: Recompute = NOTHING, up_to: Sequence[Recompute] = ()) -> tuple[Vertex, ...]:
+    def vertices(
+        self, limit_bytes: int | None, recompute: Recompute = NOTHING, up_to: Sequence[Recompute] = ()
+    ) -> tuple[Vertex, ...]:
         """The decisions by themselves, in the order of :attr:`roles`: work and storage, without communication.
 
         Arguments are those of :meth:`problem`.
         """
-        return tuple(self._vertex(role, recompute, (recompute, *up_to)) for role in self.roles)
+        limit = math.inf if limit_bytes is None else limit_bytes
+        return tuple(self._vertex(role, recompute, (recompute, *up_to), limit) for role in self.roles)
 
     def problem(
         self, limit_bytes: int | None, recompute: Recompute = NOTHING, up_to: Sequence[Recompute] = ()
@@ -267,32 +320,37 @@ class Space:
         """
         index = {role: i for i, role in enumerate(self.roles)}
         least, most = (self.skeleton.flows_again(each) for each in (recompute, (recompute, *up_to)[-1]))
+        turns, stages = self.mesh.micro_batches, self.stages
         edges = []
         for flow, count in self.skeleton.flows.items():
             tail, head, ref, _ = flow
             forward, backward, gathered = self._pair(flow)
             runs = count + least.get(flow, 0)
-            if self.graph.by_name[ref.node].op == "param":
+            if self.graph.by_name[ref.node].op != "param":
+                costs = (forward * runs + backward * count) * stages * self.rounds, np.zeros(forward.shape), gathered
+            elif turns == 1:
                 # Where it is gathered again, it is there only while an operator runs, and counts as that one's.
                 costs = forward * runs, backward * count, gathered * (count - most.get(flow, 0))
             else:
-                costs = forward * runs + backward * count, np.zeros(forward.shape), gathered
-            edges.append(Edge(index[tail], index[head], *costs))
-        return Problem(self.vertices(recompute, up_to), tuple(edges), limit_bytes)
+                costs = forward * count, backward * count, gathered * count * (2 if self.graph.type_of(ref).grad else 1)
+            seconds, background, held = costs
+            edges.append(Edge(index[tail], index[head], seconds / stages, background / stages, held // stages))
+        return Problem(self.vertices(limit_bytes, recompute, up_to), tuple(edges), limit_bytes)
 
     def assignment(self, answer: Answer, recompute: Recompute = NOTHING) -> Assignment:
         """What an answer to :meth:`problem` decides."""
         chosen = {role: self.options[role][c] for role, c in zip(self.roles, answer.choices, strict=True)}
         return Assignment(self, chosen, recompute)
 
-    def _vertex(self, role: Role, recompute: Recompute, held_with: Sequence[Recompute]) -> Vertex:
+    def _vertex(self, role: Role, recompute: Recompute, held_with: Sequence[Recompute], limit_bytes: float) -> Vertex:
         """One decision.
 
         Args:
             recompute: what runs again.
             held_with: amounts of recomputation; what is held is the least of what is held with each.
+            limit_bytes: what a rank may hold.
         """
-        options = self.options[role]
+        options, stages = self.options[role], self.stages
         size, times = len(options), len(self.members.get(role, (role,)))
         time, cover = np.zeros(size), np.zeros(size)
         held, transient = np.zeros(size, np.int64), np.zeros(size, np.int64)
@@ -302,14 +360,20 @@ class Space:
                 for i, layout in enumerate(options):
                     assert isinstance(layout, tuple)
                     time[i], held[i] = self.storage(node, layout)
-                return Vertex(str(role), time * times, np.zeros(size), cover, held * times, transient)
+                return Vertex(
+                    str(role), time * times / stages, np.zeros(size), cover, held * times // stages, transient
+                )
             again = self.skeleton.runs_again(role, recompute)
             (forward, backward, inner, inner_again), transient, parameters = self._works_of(node, options)
             if all(each.levels(cast(int, role[1])) for each in held_with):
                 transient = transient + parameters  # where they are gathered again: see :meth:`problem`
-            time = (forward + backward + inner) * times + (forward + inner_again) * again
-            cover = backward * self.overlap * times
+            time = ((forward + backward + inner) * times + (forward + inner_again) * again) * self.rounds
+            cover = backward * self.overlap * times / stages
             held = np.min([self._held(role, node, options, each) for each in held_with], axis=0)
+            held = (held * (self.in_flight or 1.0)).astype(np.int64) // stages
+            if stages > 1 and self.in_flight is None:  # the rank with this operator may hold less than the average
+                time = np.where(transient > limit_bytes, math.inf, time)
+                transient = np.zeros_like(transient)
         return Vertex(str(role), time, np.zeros(size), cover, held, transient)
 
     def _works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints, Ints]:
@@ -336,7 +400,7 @@ class Space:
         kind, at = role[1], role[2]
         assert isinstance(kind, int)
         assert isinstance(at, int)
-        if recompute.levels(kind) and recompute.leads(kind):
+        if recompute.levels(kind) and recompute.leads(kind) and (self.stages == 1 or self.in_flight is not None):
             again = [self.skeleton.again(kind, level).dropped[at] for level, _ in recompute.levels(kind)]
             held = held + np.max([self._bytes(node, options, places) for places in again], axis=0)
         return held
@@ -345,10 +409,11 @@ class Space:
         """Bytes of some of an operator's tensors (operands, then results), for every choice."""
         key = (id(options), places)
         if key not in self._sizes:
-            self._sizes[key] = np.array([self._bytes_of(node, each, places) for each in options], np.int64)
+            self._sizes[key] = np.array([self.bytes_of(node, each, places) for each in options], np.int64)
         return self._sizes[key]
 
-    def _bytes_of(self, node: Node, choice: Choice | Layout, places: tuple[int, ...]) -> int:
+    def bytes_of(self, node: Node, choice: Choice | Layout, places: tuple[int, ...]) -> int:
+        """Bytes of some tensors of an operator on one rank: operands, then results, by place."""
         assert isinstance(choice, Choice)
         tensors = (*self.graph.input_types(node), *node.results)
         layouts = (*choice.operands, *choice.results)
@@ -373,7 +438,7 @@ class Space:
         differentiated = any(t.grad for t in node.results)
         inner = {"forward": 0.0, "backward": 0.0}
         for axis, call in choice.inner:
-            if call.phase == "forward" or differentiated:
+            if self.mesh.axes[axis].name != MICRO and (call.phase == "forward" or differentiated):
                 bytes_in = self.inner_bytes(rule, choice, call)
                 inner[call.phase] += self.cost.collective_s(call.kind, self.mesh.axes[axis], bytes_in)
         if row is not None and row.view:
@@ -395,7 +460,7 @@ class Space:
 
     def saved_bytes(self, node: Node, choice: Choice, recompute: Recompute = NOTHING) -> int:
         """Bytes that an operator pays for as kept for backward."""
-        return int(self._bytes_of(node, choice, self.skeleton.charge(node, recompute)))
+        return int(self.bytes_of(node, choice, self.skeleton.charge(node, recompute)))
 
     def _compute(self, node: Node, shapes: list[tuple[int, ...]], moved: int, share: int) -> tuple[float, float]:
         """Seconds of an operator forward and backward, from its operands' local shapes and the bytes it passes over."""

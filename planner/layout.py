@@ -17,11 +17,16 @@ flattened ``batch*sequence``, the heads inside a fused ``3*heads*head_dim``.
 
 A :data:`Layout` is one local type per mesh axis. Where several axes shard the same part of a dim, the
 earlier axis is the major one.
+
+Micro-batches are an axis too, :data:`MICRO`, always the first: its "ranks" are the same devices one after the other.
+The batch is sharded over it, parameters are not, and a partial sum over it is one that is added up from micro-batch
+to micro-batch.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,9 +64,16 @@ LocalType = Shard | Mark
 Layout = tuple[LocalType, ...]
 
 
+MICRO = "micro"
+"""The axis of micro-batches: turns of the same devices instead of devices."""
+
+
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis: ``size`` ranks, each ``stride`` apart in the cluster's rank order."""
+    """A mesh axis: ``size`` ranks, each ``stride`` apart in the cluster's rank order.
+
+    The axis :data:`MICRO` has turns instead of ranks.
+    """
 
     name: str
     size: int
@@ -93,10 +105,18 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        total = 1
-        for axis in self.axes:
-            total *= axis.size
-        return total
+        """How many ranks there are."""
+        return math.prod(axis.size for axis in self.axes if axis.name != MICRO)
+
+    @property
+    def micro_batches(self) -> int:
+        """Into how many turns a step is cut."""
+        return math.prod(axis.size for axis in self.axes if axis.name == MICRO)
+
+    def in_turns(self, micro_batches: int) -> Mesh:
+        """The same ranks with the batch cut into micro-batches."""
+        turns = (Axis(MICRO, micro_batches, self.size),) if micro_batches > 1 else ()
+        return Mesh((*turns, *(axis for axis in self.axes if axis.name != MICRO)))
 
 
 @functools.lru_cache(maxsize=2**16)

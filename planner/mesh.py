@@ -15,8 +15,8 @@ from planner.cluster import ClusterSpec
 from planner.errors import PinError
 from planner.layout import Mesh
 
-ROLES = ("pipeline", "data", "context", "tensor")
-"""Axes that a recipe may pin, major first: the tensor axis is contiguous, the pipeline axis strides widest."""
+ROLES = ("data", "context", "tensor")
+"""Axes that a recipe may pin, major first: the tensor axis is contiguous. The stages of a pipeline stride wider yet."""
 
 _NAMES = {1: ("all",), 2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
 
@@ -40,12 +40,13 @@ def candidate_meshes(cluster: ClusterSpec, max_axes: int = 2, devices: int | Non
     )
 
 
-def pinned_mesh(cluster: ClusterSpec, sizes: Mapping[str, int]) -> Mesh:
-    """The mesh of a recipe such as ``{"pipeline": 2, "tensor": 8}``, axes in the order of :data:`ROLES`.
+def pinned_mesh(cluster: ClusterSpec, sizes: Mapping[str, int], stages: int = 1) -> Mesh:
+    """The mesh of a recipe such as ``{"data": 2, "tensor": 8}``, axes in the order of :data:`ROLES`.
 
-    A missing ``data`` takes the devices that are left. Axes of size 1 shard nothing and are dropped; if
-    none remains, the mesh is one axis ``all`` of size 1. Raises :class:`PinError` if a name is unknown, a
-    size is not a positive number, or the sizes do not multiply to the number of devices.
+    With several ``stages`` of a pipeline it is that of one. A missing ``data`` takes the devices that are left. Axes of
+    size 1 shard nothing and are dropped; if none remains, the mesh is one axis ``all`` of size 1. Raises
+    :class:`PinError` if a name is unknown, a size is not a positive number, or the sizes do not multiply to the number
+    of devices.
     """
     for name, size in sizes.items():
         if name not in ROLES:
@@ -54,8 +55,9 @@ def pinned_mesh(cluster: ClusterSpec, sizes: Mapping[str, int]) -> Mesh:
             raise PinError(f"pin {name!r}: there is no such axis; {hint}there are: {', '.join(ROLES)}")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise PinError(f"pin {name}={size!r}: give a whole number of ranks, at least 1")
-    world, pinned = cluster.world_size, math.prod(sizes.values())
-    product = " x ".join(f"{name} {sizes[name]}" for name in ROLES if name in sizes) or "nothing"
+    world, pinned = cluster.world_size, stages * math.prod(sizes.values())
+    shown = {**({"pipeline": stages} if stages > 1 else {}), **{name: sizes[name] for name in ROLES if name in sizes}}
+    product = " x ".join(f"{name} {size}" for name, size in shown.items()) or "nothing"
     if "data" not in sizes and world % pinned:
         raise PinError(
             f"pinned {product} = {pinned} does not divide the {world} devices of {cluster.name!r}; "

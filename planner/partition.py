@@ -608,7 +608,7 @@ def _tree(work: _Work, planes: _Planes, found: _Found) -> float:
     """Build cuts from the first stage on, most promising first; what is proved when the tree or the effort ends."""
     rests = planes.rests[-6:]
     if not rests:
-        return math.inf
+        return planes.bound_s
     constants = np.array([rest.weights.constant for rest in rests])
     least = np.stack([rest.least for rest in rests])
     p = work.pipeline

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from planner.errors import PinError
 from planner.formulate import AllowLeaf
 from planner.graph import Graph, Node, Ref
-from planner.layout import Axis, I, Layout, Mesh, R, Shard
+from planner.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.recompute import LEVELS, Level
-from planner.rules import AxisStrategy, Rule, find
+from planner.rules import AxisStrategy, Inner, Rule, find
+from planner.schedule import NAMES
 from planner.strategy import Allow, factor_at, tensors_of
 
-SIZES = ("pipeline", "data", "context", "tensor")
-LATER = {
-    "pipeline": (1, "pipeline stages"),
-    "offload": ("none", "offload"),
-    "virtual_stages": (1, "virtual stages"),
-}
+SIZES = ("data", "context", "tensor")
+COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
+LATER = {"offload": ("none", "offload")}
 
 FREE_AXES = ("all", "outer", "middle", "inner")
 """Axes of the meshes that are tried when no size is pinned."""
@@ -35,6 +33,7 @@ FREE_AXES = ("all", "outer", "middle", "inner")
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 Labels = Mapping[Ref, Mapping[tuple[int, int], str]]
+LabelsOf = Callable[[str], Labels]
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,10 @@ class Pins:
         recompute: what every block that repeats makes again in backward: ``none``, ``selective`` (all but contractions,
             convolutions and attention) or ``full``; ``None`` leaves it to the search.
         layers: glob of module path -> {axis name: strategy}.
+        stages: of the pipeline, ``pipeline`` in the user's form; ``None`` leaves it to the search, as the others do.
+        micro_batches: turns in which a step takes the global batch.
+        schedule: the pipeline's, by name; see :mod:`planner.schedule`.
+        virtual_stages: stages of each rank of the pipeline, for schedules that interleave them.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -57,6 +60,10 @@ class Pins:
     zero: int | None = None
     recompute: Level | None = None
     layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    stages: int | None = None
+    micro_batches: int | None = None
+    schedule: str | None = None
+    virtual_stages: int | None = None
 
     @staticmethod
     def parse(pin: Mapping[str, object] | None) -> Pins:
@@ -68,7 +75,7 @@ class Pins:
         if pin is not None and not isinstance(pin, Mapping):
             raise PinError(f"pin is {pin!r}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
         pin = dict(pin or {})
-        known = {*SIZES, *LATER, "sequence_parallel", "zero", "recompute", "layers", "micro_batch", "schedule"}
+        known = {*SIZES, *COUNTS, *LATER, "sequence_parallel", "zero", "recompute", "layers", "schedule"}
         unknown = sorted(set(pin) - known)
         if unknown:
             raise PinError(
@@ -77,11 +84,10 @@ class Pins:
         for name, (only, what) in LATER.items():
             if pin.pop(name, only) not in (only, None):
                 raise PinError(f"pin {name!r}: this version plans no {what}; leave it out or pin {only!r}")
-        for name in ("micro_batch", "schedule"):
-            if pin.pop(name, None) is not None:
-                raise PinError(
-                    f"pin {name!r}: this version plans no pipeline stages, so it has no {name}; leave it out"
-                )
+        counts = {name: _count(name, what, pin.pop(name, None)) for name, what in COUNTS.items()}
+        schedule = pin.pop("schedule", None)
+        if schedule is not None and schedule not in NAMES:
+            raise PinError(f"pin 'schedule' is {schedule!r}; it is one of {', '.join(map(repr, NAMES))}")
         sizes: dict[str, int] = {}
         for name in SIZES:
             size = pin.pop(name, None)
@@ -108,7 +114,17 @@ class Pins:
         layers = pin.pop("layers", {})
         if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):
             raise PinError("pin 'layers' maps a module path (with * and ?) to {axis name: strategy}")
-        return Pins(sizes, sequence_parallel, zero, recompute, layers)
+        return Pins(
+            sizes,
+            sequence_parallel,
+            zero,
+            recompute,
+            layers,
+            counts["pipeline"],
+            counts["micro_batches"],
+            schedule,
+            counts["virtual_stages"],
+        )
 
     def to_dict(self) -> dict[str, object]:
         """The user's form."""
@@ -121,7 +137,20 @@ class Pins:
             found["recompute"] = self.recompute
         if self.layers:
             found["layers"] = {path: dict(axes) for path, axes in self.layers.items()}
-        return found
+        turns = {
+            "pipeline": self.stages,
+            "micro_batches": self.micro_batches,
+            "schedule": self.schedule,
+            "virtual_stages": self.virtual_stages,
+        }
+        return {**found, **{name: value for name, value in turns.items() if value is not None}}
+
+
+def _count(name: str, what: str, value: object) -> int | None:
+    """A pinned number, if it is one."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise PinError(f"pin {name!r} is {value!r}; it is how many {what} there are: a whole number from 1")
+    return value
 
 
 def label_dims(graph: Graph, rules: Mapping[str, Rule], label: str) -> Labels:
@@ -140,21 +169,34 @@ def label_dims(graph: Graph, rules: Mapping[str, Rule], label: str) -> Labels:
             if leaf.op == "input" and shape and shape[0] > 1:
                 found[Ref(leaf.name)] = {(0, 1): label}
     nodes = [node for node in graph.nodes if node.name in rules]
+    refs = {node.name: [ref for ref, _ in tensors_of(node, rules[node.name])] for node in nodes}
+    places: dict[object, list[tuple[int, tuple[int, int]]]] = {}
     changed = True
     while changed:
         changed = False
         for node in (*nodes, *reversed(nodes)):
-            rule = rules[node.name]
-            parts = {part for part in labelled_parts(node, rule, found) if part[0] not in rule.whole}
-            if label == "context" and node.op == ATTENTION and rule.operands[0][-2]:
-                parts.add((rule.operands[0][-2][0], 1))
-            for factor, outer in parts:
-                for ref, dims in tensors_of(node, rule):
-                    place = find(dims, factor, rule.sizes)
-                    if place and (place[0], place[1] * outer) not in found.setdefault(ref, {}):
-                        found[ref][place[0], place[1] * outer] = label
-                        changed = True
+            key = (id(rules[node.name]), *(tuple(found.get(ref, ())) for ref in refs[node.name]))
+            if key not in places:
+                places[key] = _labelled_places(node, rules[node.name], found, label)
+            for tensor, place in places[key]:
+                labels = found.setdefault(refs[node.name][tensor], {})
+                if place not in labels:
+                    labels[place] = label
+                    changed = True
     return found
+
+
+def _labelled_places(node: Node, rule: Rule, labels: Labels, label: str) -> list[tuple[int, tuple[int, int]]]:
+    """Where an operator carries a label: (tensor, (dim, strips)), tensors numbered operands first."""
+    parts = {part for part in labelled_parts(node, rule, labels) if part[0] not in rule.whole}
+    if label == "context" and node.op == ATTENTION and rule.operands[0][-2]:
+        parts.add((rule.operands[0][-2][0], 1))
+    return [
+        (tensor, (place[0], place[1] * outer))
+        for factor, outer in parts
+        for tensor, (_, dims) in enumerate(tensors_of(node, rule))
+        if (place := find(dims, factor, rule.sizes))
+    ]
 
 
 def labelled_parts(node: Node, rule: Rule, labels: Labels) -> set[tuple[str, int]]:
@@ -168,17 +210,23 @@ def labelled_parts(node: Node, rule: Rule, labels: Labels) -> set[tuple[str, int
     return found
 
 
-def filters(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> tuple[Allow | None, AllowLeaf | None]:
-    """The strategies and storage layouts that the pins keep on ``mesh``.
+def filters(
+    pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh, labels: LabelsOf | None = None
+) -> tuple[Allow | None, AllowLeaf | None]:
+    """The strategies and storage layouts that the pins, and micro-batches, keep on ``mesh``.
+
+    Args:
+        labels: :func:`label_dims` of this graph by label, where it is known already.
 
     Raises:
         PinError: the recipe does not apply to the model, or a size does not divide.
     """
-    if not pins.sizes and not pins.layers:
+    if not pins.sizes and not pins.layers and mesh.micro_batches == 1:
         return None, None
     names = mesh.names
-    batch = label_dims(graph, rules, "batch")
-    context = label_dims(graph, rules, "context") if {"context", "tensor"} & set(names) else {}
+    labels = labels or (lambda label: label_dims(graph, rules, label))
+    batch = labels("batch")
+    context = labels("context") if {"context", "tensor"} & set(names) else {}
     _check_recipe(pins, graph, mesh, context)
     weighted = _weighted(graph, rules)
     _check_weights(pins, mesh, rules, weighted)
@@ -203,10 +251,10 @@ def filters(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> 
             contracts = row is not None and row.flops is contraction_flops
             if contracts and names[axis] in wanted and fnmatch.fnmatchcase(node.path, glob):
                 return str(strategy) == wanted[names[axis]]
-        if names[axis] in ("data", "context"):
-            labels = batch if names[axis] == "data" else context
-            if has(node, labels, mesh.axes[axis].size):
-                return labelled(node, strategy, labels)
+        if names[axis] in (MICRO, "data", "context"):
+            along = context if names[axis] == "context" else batch
+            if has(node, along, mesh.axes[axis].size):
+                return labelled(node, strategy, along) and (names[axis] != MICRO or all(map(_in_turns, strategy.inner)))
             return not strategy.factor
         if names[axis] == "tensor":
             if labelled(node, strategy, batch):
@@ -237,6 +285,13 @@ def filters(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> 
         return True
 
     return allow, allow_leaf
+
+
+def _in_turns(call: Inner) -> bool:
+    """Whether an operator can run on one micro-batch after the other: all it asks of the others is one number, such as
+    how many tokens a loss is averaged over, which is known before the step.
+    """
+    return call.kind == "all_reduce" and not call.factors and call.count == 1
 
 
 _NORMS = frozenset(

@@ -19,10 +19,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.document import BlockPlan, Document, Search
+from planner.document import BlockPlan, Document, PipelinePlan, Search
 from planner.encode import decisions, decode, dump, encode
 from planner.encode import parse as parse_json
-from planner.errors import PlanError
+from planner.errors import PlanError, ScheduleError
 from planner.files import write_text
 from planner.fold import Folded, fold, fold_off, relabel
 from planner.formulate import Assignment, Role, Space
@@ -30,9 +30,12 @@ from planner.graph import Graph, Ref
 from planner.layout import Layout, format_layout
 from planner.names import role_names
 from planner.ops import OPS
-from planner.predict import Prediction, predict
+from planner.predict import Prediction, predict, predict_in_turns
 from planner.problem import evaluate
 from planner.recompute import LEVELS, Amount, Recompute
+from planner.stages import Pipeline
+from planner.stages import evaluate as cut_of
+from planner.staging import Staged, chain_of, links_of, price
 from planner.strategy import Choice
 from planner.words import shape_text
 
@@ -157,6 +160,7 @@ class Plan(Document):
         """
         from planner.why import why_not
 
+        self._check_one_turn()
         return why_not(self, pin, time_limit_s=time_limit_s)
 
     # ---- at other sizes ----------------------------------------------------------------------------------------
@@ -203,7 +207,15 @@ class Plan(Document):
                 "this plan was read from a file and does not carry its model's graph: give it one with "
                 "autopar.evaluate(model, plan), and ask the plan that returns"
             )
+        self._check_one_turn()
         return OtherSizes(self.assignment)
+
+    def _check_one_turn(self) -> None:
+        if self.pipeline is not None:
+            raise PlanError(
+                "this plan runs in turns (micro-batches, or the stages of a pipeline), and only a step that goes "
+                "forward and backward once can be asked this: plan without pipelines, or plan again at the other size"
+            )
 
 
 def _save(path: Path, text: str) -> None:
@@ -250,8 +262,9 @@ def describe(
     pin: Mapping[str, Any],
     predicted: Prediction,
     search: Search,
+    staged: Staged | None = None,
 ) -> Plan:
-    """Write an assignment down."""
+    """Write an assignment down; ``staged``: how it runs in turns."""
     space = assignment.space
     names = role_names(space)
     sections: dict[str, dict[str, str]] = {"inputs": {}, "parameters": {}, "buffers": {}, "values": {}}
@@ -293,9 +306,52 @@ def describe(
         outputs=tuple(outputs),
         predicted=predicted,
         search=replace(search, candidates=tuple(_finite(c) for c in search.candidates)),
+        pipeline=None if staged is None else _pipeline(staged),
         coverage=coverage(space.graph),
         assignment=assignment,
     )
+
+
+def _pipeline(staged: Staged) -> PipelinePlan:
+    pipeline = staged.pipeline
+    levels = {level: staged.at(level) for level in LEVELS[1:]}
+    recompute: dict[str, tuple[int, ...]] = {level: numbers for level, numbers in levels.items() if numbers}
+    return PipelinePlan(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages, tuple(staged.cut.bounds), recompute)
+
+
+def restage(plan: Plan, assignment: Assignment) -> Staged | None:
+    """How the decisions of a plan run in turns, if they do.
+
+    Args:
+        assignment: those decisions for the model at hand, see :func:`restore`.
+
+    Raises:
+        PlanError: the plan's pipeline does not fit the model's blocks, its schedule or its mesh.
+    """
+    found = plan.pipeline
+    if found is None:
+        return None
+    links, size = links_of(assignment), len(assignment.space.folded.instances)
+    pipeline = Pipeline(found.schedule, found.ranks, plan.mesh.micro_batches, found.virtual_stages)
+    if len(found.bounds) != pipeline.stages + 1 or found.bounds[-1] != size:
+        raise PlanError(
+            f"the plan's pipeline cuts {found.bounds[-1]} blocks into {len(found.bounds) - 1} stages, but the model "
+            f"has {size} blocks, and {found.ranks} ranks of {found.virtual_stages} are {pipeline.stages} stages: mend "
+            '"stages", or plan again'
+        )
+    savings = [0] * size
+    for level, numbers in found.recompute.items():
+        for number in numbers:
+            if level not in LEVELS[1:] or number >= size or len(links[number].block.savings) == 1:
+                raise PlanError(
+                    f"the plan recomputes block {number} at level {level!r}; levels are {' and '.join(LEVELS[1:])}, "
+                    f"and only blocks below {size} that repeat recompute"
+                )
+            savings[number] = LEVELS.index(level)
+    try:
+        return price(links, pipeline, cut_of(pipeline, chain_of(links), found.bounds, savings))
+    except ScheduleError as error:
+        raise PlanError(f"the plan's pipeline: {error}") from error
 
 
 def _finite(candidate: Mapping[str, Any]) -> dict[str, Any]:
@@ -435,12 +491,14 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
     space = assignment.space
     problem = space.problem(plan.cluster.device.usable_bytes, assignment.recompute)
     chosen = tuple(space.options[role].index(assignment.chosen[role]) for role in space.roles)  # type: ignore[arg-type]
-    cost = evaluate(problem, chosen)
-    predicted, search = predict(assignment, cost.time_s), plan.search
-    if not math.isclose(cost.time_s, plan.predicted.step_time_s, rel_tol=1e-9):
+    staged = restage(plan, assignment)
+    step_s = evaluate(problem, chosen).time_s if staged is None else staged.step_s
+    predicted = predict(assignment, step_s) if staged is None else predict_in_turns(assignment, staged)
+    search = plan.search
+    if not math.isclose(step_s, plan.predicted.step_time_s, rel_tol=1e-9):
         bound = plan.predicted.step_time_s * (1 - search.gap)
-        search = replace(search, status="edited", gap=max(0.0, 1 - bound / cost.time_s))
-    return describe(assignment, plan.model, plan.pin, predicted, search)
+        search = replace(search, status="edited", gap=max(0.0, 1 - bound / step_s))
+    return describe(assignment, plan.model, plan.pin, predicted, search, staged)
 
 
 def _entry(values: tuple[str, ...], position: int) -> str | None:

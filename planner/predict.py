@@ -15,9 +15,10 @@ from planner.conversion import Collective, Route, local_bytes
 from planner.fold import Instance
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
-from planner.layout import Layout
+from planner.layout import MICRO, Layout
 from planner.memory import timeline
 from planner.recompute import Level
+from planner.staging import Staged
 from planner.strategy import Choice
 from planner.words import in_bytes, in_seconds, in_shares, labelled
 
@@ -34,7 +35,8 @@ class Prediction:
         peak_bytes: bytes at the fullest moment.
         time_s: seconds by use: ``compute``, ``recompute`` (what backward makes again, its communication included),
             ``communication`` (of activations, and gathering parameters),
-            ``gradients`` (their reduction, as far as backward does not hide it), ``optimizer``.
+            ``gradients`` (their reduction, as far as backward does not hide it), ``optimizer``, ``bubble`` (waiting
+            for other stages).
         memory_bytes: bytes at the fullest moment by use: ``parameters``, ``gradients``, ``optimizer``, ``gathered``
             (parameters that are used in a larger layout than they are stored in), ``activations`` (inputs, and what
             forward made), ``temporary`` (gradients of activations, and what operators need while they run).
@@ -167,8 +169,10 @@ def _operands(assignment: Assignment, node: Node) -> list[tuple[int, Ref]]:
 def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool) -> Calls:
     """Calls of a conversion; those of ``backward`` are made only if a gradient comes back through it."""
     space = assignment.space
+    turns = 1 if space.graph.by_name[ref.node].op == "param" else space.mesh.micro_batches
     calls = (call for step in route for call in step.collectives(space.graph.type_of(ref), space.mesh))
-    return Counter(call for call in calls if backward or call.phase == "forward")
+    made = Counter(call for call in calls if call.axis != MICRO and (backward or call.phase == "forward"))
+    return Counter({call: count * turns for call, count in made.items()})
 
 
 def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
@@ -199,11 +203,12 @@ def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
                 route = assignment.operand_route(node, position)
                 calls.update(_route_calls(assignment, ref, route, differentiated))
         for number, inner in choice.inner:
-            if mesh.axes[number].size > 1 and (inner.phase == "forward" or differentiated):
+            on = mesh.axes[number]
+            if on.size > 1 and on.name != MICRO and (inner.phase == "forward" or differentiated):
                 bytes_in = space.inner_bytes(space.rules[node.name], choice, inner)
-                calls[Collective(inner.kind, mesh.axes[number].name, bytes_in, inner.phase)] += 1
+                calls[Collective(inner.kind, on.name, bytes_in, inner.phase)] += mesh.micro_batches
     for (axes, _), (sizes, live) in sums.items():
-        for number in axes if any(live) else ():
+        for number in (axis for axis in axes if any(live) and mesh.axes[axis].name != MICRO):
             calls[Collective("all_reduce", mesh.axes[number].name, sum(sizes.values()), "backward")] += 1
     return calls
 
@@ -227,12 +232,14 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
                 add(Ref(node.name, index), assignment.relay_route(Ref(node.name, index)))
         taken = {(node.inputs[position], choice.operands[position]): position for position in again.taken[at]}
         for (ref, _), position in taken.items():
-            if not assignment.summed_over(node, position):
+            is_kept = space.mesh.micro_batches > 1 and space.graph.by_name[ref.node].op == "param"
+            if not assignment.summed_over(node, position) and not is_kept:
                 add(ref, assignment.operand_route(node, position))
         for number, inner in choice.inner if at in again.operators else ():
-            if space.mesh.axes[number].size > 1 and inner.phase == "forward":
+            on = space.mesh.axes[number]
+            if on.size > 1 and on.name != MICRO and inner.phase == "forward":
                 bytes_in = space.inner_bytes(space.rules[node.name], choice, inner)
-                calls[Collective(inner.kind, space.mesh.axes[number].name, bytes_in, "backward")] += 1
+                calls[Collective(inner.kind, on.name, bytes_in, "backward")] += space.mesh.micro_batches
     return calls
 
 
@@ -248,6 +255,21 @@ def _converted_again_s(assignment: Assignment) -> float:
         pairs = [(table.index[layout], table.index[each]) for each in dict.fromkeys(wanted)]
         seconds += sum(float(table.forward_s[pair]) for pair in pairs) * times
     return seconds
+
+
+def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
+    """The same for a step in turns: seconds of the busiest rank and its waiting, bytes of the fullest; the collectives
+    of one rank of every stage together.
+    """
+    fullest = staged.rank_bytes.index(staged.peak_bytes)
+    return Prediction(
+        staged.step_s,
+        staged.peak_bytes,
+        staged.time_s,
+        staged.memory_bytes,
+        tuple(sorted_calls(collectives(replace(assignment, recompute=staged.recompute(assignment.space.folded))))),
+        f"stage {fullest}" if staged.pipeline.ranks > 1 else "",
+    )
 
 
 def predict(assignment: Assignment, step_time_s: float) -> Prediction:

@@ -22,10 +22,11 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from planner import shapes
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
@@ -35,13 +36,15 @@ from planner.formulate import Assignment, Role, Space, Training, rules_of
 from planner.graph import Graph, Ref
 from planner.layout import Layout, Mesh
 from planner.memory import timeline
-from planner.mesh import candidate_meshes, pinned_mesh
-from planner.pins import Pins, filters
+from planner.pins import Labels, Pins, filters, label_dims
 from planner.problem import Answer, Evaluation, Problem, evaluate
 from planner.recompute import Ladder, Recompute, ladder, together
 from planner.rules import Rule
+from planner.shapes import Shape
 from planner.skeleton import Skeleton
 from planner.solve import lower_bound_between, lower_bounds, solve
+from planner.stages import Pipeline
+from planner.staging import SCHEDULES, THOROUGH, Staged, links_of, pipelines_of, stage
 from planner.strategy import Choice
 
 Progress = Callable[[str], None]
@@ -52,34 +55,42 @@ LEANEST_S = 3.0
 """How long the leanest plan of all is looked for when nothing fits; the leanest found is told."""
 FEW = 8
 """So many amounts of recomputation are bounded together by a whole search, before each is searched by itself."""
+NEAR = 2.0
+"""Shapes at most so many doublings from the best plan's are looked at before others; see :meth:`Shape.distance`."""
 GRACE_S = 1.0
 """What a problem gets of time after the limit, while no plan is known at all."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One mesh, and what is known of its plans.
+    """One shape, and what is known of its plans.
 
     Attributes:
+        shape: the stages of its pipeline and the mesh of each.
         status: ``optimal`` (its best plan was found), ``feasible`` (a plan was found before the time limit),
             ``bounded away`` (none can beat the best plan), ``infeasible`` (none fits), ``not tried`` (time limit).
         objective_s: seconds of its best plan found; infinite where none was looked for, or none fits.
         bound_s: no plan of it is faster; infinite: none fits.
         peak_bytes: of that plan; without one, what every plan of it needs at least.
-        proof: the look that proved the bound: ``work``, ``relaxation`` or ``search``.
+        proof: the look that proved the bound: ``arithmetic``, ``work``, ``relaxation`` or ``search``.
     """
 
-    mesh: Mesh
+    shape: Shape
     status: str
     objective_s: float
     bound_s: float
     peak_bytes: int
     proof: str = "search"
 
+    @property
+    def mesh(self) -> Mesh:
+        """That of one stage."""
+        return self.shape.mesh
+
     def facts(self) -> dict[str, Any]:
         """What a plan says of it: see :class:`planner.document.Search`."""
         return {
-            "mesh": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
+            "mesh": self.shape.sizes,
             "status": self.status,
             "step_time_s": self.objective_s,
             "bound_s": self.bound_s,
@@ -94,6 +105,7 @@ class Searched:
 
     Attributes:
         assignment: the best plan's decisions.
+        staged: how they run on a pipeline, or in turns; its cut says what is made again, not the assignment.
         evaluation: what they cost, by the one definition of cost.
         candidates: every mesh, best first; what is only bounded stands at its bound.
         status, gap: ``optimal`` with gap 0 when every candidate was solved or bounded away, among plans that
@@ -102,6 +114,7 @@ class Searched:
     """
 
     assignment: Assignment
+    staged: Staged | None
     evaluation: Evaluation
     candidates: tuple[Candidate, ...]
     status: str
@@ -117,6 +130,11 @@ class Best:
     choices: tuple[int, ...]
     recompute: Recompute
     evaluation: Evaluation
+    staged: Staged | None = None
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.space.stages, self.space.mesh)
 
 
 @dataclass(frozen=True)
@@ -131,16 +149,27 @@ class Setting:
     progress: Progress | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     spare_bytes: int = 0
+    known: dict[str, Labels] = field(default_factory=dict)
 
     @property
     def limit_bytes(self) -> int:
         """Memory that a plan may fill by the search's own reckoning, ``spare_bytes`` less than a device has."""
         return self.cost.cluster.device.usable_bytes - self.spare_bytes
 
-    def pose(self, skeleton: Skeleton, mesh: Mesh) -> Space:
-        """Every decision to take on one mesh."""
-        allow, allow_leaf = filters(self.pins, skeleton.graph, self.rules, mesh)
-        space = Space(skeleton.folded, mesh, self.cost, self.training, self.rules, allow, allow_leaf, skeleton)
+    def labels(self, graph: Graph, label: str) -> Labels:
+        """:func:`planner.pins.label_dims`, found once."""
+        if label not in self.known:
+            self.known[label] = label_dims(graph, self.rules, label)
+        return self.known[label]
+
+    def pose(self, skeleton: Skeleton, shape: Shape) -> Space:
+        """Every decision to take on one shape."""
+        mesh, graph = shape.mesh, skeleton.graph
+        kept = filters(self.pins, graph, self.rules, mesh, lambda label: self.labels(graph, label))
+        rounds = shape.rounds(self.pins.schedule)
+        space = Space(
+            skeleton.folded, mesh, self.cost, self.training, self.rules, *kept, skeleton, shape.stages, rounds
+        )
         empty = [role for role, options in space.options.items() if not options]
         if empty:
             raise PinError(
@@ -173,9 +202,12 @@ def search(
     folding: bool = True,
     max_axes: int = 2,
     time_limit_s: float = 60.0,
+    pipelines: bool = False,
     progress: Progress | None = None,
 ) -> Searched:
     """The fastest plan that fits the cluster's memory, over all meshes that the pins allow.
+
+    With ``pipelines``, or where the pins ask for it, also over stages and micro-batches, see :mod:`planner.shapes`.
 
     A mesh that is not pinned has up to ``max_axes`` axes, at most three, along the levels of the cluster. With three
     an operator has up to a thousand ways to run, and to bound a mesh takes about ten times as long as with two.
@@ -195,8 +227,14 @@ def search(
     skeleton.survey()
     setting = Setting(CostModel(cluster), training, rules, pins, start + time_limit_s, progress)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
+    plain = shapes.plain(cluster, pins, max_axes)
+    staged: tuple[Shape, ...] = ()
+    if pipelines or not plain:
+        staged = shapes.staged(cluster, pins, graph, len(folded.instances), max_axes)
     while True:
-        found = _search(setting, skeleton, graph, max_axes)
+        found = _search(setting, skeleton, graph, plain, staged)
+        if found.staged is not None:
+            return found
         # The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed.
         excess = timeline(found.assignment).peak_bytes - cluster.device.usable_bytes
         if excess <= 0:
@@ -210,25 +248,29 @@ def check_time_limit(seconds: float) -> None:
         raise InputError(f"time_limit_s is {seconds!r}; give seconds, more than 0")
 
 
-def _search(setting: Setting, skeleton: Skeleton, graph: Graph, max_axes: int) -> Searched:
-    """The fastest plan within the setting's memory."""
-    folded, rules, pins, cluster = skeleton.folded, setting.rules, setting.pins, setting.cost.cluster
-    meshes = (pinned_mesh(cluster, pins.sizes),) if pins.sizes else candidate_meshes(cluster, max_axes)
+def _search(
+    setting: Setting, skeleton: Skeleton, graph: Graph, plain: tuple[Shape, ...], staged: tuple[Shape, ...]
+) -> Searched:
+    """The fastest plan within the setting's memory, over shapes of one turn and others."""
+    folded, rules, pins = skeleton.folded, setting.rules, setting.pins
     rungs = ladder(folded, pins.recompute)
-    best, looks = _explore(setting, skeleton, meshes, rungs, None)
+    best, looks = _explore(setting, skeleton, (*plain, *staged), rungs, None)
     candidates, proofs = _candidates(looks), looks
-    if _may_differ(folded):
+    if plain and _may_differ(folded):
         alike = best
         split = Skeleton(relabel(folded, range(len(folded.instances))), rules)
-        best, proofs = _explore(setting, split, meshes, rungs.apart(skeleton.numbers), alike)
+        best, proofs = _explore(setting, split, plain, rungs.apart(skeleton.numbers), alike)
         if best is not None and best is not alike:
             before = time.monotonic()
             best = _together(setting, folded, best)
             bound_s = next(look.candidate.bound_s for look in proofs if look.candidate.mesh == best.space.mesh)
             status = "optimal" if _is_reached(bound_s, best) else "feasible"
             found = best.evaluation
-            candidates.append(Candidate(best.space.mesh, status, found.time_s, bound_s, found.peak_bytes))
+            candidates.append(Candidate(Shape(1, best.space.mesh), status, found.time_s, bound_s, found.peak_bytes))
             setting.took("solve", before)
+        proofs = [*proofs, *(look for look in looks if look.candidate.shape.in_turns)]
+    if best is not None and best.staged is not None:
+        best = _cut_well(setting, best)
     if best is None:
         raise _nothing_fits(setting, graph, proofs)
     time_s = best.evaluation.time_s
@@ -237,6 +279,7 @@ def _search(setting: Setting, skeleton: Skeleton, graph: Graph, max_axes: int) -
     candidates.sort(key=lambda c: (c.status == "infeasible", min(c.objective_s, max(c.bound_s, time_s))))
     return Searched(
         best.space.assignment(Answer(best.choices, time_s, bound_s, "optimal", 0.0), best.recompute),
+        best.staged,
         best.evaluation,
         tuple(candidates),
         "optimal" if gap <= PROVED else "feasible",
@@ -249,19 +292,27 @@ def _search(setting: Setting, skeleton: Skeleton, graph: Graph, max_axes: int) -
 class Look:
     """How closely a candidate was looked at, over the steps ``low`` to ``high`` of the ladder of recomputation.
 
-    ``is_priced`` once its relaxation was; ``choices`` and ``step`` are the best plan found there, and ``evaluation``
-    what it costs.
+    ``is_priced`` once its relaxation was, ``is_sought`` once a pipeline was looked for; ``choices`` and ``step`` are
+    the best plan found there, ``evaluation`` what it costs, and ``staged`` how it runs in turns.
     """
 
     candidate: Candidate
-    space: Space
+    posed: Space | None
     ladder: Ladder
     low: int
     high: int
     is_priced: bool = False
+    is_sought: bool = False
     choices: tuple[int, ...] | None = None
     step: int = 0
     evaluation: Evaluation | None = None
+    staged: Staged | None = None
+
+    @property
+    def space(self) -> Space:
+        """Its decisions, once it was looked at."""
+        assert self.posed is not None
+        return self.posed
 
     @property
     def bends(self) -> list[int]:
@@ -281,23 +332,34 @@ class Look:
 
 
 def _explore(
-    setting: Setting, skeleton: Skeleton, meshes: tuple[Mesh, ...], rungs: Ladder, best: Best | None
+    setting: Setting, skeleton: Skeleton, all_: tuple[Shape, ...], rungs: Ladder, best: Best | None
 ) -> tuple[Best | None, list[Look]]:
-    """Best first over the meshes, starting from the best plan known; what became of each, in the order of meshes."""
-    waiting: list[Look] = []
-    for mesh in meshes:
-        setting.say(f"mesh {' x '.join(map(str, mesh.sizes))}")
-        before = time.monotonic()
-        waiting.append(_look_at_work(setting, setting.pose(skeleton, mesh), rungs))
-        setting.took("build", before)
-    _check_divisible(setting, skeleton.graph, waiting)
+    """Best first over the shapes, starting from the best plan known; what became of each, in the order of shapes."""
+    arithmetic, top = shapes.Arithmetic(skeleton, setting.cost), len(rungs.steps) - 1
+    waiting = [
+        Look(Candidate(shape, "not tried", math.inf, bound_s, 0, "arithmetic"), None, rungs, 0, top)
+        for shape in all_
+        for bound_s in [arithmetic.bound_s(shape, setting.pins.schedule)]
+    ]
+    staged = tuple(shape for shape in all_ if shape.in_turns)
+    seeds = shapes.seeds(staged, setting.cost.cluster, skeleton.graph) if staged else []
     closed: list[Look] = []
     while waiting:
-        look = min(waiting, key=lambda look: look.candidate.bound_s)
+        if best is not None and setting.is_late():
+            closed += [_close(look, best) for look in waiting]
+            break
+        look = min(waiting, key=lambda look: _turn(look, seeds, best))
         waiting.remove(look)
-        is_late = setting.is_late() and (best is not None or (look.is_priced and look.low < look.high))
+        is_begun = look.posed is None or (look.is_priced and look.low < look.high)
+        is_late = setting.is_late() and is_begun and len(closed) + 1 < len(all_)
         if is_late or _is_reached(look.candidate.bound_s, best):
             closed.append(_close(look, best))
+        elif look.posed is None:
+            waiting.append(_look_at_work(setting, skeleton, look))
+        elif look.candidate.shape.in_turns:
+            look = (_look_at_average if look.is_sought else _look_for_pipeline)(setting, look, best)
+            best = _better(best, look)
+            (closed if look.is_priced else waiting).append(_close(look, best) if look.is_priced else look)
         elif not look.is_priced:
             look = (_look_between if look.is_even else _look_relaxed)(setting, look, best)
             best = _better(best, look)
@@ -308,15 +370,26 @@ def _explore(
             look = _look_whole(setting, look, best)
             best = _better(best, look)
             (closed if look.low == look.high else waiting).append(look)
-    order = {mesh: number for number, mesh in enumerate(meshes)}
-    return best, sorted(closed, key=lambda look: (order[look.candidate.mesh], look.low))
+    _check_divisible(setting, skeleton.graph, closed)
+    order = {shape: number for number, shape in enumerate(all_)}
+    return best, sorted(closed, key=lambda look: (order[look.candidate.shape], look.low))
+
+
+def _turn(look: Look, first: Sequence[Shape], best: Best | None) -> tuple[float, float]:
+    """Which look is next, the least: plans of ``first`` shapes, then of those like the best plan's, then by bound."""
+    shape, bound_s = look.candidate.shape, look.candidate.bound_s
+    if shape in first and not look.is_sought:
+        return -1, first.index(shape)
+    if look.is_sought or best is None or best.staged is None:
+        return NEAR + 1, bound_s
+    return min(shape.distance(best.shape), NEAR + 1), bound_s
 
 
 def _candidates(looks: list[Look]) -> list[Candidate]:
-    """What became of every mesh, whatever its recomputation."""
-    found: dict[Mesh, list[Candidate]] = {}
+    """What became of every shape, whatever its recomputation."""
+    found: dict[Shape, list[Candidate]] = {}
     for look in looks:
-        found.setdefault(look.candidate.mesh, []).append(look.candidate)
+        found.setdefault(look.candidate.shape, []).append(look.candidate)
     return [_joined(each) for each in found.values()]
 
 
@@ -327,21 +400,26 @@ def _joined(looks: list[Candidate]) -> Candidate:
     status = best.status if math.isfinite(best.objective_s) else open_.status
     if status == "optimal" and open_.bound_s < best.objective_s * (1 - PROVED) and open_.status != "bounded away":
         status = "feasible"
-    return Candidate(best.mesh, status, best.objective_s, open_.bound_s, peak_bytes, open_.proof)
+    return Candidate(best.shape, status, best.objective_s, open_.bound_s, peak_bytes, open_.proof)
 
 
-def _look_at_work(setting: Setting, space: Space, rungs: Ladder) -> Look:
+def _look_at_work(setting: Setting, skeleton: Skeleton, look: Look) -> Look:
     """Every decision at its own cheapest and leanest, as if neighbours always agreed."""
-    top = len(rungs.steps) - 1
-    least, *more = rungs.between(0, top)
-    vertices = space.vertices(least, more)
+    setting.say(f"mesh {look.candidate.shape}")
+    before = time.monotonic()
+    space = setting.pose(skeleton, look.candidate.shape)
+    least, more = look.amounts
+    vertices = space.vertices(setting.limit_bytes, least, more)
     bound_s = math.fsum(float(vertex.time_s.min()) for vertex in vertices)
     held = sum(int(vertex.held_bytes.min()) for vertex in vertices)
     peak_bytes = held + max((int(vertex.transient_bytes.min()) for vertex in vertices), default=0)
     if peak_bytes > setting.limit_bytes:
         bound_s = math.inf
     status = "infeasible" if math.isinf(bound_s) else "not tried"
-    return Look(Candidate(space.mesh, status, math.inf, bound_s, peak_bytes, "work"), space, rungs, 0, top)
+    bound_s = max(bound_s, look.candidate.bound_s)
+    candidate = replace(look.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="work")
+    setting.took("build", before)
+    return replace(look, candidate=candidate, posed=space)
 
 
 def _look_relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
@@ -358,6 +436,67 @@ def _look_relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
     candidate = replace(look.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="relaxation")
     look = replace(look, candidate=candidate, is_priced=True)
     return _with_plan(setting, _with_plan(setting, look, bounds.choices), bounds.lightest if fits else None)
+
+
+def _look_for_pipeline(setting: Setting, look: Look, best: Best | None) -> Look:
+    """Pipelines of what solves the problem of a typical rank, with a price on what all micro-batches in flight hold."""
+    before, space = time.monotonic(), look.space.holding(look.candidate.shape.in_flight)
+    ends = (look.ladder.steps[0], look.ladder.steps[-1])
+    first, last = (space.problem(setting.limit_bytes, end) for end in ends)
+    before = setting.took("build", before)
+    for choices in lower_bound_between(first, last).choices:
+        look = _with_pipeline(setting, look, choices, best)
+    if look.staged is None and best is None:
+        look = _with_pipeline(setting, look, lower_bounds(last).lightest, best)
+    setting.took("solve", before)
+    return replace(look, is_sought=True)
+
+
+def _look_at_average(setting: Setting, look: Look, best: Best | None) -> Look:
+    """The whole problem of the average rank, and pipelines of what solves it."""
+    before = time.monotonic()
+    problem = look.space.problem(setting.limit_bytes, *look.amounts)
+    before = setting.took("build", before)
+    bounds = lower_bounds(problem, math.inf if best is None else _target_s(best))
+    bound_s = max(look.candidate.bound_s, bounds.time_s) if bounds.peak_bytes <= setting.limit_bytes else math.inf
+    status = "infeasible" if math.isinf(bound_s) else look.candidate.status
+    candidate = replace(look.candidate, status=status, bound_s=bound_s, proof="relaxation")
+    look = replace(look, candidate=candidate, is_priced=True)
+    if not _is_reached(bound_s, best):
+        look = _with_pipeline(setting, look, bounds.choices, best)
+    setting.took("solve", before)
+    return look
+
+
+def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None, best: Best | None) -> Look:
+    """The look with a pipeline of these choices as its plan, if one is found that fits and is faster."""
+    if choices is None:
+        return look
+    links = links_of(look.space.assignment(Answer(choices, 0.0, 0.0, "feasible", 0.0)))
+    wanted = _pipelines(setting, look.space, len(links))
+    target_s = math.inf if best is None else _target_s(best)
+    found = stage(links, wanted, setting.limit_bytes, min(target_s, look.candidate.objective_s))
+    if found is None:
+        return look
+    candidate = replace(look.candidate, status="feasible", objective_s=found.step_s, peak_bytes=found.peak_bytes)
+    evaluation = Evaluation(found.step_s, 0.0, found.peak_bytes, True)
+    return replace(look, candidate=candidate, choices=choices, evaluation=evaluation, staged=found)
+
+
+def _pipelines(setting: Setting, space: Space, blocks: int) -> list[Pipeline]:
+    names = SCHEDULES if setting.pins.schedule is None else (setting.pins.schedule,)
+    return pipelines_of(space.stages, space.mesh.micro_batches, blocks, names, setting.pins.virtual_stages)
+
+
+def _cut_well(setting: Setting, best: Best) -> Best:
+    """The same decisions, cut with more effort."""
+    assert best.staged is not None
+    before = time.monotonic()
+    found = stage(best.staged.links, [best.staged.pipeline], setting.limit_bytes, best.staged.step_s, THOROUGH)
+    setting.took("solve", before)
+    if found is None:
+        return best
+    return replace(best, staged=found, evaluation=Evaluation(found.step_s, 0.0, found.peak_bytes, True))
 
 
 def _look_between(setting: Setting, look: Look, best: Best | None) -> Look:
@@ -464,7 +603,7 @@ def _better(best: Best | None, look: Look) -> Best | None:
         return best
     if best is not None and look.evaluation.time_s >= best.evaluation.time_s * (1 - 1e-9):
         return best
-    return Best(look.space, look.choices, look.ladder.steps[look.step], look.evaluation)
+    return Best(look.space, look.choices, look.ladder.steps[look.step], look.evaluation, look.staged)
 
 
 def _close(look: Look, best: Best | None) -> Look:
@@ -494,10 +633,10 @@ def _is_reached(bound_s: float, best: Best | None) -> bool:
 def _check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:
     """Refuse a number of devices among which nothing of the model can be divided: each would do all the work."""
     cluster = setting.cost.cluster
-    if cluster.world_size == 1 or setting.pins.sizes:
+    if cluster.world_size == 1 or setting.pins.sizes or any(look.posed is None for look in looks):
         return
     for look in looks:
-        for options in look.space.options.values():
+        for options in look.posed.options.values() if look.posed is not None else ():
             if any(isinstance(option, Choice) and any(s.factor for s in option.axes) for option in options):
                 return
     sizes = sorted({size for node in graph.nodes for t in node.results for size in t.shape if size > 1})
@@ -536,7 +675,7 @@ def _together(setting: Setting, folded: Folded, best: Best) -> Best:
         )
         for instance in space.folded.instances
     ]
-    merged = setting.pose(Skeleton(relabel(folded, labels), setting.rules), space.mesh)
+    merged = setting.pose(Skeleton(relabel(folded, labels), setting.rules), Shape(1, space.mesh))
     picks = []
     for role in merged.roles:
         decision = chosen.chosen.get(role) if role[0] == "output" else _decision(merged, role, chosen)
@@ -571,12 +710,11 @@ def _nothing_fits(setting: Setting, graph: Graph, looks: list[Look]) -> Infeasib
     """The error that says by how much the leanest plan exceeds the limit, and what would fit."""
     cluster, limit = setting.cost.cluster, setting.limit_bytes
     open_ = [look for look in looks if math.isfinite(look.candidate.bound_s)]
-    least, mesh = _leanest(setting, looks)
-    shown = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
+    least, shape = _leanest(setting, looks)
     if open_:
         return InfeasibleError(
             f"no plan that fits {cluster.name!r} was found before the time limit, but none was ruled out either: "
-            f"the leanest one seen (mesh {shown}) needs {least:,} bytes of {limit:,}. Give a longer "
+            f"the leanest one seen ({shape}) needs {least:,} bytes of {limit:,}. Give a longer "
             "time_limit_s, or pin decisions to narrow the search.",
             least - limit,
         )
@@ -585,7 +723,7 @@ def _nothing_fits(setting: Setting, graph: Graph, looks: list[Look]) -> Infeasib
     pinned = " Relaxing the pins may also help." if setting.pins.to_dict() else ""
     return InfeasibleError(
         f"no plan fits {cluster.name!r}: each of its {cluster.world_size} devices can use {limit:,} bytes, and the "
-        f"leanest plan found (mesh {shown}) needs {least:,}, {least - limit:,} too many "
+        f"leanest plan found ({shape}) needs {least:,}, {least - limit:,} too many "
         f"(the parameters alone are {params:,} bytes in all, {setting.training.optimizer_bytes_per_element} more per "
         f"element for the optimizer). What would fit: devices with memory_bytes of at least {needed:,}, "
         f"about {math.ceil(cluster.world_size * least / limit)} devices like these, or a smaller global "
@@ -594,25 +732,38 @@ def _nothing_fits(setting: Setting, graph: Graph, looks: list[Look]) -> Infeasib
     )
 
 
-def _leanest(setting: Setting, looks: list[Look]) -> tuple[int, Mesh]:
-    """The least peak of any plan and its mesh: candidates in the order of what they need at least.
+def _leanest(setting: Setting, looks: list[Look]) -> tuple[int, Shape]:
+    """The least peak of any plan and its shape: candidates in the order of what they need at least.
 
     A light plan of each comes first, then the leanest is looked for while there is time.
     """
-    found: list[tuple[int, Mesh]] = []
+    found: list[tuple[int, Shape]] = []
     until = min(setting.deadline, time.monotonic() + LEANEST_S)
 
     def leanest(problem: Problem) -> tuple[int, ...]:
         return solve(problem, time_limit_s=max(GRACE_S, until - time.monotonic())).choices
 
     for pick in (lambda problem: lower_bounds(problem).lightest, leanest):
-        for look in sorted(looks, key=lambda look: look.candidate.peak_bytes):
+        begun = [look for look in looks if look.posed is not None]
+        for look in sorted(begun, key=lambda look: look.candidate.peak_bytes):
             least = min((peak_bytes for peak_bytes, _ in found), default=math.inf)
             if found and (look.candidate.peak_bytes >= least or time.monotonic() > until):
                 break
             for step in dict.fromkeys((look.high, look.low)):
-                problem = look.space.problem(setting.limit_bytes, look.ladder.steps[step])
+                shape = look.candidate.shape
+                space = look.space.holding(shape.in_flight) if shape.in_turns else look.space
+                problem = space.problem(setting.limit_bytes, look.ladder.steps[step])
                 choices = pick(problem)
                 if choices is not None:
-                    found.append((evaluate(problem, choices).peak_bytes, look.candidate.mesh))
+                    found.append((_peak_bytes(setting, look, problem, choices), look.candidate.shape))
     return min(found, key=lambda each: each[0])
+
+
+def _peak_bytes(setting: Setting, look: Look, problem: Problem, choices: tuple[int, ...]) -> int:
+    """What choices need; in turns, with all that can be made again."""
+    if not look.candidate.shape.in_turns:
+        return evaluate(problem, choices).peak_bytes
+    links = [link.leanest for link in links_of(look.space.assignment(Answer(choices, 0.0, 0.0, "feasible", 0.0)))]
+    found = stage(links, _pipelines(setting, look.space, len(links)), None)
+    assert found is not None
+    return found.peak_bytes

@@ -171,6 +171,14 @@ class Skeleton:
         return flows
 
     @cached_property
+    def reads(self) -> dict[Ref, tuple[tuple[Role, tuple[int, ...]], ...]]:
+        """Representative value -> the roles that read it, and at which operands."""
+        found: dict[Ref, list[tuple[Role, tuple[int, ...]]]] = {}
+        for _, head, ref, positions in self.flows:
+            found.setdefault(ref, []).append((head, positions))
+        return {ref: tuple(heads) for ref, heads in found.items()}
+
+    @cached_property
     def _entered(self) -> tuple[tuple[Instance, tuple[int, ...]], ...]:
         """The first instance of each block and of each way to enter it, and which of their kind all of these are."""
         found: dict[object, tuple[Instance, list[int]]] = {}

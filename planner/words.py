@@ -13,6 +13,7 @@ TIME_USES = {
     "communication": "conversions of activations, and gathering parameters",
     "gradients": "reducing gradients, as far as backward does not hide it",
     "optimizer": "updating parameters",
+    "bubble": "waiting for other stages of the pipeline",
 }
 MEMORY_USES = {
     "parameters": "parameters and buffers as stored",

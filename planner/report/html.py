@@ -22,6 +22,7 @@ from planner.report.summary import (
     blocks,
     candidate_cells,
     counted,
+    in_turns,
     is_notable,
     op_calls,
     standing,
@@ -120,13 +121,12 @@ def _note(document: Document) -> str:
 
 
 def _mesh(document: Document) -> str:
-    mesh = document.mesh
-    axes = "".join(
-        f'<span class="chip a{i % 3}">{escape(axis.name)} {axis.size}</span> ' for i, axis in enumerate(mesh.axes)
-    )
+    chips = enumerate(document.sizes.items())
+    axes = "".join(f'<span class="chip a{i % 3}">{escape(name)} {size}</span> ' for i, (name, size) in chips)
+    turns = "" if document.pipeline is None else f"<p>{escape(in_turns(document))}</p>"
     links = "".join(f"<li>{escape(line)}</li>" for line in _links(document.cluster))
-    drawing = _drawing(mesh, document.cluster.spans[0])
-    return f'<div class="card"><h2>Mesh</h2>{drawing}<div>{axes}</div><ul class="links">{links}</ul></div>'
+    drawing = _drawing(document.mesh.in_turns(1), document.cluster.spans[0])
+    return f'<div class="card"><h2>Mesh</h2>{drawing}<div>{axes}</div>{turns}<ul class="links">{links}</ul></div>'
 
 
 def _links(cluster: ClusterSpec) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from planner.conversion import Collective
@@ -121,16 +122,17 @@ def standing(document: Document) -> str:
     candidates = document.search.candidates
     away = Counter(c.get("proof", "search") for c in candidates if c["status"] == "bounded away")
     fits = [c for c in candidates if c["status"] != "infeasible"]
-    parts = [f"{len(candidates)} mesh{'es' * (len(candidates) != 1)}"]
+    count = len(candidates) + document.search.unseen
+    parts = [f"{count:,} mesh{'es' * (count != 1)}"]
     if away:
         proofs = ", ".join(f"{count} by {proof}" for proof, count in sorted(away.items()))
         parts.append(f"{sum(away.values())} bounded away ({proofs})")
     if len(fits) < len(candidates):
         parts.append(f"{len(candidates) - len(fits)} that cannot fit")
-    untried = sum(c["status"] == "not tried" for c in candidates)
+    untried = sum(c["status"] == "not tried" for c in candidates) + document.search.unseen
     if untried:
-        parts.append(f"{untried} not tried before the time limit")
-    others = [c for c in fits if c["mesh"] != dict(zip(document.mesh.names, document.mesh.sizes, strict=True))]
+        parts.append(f"{untried:,} not tried before the time limit")
+    others = [c for c in fits if c["mesh"] != document.sizes]
     if others:
         following = min(others, key=lambda c: c["bound_s"])
         more = following["bound_s"] / (document.predicted.step_time_s or 1.0) - 1
@@ -142,3 +144,20 @@ def standing(document: Document) -> str:
 def counted(steps: Mapping[str, float]) -> float:
     """The sum of seconds by step."""
     return sum(steps.values())
+
+
+def in_turns(document: Document) -> str:
+    """How a step runs in turns: the schedule, the cut, and what is made again."""
+    pipeline, turns = document.pipeline, document.mesh.micro_batches
+    assert pipeline is not None
+    parts = [f"{turns} micro-batch{'es' * (turns != 1)}"]
+    if pipeline.ranks > 1:
+        each = f" of {pipeline.virtual_stages} stages" if pipeline.virtual_stages > 1 else ""
+        sizes = [high - low for low, high in pairwise(pipeline.bounds)]
+        blocks_ = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
+        parts.append(f"{pipeline.ranks} pipeline ranks{each}, {pipeline.schedule}, {blocks_} blocks a stage")
+    words = {"full": "in full", "selective": "selectively"}
+    again = [f"{len(pipeline.recompute[level])} {words[level]}" for level in words if level in pipeline.recompute]
+    if again:
+        parts.append(f"of {pipeline.bounds[-1]} blocks recomputed in backward: {', '.join(again)}")
+    return "; ".join(parts)

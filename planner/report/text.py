@@ -12,13 +12,14 @@ from planner.report.summary import (
     blocks,
     candidate_cells,
     counted,
+    in_turns,
     is_notable,
     op_calls,
     standing,
     stored,
     traffic,
 )
-from planner.words import in_bytes, in_percent, in_seconds, in_shares, labelled, mesh_text, recomputed, sizes_text
+from planner.words import in_bytes, in_percent, in_seconds, in_shares, labelled, recomputed, sizes_text
 
 
 def text(document: Document) -> str:
@@ -37,7 +38,7 @@ def line(document: Document) -> str:
     """Model, cluster, mesh, and the two figures that matter most."""
     predicted = document.predicted
     return (
-        f"{document.model['class']} on {document.cluster.name}: mesh {mesh_text(document.mesh)}, "
+        f"{document.model['class']} on {document.cluster.name}: mesh {sizes_text(document.sizes)}, "
         f"step {in_seconds(predicted.step_time_s)}, peak {in_bytes(predicted.peak_bytes)}, {document.search.status}"
     )
 
@@ -49,7 +50,8 @@ def _head(document: Document) -> str:
     pins = ", ".join(f"{name} {value}" for name, value in document.pin.items())
     devices = f"{document.cluster.world_size} x {device.kind} ({document.cluster.backend})"
     rows = [
-        ("mesh", mesh_text(document.mesh) + (f"   pinned: {pins}" if pins else "")),
+        ("mesh", sizes_text(document.sizes) + (f"   pinned: {pins}" if pins else "")),
+        *([("turns", in_turns(document))] if document.pipeline is not None else []),
         ("search", f"{search.status}{proof}, {counted(search.seconds):.2f} s" + (f" ({steps})" if steps else "")),
         *([("", standing(document))] if len(search.candidates) > 1 else []),
         *([("proof", textwrap.fill(str(document.certificate), 100))] if document.assignment is not None else []),

@@ -100,7 +100,7 @@ def test_an_impossible_entry_is_refused_with_what_is_possible() -> None:
             example(),
             r"parameters: plan \d+, model \d+; block: plan 3 x layers\.\*, model 2 x layers\.\*",
         ),
-        (Model(), example(batch=16), "other shapes, arguments or input sizes"),
+        (Model(), example(batch=16), "input x: plan 32x64, model 16x64"),
         (nn.Sequential(nn.Linear(64, 64)), {"input": torch.zeros(32, 64)}, "class: plan Model, model Sequential"),
     ],
     ids=["fewer layers", "smaller batch", "another class"],

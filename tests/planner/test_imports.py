@@ -55,11 +55,13 @@ ROOMS: dict[str, set[str]] = {
         "recompute",
         "skeleton",
     },
-    "pins": {*BASE, "rules", "ops", "mesh", "strategy", "recompute", "formulate"},
+    "pins": {*BASE, "rules", "ops", "mesh", "schedule", "strategy", "recompute", "formulate"},
+    "shapes": {*BASE, "cluster", "cost", "mesh", "ops", "pins", "skeleton"},
     "memory": {*BASE, "fold", "conversion", "recompute", "formulate", "ops"},
     "words": {"layout"},
-    "predict": {*BASE, "fold", "cost", "conversion", "strategy", "recompute", "formulate", "memory", "words"},
 }
+ROOMS["staging"] = ROOMS["memory"] | {"memory", "schedule", "simulate", "stages", "partition"}
+ROOMS["predict"] = ROOMS["staging"] | {"cost", "strategy", "words", "staging"}
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
 ROOMS["search"] = {*ROOMS}
 ROOMS["detail"] = {"conversion"}

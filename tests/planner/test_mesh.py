@@ -76,18 +76,18 @@ def test_every_candidate_fills_the_cluster_along_its_boundaries(sizes: list[int]
 
 
 @pytest.mark.parametrize(
-    "pins, axes",
+    "pins, stages, axes",
     [
-        ({"tensor": 8, "pipeline": 2, "data": 2}, {"pipeline": 2, "data": 2, "tensor": 8}),
-        ({"tensor": 8}, {"data": 4, "tensor": 8}),
-        ({"context": 2, "tensor": 2}, {"data": 8, "context": 2, "tensor": 2}),
-        ({"pipeline": 4, "tensor": 8}, {"pipeline": 4, "tensor": 8}),
-        ({"data": 32, "tensor": 1}, {"data": 32}),
-        ({}, {"data": 32}),
+        ({"tensor": 8, "data": 2}, 2, {"data": 2, "tensor": 8}),
+        ({"tensor": 8}, 1, {"data": 4, "tensor": 8}),
+        ({"context": 2, "tensor": 2}, 1, {"data": 8, "context": 2, "tensor": 2}),
+        ({"tensor": 8}, 4, {"tensor": 8}),
+        ({"data": 32, "tensor": 1}, 1, {"data": 32}),
+        ({}, 1, {"data": 32}),
     ],
 )
-def test_pins(pins: dict[str, int], axes: dict[str, int]) -> None:
-    mesh = pinned_mesh(cluster(8, 4), pins)
+def test_pins(pins: dict[str, int], stages: int, axes: dict[str, int]) -> None:
+    mesh = pinned_mesh(cluster(8, 4), pins, stages)
     assert mesh == Mesh.of(**axes)
     assert mesh.axes[-1].stride == 1
 
@@ -97,19 +97,19 @@ def test_a_single_device_is_one_axis_of_size_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "pins, parts",
+    "pins, stages, parts",
     [
-        ({"tensor": 5}, ["tensor 5 = 5", "does not divide the 32 devices", "'local'"]),
-        ({"pipeline": 3, "tensor": 8}, ["pipeline 3 x tensor 8 = 24", "32 devices"]),
-        ({"data": 2, "tensor": 8}, ["data 2 x tensor 8 = 16", "32 devices", "leave out data"]),
-        ({"tensr": 2}, ["'tensr'", "did you mean 'tensor'?", "pipeline, data, context, tensor"]),
-        ({"tensor": 0}, ["tensor=0", "at least 1"]),
-        ({"tensor": True}, ["tensor=True", "at least 1"]),
-        ({"tensor": "8"}, ["tensor='8'", "whole number"]),
+        ({"tensor": 5}, 1, ["tensor 5 = 5", "does not divide the 32 devices", "'local'"]),
+        ({"tensor": 8}, 3, ["pipeline 3 x tensor 8 = 24", "32 devices"]),
+        ({"data": 2, "tensor": 8}, 1, ["data 2 x tensor 8 = 16", "32 devices", "leave out data"]),
+        ({"tensr": 2}, 1, ["'tensr'", "did you mean 'tensor'?", "data, context, tensor"]),
+        ({"tensor": 0}, 1, ["tensor=0", "at least 1"]),
+        ({"tensor": True}, 1, ["tensor=True", "at least 1"]),
+        ({"tensor": "8"}, 1, ["tensor='8'", "whole number"]),
     ],
 )
-def test_wrong_pins(pins: dict[str, int], parts: list[str]) -> None:
+def test_wrong_pins(pins: dict[str, int], stages: int, parts: list[str]) -> None:
     with pytest.raises(PinError) as caught:
-        pinned_mesh(cluster(8, 4), pins)
+        pinned_mesh(cluster(8, 4), pins, stages)
     for part in parts:
         assert part in str(caught.value)

@@ -41,11 +41,12 @@ def attention(length: int = 48) -> Graph:
         ({"sequence_parallel": 3, "tensor": 2}, "pin 'sequence_parallel' is 3; it is True or False"),
         ({"sequence_parallel": True}, "pin 'tensor' above 1 too"),
         ({"sequence_parallel": True, "tensor": 1}, "pin 'tensor' above 1 too"),
-        ({"pipeline": 2}, "plans no pipeline stages"),
+        ({"pipeline": 0}, "pin 'pipeline' is 0; it is how many stages there are: a whole number from 1"),
         ({"recompute": "some"}, "pin 'recompute' is 'some'; it is one of 'none', 'selective', 'full'"),
         ({"offload": "host"}, "plans no offload"),
-        ({"micro_batch": 1}, "it has no micro_batch"),
-        ({"schedule": "1f1b"}, "it has no schedule"),
+        ({"micro_batches": "8"}, "pin 'micro_batches' is '8'"),
+        ({"virtual_stages": True}, "pin 'virtual_stages' is True"),
+        ({"schedule": "1f2b"}, "pin 'schedule' is '1f2b'; it is one of 'gpipe', '1f1b'"),
         ({"layers": {"head": "n"}}, "maps a module path"),
     ],
     ids=str,
@@ -95,7 +96,9 @@ def test_a_size_that_does_not_divide_is_named(graph: Graph, devices: int, pin: d
 def test_pins_come_back_as_the_user_wrote_them() -> None:
     pin = {"data": 2, "tensor": 2, "sequence_parallel": False, "zero": 3, "layers": {"head": {"tensor": "k"}}}
     assert Pins.parse(pin).to_dict() == pin
-    assert Pins.parse({"pipeline": 1, "offload": "none"}) == Pins()
+    turns = {"pipeline": 4, "micro_batches": 8, "schedule": "interleaved_1f1b", "virtual_stages": 2}
+    assert Pins.parse(turns).to_dict() == turns
+    assert Pins.parse({"offload": "none"}) == Pins()
 
 
 def strategies(plan: Plan, op: str) -> set[str]:

@@ -1,0 +1,189 @@
+"""Shapes: how the devices of a cluster and the turns of a step may be divided, before anything is laid out.
+
+A shape is a number of pipeline stages, and the mesh of each with the number of micro-batches on it. All that is known
+of it without looking is :class:`Arithmetic`: no plan computes faster than all devices at their best rate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from planner.cluster import ClusterSpec
+from planner.cost import CostModel
+from planner.errors import PinError
+from planner.graph import Graph
+from planner.layout import Mesh
+from planner.mesh import candidate_meshes, pinned_mesh
+from planner.ops import OPS
+from planner.pins import Pins
+from planner.skeleton import Skeleton
+
+OUT_OF_TURN = ("zero_bubble", "zbv", "dualpipev", "2bw")
+"""Schedules in which a micro-batch need not be through with one stage's backward before the next one's."""
+MOST_TURNS = 16
+"""So many numbers of micro-batches are tried at most; of more divisors of the batch, powers of two."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """So many pipeline stages, each on its own ranks laid out as ``mesh``, which may have an axis of micro-batches."""
+
+    stages: int
+    mesh: Mesh
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether a step is more than one forward and one backward on every rank."""
+        return self.stages > 1 or self.mesh.micro_batches > 1
+
+    def rounds(self, schedule: str | None = None) -> float:
+        """How often a step at least takes what one micro-batch takes in all stages: as often as the average rank works
+        on one, and once for the way of one through all stages and back; unless the schedule lets the gradients of
+        weights wait, or steps overlap.
+        """
+        average = self.mesh.micro_batches / self.stages
+        return average if schedule in OUT_OF_TURN else max(1.0, average)
+
+    @property
+    def in_flight(self) -> float:
+        """Micro-batches that the average rank holds, about: half as many as stages, where there are so many."""
+        return min(self.mesh.micro_batches, (self.stages + 1) / 2)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes by name, pipeline first."""
+        stages = {"pipeline": self.stages} if self.stages > 1 else {}
+        return {**stages, **dict(zip(self.mesh.names, self.mesh.sizes, strict=True))}
+
+    def distance(self, other: Shape) -> float:
+        """How far another shape is: doublings of stages, micro-batches and the last axis, and an axis more or less."""
+        pairs = zip(self._measures, other._measures, strict=True)
+        return sum(abs(math.log2(mine / theirs)) for mine, theirs in pairs)
+
+    @property
+    def _measures(self) -> tuple[int, ...]:
+        return self.stages, self.mesh.micro_batches, self.mesh.sizes[-1], 2 ** len(self.mesh.in_turns(1).axes)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+
+
+def plain(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tuple[Shape, ...]:
+    """Every shape of one stage and one turn that the pins allow."""
+    if (pins.stages or 1) > 1 or (pins.micro_batches or 1) > 1:
+        return ()
+    meshes = (pinned_mesh(cluster, pins.sizes),) if pins.sizes else candidate_meshes(cluster, max_axes)
+    return tuple(Shape(1, mesh) for mesh in meshes)
+
+
+def staged(cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_axes: int) -> tuple[Shape, ...]:
+    """Every other shape: stages among which so many blocks can be cut, and micro-batches that divide the batch.
+
+    Raises:
+        PinError: more stages are pinned than there are blocks, or micro-batches that do not divide the batch.
+    """
+    found = []
+    for stages in _stage_counts(cluster, pins, blocks):
+        if pins.sizes:
+            meshes: tuple[Mesh, ...] = (pinned_mesh(cluster, pins.sizes, stages),)
+        else:
+            meshes = candidate_meshes(cluster, max_axes, cluster.world_size // stages)
+        for turns in _turn_counts(pins, graph):
+            found += [Shape(stages, mesh.in_turns(turns)) for mesh in meshes]
+    return tuple(shape for shape in found if shape.in_turns)
+
+
+def _stage_counts(cluster: ClusterSpec, pins: Pins, blocks: int) -> list[int]:
+    world = cluster.world_size
+    if pins.stages is None:
+        return [1] if pins.sizes else [n for n in range(1, min(blocks, world) + 1) if world % n == 0]
+    if world % pins.stages:
+        raise PinError(
+            f"pin 'pipeline' is {pins.stages}, which does not divide the {world} devices of {cluster.name!r}"
+        )
+    if pins.stages > blocks:
+        raise PinError(
+            f"pin 'pipeline' is {pins.stages}, but a model is cut into stages between its blocks, and this one has "
+            f"{blocks}: pin fewer stages"
+        )
+    return [pins.stages]
+
+
+def batch_of(graph: Graph) -> int:
+    """The global batch: what divides dim 0 of every input that has one."""
+    shapes = (leaf.results[0].shape for leaf in graph.leaves if leaf.op == "input")
+    return math.gcd(*(shape[0] for shape in shapes if shape and shape[0] > 1))
+
+
+def _turn_counts(pins: Pins, graph: Graph) -> list[int]:
+    batch = batch_of(graph) or 1
+    if pins.micro_batches is not None:
+        if batch % pins.micro_batches:
+            raise PinError(
+                f"pin 'micro_batches' is {pins.micro_batches}, which does not divide the batch of {batch}: change one"
+            )
+        return [pins.micro_batches]
+    found = [n for n in range(1, batch + 1) if batch % n == 0]
+    if len(found) > MOST_TURNS:
+        found = [n for n in found if n & (n - 1) == 0][:MOST_TURNS]
+    return found
+
+
+def seeds(shapes: tuple[Shape, ...], cluster: ClusterSpec, graph: Graph) -> list[Shape]:
+    """Shapes to look at first, one for each number of stages.
+
+    The last axis is a node or what there is of one, and micro-batches have one sample on each rank of the others. The
+    first has just so many stages that the parameters of one, shared by the last axis, and their gradients take at most
+    half of the memory; then those with fewer or more.
+    """
+    batch, found = batch_of(graph) or 1, dict[int, tuple[tuple[float, ...], Shape]]()
+    for shape in shapes:
+        ranks = shape.mesh.size
+        inner = min(ranks, cluster.spans[0])
+        turns = max(1, batch * inner // ranks)
+        axes = shape.mesh.in_turns(1).axes
+        off = (
+            abs(math.log(axes[-1].size / inner)),
+            abs(math.log(shape.mesh.micro_batches / turns)),
+            float(len(axes)),
+        )
+        if shape.stages not in found or off < found[shape.stages][0]:
+            found[shape.stages] = off, shape
+    parameters = sum(leaf.results[0].size_bytes for leaf in graph.leaves if leaf.op == "param")
+    enough = max(1.0, 2 * parameters / cluster.spans[0] / (cluster.device.usable_bytes / 2))
+    order = sorted(found, key=lambda stages: (abs(math.log2(stages / enough) - 0.5), stages))
+    return [found[stages][1] for stages in order]
+
+
+class Arithmetic:
+    """What a step takes at least on any shape: its arithmetic, or its bytes, shared by all devices at their best rate.
+
+    And one start for every operator that runs. With a calibration rates are measured, and nothing is known beforehand.
+    """
+
+    def __init__(self, skeleton: Skeleton, cost: CostModel):
+        device, graph = cost.cluster.device, skeleton.graph
+        efficiency = max(device.matmul_efficiency, *device.attention_efficiency)
+        bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+        self.work_s = self.starts_s = 0.0
+        for role, names in skeleton.members.items():
+            node = graph.by_name[names[0]]
+            row = OPS.get(node.op)
+            if role[0] != "op" or row is None or row.view:
+                continue
+            operands = graph.input_types(node)
+            passes = 3 if any(t.grad for t in node.results) else 1
+            flops = row.flops(node, operands, skeleton.rules[node.name])
+            moved = sum(t.numel * t.item_bytes for t in (*operands, *node.results))
+            dtype = node.results[0].dtype if node.results else "float32"
+            work_s = max(flops / (device.peak(dtype) * efficiency), moved / bandwidth)
+            self.work_s += passes * work_s * len(names) / cost.cluster.world_size
+            self.starts_s += (2 if passes > 1 else 1) * device.launch_overhead_s * len(names)
+        if cost.cluster.calibration is not None:
+            self.work_s = self.starts_s = 0.0
+
+    def bound_s(self, shape: Shape, schedule: str | None = None) -> float:
+        """Seconds of a step at least; see :meth:`Shape.rounds`."""
+        rounds = shape.rounds(schedule)
+        return self.work_s * rounds * shape.stages / shape.mesh.micro_batches + self.starts_s * rounds

@@ -1,0 +1,404 @@
+"""Staging: the blocks of an assignment as a chain, and the best pipeline found for it.
+
+An assignment says how one stage's ranks share each block; here its blocks, in the order of the graph, become a chain of
+:class:`planner.stages.Block`: seconds and bytes of one micro-batch on one rank, with the levels of recomputation as
+ways to save. :func:`stage` tries the schedules and has :mod:`planner.partition` cut the chain for the best of them.
+
+What happens once a step is left to the end of it: gathering parameters, reducing gradients, and the update. It is
+counted for the rank that takes longest, after the last micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, pairwise
+
+import numpy as np
+
+from planner.conversion import local_bytes
+from planner.errors import InfeasibleError
+from planner.fold import Folded
+from planner.formulate import Assignment
+from planner.graph import Node, Ref
+from planner.layout import Axis, Layout
+from planner.memory import USES
+from planner.ops import OPS
+from planner.ops.table import contraction_flops
+from planner.partition import cut
+from planner.recompute import LEVELS, Amount, Level, Recompute, ladder
+from planner.simulate import step_s as simulated_s
+from planner.stages import Block, Chain, Cut, Pipeline, Saving, blocks_of, bound_s, stage_times
+
+SCHEDULES = ("1f1b", "interleaved_1f1b")
+"""Schedules that are tried where none is pinned."""
+BEST = 2
+"""So many pipelines are cut for: those whose even cut, saving everything, takes least."""
+QUICK, THOROUGH = 100, 1000
+"""Effort for cuts that are one of many, and for the last; see :data:`planner.partition.EFFORT`."""
+TRIES = 3
+"""So often a chain is cut anew with less memory when what works beside it did not fit."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One block of the chain, and what :class:`planner.stages.Block` leaves out.
+
+    Attributes:
+        communication_s: what of the block's seconds is communication.
+        gather_s, reduce_s, update_s: once a step: gathering parameters, reducing gradients as far as the last backward
+            does not hide it, the optimizer's update.
+        held: what of the block's held bytes is of which use, see :data:`planner.memory.USES`.
+        working_bytes: for each way to save, what its operators need while they run and what it has made again.
+    """
+
+    block: Block
+    communication_s: float
+    gather_s: float
+    reduce_s: float
+    update_s: float
+    held: Mapping[str, int]
+    working_bytes: tuple[int, ...]
+
+    @property
+    def once_s(self) -> float:
+        """Seconds once a step."""
+        return self.gather_s + self.reduce_s + self.update_s
+
+    @property
+    def leanest(self) -> Link:
+        """The same that saves least, whatever it takes."""
+        block = replace(self.block, savings=self.block.savings[-1:])
+        return replace(self, block=block, working_bytes=self.working_bytes[-1:])
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A chain on a pipeline: the cut, and what all of a step takes.
+
+    Attributes:
+        links: the chain, block by block.
+        step_s: the simulated schedule and what happens once a step.
+        rank_bytes: of every rank at its fullest.
+    """
+
+    pipeline: Pipeline
+    links: tuple[Link, ...]
+    cut: Cut
+    step_s: float
+    rank_bytes: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.rank_bytes)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any block makes anything again."""
+        return any(self.cut.savings)
+
+    def at(self, level: Level) -> tuple[int, ...]:
+        """Which blocks recompute at a level, by number."""
+        return tuple(number for number, way in enumerate(self.cut.savings) if LEVELS[way] == level)
+
+    def recompute(self, folded: Folded) -> Recompute:
+        """How many instances of each kind recompute; which of them is the cut's to say."""
+        kinds = [instance.kind for instance in folded.instances]
+        counts = [Counter(kinds[number] for number in self.at(level)) for level in ("full", "selective")]
+        full, selective = counts
+        return Recompute(tuple(Amount(full[kind], selective[kind]) for kind in range(len(folded.kinds))))
+
+    @cached_property
+    def time_s(self) -> dict[str, float]:
+        """Seconds of the step by use on the rank that has most to do, see :class:`planner.predict.Prediction`."""
+        names, turns = ("compute", "recompute", "communication", "gradients", "optimizer"), self.pipeline.micro_batches
+        ranks = np.zeros((self.pipeline.ranks, len(names)))
+        for rank, link, way in self._placed:
+            block = link.block
+            work_s = block.forward_s + block.input_s + block.weight_s - link.communication_s
+            again_s = block.savings[way].recompute_s
+            communication_s = turns * link.communication_s + link.gather_s
+            ranks[rank] += (turns * work_s, turns * again_s, communication_s, link.reduce_s, link.update_s)
+        busiest = ranks[ranks.sum(axis=1).argmax()].tolist()
+        return {**dict(zip(names, busiest, strict=True)), "bubble": self.step_s - math.fsum(busiest)}
+
+    @cached_property
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes by use on the fullest rank."""
+        fullest = self.rank_bytes.index(self.peak_bytes)
+        found, working = Counter[str](), 0
+        for rank, link, way in self._placed:
+            if rank == fullest:
+                found.update(link.held)
+                working = max(working, link.working_bytes[way])
+        found["activations"] += self.peak_bytes - working - found.total()
+        found["temporary"] = working
+        return {use: found[use] for use in USES}
+
+    @property
+    def _placed(self) -> Iterator[tuple[int, Link, int]]:
+        """The rank of every block, the block, and how it saves."""
+        for home, (low, high) in zip(self.pipeline.placed, pairwise(self.cut.bounds), strict=True):
+            for link, way in zip(self.links[low:high], self.cut.savings[low:high], strict=True):
+                yield home, link, way
+
+
+# ---- from an assignment to a chain -----------------------------------------------------------------------------------
+
+
+def links_of(assignment: Assignment) -> tuple[Link, ...]:
+    """The blocks of an assignment as a chain; its own recomputation aside, which the cut decides anew."""
+    return _Chain(assignment).links
+
+
+class _Chain:
+    """The links of one assignment; blocks that are entered and left alike are worked out once."""
+
+    def __init__(self, assignment: Assignment):
+        self.assignment, self.space = assignment, assignment.space
+        self.graph, self.folded = self.space.graph, self.space.folded
+        self.levels = {level: ladder(self.folded, level).steps[0] for level in LEVELS}
+        self._known: dict[object, Link] = {}
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        return tuple(self._link(number, sent) for number, sent in enumerate(self._sent_s()))
+
+    def _sent_s(self) -> list[float]:
+        """Seconds to send on, after each block, all values of it and earlier ones that later ones read."""
+        space, instances = self.space, self.folded.instances
+        made = {ref: number for number, instance in enumerate(instances) for ref in instance.block.outputs}
+        last = {ref: number for number, instance in enumerate(instances) for ref in instance.block.inputs}
+        crossing = [0] * len(instances)
+        for ref, number in made.items():
+            for at in range(number, last.get(ref, number)):
+                crossing[at] += local_bytes(self.graph.type_of(ref), self.assignment.delivered(ref), space.mesh)
+        axis = Axis("pipeline", space.stages, space.mesh.size)
+        return [space.cost.collective_s("send", axis, each) if each else 0.0 for each in crossing]
+
+    def _link(self, number: int, send_s: float) -> Link:
+        instance = self.folded.instances[number]
+        leaves = self._leaves[number]
+        shared = tuple(name for name in leaves if len(self.space.role_of[name]) == 2)
+        entered = tuple(self.assignment.delivered(ref) for ref in instance.block.inputs)
+        left = tuple(self.space.is_read(ref) for ref in instance.block.outputs)
+        key = (instance.kind, entered, left, shared, send_s)
+        if key not in self._known:
+            self._known[key] = self._work_out(number, leaves, send_s)
+        return self._known[key]
+
+    @cached_property
+    def _leaves(self) -> list[list[str]]:
+        """The leaves that are held with each block: with the first that reads them."""
+        found: list[list[str]] = []
+        seen: set[str] = set()
+        for instance in self.folded.instances:
+            names = dict.fromkeys(ref.node for ref in instance.block.inputs if self.graph.by_name[ref.node].is_leaf)
+            found.append([name for name in names if name not in seen])
+            seen.update(names)
+        return found
+
+    def _work_out(self, number: int, leaves: list[str], send_s: float) -> Link:
+        instance, space = self.folded.instances[number], self.space
+        forward = input_ = weight = communication = gather = reduce = hidden = update = 0.0
+        held, working = Counter[str](), 0
+        for name in leaves:
+            node, layout = self.graph.by_name[name], self.assignment.produced(Ref(name))
+            update_s, all_bytes = space.storage(node, layout)
+            size = local_bytes(node.results[0], layout, space.mesh)
+            update += update_s
+            if node.op == "param" and node.results[0].grad:
+                held.update(parameters=size, gradients=size, optimizer=all_bytes - 2 * size)
+            else:
+                held["parameters" if node.op in ("param", "buffer") else "activations"] += all_bytes
+            there, back, gathered = self._conversion(Ref(name), layout, self.assignment.delivered(Ref(name)))
+            gather, reduce, held["gathered"] = gather + there, reduce + back, held["gathered"] + gathered
+        for node in instance.block.nodes:
+            work = space.work(node, self.assignment.choice(node))
+            forward += work.forward_s + work.inner_forward_s
+            weighted = work.backward_s / 2 if self._has_weights(node) else 0.0
+            input_ += work.backward_s - weighted + work.inner_backward_s
+            weight, communication = weight + weighted, communication + work.inner_s
+            hidden += work.backward_s * space.overlap
+            working = max(working, work.transient_bytes)
+            for ref, source, target in self._moves(node):
+                there, back, gathered = self._conversion(ref, source, target)
+                if self.graph.by_name[ref.node].op == "param":
+                    gather, reduce, held["gathered"] = gather + there, reduce + back, held["gathered"] + gathered
+                else:
+                    forward, input_, communication = forward + there, input_ + back, communication + there + back
+        levels = LEVELS if len(self.folded.kinds[instance.kind]) > 1 else LEVELS[:1]
+        savings = tuple(Saving(self._again_s(number, level), self._saved(number, level)) for level in levels)
+        name = self.folded.names[instance.kind]
+        return Link(
+            Block(name, forward, input_, weight, sum(held.values()), savings, send_s),
+            communication,
+            gather,
+            max(0.0, reduce - hidden),
+            update,
+            held,
+            tuple(working + self._dropped(number, level) for level in levels),
+        )
+
+    def _moves(self, node: Node) -> list[tuple[Ref, Layout, Layout]]:
+        """Conversions of a node's operands, each value to each layout once, then of what it delivers."""
+        assignment = self.assignment
+        wanted = dict.fromkeys(zip(node.inputs, assignment.choice(node).operands, strict=True))
+        found = [(ref, assignment.delivered(ref), layout) for ref, layout in wanted]
+        for ref in (Ref(node.name, index) for index in range(len(node.results))):
+            found.append((ref, assignment.produced(ref), assignment.delivered(ref)))
+            for position in (at for at, leaving in enumerate(self.space.leaving) if leaving == ref):
+                found.append((ref, assignment.delivered(ref), assignment.output_layout(position)))
+        return [(ref, source, target) for ref, source, target in found if source != target]
+
+    def _conversion(self, ref: Ref, source: Layout, target: Layout) -> tuple[float, float, int]:
+        """Seconds forward and backward, and the bytes of what a parameter is gathered into."""
+        if source == target:
+            return 0.0, 0.0, 0
+        table, tensor = self.space.table(ref), self.graph.type_of(ref)
+        at, to = table.index[source], table.index[target]
+        grown = self.graph.by_name[ref.node].op == "param" and table.held[to] > table.held[at]
+        more = int(table.held[to]) if grown else 0
+        copies = 2 if tensor.grad and self.space.mesh.micro_batches > 1 else 1
+        return float(table.forward_s[at, to]), float(table.backward_s[at, to]), more * copies
+
+    def _has_weights(self, node: Node) -> bool:
+        """Whether an operator is a product with a parameter, so that half of its backward is the weight's."""
+        row = OPS.get(node.op)
+        return row is not None and row.flops is contraction_flops and any(map(self._is_weight, node.inputs))
+
+    def _is_weight(self, ref: Ref) -> bool:
+        node = self.graph.by_name[ref.node]
+        row = OPS.get(node.op)
+        if row is not None and row.view and len(node.inputs) == 1:
+            return self._is_weight(node.inputs[0])
+        return node.op == "param"
+
+    def _saved(self, number: int, level: Level) -> int:
+        recompute, assignment = self.levels[level], self.assignment
+        nodes = self.folded.instances[number].block.nodes
+        return sum(self.space.saved_bytes(node, assignment.choice(node), recompute) for node in nodes)
+
+    def _again_s(self, number: int, level: Level) -> float:
+        """Seconds of what a block makes again."""
+        if level == "none":
+            return 0.0
+        instance, space, seconds = self.folded.instances[number], self.space, 0.0
+        again = space.skeleton.again(instance.kind, level)
+        for at, node in enumerate(instance.block.nodes):
+            choice = self.assignment.choice(node)
+            if at in again.operators:
+                work = space.work(node, choice)
+                seconds += work.forward_s + work.inner_forward_s
+            wanted = {(node.inputs[i], choice.operands[i]) for i in again.taken[at]}
+            moves = [(ref, self.assignment.delivered(ref), to) for ref, to in wanted]
+            made = [Ref(node.name, index) for index in range(len(node.results)) if (at, index) in again.values]
+            moves += [(ref, self.assignment.produced(ref), self.assignment.delivered(ref)) for ref in made]
+            activations = [move for move in moves if self.graph.by_name[move[0].node].op != "param"]
+            seconds += math.fsum(self._conversion(*move)[0] for move in activations)
+        return seconds
+
+    def _dropped(self, number: int, level: Level) -> int:
+        """Bytes that a block has made again while it is undone."""
+        if level == "none":
+            return 0
+        instance, space = self.folded.instances[number], self.space
+        again = space.skeleton.again(instance.kind, level)
+        return sum(
+            space.bytes_of(node, self.assignment.choice(node), places)
+            for node, places in zip(instance.block.nodes, again.dropped, strict=True)
+        )
+
+
+# ---- from a chain to a pipeline --------------------------------------------------------------------------------------
+
+
+def pipelines_of(
+    stages: int, micro_batches: int, blocks: int, names: Iterable[str] = SCHEDULES, virtual_stages: int | None = None
+) -> list[Pipeline]:
+    """The schedules for a chain of so many blocks; virtual stages are powers of two unless their number is given."""
+    found = []
+    for name in names:
+        if name == "interleaved_1f1b":
+            counts: Sequence[int] = [2**n for n in range(1, 4)] if virtual_stages is None else [virtual_stages]
+        else:
+            counts = [2] if name in ("zbv", "dualpipev") else [virtual_stages or 1]
+        found += [Pipeline(name, stages, micro_batches, v) for v in counts if stages * v <= blocks]
+    return found
+
+
+def stage(
+    links: Sequence[Link],
+    choices: Iterable[Pipeline],
+    limit_bytes: int | None,
+    cutoff_s: float = math.inf,
+    effort: int = QUICK,
+) -> Staged | None:
+    """The pipeline of shortest step among some, as far as it beats ``cutoff_s``; ``None`` if none does, or none fits.
+
+    Args:
+        effort: what looking for each cut may take, see :func:`planner.partition.cut`.
+    """
+    chain = chain_of(links)
+    best: Staged | None = None
+    for pipeline in sorted(choices, key=lambda each: _even_s(each, chain))[:BEST]:
+        least_s = cutoff_s if best is None else best.step_s
+        if bound_s(pipeline, chain) < least_s:
+            found = _cut(links, pipeline, limit_bytes, least_s, effort)
+            if found is not None and found.step_s < least_s:
+                best = found
+    return best
+
+
+def chain_of(links: Sequence[Link]) -> Chain:
+    """Links as a chain with counts."""
+    return [(block, len(list(same))) for block, same in groupby(link.block for link in links)]
+
+
+def _even_s(pipeline: Pipeline, chain: Chain) -> float:
+    """Seconds of a cut into stages of about equal work that saves everything."""
+    blocks = blocks_of(chain)
+    total, done, bounds = math.fsum(block.work_s for block in blocks), 0.0, [0]
+    for at, block in enumerate(blocks):
+        left = len(blocks) - at
+        wanted = pipeline.stages - len(bounds)
+        if at > bounds[-1] and wanted and (left <= wanted or done >= total * len(bounds) / pipeline.stages):
+            bounds.append(at)
+        done += block.work_s
+    times = stage_times(chain, (*bounds, len(blocks)), [0] * len(blocks))
+    p = pipeline
+    return simulated_s(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, times)
+
+
+def _cut(
+    links: Sequence[Link], pipeline: Pipeline, limit_bytes: int | None, cutoff_s: float, effort: int
+) -> Staged | None:
+    """The best cut of a chain that fits with what works beside it."""
+    spare = max(min(link.working_bytes) for link in links)
+    for _ in range(TRIES):
+        try:
+            room = None if limit_bytes is None else max(0, limit_bytes - spare)
+            found = cut(pipeline, chain_of(links), room, cutoff_s, effort)
+        except InfeasibleError:
+            return None
+        if found is None:
+            return None
+        priced = price(links, pipeline, found)
+        if limit_bytes is None or priced.peak_bytes <= limit_bytes:
+            return priced
+        spare += priced.peak_bytes - limit_bytes
+    return None
+
+
+def price(links: Sequence[Link], pipeline: Pipeline, found: Cut) -> Staged:
+    """All that a step of a cut takes."""
+    once, working = [0.0] * pipeline.ranks, [0] * pipeline.ranks
+    for home, (low, high) in zip(pipeline.placed, pairwise(found.bounds), strict=True):
+        for link, way in zip(links[low:high], found.savings[low:high], strict=True):
+            once[home] += link.once_s
+            working[home] = max(working[home], link.working_bytes[way])
+    held = tuple(held + more for held, more in zip(found.rank_bytes, working, strict=True))
+    return Staged(pipeline, tuple(links), found, found.step_s + max(once), held)

@@ -1,0 +1,125 @@
+"""Stages and micro-batches of an assignment: what the chain adds up to, and bounds that hold for every pipeline."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+
+import pytest
+
+from planner.certificate import Decided
+from planner.cost import CostModel
+from planner.fold import Folded, fold
+from planner.formulate import Assignment, Space, Training, rules_of
+from planner.graph import Graph
+from planner.layout import Mesh
+from planner.pins import Pins, filters
+from planner.problem import Answer, evaluate
+from planner.recompute import LEVELS, ladder
+from planner.rules import Rule
+from planner.shapes import Shape
+from planner.staging import links_of, pipelines_of, stage
+from tests.planner.plans import cluster, residual_mlp
+from tests.planner.test_exact import random_cluster
+from tests.planner.test_search import chain
+
+
+@functools.cache
+def model(which: str) -> tuple[Graph, Folded, dict[str, Rule]]:
+    graph = residual_mlp(layers=4, batch=16) if which == "residual" else chain(layers=5, width=8, batch=16)
+    return graph, fold(graph), rules_of(graph)
+
+
+def space_of(which: str, spec, stages: int, turns: int, rounds: float | None = None, **sizes: int) -> Space:  # type: ignore[no-untyped-def]
+    graph, folded, rules = model(which)
+    mesh = Mesh.of(**sizes).in_turns(turns)
+    kept = filters(Pins(), graph, rules, mesh)
+    return Space(folded, mesh, CostModel(spec), Training(), rules, *kept, None, stages, rounds)
+
+
+def assignments(space: Space, rng: random.Random, count: int) -> list[tuple[tuple[int, ...], Assignment]]:
+    """Random choices among those that some conversion connects."""
+    problem, found = space.problem(None), []
+    while len(found) < count:
+        choices = [rng.randrange(vertex.choices) for vertex in problem.vertices]
+        for _ in range(20):  # mend what cannot be connected
+            broken = [e for e in problem.edges if math.isinf(e.time_s[choices[e.tail], choices[e.head]])]
+            if not broken:
+                break
+            edge = rng.choice(broken)
+            at = rng.choice((edge.tail, edge.head))
+            choices[at] = rng.randrange(problem.vertices[at].choices)
+        if evaluate(problem, tuple(choices)).feasible:
+            found.append((tuple(choices), space.assignment(Answer(tuple(choices), 0.0, 0.0, "feasible", 0.0))))
+    return found
+
+
+@pytest.mark.parametrize("which", ["residual", "chain"])
+@pytest.mark.parametrize("turns", [1, 4])
+def test_the_chain_adds_up_to_the_problem(which: str, turns: int) -> None:
+    """Over gloo nothing hides communication, so that seconds and bytes of one stage are sums over blocks."""
+    rng = random.Random(f"{which} {turns}")
+    for _ in range(4):
+        spec = random_cluster(rng, (4,)).model_copy(update={"backend": "gloo"})
+        space = space_of(which, spec, 1, turns, outer=2, inner=2)
+        for _, assignment in assignments(space, rng, 4):
+            links = links_of(assignment)
+            for number, level in enumerate(LEVELS):
+                step = ladder(space.folded, level).steps[0]
+                problem = Decided(assignment, space.skeleton).problem(None, step)
+                whole = evaluate(problem, (0,) * len(problem.vertices))
+                ways = [min(number, len(link.block.savings) - 1) for link in links]
+                work_s = math.fsum(
+                    block.forward_s + block.input_s + block.weight_s + block.savings[way].recompute_s
+                    for block, way in ((link.block, way) for link, way in zip(links, ways, strict=True))
+                )
+                once_s = math.fsum(link.once_s for link in links)
+                if turns > 1 or level == "none":  # one turn gathers parameters again, several do not
+                    assert turns * work_s + once_s == pytest.approx(whole.time_s, rel=1e-9)
+                if level == "none":
+                    held = sum(link.block.held_bytes + link.block.savings[0].saved_bytes for link in links)
+                    assert held + max(link.working_bytes[0] for link in links) == whole.peak_bytes
+                assert sum(sum(link.held.values()) for link in links) == sum(link.block.held_bytes for link in links)
+
+
+@pytest.mark.parametrize("which", ["residual", "chain"])
+@pytest.mark.parametrize("stages, turns", [(1, 4), (2, 1), (2, 8), (4, 2), (4, 4)])
+@pytest.mark.parametrize("names", [("1f1b", "gpipe", "interleaved_1f1b"), ("zero_bubble", "zbv", "dualpipev")])
+def test_no_pipeline_beats_the_average_rank(which: str, stages: int, turns: int, names: tuple[str, ...]) -> None:
+    """What the search counts on as a lower bound: for every assignment, schedule and limit of memory."""
+    rng = random.Random(f"{which} {stages} {turns}")
+    seen = 0
+    for _ in range(3):
+        spec = random_cluster(rng, (2, 4))
+        mesh = Mesh.of(all=8 // stages)
+        space = space_of(
+            which, spec, stages, turns, Shape(stages, mesh.in_turns(turns)).rounds(names[0]), all=mesh.size
+        )
+        least, *more = ladder(space.folded).between(0, len(ladder(space.folded).steps) - 1)
+        bound = space.problem(None, least, more)
+        for choices, assignment in assignments(space, rng, 3):
+            links, below = links_of(assignment), evaluate(bound, choices)
+            free = stage(links, pipelines_of(stages, turns, len(links), names), None)
+            assert free is not None
+            for share in (1.0, 0.8, 0.6):
+                found = stage(links, pipelines_of(stages, turns, len(links), names), int(free.peak_bytes * share))
+                if found is not None:
+                    seen += 1
+                    assert below.time_s <= found.step_s * (1 + 1e-9)
+                    assert below.peak_bytes <= found.peak_bytes <= free.peak_bytes * share
+                    assert math.fsum(found.time_s.values()) == pytest.approx(found.step_s)
+                    assert sum(found.memory_bytes.values()) == found.peak_bytes
+    assert seen >= 9
+
+
+def test_a_step_in_turns_holds_less_and_starts_more() -> None:
+    peaks = []
+    for turns in (1, 4, 16):
+        space = space_of("residual", cluster(1), 1, turns, all=1)
+        links = links_of(assignments(space, random.Random(0), 1)[0][1])
+        found = stage(links, pipelines_of(1, turns, len(links)), None)
+        assert found is not None
+        peaks.append(found.memory_bytes["activations"])
+        assert found.time_s["bubble"] == pytest.approx(0.0)
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 4 * peaks[2]
