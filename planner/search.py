@@ -472,7 +472,7 @@ def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None
     """The look with a pipeline of these choices as its plan, if one is found that fits and is faster."""
     if choices is None:
         return look
-    links = links_of(look.space.assignment(Answer(choices, 0.0, 0.0, "feasible", 0.0)))
+    links = links_of(look.space.assignment(Answer(choices, 0.0, 0.0, "feasible", 0.0)), setting.pins.recompute)
     wanted = _pipelines(setting, look.space, len(links))
     target_s = math.inf if best is None else _target_s(best)
     found = stage(links, wanted, setting.limit_bytes, min(target_s, look.candidate.objective_s))
@@ -763,7 +763,8 @@ def _peak_bytes(setting: Setting, look: Look, problem: Problem, choices: tuple[i
     """What choices need; in turns, with all that can be made again."""
     if not look.candidate.shape.in_turns:
         return evaluate(problem, choices).peak_bytes
-    links = [link.leanest for link in links_of(look.space.assignment(Answer(choices, 0.0, 0.0, "feasible", 0.0)))]
+    chain = links_of(look.space.assignment(Answer(choices, 0.0, 0.0, "feasible", 0.0)), setting.pins.recompute)
+    links = [link.leanest for link in chain]
     found = stage(links, _pipelines(setting, look.space, len(links)), None)
     assert found is not None
     return found.peak_bytes

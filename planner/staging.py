@@ -52,6 +52,7 @@ class Link:
         gather_s, reduce_s, update_s: once a step: gathering parameters, reducing gradients as far as the last backward
             does not hide it, the optimizer's update.
         held: what of the block's held bytes is of which use, see :data:`planner.memory.USES`.
+        levels: for each way to save, the level of recomputation that it is.
         working_bytes: for each way to save, what its operators need while they run and what it has made again.
     """
 
@@ -61,6 +62,7 @@ class Link:
     reduce_s: float
     update_s: float
     held: Mapping[str, int]
+    levels: tuple[Level, ...]
     working_bytes: tuple[int, ...]
 
     @property
@@ -71,8 +73,14 @@ class Link:
     @property
     def leanest(self) -> Link:
         """The same that saves least, whatever it takes."""
-        block = replace(self.block, savings=self.block.savings[-1:])
-        return replace(self, block=block, working_bytes=self.working_bytes[-1:])
+        return self.only(self.levels[-1])
+
+    def only(self, level: Level) -> Link:
+        """The same at one level of recomputation; a block that never recomputes stays as it is."""
+        way = self.levels.index(level if level in self.levels else "none")
+        kept = slice(way, way + 1)
+        block = replace(self.block, savings=self.block.savings[kept])
+        return replace(self, block=block, levels=self.levels[kept], working_bytes=self.working_bytes[kept])
 
 
 @dataclass(frozen=True)
@@ -98,11 +106,11 @@ class Staged:
     @property
     def recomputes(self) -> bool:
         """Whether any block makes anything again."""
-        return any(self.cut.savings)
+        return any(level != "none" for level in self._levels)
 
     def at(self, level: Level) -> tuple[int, ...]:
         """Which blocks recompute at a level, by number."""
-        return tuple(number for number, way in enumerate(self.cut.savings) if LEVELS[way] == level)
+        return tuple(number for number, chosen in enumerate(self._levels) if chosen == level)
 
     def recompute(self, folded: Folded) -> Recompute:
         """How many instances of each kind recompute; which of them is the cut's to say."""
@@ -139,6 +147,11 @@ class Staged:
         return {use: found[use] for use in USES}
 
     @property
+    def _levels(self) -> Iterator[Level]:
+        """At which level every block recomputes."""
+        return (link.levels[way] for link, way in zip(self.links, self.cut.savings, strict=True))
+
+    @property
     def _placed(self) -> Iterator[tuple[int, Link, int]]:
         """The rank of every block, the block, and how it saves."""
         for home, (low, high) in zip(self.pipeline.placed, pairwise(self.cut.bounds), strict=True):
@@ -149,9 +162,14 @@ class Staged:
 # ---- from an assignment to a chain -----------------------------------------------------------------------------------
 
 
-def links_of(assignment: Assignment) -> tuple[Link, ...]:
-    """The blocks of an assignment as a chain; its own recomputation aside, which the cut decides anew."""
-    return _Chain(assignment).links
+def links_of(assignment: Assignment, level: Level | None = None) -> tuple[Link, ...]:
+    """The blocks of an assignment as a chain; its own recomputation aside, which the cut decides anew.
+
+    Args:
+        level: the only one at which blocks that can recompute may; left out: any.
+    """
+    links = _Chain(assignment).links
+    return links if level is None else tuple(link.only(level) for link in links)
 
 
 class _Chain:
@@ -240,6 +258,7 @@ class _Chain:
             max(0.0, reduce - hidden),
             update,
             held,
+            levels,
             tuple(working + self._dropped(number, level) for level in levels),
         )
 

@@ -79,6 +79,26 @@ def test_a_pinned_pipeline_is_what_was_pinned() -> None:
     assert plan.certificate.holds
 
 
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+def test_a_pinned_recomputation_holds_in_every_stage(level: str) -> None:
+    """Blocks that repeat recompute as pinned, though memory asks for none, and those alone."""
+    pin = {"pipeline": 4, "data": 2, "micro_batches": 8, "recompute": level}
+    found, free = searched(cluster(8), pin), searched(cluster(8), {**pin, "recompute": None})
+    assert found.staged is not None and free.staged is not None
+    assert not free.staged.recomputes
+    repeated = tuple(
+        number
+        for number, instance in enumerate(found.assignment.space.folded.instances)
+        if len(found.assignment.space.folded.kinds[instance.kind]) > 1
+    )
+    assert 0 < len(repeated) < len(found.staged.links)
+    assert found.staged.at("selective") == (repeated if level == "selective" else ())
+    assert found.staged.at("full") == (repeated if level == "full" else ())
+    assert found.staged.recomputes == (level != "none")
+    assert (found.staged.time_s["recompute"] > 0) == (level != "none")
+    assert found.evaluation.time_s >= free.evaluation.time_s * (1 - 1e-9)
+
+
 def test_a_pipelined_plan_reads_shows_and_comes_back() -> None:
     plan = planned('{"pipeline": 4, "micro_batches": 8, "recompute": "full"}')
     again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
