@@ -58,15 +58,17 @@ def pinned_mesh(cluster: ClusterSpec, sizes: Mapping[str, int], stages: int = 1)
     world, pinned = cluster.world_size, stages * math.prod(sizes.values())
     shown = {**({"pipeline": stages} if stages > 1 else {}), **{name: sizes[name] for name in ROLES if name in sizes}}
     product = " x ".join(f"{name} {size}" for name, size in shown.items()) or "nothing"
+    product += f" = {pinned}" if len(shown) > 1 else ""
     if "data" not in sizes and world % pinned:
         raise PinError(
-            f"pinned {product} = {pinned} does not divide the {world} devices of {cluster.name!r}; "
-            f"pin sizes whose product divides {world}"
+            f"pinned {product} does not divide the {world} devices of {cluster.name!r}; "
+            f"pin {'sizes whose product' if len(shown) > 1 else 'a size that'} divides {world}"
         )
     if "data" in sizes and pinned != world:
+        others = "change a size, or leave out data to have it inferred"
+        alone = "every device is on some axis: pin what data leaves, too (tensor, context), or leave data out"
         raise PinError(
-            f"pinned {product} = {pinned}, but {cluster.name!r} has {world} devices; "
-            "change a size, or leave out data to have it inferred"
+            f"pinned {product}, but {cluster.name!r} has {world} devices; {others if len(shown) > 1 else alone}"
         )
     complete = {"data": world // pinned, **sizes}
     return Mesh.of(**({name: complete[name] for name in ROLES if complete.get(name, 1) > 1} or {"all": 1}))

@@ -362,7 +362,8 @@ def _check_layers(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mes
         if not nodes:
             paths = sorted({node.path for node in graph.nodes if node.path})
             near = difflib.get_close_matches(glob, paths, n=3, cutoff=0.4)
-            hint = f"; close are: {', '.join(map(repr, near))}" if near else ""
+            names = near or paths[:3]
+            hint = f"; {'close' if near else 'there'} are: {', '.join(map(repr, names))}" if names else ""
             raise PinError(f"pin 'layers': no module matches {glob!r}{hint}")
         products = [node for node in nodes if (row := OPS.get(node.op)) and row.flops is contraction_flops]
         if not products:
@@ -372,6 +373,7 @@ def _check_layers(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mes
                 if pins.sizes or name not in FREE_AXES:
                     raise PinError(
                         f"pin 'layers', {glob!r}: there is no axis {name!r}; the mesh has {', '.join(mesh.names)}"
+                        + (f": pin {name!r} above 1 too" if name in SIZES else "")
                     )
                 continue
             for node in products:

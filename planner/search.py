@@ -68,7 +68,8 @@ class Candidate:
     Attributes:
         shape: the stages of its pipeline and the mesh of each.
         status: ``optimal`` (its best plan was found), ``feasible`` (a plan was found before the time limit),
-            ``bounded away`` (none can beat the best plan), ``infeasible`` (none fits), ``not tried`` (time limit).
+            ``bounded away`` (none can beat the best plan), ``infeasible`` (none fits), ``none found`` (none better was
+            found, nor excluded), ``not tried`` (time limit).
         objective_s: seconds of its best plan found; infinite where none was looked for, or none fits.
         bound_s: no plan of it is faster; infinite: none fits.
         peak_bytes: of that plan; without one, what every plan of it needs at least.
@@ -120,6 +121,13 @@ class Searched:
     status: str
     gap: float
     seconds: Mapping[str, float]
+
+    def with_peak(self, peak_bytes: int) -> Searched:
+        """The same with the plan's own peak in the row of its shape, where the search has only a sum."""
+        space = self.assignment.space
+        shape = Shape(space.stages, space.mesh)
+        rows = [replace(row, peak_bytes=peak_bytes) if row.shape == shape else row for row in self.candidates]
+        return replace(self, candidates=tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -236,9 +244,10 @@ def search(
         if found.staged is not None:
             return found
         # The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed.
-        excess = timeline(found.assignment).peak_bytes - cluster.device.usable_bytes
+        peak_bytes = timeline(found.assignment).peak_bytes
+        excess = peak_bytes - cluster.device.usable_bytes
         if excess <= 0:
-            return found
+            return found.with_peak(peak_bytes)
         setting = replace(setting, spare_bytes=setting.spare_bytes + excess)
 
 
@@ -263,10 +272,11 @@ def _search(
         if best is not None and best is not alike:
             before = time.monotonic()
             best = _together(setting, folded, best)
-            bound_s = next(look.candidate.bound_s for look in proofs if look.candidate.mesh == best.space.mesh)
-            status = "optimal" if _is_reached(bound_s, best) else "feasible"
+            bound_s = next(look.candidate.bound_s for look in proofs if look.candidate.shape == best.shape)
             found = best.evaluation
-            candidates.append(Candidate(Shape(1, best.space.mesh), status, found.time_s, bound_s, found.peak_bytes))
+            status = "optimal" if found.time_s - bound_s <= PROVED * found.time_s else "feasible"
+            candidates = [each for each in candidates if each.shape != best.shape]
+            candidates.append(Candidate(best.shape, status, found.time_s, bound_s, found.peak_bytes))
             setting.took("solve", before)
         proofs = [*proofs, *(look for look in looks if look.candidate.shape.in_turns)]
     if best is not None and best.staged is not None:
@@ -616,7 +626,7 @@ def _close(look: Look, best: Best | None) -> Look:
     elif _is_reached(candidate.bound_s, best):
         status = "bounded away"
     else:
-        status = "feasible" if look.choices else "not tried"
+        status = "feasible" if look.choices else "none found" if look.is_priced else "not tried"
     return replace(look, candidate=replace(candidate, status=status))
 
 

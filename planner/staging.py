@@ -338,7 +338,12 @@ class _Chain:
 def pipelines_of(
     stages: int, micro_batches: int, blocks: int, names: Iterable[str] = SCHEDULES, virtual_stages: int | None = None
 ) -> list[Pipeline]:
-    """The schedules for a chain of so many blocks; virtual stages are powers of two unless their number is given."""
+    """The schedules for a chain of so many blocks; virtual stages are powers of two unless their number is given.
+
+    One stage has only micro-batch after micro-batch.
+    """
+    if stages == 1:
+        return [Pipeline("1f1b", 1, micro_batches)]
     found = []
     for name in names:
         if name == "interleaved_1f1b":

@@ -107,7 +107,7 @@ def candidate_cells(candidate: Mapping[str, Any]) -> tuple[str, str]:
     seconds, bound = candidate["step_time_s"], candidate["bound_s"]
     if candidate["status"] == "infeasible" or (seconds is None and bound is None):
         return "does not fit", ""
-    if candidate["status"] in ("bounded away", "not tried") or seconds is None:
+    if candidate["status"] in ("bounded away", "not tried", "none found") or seconds is None:
         return candidate["status"], f"at least {in_seconds(bound)}"
     return candidate["status"], in_seconds(seconds)
 

@@ -21,6 +21,9 @@ from planner.report.summary import (
 )
 from planner.words import in_bytes, in_percent, in_seconds, in_shares, labelled, recomputed, sizes_text
 
+SHOWN = 16
+"""So many candidates are listed."""
+
 
 def text(document: Document) -> str:
     """What was planned, what it costs, how every distinct block is laid out."""
@@ -119,12 +122,14 @@ def _collectives(document: Document) -> str:
 def _candidates(document: Document) -> str:
     if len(document.search.candidates) < 2:
         return ""
-    rows = []
-    for candidate in document.search.candidates:
+    rows: list[Sequence[str] | str] = []
+    for candidate in document.search.candidates[:SHOWN]:
         status, seconds = candidate_cells(candidate)
         needs = in_bytes(candidate["peak_bytes"])
         memory = needs if candidate["step_time_s"] is not None else f"at least {needs}"
         rows.append([f"  {sizes_text(candidate['mesh'])}", status, seconds, memory])
+    if len(document.search.candidates) > SHOWN:
+        rows.append(f"  and {len(document.search.candidates) - SHOWN} more")
     return _table(["meshes", "", "step", "memory"], rows, right=(2, 3))
 
 

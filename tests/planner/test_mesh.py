@@ -99,7 +99,8 @@ def test_a_single_device_is_one_axis_of_size_one() -> None:
 @pytest.mark.parametrize(
     "pins, stages, parts",
     [
-        ({"tensor": 5}, 1, ["tensor 5 = 5", "does not divide the 32 devices", "'local'"]),
+        ({"tensor": 5}, 1, ["tensor 5 does not divide the 32 devices", "'local'", "a size that divides 32"]),
+        ({"data": 3}, 1, ["pinned data 3, but", "32 devices", "pin what data leaves, too"]),
         ({"tensor": 8}, 3, ["pipeline 3 x tensor 8 = 24", "32 devices"]),
         ({"data": 2, "tensor": 8}, 1, ["data 2 x tensor 8 = 16", "32 devices", "leave out data"]),
         ({"tensr": 2}, 1, ["'tensr'", "did you mean 'tensor'?", "data, context, tensor"]),
