@@ -151,7 +151,9 @@ def plan_traced(
         assignment,
         traced.facts,
         pins.to_dict(),
-        predict(assignment, found.evaluation.time_s) if staged is None else predict_in_turns(assignment, staged),
+        predict(assignment, found.evaluation.time_s, found.memory)
+        if staged is None
+        else predict_in_turns(assignment, staged),
         Search(found.status, found.gap, seconds, seen, unseen),
         staged,
     )

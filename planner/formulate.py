@@ -168,6 +168,7 @@ class Space:
         self._pairs: dict[object, tuple[Floats, Floats, Ints]] = {}
         self._choices_of: dict[Role, list[Choice]] = {}
         self._alike: dict[object, list[Choice]] = {}
+        self._last: tuple[object, tuple[Vertex, ...]] | None = None
 
     @cached_property
     def options(self) -> dict[Role, list[Choice] | list[Layout]]:
@@ -291,7 +292,7 @@ class Space:
     def holding(self, in_flight: float) -> Space:
         """The same decisions with the bytes of a typical rank, which holds what so many micro-batches saved."""
         space = copy.copy(self)
-        space.in_flight = in_flight
+        space.in_flight, space._last = in_flight, None
         return space
 
     @cached_property
@@ -305,8 +306,11 @@ class Space:
 
         Arguments are those of :meth:`problem`.
         """
-        limit = math.inf if limit_bytes is None else limit_bytes
-        return tuple(self._vertex(role, recompute, (recompute, *up_to), limit) for role in self.roles)
+        key, limit = (limit_bytes, recompute, *up_to), math.inf if limit_bytes is None else limit_bytes
+        if self._last is None or self._last[0] != key:
+            found = tuple(self._vertex(role, recompute, (recompute, *up_to), limit) for role in self.roles)
+            self._last = key, found
+        return self._last[1]
 
     def problem(
         self, limit_bytes: int | None, recompute: Recompute = NOTHING, up_to: Sequence[Recompute] = ()

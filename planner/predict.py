@@ -16,7 +16,7 @@ from planner.fold import Instance
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import MICRO, Layout
-from planner.memory import timeline
+from planner.memory import Timeline, timeline
 from planner.recompute import Level
 from planner.staging import Staged
 from planner.strategy import Choice
@@ -272,8 +272,8 @@ def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
     )
 
 
-def predict(assignment: Assignment, step_time_s: float) -> Prediction:
-    """Break a step down by use; ``step_time_s`` is the evaluation's."""
+def predict(assignment: Assignment, step_time_s: float, memory: Timeline | None = None) -> Prediction:
+    """Break a step down by use; ``step_time_s`` is the evaluation's, ``memory`` its timeline where it is known."""
     space = assignment.space
     time = {"compute": 0.0, "recompute": 0.0, "communication": 0.0, "gradients": 0.0, "optimizer": 0.0}
     cover = 0.0
@@ -296,7 +296,7 @@ def predict(assignment: Assignment, step_time_s: float) -> Prediction:
         time["gradients" if is_param else "communication"] += float(table.backward_s[pair]) * times
     time["recompute"] += _converted_again_s(assignment)
     time["gradients"] = max(0.0, time["gradients"] - cover)
-    memory = timeline(assignment)
+    memory = memory or timeline(assignment)
     return Prediction(
         step_time_s,
         memory.peak_bytes,

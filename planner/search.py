@@ -35,7 +35,7 @@ from planner.fold import Block, Folded, fold, fold_off, relabel
 from planner.formulate import Assignment, Role, Space, Training, rules_of
 from planner.graph import Graph, Ref
 from planner.layout import Layout, Mesh
-from planner.memory import timeline
+from planner.memory import Timeline, timeline
 from planner.pins import Labels, Pins, filters, label_dims
 from planner.problem import Answer, Evaluation, Problem, evaluate
 from planner.recompute import Ladder, Recompute, ladder, together
@@ -112,6 +112,7 @@ class Searched:
         status, gap: ``optimal`` with gap 0 when every candidate was solved or bounded away, among plans that
             decide equal blocks alike where the model has more than :data:`APART_OPERATORS` operators.
         seconds: by step: ``fold``, ``build``, ``solve``.
+        memory: of the plan followed statement by statement; ``None`` in turns.
     """
 
     assignment: Assignment
@@ -121,13 +122,13 @@ class Searched:
     status: str
     gap: float
     seconds: Mapping[str, float]
+    memory: Timeline | None = None
 
-    def with_peak(self, peak_bytes: int) -> Searched:
-        """The same with the plan's own peak in the row of its shape, where the search has only a sum."""
-        space = self.assignment.space
-        shape = Shape(space.stages, space.mesh)
+    def with_memory(self, memory: Timeline) -> Searched:
+        """The same with the plan followed: its own peak in the row of its shape, where the search has only a sum."""
+        shape, peak_bytes = Shape(1, self.assignment.space.mesh), memory.peak_bytes
         rows = [replace(row, peak_bytes=peak_bytes) if row.shape == shape else row for row in self.candidates]
-        return replace(self, candidates=tuple(rows))
+        return replace(self, candidates=tuple(rows), memory=memory)
 
 
 @dataclass(frozen=True)
@@ -244,10 +245,10 @@ def search(
         if found.staged is not None:
             return found
         # The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed.
-        peak_bytes = timeline(found.assignment).peak_bytes
-        excess = peak_bytes - cluster.device.usable_bytes
+        memory = timeline(found.assignment)
+        excess = memory.peak_bytes - cluster.device.usable_bytes
         if excess <= 0:
-            return found.with_peak(peak_bytes)
+            return found.with_memory(memory)
         setting = replace(setting, spare_bytes=setting.spare_bytes + excess)
 
 
@@ -445,7 +446,8 @@ def _look_relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
     status = "not tried" if fits else "infeasible"
     candidate = replace(look.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="relaxation")
     look = replace(look, candidate=candidate, is_priced=True)
-    return _with_plan(setting, _with_plan(setting, look, bounds.choices), bounds.lightest if fits else None)
+    look = _with_plan(setting, look, bounds.choices)
+    return look if look.choices or not fits else _with_plan(setting, look, bounds.lightest)
 
 
 def _look_for_pipeline(setting: Setting, look: Look, best: Best | None) -> Look:
