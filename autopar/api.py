@@ -16,6 +16,7 @@ from autopar.build import build
 from autopar.capture import Captured, LossFn, capture, no_garbage
 from autopar.lower import lower
 from autopar.materialize import Source, part_maker
+from autopar.rewrite import check_runs
 from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import ParallelModule
 from planner.cluster import ClusterSpec
@@ -224,12 +225,13 @@ def parallelize(
         progress: called on rank 0 with a line of text as the search advances.
 
     Raises:
-        PlanError: the plan does not fit the model, the cluster or the process group, or ranks differ.
+        PlanError: the plan does not fit the model, the cluster or the process group, is one in turns, or ranks differ.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     if plan is not None and pin:
         raise PinError("a plan is already decided, so pin has nothing left to fix: give plan or pin, not both")
     plan = None if plan is None else given_plan(plan)
+    check_one_turn(plan, pin)
     if plan is not None and plan.cluster.world_size != cluster.world_size:
         raise PlanError(
             f"the plan is for {plan.cluster.world_size} devices, the cluster has {cluster.world_size}: plan again"
@@ -328,6 +330,18 @@ def given_plan(plan: object) -> Plan:
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is {_kind(plan)}; give a Plan, or the path of a file that plan.save wrote")
     return plan
+
+
+def check_one_turn(plan: Plan | None, pin: Mapping[str, Any] | None) -> None:
+    """Refuse a plan, or pins for one, that is planned but not run, before anything is started for it.
+
+    Raises:
+        PlanError: it takes a step in micro-batches, or through the stages of a pipeline.
+    """
+    if plan is not None:
+        check_runs(1 if plan.pipeline is None else plan.pipeline.ranks, plan.mesh.micro_batches)
+    pins = Pins.parse(pin)
+    check_runs(pins.stages or 1, pins.micro_batches or 1)
 
 
 def check_arguments(

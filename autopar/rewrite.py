@@ -46,13 +46,12 @@ class Rewritten:
     programs: Mapping[str, int]
 
 
-def check_runs(assignment: Assignment) -> None:
+def check_runs(stages: int, micro_batches: int) -> None:
     """Raise :class:`PlanError` for what is planned, but not run."""
-    space = assignment.space
-    if space.stages > 1 or space.mesh.micro_batches > 1:
+    if stages > 1 or micro_batches > 1:
         raise PlanError(
-            f"this plan takes a step in turns ({space.stages} pipeline stages, {space.mesh.micro_batches} "
-            "micro-batches), which autopar plans and predicts but does not run yet: plan without pipelines"
+            f"this plan takes a step in turns (pipeline {stages}, micro_batches {micro_batches}), which autopar plans "
+            "and predicts but does not run yet: plan without pipelines, and without these pins"
         )
 
 
@@ -65,7 +64,7 @@ def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any
         groups: process group of every mesh axis, by name; ``"state"`` holds the run state.
         device: where factory operators create tensors.
     """
-    check_runs(assignment)
+    check_runs(assignment.space.stages, assignment.space.mesh.micro_batches)
     targets = {node.name: node.target for node in captured.graph.nodes if node.op == "call_function"}
     root = _Body(assignment, targets, device)
     holder: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.tensor import DTensor
 
-from autopar.api import Traced, assign, check_arguments, given_plan, plan_traced, trace
+from autopar.api import Traced, assign, check_arguments, check_one_turn, given_plan, plan_traced, trace
 from autopar.capture import LossFn, _caches_off, _example_inputs, _WithLoss
 from autopar.compare import first_divergence, reference_values
 from autopar.exact import exact, twin, widen, widened
@@ -341,6 +341,7 @@ def verify(
     Raises:
         VerificationError: a type is wrong, a value differs (names the first module that does), or a collective
             was not predicted.
+        PlanError: the plan does not fit the model, or is one in turns, which nothing runs yet.
     """
     if isinstance(cluster_or_plan, (str, os.PathLike)):
         cluster_or_plan = given_plan(cluster_or_plan)
@@ -348,6 +349,7 @@ def verify(
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     if isinstance(cluster_or_plan, Plan) and (pin or mesh):
         raise PinError("a plan is already decided, so pin and mesh have nothing left to fix: give a cluster instead")
+    check_one_turn(cluster_or_plan if isinstance(cluster_or_plan, Plan) else None, pin)
     traced = trace(model, example_args, example_kwargs, loss_fn)
     assignment = _decide(traced, cluster_or_plan, pin, mesh, time_limit_s)
     real = assignment.space.mesh
