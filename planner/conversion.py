@@ -124,6 +124,7 @@ class ConversionTable:
 
     Args:
         first: the local types on the first axis, where they are not all that are possible.
+        first_is_last: nothing else changes any more once the first axis is replicated.
 
     Attributes:
         layouts: every layout considered, valid for the shape.
@@ -140,8 +141,9 @@ class ConversionTable:
         touch_s_per_byte: float,
         launch_s: float,
         first: Collection[LocalType] | None = None,
+        first_is_last: bool = False,
     ):
-        self.tensor, self.mesh = tensor, mesh
+        self.tensor, self.mesh, self._first_is_last = tensor, mesh, first_is_last
         types: list[LocalType] = [R, P, *sorted(shards)] if not tensor.grad else [R, I, P, *sorted(shards)]
         others = [types] * (len(mesh.axes) - 1)
         self.layouts = tuple(
@@ -184,6 +186,8 @@ class ConversionTable:
         for minor in range(axis + 1, codes.shape[1]):
             legal &= ~(is_shard & (codes[:, minor, None] == every))
             legal &= ~(is_shard[codes[:, axis]] & (codes[:, minor] == codes[:, axis]))[:, None]
+        if self._first_is_last and axis:
+            legal &= (codes[:, 0] != known[R])[:, None]
         src, to = np.nonzero(legal)
         return src, after[src, to], rule[src, to]
 

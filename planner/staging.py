@@ -24,7 +24,7 @@ from planner.errors import InfeasibleError
 from planner.fold import Folded
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
-from planner.layout import Axis, Layout
+from planner.layout import MICRO, Axis, Layout
 from planner.memory import USES
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
@@ -221,6 +221,7 @@ class _Chain:
 
     def _work_out(self, number: int, leaves: list[str], send_s: float) -> Link:
         instance, space = self.folded.instances[number], self.space
+        turns = space.mesh.micro_batches
         forward = input_ = weight = communication = gather = reduce = hidden = update = 0.0
         held, working = Counter[str](), 0
         for name in leaves:
@@ -232,8 +233,11 @@ class _Chain:
                 held.update(parameters=size, gradients=size, optimizer=all_bytes - 2 * size)
             else:
                 held["parameters" if node.op in ("param", "buffer") else "activations"] += all_bytes
-            there, back, gathered = self._conversion(Ref(name), layout, self.assignment.delivered(Ref(name)))
-            gather, reduce, held["gathered"] = gather + there, reduce + back, held["gathered"] + gathered
+            delivered = self.assignment.delivered(Ref(name))
+            there, back, gathered = self._conversion(Ref(name), layout, delivered)
+            summed = self._summed_s(Ref(name), layout, delivered)
+            weight, gather, reduce = weight + summed, gather + there, reduce + back - turns * summed
+            held["gathered"] += gathered
         for node in instance.block.nodes:
             work = space.work(node, self.assignment.choice(node))
             forward += work.forward_s + work.inner_forward_s
@@ -245,7 +249,9 @@ class _Chain:
             for ref, source, target in self._moves(node):
                 there, back, gathered = self._conversion(ref, source, target)
                 if self.graph.by_name[ref.node].op == "param":
-                    gather, reduce, held["gathered"] = gather + there, reduce + back, held["gathered"] + gathered
+                    summed = self._summed_s(ref, source, target)
+                    weight, gather, reduce = weight + summed, gather + there, reduce + back - turns * summed
+                    held["gathered"] += gathered
                 else:
                     forward, input_, communication = forward + there, input_ + back, communication + there + back
         levels = LEVELS if len(self.folded.kinds[instance.kind]) > 1 else LEVELS[:1]
@@ -283,6 +289,14 @@ class _Chain:
         more = int(table.held[to]) if grown else 0
         copies = 2 if tensor.grad and self.space.mesh.micro_batches > 1 else 1
         return float(table.forward_s[at, to]), float(table.backward_s[at, to]), more * copies
+
+    def _summed_s(self, ref: Ref, source: Layout, target: Layout) -> float:
+        """Seconds to add a parameter's gradient of one micro-batch to that of the others."""
+        space, table = self.space, self.space.table(ref)
+        steps = table.route(source, target) if source != target else ()
+        summed = (step for step in steps if space.mesh.axes[step.axis].name == MICRO)
+        pairs = [(table.index[step.before], table.index[step.after]) for step in summed]
+        return math.fsum(float(table.backward_s[pair]) for pair in pairs) / space.mesh.micro_batches
 
     def _has_weights(self, node: Node) -> bool:
         """Whether an operator is a product with a parameter, so that half of its backward is the weight's."""

@@ -9,11 +9,12 @@ import random
 import pytest
 
 from planner.certificate import Decided
+from planner.conversion import local_bytes
 from planner.cost import CostModel
 from planner.fold import Folded, fold
-from planner.formulate import Assignment, Space, Training, rules_of
+from planner.formulate import BUCKET_BYTES, Assignment, Space, Training, rules_of
 from planner.graph import Graph
-from planner.layout import Mesh
+from planner.layout import MICRO, Mesh
 from planner.pins import Pins, filters
 from planner.problem import Answer, evaluate
 from planner.recompute import LEVELS, ladder
@@ -81,6 +82,30 @@ def test_the_chain_adds_up_to_the_problem(which: str, turns: int) -> None:
                     held = sum(link.block.held_bytes + link.block.savings[0].saved_bytes for link in links)
                     assert held + max(link.working_bytes[0] for link in links) == whole.peak_bytes
                 assert sum(sum(link.held.values()) for link in links) == sum(link.block.held_bytes for link in links)
+
+
+@pytest.mark.parametrize("which", ["residual", "chain"])
+def test_gradients_are_summed_over_turns_before_they_are_reduced(which: str) -> None:
+    """And the sum takes its share of every micro-batch, which no communication hides behind."""
+    rng, reduced = random.Random(which), 0
+    for _ in range(4):
+        space = space_of(which, random_cluster(rng, (4,)), 1, 4, outer=2, inner=2)
+        touch = space.cost.compute_s(0.0, BUCKET_BYTES, "float32", 0) / BUCKET_BYTES
+        for _, assignment in assignments(space, rng, 4):
+            weight_s = 0.0
+            for node in space.graph.nodes:
+                is_param = [space.graph.by_name[ref.node].op == "param" for ref in node.inputs]
+                if any(is_param):
+                    weight_s += space.work(node, assignment.choice(node)).backward_s / 2
+                for position in (at for at, each in enumerate(is_param) if each):
+                    ref, layout = node.inputs[position], assignment.choice(node).operands[position]
+                    route = (*assignment.relay_route(ref), *assignment.operand_route(node, position))
+                    axes = [space.mesh.axes[step.axis].name for step in route]
+                    assert axes.count(MICRO) == 1 and axes[-1] == MICRO
+                    reduced += len(axes) > 1
+                    weight_s += 3 / 4 * 3 * touch * local_bytes(space.graph.type_of(ref), layout, space.mesh)
+            assert math.fsum(link.block.weight_s for link in links_of(assignment)) == pytest.approx(weight_s)
+    assert reduced
 
 
 @pytest.mark.parametrize("which", ["residual", "chain"])
