@@ -27,7 +27,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class BlockSummary:
-    """A distinct block over all its instances, on one rank.
+    """A distinct block over all its instances, on one rank; of a pipeline, on the average one.
 
     ``share`` of the step is its computing, its communication, and its part of the gradients' reduction that
     backward does not hide.
@@ -56,15 +56,18 @@ def traffic(calls: Iterable[tuple[Collective, int]]) -> list[Traffic]:
 def blocks(document: Document) -> list[BlockSummary]:
     """The distinct blocks in execution order; without details where the plan holds none."""
     details = document.account.blocks or (BlockDetail(),) * len(document.blocks)
-    exposed = _exposed(document)
+    exposed, ranks = _exposed(document), 1 if document.pipeline is None else document.pipeline.ranks
+    turns = document.mesh.micro_batches
     found = []
     for plan, detail in zip(document.blocks, details, strict=True):
         ops, moves = detail.ops.values(), [m for op in detail.ops.values() for m in (*op.before, *op.after)]
-        compute = sum(op.forward_s + op.backward_s for op in ops) * plan.count
-        gradients = exposed * sum(m.backward_s * m.times for m in moves if m.value in document.parameters)
-        communication = sum(op.inner_s for op in ops) * plan.count + sum(
-            (m.forward_s + (0.0 if m.value in document.parameters else m.backward_s)) * m.times for m in moves
-        )
+        once = [m for m in moves if m.value in document.parameters]
+        each = [m for m in moves if m.value not in document.parameters]
+        compute = turns * sum(op.forward_s + op.backward_s for op in ops) * plan.count / ranks
+        gradients = exposed * sum(m.backward_s * m.times for m in once) / ranks
+        communication = turns * sum(op.inner_s for op in ops) * plan.count
+        communication += turns * sum((m.forward_s + m.backward_s) * m.times for m in each)
+        communication = (communication + sum(m.forward_s * m.times for m in once)) / ranks
         share = (compute + communication + gradients) / (document.predicted.step_time_s or 1.0)
         saved = sum(op.saved_bytes for op in ops) * plan.count
         found.append(BlockSummary(plan, detail, compute, communication, gradients, saved, share))
