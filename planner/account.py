@@ -14,7 +14,7 @@ from planner.conversion import Collective, local_bytes
 from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
 from planner.formulate import Assignment, Role, Space
 from planner.graph import Node, Ref
-from planner.layout import format_layout
+from planner.layout import MICRO, format_layout
 from planner.names import Section, fillings, pattern, role_names
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
@@ -72,7 +72,9 @@ def _op_detail(
     inner = [
         Collective(i.kind, space.mesh.axes[axis].name, space.inner_bytes(rule, choice, i), i.phase)
         for axis, i in choice.inner
-        if space.mesh.axes[axis].size > 1 and (i.phase == "forward" or differentiated)
+        if space.mesh.axes[axis].size > 1
+        and space.mesh.axes[axis].name != MICRO
+        and (i.phase == "forward" or differentiated)
     ]
     parameters = dict.fromkeys(
         pattern([graph.by_name[reads[graph.by_name[m].inputs[position]].node].target for m in members])
@@ -133,7 +135,7 @@ def _moves(assignment: Assignment, names: Names) -> dict[tuple[str, Role], list[
             format_layout(each.source),
             format_layout(each.target),
             tuple(f"{step.rule} {space.mesh.axes[step.axis].name}" for step in route),
-            tuple(call for step in route for call in step.collectives(tensor, space.mesh)),
+            tuple(c for step in route for c in step.collectives(tensor, space.mesh) if c.axis != MICRO),
             float(table.forward_s[pair]),
             float(table.backward_s[pair]),
             times,

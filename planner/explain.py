@@ -210,7 +210,12 @@ def explain(document: Document, name: str, *, time_limit_s: float = 10.0) -> Exp
         raise PlanError(f"the plan has no module, operator or parameter called {name!r}{_near(document, name)}")
     explained_leaves = [_explain_leaf(document, leaf) for leaf in leaves]
     remark = ""
-    if document.assignment is not None:
+    if document.pipeline is not None:
+        remark = (
+            "This plan runs in turns (micro-batches, or the stages of a pipeline): figures of operators are those of "
+            "one micro-batch, and what the next best would cost is not worked out."
+        )
+    elif document.assignment is not None:
         rival = _Rival(document.assignment, time.monotonic() + time_limit_s)
         ops = [replace(op, next_best=rival.of_op(op)) if _asks(op, ops) else op for op in ops]
         explained_leaves = [replace(leaf, next_best=rival.of_leaf(leaf)) for leaf in explained_leaves]

@@ -23,7 +23,7 @@ from planner.cost import CostModel
 from planner.fold import Folded
 from planner.graph import Graph, Node, Ref
 from planner.kernel import Stream, kernel_of
-from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, R, Shard, local_shape
+from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS
 from planner.problem import Answer, Edge, Floats, Ints, Problem, Vertex
 from planner.recompute import NOTHING, Recompute
@@ -188,6 +188,11 @@ class Space:
             found["output", position] = self._output_layouts(ref, keeps_state=position >= len(self.graph.outputs))
         return found
 
+    @property
+    def in_turns(self) -> bool:
+        """Whether a step is more than one forward and one backward, so that parameters are gathered once for all."""
+        return self.stages > 1 or self.mesh.micro_batches > 1
+
     def is_read(self, ref: Ref) -> bool:
         """Whether anything reads a value."""
         return ref in self.skeleton.readers
@@ -251,7 +256,9 @@ class Space:
         tensor = self.graph.type_of(ref)
         shards = tuple(shards_of(tensor, self._strips(ref)))
         turns = self._turns(ref) if self.mesh.micro_batches > 1 else None
-        key = (tensor, shards, turns)
+        # What is gathered is used by all micro-batches; what they sum up is reduced once.
+        is_summed_first = turns is not None and tensor.grad and self.graph.by_name[ref.node].op == "param"
+        key = (tensor, shards, turns, is_summed_first)
         if key not in self._tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
@@ -263,7 +270,7 @@ class Space:
                 each_s = 3 * touch if kind == "all_reduce" else math.inf
                 return np.asarray((axis.size - 1) * each_s * np.maximum(bytes_in, 1), np.float64)
 
-            self._tables[key] = ConversionTable(tensor, self.mesh, shards, price, touch, launch, turns)
+            self._tables[key] = ConversionTable(tensor, self.mesh, shards, price, touch, launch, turns, is_summed_first)
         return self._tables[key]
 
     def _turns(self, ref: Ref) -> frozenset[LocalType]:
@@ -332,11 +339,12 @@ class Space:
             runs = count + least.get(flow, 0)
             if self.graph.by_name[ref.node].op != "param":
                 costs = (forward * runs + backward * count) * stages * self.rounds, np.zeros(forward.shape), gathered
-            elif turns == 1:
+            elif not self.in_turns:
                 # Where it is gathered again, it is there only while an operator runs, and counts as that one's.
                 costs = forward * runs, backward * count, gathered * (count - most.get(flow, 0))
             else:
-                costs = forward * count, backward * count, gathered * count * (2 if self.graph.type_of(ref).grad else 1)
+                copies = 2 if turns > 1 and self.graph.type_of(ref).grad else 1
+                costs = forward * count, backward * count, gathered * count * copies
             seconds, background, held = costs
             edges.append(Edge(index[tail], index[head], seconds / stages, background / stages, held // stages))
         return Problem(self.vertices(limit_bytes, recompute, up_to), tuple(edges), limit_bytes)
@@ -369,7 +377,7 @@ class Space:
                 )
             again = self.skeleton.runs_again(role, recompute)
             (forward, backward, inner, inner_again), transient, parameters = self._works_of(node, options)
-            if all(each.levels(cast(int, role[1])) for each in held_with):
+            if not self.in_turns and all(each.levels(cast(int, role[1])) for each in held_with):
                 transient = transient + parameters  # where they are gathered again: see :meth:`problem`
             time = ((forward + backward + inner) * times + (forward + inner_again) * again) * self.rounds
             cover = backward * self.overlap * times / stages
@@ -404,7 +412,7 @@ class Space:
         kind, at = role[1], role[2]
         assert isinstance(kind, int)
         assert isinstance(at, int)
-        if recompute.levels(kind) and recompute.leads(kind) and (self.stages == 1 or self.in_flight is not None):
+        if recompute.levels(kind) and recompute.leads(kind) and (not self.in_turns or self.in_flight is not None):
             again = [self.skeleton.again(kind, level).dropped[at] for level, _ in recompute.levels(kind)]
             held = held + np.max([self._bytes(node, options, places) for places in again], axis=0)
         return held
@@ -499,7 +507,18 @@ class Space:
         key = (id(table), rows.tobytes(), tuple(each.tobytes() for each in columns), is_param)
         if key not in self._pairs:
             self._pairs[key] = _convert(table, rows, columns, is_param)
-        return self._pairs[key]
+        forward, backward, gathered = self._pairs[key]
+        if self.mesh.micro_batches > 1 and head[0] != "output" and not self._known_before(ref):
+            # A sum over turns is there after the last of them: only what leaves the model can wait for that.
+            summed = np.array([layout[0] == P for layout in table.layouts])
+            early = summed[rows][:, None] & ~np.all([summed[each] for each in columns], axis=0)[None, :]
+            forward = np.where(early, math.inf, forward)
+        return forward, backward, gathered
+
+    def _known_before(self, ref: Ref) -> bool:
+        """Whether a value is one number without a gradient, such as how many tokens a loss is averaged over."""
+        tensor = self.graph.type_of(ref)
+        return not tensor.grad and tensor.numel == 1
 
     @staticmethod
     def _layout_at_tail(tail: Role, option: Choice | Layout, index: int) -> Layout:

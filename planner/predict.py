@@ -41,7 +41,7 @@ class Prediction:
             (parameters that are used in a larger layout than they are stored in), ``activations`` (inputs, and what
             forward made), ``temporary`` (gradients of activations, and what operators need while they run).
         collectives: each distinct call and how often a step makes it.
-        fullest_at: what runs at the fullest moment.
+        fullest_at: what runs at the fullest moment; in turns, which rank of the pipeline is fullest.
         largest: the largest tensors alive then, and their bytes.
     """
 
@@ -66,9 +66,9 @@ class Prediction:
 
     @property
     def fullest(self) -> str:
-        """When memory is fullest, and with what."""
+        """When or where memory is fullest, and with what."""
         largest = ", ".join(f"{name} {in_bytes(size)}" for name, size in self.largest[:3])
-        return f"fullest in {self.fullest_at}\nwith {largest}, ..."
+        return f"fullest in {self.fullest_at}" + (f"\nwith {largest}, ..." if largest else "")
 
 
 Calls = Counter[Collective]
@@ -232,7 +232,7 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
                 add(Ref(node.name, index), assignment.relay_route(Ref(node.name, index)))
         taken = {(node.inputs[position], choice.operands[position]): position for position in again.taken[at]}
         for (ref, _), position in taken.items():
-            is_kept = space.mesh.micro_batches > 1 and space.graph.by_name[ref.node].op == "param"
+            is_kept = space.in_turns and space.graph.by_name[ref.node].op == "param"
             if not assignment.summed_over(node, position) and not is_kept:
                 add(ref, assignment.operand_route(node, position))
         for number, inner in choice.inner if at in again.operators else ():
@@ -268,7 +268,7 @@ def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
         staged.time_s,
         staged.memory_bytes,
         tuple(sorted_calls(collectives(replace(assignment, recompute=staged.recompute(assignment.space.folded))))),
-        f"stage {fullest}" if staged.pipeline.ranks > 1 else "",
+        f"pipeline rank {fullest}" if staged.pipeline.ranks > 1 else "",
     )
 
 

@@ -202,7 +202,7 @@ class _Chain:
         leaves = self._leaves[number]
         shared = tuple(name for name in leaves if len(self.space.role_of[name]) == 2)
         entered = tuple(self.assignment.delivered(ref) for ref in instance.block.inputs)
-        left = tuple(self.space.is_read(ref) for ref in instance.block.outputs)
+        left = tuple((self.space.is_read(ref), self._leaving(ref)) for ref in instance.block.outputs)
         key = (instance.kind, entered, left, shared, send_s)
         if key not in self._known:
             self._known[key] = self._work_out(number, leaves, send_s)
@@ -275,9 +275,20 @@ class _Chain:
         found = [(ref, assignment.delivered(ref), layout) for ref, layout in wanted]
         for ref in (Ref(node.name, index) for index in range(len(node.results))):
             found.append((ref, assignment.produced(ref), assignment.delivered(ref)))
-            for position in (at for at, leaving in enumerate(self.space.leaving) if leaving == ref):
-                found.append((ref, assignment.delivered(ref), assignment.output_layout(position)))
+            found += [(ref, assignment.delivered(ref), layout) for layout in self._leaving(ref)]
         return [(ref, source, target) for ref, source, target in found if source != target]
+
+    def _leaving(self, ref: Ref) -> tuple[Layout, ...]:
+        """The layouts in which a value leaves the model."""
+        return tuple(map(self.assignment.output_layout, self._positions.get(ref, ())))
+
+    @cached_property
+    def _positions(self) -> dict[Ref, list[int]]:
+        """The numbers as which values leave the model."""
+        found: dict[Ref, list[int]] = {}
+        for position, ref in enumerate(self.space.leaving):
+            found.setdefault(ref, []).append(position)
+        return found
 
     def _conversion(self, ref: Ref, source: Layout, target: Layout) -> tuple[float, float, int]:
         """Seconds forward and backward, and the bytes of what a parameter is gathered into."""

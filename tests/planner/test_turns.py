@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 from typing import Any
 
 import pytest
 
 from planner.cluster import ClusterSpec
+from planner.cost import CostModel
 from planner.errors import InfeasibleError, PinError, PlanError
 from planner.fold import fold
-from planner.formulate import Training
-from planner.pins import Pins
+from planner.formulate import Space, Training, rules_of
+from planner.graph import Graph, Node, Ref, TensorType
+from planner.layout import Mesh
+from planner.pins import Pins, filters
 from planner.plan import Plan, Search, describe, model_facts, reprice
 from planner.predict import predict_in_turns
 from planner.search import Searched, search
 from planner.shapes import Shape, staged
+from planner.solve import lower_bounds
 from tests.planner.plans import cluster, residual_mlp
 from tests.planner.test_exact import random_cluster, with_memory
 
@@ -37,9 +42,6 @@ def planned(pin: str = "{}") -> Plan:
     facts = tuple(candidate.facts() for candidate in found.candidates if candidate.proof != "arithmetic")
     looked = Search(found.status, found.gap, found.seconds, facts, len(found.candidates) - len(facts))
     return describe(found.assignment, model_facts(GRAPH, "MLP"), pins, predicted, looked, found.staged)
-
-
-PINNED = '{"pipeline": 4, "data": 2, "micro_batches": 8, "recompute": null}'
 
 
 def test_pipelines_are_never_worse_and_bounds_hold() -> None:
@@ -166,6 +168,43 @@ def test_a_plan_in_turns_is_not_asked_what_it_cannot_tell() -> None:
     for ask in (lambda: plan.at(batch=128), lambda: plan.max_batch(), lambda: plan.why_not({"data": 8})):
         with pytest.raises(PlanError, match="runs in turns"):
             ask()
+
+
+def test_the_report_tells_a_rank_from_a_moment_and_turns_from_ranks() -> None:
+    plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
+    assert "fullest in pipeline rank" in str(plan) and "\nwith ," not in plan.predicted.fullest
+    ops = [op for block in plan.account.blocks for op in block.ops.values()]
+    moves = [move for op in ops for move in (*op.before, *op.after)]
+    assert {call.axis for move in moves for call in move.calls} == {"data"}
+    explained = plan.explain("layers.1.up")
+    assert "figures of operators are those of one micro-batch" in str(explained)
+    assert all(op.next_best is None for op in explained.ops)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_what_mixes_samples_has_no_plan_in_micro_batches(centred: bool) -> None:
+    """A mean over the batch is there after the last micro-batch: a loss may be one, but nothing may read it."""
+    size, one = TensorType((16, 8), "float32", True), TensorType((1, 8), "float32", True)
+    nodes = [
+        Node("x", "input", (), (TensorType((16, 8), "float32"),), target="x"),
+        Node("w", "param", (), (TensorType((8, 8), "float32", True),), target="w"),
+        Node("y", "aten.linear.default", (("input", Ref("x")), ("weight", Ref("w")), ("bias", None)), (size,)),
+    ]
+    if centred:
+        mean = (("self", Ref("y")), ("dim", (0,)), ("keepdim", True))
+        nodes += [
+            Node("mean", "aten.mean.dim", mean, (one,)),
+            Node("centred", "aten.sub.Tensor", (("self", Ref("y")), ("other", Ref("mean"))), (size,)),
+        ]
+    scalar = TensorType((), "float32", True)
+    nodes.append(Node("loss", "aten.mean.default", (("self", Ref(nodes[-1].name)), ("dtype", None)), (scalar,)))
+    graph = Graph(tuple(nodes), (Ref("loss"),))
+    folded, rules = fold(graph), rules_of(graph)
+    for turns in (1, 4):
+        mesh = Mesh.of(all=2).in_turns(turns)
+        kept = filters(Pins(), graph, rules, mesh)
+        space = Space(folded, mesh, CostModel(cluster(2)), Training(), rules, *kept)
+        assert math.isinf(lower_bounds(space.problem(None)).time_s) == (centred and turns > 1)
 
 
 def test_shapes_are_every_division() -> None:
