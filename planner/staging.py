@@ -36,7 +36,7 @@ from planner.stages import Block, Chain, Cut, Pipeline, Saving, blocks_of, bound
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 """Schedules that are tried where none is pinned."""
 BEST = 2
-"""So many pipelines are cut for: those whose even cut, saving everything, takes least."""
+"""So many pipelines are cut for: those whose even cut, saving everything, takes least; more while none fits."""
 QUICK, THOROUGH = 100, 1000
 """Effort for cuts that are one of many, and for the last; see :data:`planner.partition.EFFORT`."""
 TRIES = 3
@@ -393,7 +393,9 @@ def stage(
     """
     chain = chain_of(links)
     best: Staged | None = None
-    for pipeline in sorted(choices, key=lambda each: _even_s(each, chain))[:BEST]:
+    for number, pipeline in enumerate(sorted(choices, key=lambda each: _even_s(each, chain))):
+        if number >= BEST and (best is not None or cutoff_s < math.inf):
+            break
         least_s = cutoff_s if best is None else best.step_s
         if bound_s(pipeline, chain) < least_s:
             found = _cut(links, pipeline, limit_bytes, least_s, effort)

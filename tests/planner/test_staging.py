@@ -20,6 +20,7 @@ from planner.problem import Answer, evaluate
 from planner.recompute import LEVELS, Level, ladder
 from planner.rules import Rule
 from planner.shapes import Shape
+from planner.solve import lower_bounds
 from planner.staging import links_of, pipelines_of, stage
 from tests.planner.plans import cluster, residual_mlp
 from tests.planner.test_exact import random_cluster
@@ -29,6 +30,7 @@ from tests.planner.test_search import chain
 @functools.cache
 def model(which: str) -> tuple[Graph, Folded, dict[str, Rule]]:
     graphs = {"residual": residual_mlp(layers=4, batch=16), "chain": chain(layers=5, batch=16), "tapped": tapped()}
+    graphs["deep"] = residual_mlp(layers=30, batch=4096)
     graph = graphs[which]
     return graph, fold(graph), rules_of(graph)
 
@@ -159,3 +161,20 @@ def test_a_step_in_turns_holds_less_and_starts_more() -> None:
         peaks.append(found.memory_bytes["activations"])
         assert found.time_s["bubble"] == pytest.approx(0.0)
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > 4 * peaks[2]
+
+
+def test_a_schedule_that_holds_less_is_tried_where_faster_ones_do_not_fit() -> None:
+    space, alone = space_of("deep", cluster(8), 2, 4, all=4), 0
+    choices = lower_bounds(space.problem(None)).choices
+    assert choices is not None
+    links = links_of(space.assignment(Answer(choices, 0.0, 0.0, "feasible", 0.0)))
+    lean, fast = (pipelines_of(2, 4, len(links), (name,)) for name in ("1f1b", "interleaved_1f1b"))
+    assert len(fast) > 1
+    free = stage(links, lean, None)
+    assert free is not None
+    for share in (1.0, 0.8, 0.7):
+        limit_bytes = int(free.peak_bytes * share)
+        fits = [stage(links, which, limit_bytes) is not None for which in (lean, fast, [*lean, *fast])]
+        assert fits[2] == (fits[0] or fits[1])
+        alone += fits[0] and not fits[1]
+    assert alone
