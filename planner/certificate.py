@@ -110,6 +110,7 @@ class Decided(Space):
             skeleton=skeleton,
             stages=space.stages,
             rounds=space.rounds,
+            waits=space.waits,
         )
         self._assignment = assignment
 

@@ -132,6 +132,7 @@ class Space:
             rank: no rank's, but all of what a lower bound needs.
         rounds: how often a step at least takes what one micro-batch takes in all stages; left out: what the average
             rank has of it.
+        waits: whether ranks of the pipeline moreover wait for the stages before theirs to fill and to empty.
 
     With micro-batches (:data:`planner.layout.MICRO`) work and storage are those of one; parameters are gathered and
     gradients reduced once a step, so that both are held in the layout in which they are used.
@@ -149,10 +150,12 @@ class Space:
         skeleton: Skeleton | None = None,
         stages: int = 1,
         rounds: float | None = None,
+        waits: bool = False,
     ):
         self.stages = stages
         self.in_flight: float | None = None
         self.rounds = mesh.micro_batches / stages if rounds is None else rounds
+        self.waits = waits
         self.folded, self.graph, self.mesh, self.cost, self.training = folded, folded.graph, mesh, cost, training
         self.rules = rules
         self.overlap = OVERLAP[cost.cluster.backend]
@@ -380,6 +383,7 @@ class Space:
             if not self.in_turns and all(each.levels(cast(int, role[1])) for each in held_with):
                 transient = transient + parameters  # where they are gathered again: see :meth:`problem`
             time = ((forward + backward + inner) * times + (forward + inner_again) * again) * self.rounds
+            time += (forward + backward + inner) * self._waited(role)
             cover = backward * self.overlap * times / stages
             held = np.min([self._held(role, node, options, each) for each in held_with], axis=0)
             held = (held * (self.in_flight or 1.0)).astype(np.int64) // stages
@@ -387,6 +391,17 @@ class Space:
                 time = np.where(transient > limit_bytes, math.inf, time)
                 transient = np.zeros_like(transient)
         return Vertex(str(role), time, np.zeros(size), cover, held, transient)
+
+    def _waited(self, role: Role) -> float:
+        """How often the average rank waits for an operator of a role.
+
+        Rank ``r`` begins when the first micro-batch is through the ``r`` stages before its own, and is done before the
+        last one's way back through them; each of these stages has one block at least, in the order of the graph.
+        """
+        if not self.waits:
+            return 0.0
+        kinds = [instance.kind for instance in self.folded.instances[: self.stages - 1]]
+        return sum((self.stages - 1 - at) / self.stages for at, kind in enumerate(kinds) if kind == role[1])
 
     def _works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints, Ints]:
         """Seconds (see :attr:`Work.seconds`), bytes, and bytes of parameters, of every choice of an operator.

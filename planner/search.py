@@ -175,9 +175,10 @@ class Setting:
         """Every decision to take on one shape."""
         mesh, graph = shape.mesh, skeleton.graph
         kept = filters(self.pins, graph, self.rules, mesh, lambda label: self.labels(graph, label))
-        rounds = shape.rounds(self.pins.schedule)
+        schedule = self.pins.schedule
+        least = shape.rounds(schedule), shape.waits(schedule)
         space = Space(
-            skeleton.folded, mesh, self.cost, self.training, self.rules, *kept, skeleton, shape.stages, rounds
+            skeleton.folded, mesh, self.cost, self.training, self.rules, *kept, skeleton, shape.stages, *least
         )
         empty = [role for role, options in space.options.items() if not options]
         if empty:

@@ -45,6 +45,10 @@ class Shape:
         average = self.mesh.micro_batches / self.stages
         return average if schedule in OUT_OF_TURN else max(1.0, average)
 
+    def waits(self, schedule: str | None = None) -> bool:
+        """Whether ranks wait for the pipeline to fill and to empty, beside what :meth:`rounds` says."""
+        return 1 < self.stages <= self.mesh.micro_batches and schedule not in OUT_OF_TURN
+
     @property
     def in_flight(self) -> float:
         """Micro-batches that the average rank holds, about: half as many as stages, where there are so many."""

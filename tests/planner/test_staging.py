@@ -41,11 +41,13 @@ def tapped() -> Graph:
     return Graph(graph.nodes, (*graph.outputs, Ref("add1")))
 
 
-def space_of(which: str, spec, stages: int, turns: int, rounds: float | None = None, **sizes: int) -> Space:  # type: ignore[no-untyped-def]
+def space_of(which: str, spec, stages: int, turns: int, schedule: str | None = None, **sizes: int) -> Space:  # type: ignore[no-untyped-def]
     graph, folded, rules = model(which)
     mesh = Mesh.of(**sizes).in_turns(turns)
     kept = filters(Pins(), graph, rules, mesh)
-    return Space(folded, mesh, CostModel(spec), Training(), rules, *kept, None, stages, rounds)
+    shape = Shape(stages, mesh)
+    least = shape.rounds(schedule), shape.waits(schedule)
+    return Space(folded, mesh, CostModel(spec), Training(), rules, *kept, None, stages, *least)
 
 
 def assignments(space: Space, rng: random.Random, count: int) -> list[tuple[tuple[int, ...], Assignment]]:
@@ -118,7 +120,7 @@ def test_gradients_are_summed_over_turns_before_they_are_reduced(which: str) -> 
 
 
 @pytest.mark.parametrize("which", ["residual", "chain"])
-@pytest.mark.parametrize("stages, turns", [(1, 4), (2, 1), (2, 8), (4, 2), (4, 4)])
+@pytest.mark.parametrize("stages, turns", [(1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8)])
 @pytest.mark.parametrize("names", [("1f1b", "gpipe", "interleaved_1f1b"), ("zero_bubble", "zbv", "dualpipev")])
 @pytest.mark.parametrize("level", [None, *LEVELS])
 def test_no_pipeline_beats_the_average_rank(
@@ -129,10 +131,7 @@ def test_no_pipeline_beats_the_average_rank(
     seen = 0
     for _ in range(3):
         spec = random_cluster(rng, (2, 4))
-        mesh = Mesh.of(all=8 // stages)
-        space = space_of(
-            which, spec, stages, turns, Shape(stages, mesh.in_turns(turns)).rounds(names[0]), all=mesh.size
-        )
+        space = space_of(which, spec, stages, turns, names[0], all=8 // stages)
         steps = ladder(space.folded, level)
         least, *more = steps.between(0, len(steps.steps) - 1)
         bound = space.problem(None, least, more)
