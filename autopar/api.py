@@ -146,7 +146,8 @@ def plan_traced(
         progress=progress,
     )
     assignment, staged = found.assignment, found.staged
-    seen = tuple(candidate.facts() for candidate in found.candidates if candidate.proof != "arithmetic")
+    looked = [c for c in found.candidates if c.proof != "arithmetic" or c.status != "not tried"]
+    seen = tuple(candidate.facts() for candidate in looked)
     seconds, unseen = {"capture": traced.capture_s, **found.seconds}, len(found.candidates) - len(seen)
     return describe(
         assignment,

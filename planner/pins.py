@@ -20,7 +20,7 @@ from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.recompute import LEVELS, Level
 from planner.rules import AxisStrategy, Inner, Rule, find
-from planner.schedule import NAMES
+from planner.schedule import NAMES, VIRTUAL_STAGES
 from planner.strategy import Allow, factor_at, tensors_of
 
 SIZES = ("data", "context", "tensor")
@@ -85,9 +85,7 @@ class Pins:
             if pin.pop(name, only) not in (only, None):
                 raise PinError(f"pin {name!r}: this version plans no {what}; leave it out or pin {only!r}")
         counts = {name: _count(name, what, pin.pop(name, None)) for name, what in COUNTS.items()}
-        schedule = pin.pop("schedule", None)
-        if schedule is not None and schedule not in NAMES:
-            raise PinError(f"pin 'schedule' is {schedule!r}; it is one of {', '.join(map(repr, NAMES))}")
+        schedule = _schedule(pin.pop("schedule", None), counts["virtual_stages"])
         sizes: dict[str, int] = {}
         for name in SIZES:
             size = pin.pop(name, None)
@@ -144,6 +142,21 @@ class Pins:
             "virtual_stages": self.virtual_stages,
         }
         return {**found, **{name: value for name, value in turns.items() if value is not None}}
+
+
+PLANNED = tuple(name for name in NAMES if name != "2bw")
+"""Schedules that are planned: 2bw changes training, and the second version of its weights is not counted yet."""
+
+
+def _schedule(schedule: object, virtual_stages: int | None) -> str | None:
+    """A pinned schedule, if it is one and has so many stages on a rank."""
+    if schedule is not None and (not isinstance(schedule, str) or schedule not in PLANNED):
+        raise PinError(f"pin 'schedule' is {schedule!r}; it is one of {', '.join(map(repr, PLANNED))}")
+    least, most = VIRTUAL_STAGES[schedule or ("interleaved_1f1b" if virtual_stages != 1 else "1f1b")]
+    if virtual_stages is not None and not least <= virtual_stages <= (most or virtual_stages):
+        number = str(least) if least == most else f"{least} or more"
+        raise PinError(f"pin 'virtual_stages' is {virtual_stages}, but {schedule} has {number} of them on each rank")
+    return schedule
 
 
 def _count(name: str, what: str, value: object) -> int | None:

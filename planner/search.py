@@ -44,7 +44,7 @@ from planner.shapes import Shape
 from planner.skeleton import Skeleton
 from planner.solve import lower_bound_between, lower_bounds, solve
 from planner.stages import Pipeline
-from planner.staging import SCHEDULES, THOROUGH, Staged, links_of, pipelines_of, stage
+from planner.staging import THOROUGH, Staged, links_of, pipelines_of, stage
 from planner.strategy import Choice
 
 Progress = Callable[[str], None]
@@ -239,6 +239,8 @@ def search(
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
     plain = shapes.plain(cluster, pins, max_axes)
     staged: tuple[Shape, ...] = ()
+    if not pipelines and plain and (pins.schedule or pins.virtual_stages):
+        raise PinError("pins 'schedule' and 'virtual_stages' are a pipeline's: pin 'pipeline' too, or search pipelines")
     if pipelines or not plain:
         staged = shapes.staged(cluster, pins, graph, len(folded.instances), max_axes)
     while True:
@@ -288,7 +290,7 @@ def _search(
     time_s = best.evaluation.time_s
     bound_s = min(time_s, *(look.candidate.bound_s for look in proofs))
     gap = (time_s - bound_s) / time_s if time_s else 0.0
-    candidates.sort(key=lambda c: (c.status == "infeasible", min(c.objective_s, max(c.bound_s, time_s))))
+    candidates.sort(key=lambda c: (c.status == "infeasible", min(c.objective_s, max(c.bound_s, time_s)), c.objective_s))
     return Searched(
         best.space.assignment(Answer(best.choices, time_s, bound_s, "optimal", 0.0), best.recompute),
         best.staged,
@@ -486,6 +488,8 @@ def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None
     if choices is None:
         return look
     links = links_of(look.space.assignment(Answer(choices, 0.0, 0.0, "feasible", 0.0)), setting.pins.recompute)
+    if not all(math.isfinite(link.block.work_s) for link in links):
+        return look
     wanted = _pipelines(setting, look.space, len(links))
     target_s = math.inf if best is None else _target_s(best)
     found = stage(links, wanted, setting.limit_bytes, min(target_s, look.candidate.objective_s))
@@ -497,7 +501,7 @@ def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None
 
 
 def _pipelines(setting: Setting, space: Space, blocks: int) -> list[Pipeline]:
-    names = SCHEDULES if setting.pins.schedule is None else (setting.pins.schedule,)
+    names = shapes.schedules(setting.pins)
     return pipelines_of(space.stages, space.mesh.micro_batches, blocks, names, setting.pins.virtual_stages)
 
 
@@ -720,8 +724,18 @@ def _decision(space: Space, role: Role, chosen: Assignment) -> Choice | Layout:
 
 
 def _nothing_fits(setting: Setting, graph: Graph, looks: list[Look]) -> InfeasibleError:
-    """The error that says by how much the leanest plan exceeds the limit, and what would fit."""
+    """The error that says by how much the leanest plan exceeds the limit, and what would fit.
+
+    Raises:
+        PinError: there are no plans at all, whatever they need.
+    """
     cluster, limit = setting.cost.cluster, setting.limit_bytes
+    begun = [look for look in looks if look.posed is not None]
+    if all(math.isinf(lower_bounds(look.space.problem(None)).time_s) for look in begun):
+        raise PinError(
+            "no micro-batches can be cut from this model's batch: an operator mixes its samples (batch norm, a mean "
+            "over the batch), or an input has another dim 0 than the others; pin 'micro_batches' 1"
+        )
     open_ = [look for look in looks if math.isfinite(look.candidate.bound_s)]
     least, shape = _leanest(setting, looks)
     if open_:

@@ -18,6 +18,7 @@ from planner.mesh import candidate_meshes, pinned_mesh
 from planner.ops import OPS
 from planner.pins import Pins
 from planner.skeleton import Skeleton
+from planner.staging import SCHEDULES, pipelines_of
 
 OUT_OF_TURN = ("zero_bubble", "zbv", "dualpipev", "2bw")
 """Schedules in which a micro-batch need not be through with one stage's backward before the next one's."""
@@ -95,7 +96,14 @@ def staged(cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_axes
             meshes = candidate_meshes(cluster, max_axes, cluster.world_size // stages)
         for turns in _turn_counts(pins, graph):
             found += [Shape(stages, mesh.in_turns(turns)) for mesh in meshes]
-    return tuple(shape for shape in found if shape.in_turns)
+    names, virtual = schedules(pins), pins.virtual_stages
+    runs = [s for s in found if s.in_turns and pipelines_of(s.stages, s.mesh.micro_batches, blocks, names, virtual)]
+    if not runs and (pins.schedule or pins.virtual_stages):
+        raise PinError(
+            f"pins 'schedule' and 'virtual_stages' leave no pipeline ({' or '.join(names)}, {virtual or 'any'} stages "
+            f"a rank): the model has {blocks} blocks to cut between, and every stage needs one; pin fewer stages"
+        )
+    return tuple(runs)
 
 
 def _stage_counts(cluster: ClusterSpec, pins: Pins, blocks: int) -> list[int]:
@@ -112,6 +120,13 @@ def _stage_counts(cluster: ClusterSpec, pins: Pins, blocks: int) -> list[int]:
             f"{blocks}: pin fewer stages"
         )
     return [pins.stages]
+
+
+def schedules(pins: Pins) -> tuple[str, ...]:
+    """The schedules that the pins leave."""
+    if pins.schedule is not None:
+        return (pins.schedule,)
+    return SCHEDULES if pins.virtual_stages is None else SCHEDULES[:1] if pins.virtual_stages == 1 else SCHEDULES[1:]
 
 
 def batch_of(graph: Graph) -> int:

@@ -30,11 +30,14 @@ from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.partition import cut
 from planner.recompute import LEVELS, Amount, Level, Recompute, ladder
+from planner.schedule import VIRTUAL_STAGES
 from planner.simulate import step_s as simulated_s
 from planner.stages import Block, Chain, Cut, Pipeline, Saving, blocks_of, bound_s, stage_times
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 """Schedules that are tried where none is pinned."""
+INTERLEAVED = 8
+"""So many stages a rank has at most where none is pinned."""
 BEST = 2
 """So many pipelines are cut for: those whose even cut, saving everything, takes least; more while none fits."""
 QUICK, THOROUGH = 100, 1000
@@ -371,10 +374,9 @@ def pipelines_of(
         return [Pipeline("1f1b", 1, micro_batches)]
     found = []
     for name in names:
-        if name == "interleaved_1f1b":
-            counts: Sequence[int] = [2**n for n in range(1, 4)] if virtual_stages is None else [virtual_stages]
-        else:
-            counts = [2] if name in ("zbv", "dualpipev") else [virtual_stages or 1]
+        least, most = VIRTUAL_STAGES[name]
+        counts = [n for n in (1, 2, 4, 8) if least <= n <= (most or INTERLEAVED)]
+        counts = counts if virtual_stages is None else [virtual_stages]
         found += [Pipeline(name, stages, micro_batches, v) for v in counts if stages * v <= blocks]
     return found
 

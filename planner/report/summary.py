@@ -140,7 +140,10 @@ def standing(document: Document) -> str:
         following = min(others, key=lambda c: c["bound_s"])
         more = following["bound_s"] / (document.predicted.step_time_s or 1.0) - 1
         at_least = "" if following["status"] == "optimal" else "at least "
-        parts.append(f"next {sizes_text(following['mesh'])}, {at_least}{max(0.0, more) * 100:.2g} % slower")
+        if more < 0:
+            parts.append(f"not excluded: {sizes_text(following['mesh'])}, up to {-more * 100:.2g} % faster")
+        else:
+            parts.append(f"next {sizes_text(following['mesh'])}, {at_least}{more * 100:.2g} % slower")
     return "; ".join(parts)
 
 

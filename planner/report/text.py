@@ -57,7 +57,7 @@ def _head(document: Document) -> str:
         *([("turns", in_turns(document))] if document.pipeline is not None else []),
         ("search", f"{search.status}{proof}, {counted(search.seconds):.2f} s" + (f" ({steps})" if steps else "")),
         *([("", standing(document))] if len(search.candidates) > 1 else []),
-        *([("proof", textwrap.fill(str(document.certificate), 100))] if document.assignment is not None else []),
+        *([("proof", textwrap.fill(_proof(document), 100))] if document.assignment is not None else []),
         ("step", in_seconds(predicted.step_time_s)),
         ("", in_shares(predicted.time_s, predicted.step_time_s, in_seconds)),
         (
@@ -70,6 +70,12 @@ def _head(document: Document) -> str:
     ]
     title = f"{document.model['class']}, {document.model['parameters']:,} parameters"
     return "\n".join([f"{title}, on {document.cluster.name}: {devices}", labelled(rows)])
+
+
+def _proof(document: Document) -> str:
+    """The certificate; that of a plan in turns is of the average rank, without what it waits for."""
+    which = "average rank, without waiting: " if document.pipeline is not None else ""
+    return which + str(document.certificate)
 
 
 def _blocks(document: Document) -> str:

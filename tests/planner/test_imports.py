@@ -56,11 +56,11 @@ ROOMS: dict[str, set[str]] = {
         "skeleton",
     },
     "pins": {*BASE, "rules", "ops", "mesh", "schedule", "strategy", "recompute", "formulate"},
-    "shapes": {*BASE, "cluster", "cost", "mesh", "ops", "pins", "skeleton"},
     "memory": {*BASE, "fold", "conversion", "recompute", "formulate", "ops"},
     "words": {"layout"},
 }
 ROOMS["staging"] = ROOMS["memory"] | {"memory", "schedule", "simulate", "stages", "partition"}
+ROOMS["shapes"] = {*BASE, "cluster", "cost", "mesh", "ops", "pins", "skeleton", "staging"}
 ROOMS["predict"] = ROOMS["staging"] | {"cost", "strategy", "words", "staging"}
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
 ROOMS["search"] = {*ROOMS}

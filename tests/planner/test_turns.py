@@ -145,6 +145,8 @@ def test_an_edited_pipeline_that_cannot_be_is_refused(change: dict[str, Any], me
         ({"pipeline": 3}, "which does not divide the 8 devices"),
         ({"pipeline": 4, "tensor": 4}, "pipeline 4 x tensor 4 = 16 does not divide the 8 devices"),
         ({"pipeline": 2, "micro_batches": 7}, "does not divide the batch of 64"),
+        ({"pipeline": 8, "schedule": "zbv"}, "has 8 blocks to cut between, and every stage needs one"),
+        ({"pipeline": 4, "virtual_stages": 3}, "has 8 blocks to cut between"),
     ],
     ids=str,
 )
@@ -215,3 +217,31 @@ def test_shapes_are_every_division() -> None:
     assert all(shape.stages * shape.mesh.size == 8 and shape.in_turns for shape in shapes)
     near = min(shapes, key=lambda shape: shape.distance(Shape(2, shapes[-1].mesh)))
     assert near.distance(near) == 0
+
+
+def test_a_schedule_needs_a_pipeline() -> None:
+    with pytest.raises(PinError, match="pin 'pipeline' too, or search pipelines"):
+        searched(cluster(8), {"schedule": "1f1b"}, pipelines=False)
+
+
+def test_pinned_virtual_stages_alone_are_interleaved() -> None:
+    found = searched(cluster(8), {"pipeline": 4, "micro_batches": 8, "virtual_stages": 2})
+    assert found.staged is not None
+    assert (found.staged.pipeline.schedule, found.staged.pipeline.virtual_stages) == ("interleaved_1f1b", 2)
+
+
+def test_samples_that_are_mixed_leave_no_micro_batches() -> None:
+    """``x - mean of x over the batch``: no micro-batch is done before all have begun."""
+    batch, row = TensorType((64, 8), "float32", True), TensorType((8,), "float32", True)
+    nodes = (
+        Node("w", "param", (), (TensorType((8, 8), "float32", True),), target="w"),
+        Node("x", "input", (), (TensorType((64, 8), "float32"),), target="x"),
+        Node("y", "aten.linear.default", (("input", Ref("x")), ("weight", Ref("w")), ("bias", None)), (batch,)),
+        Node("m", "aten.mean.dim", (("self", Ref("y")), ("dim", (0,)), ("keepdim", False), ("dtype", None)), (row,)),
+        Node("c", "aten.sub.Tensor", (("self", Ref("y")), ("other", Ref("m")), ("alpha", 1)), (batch,)),
+        Node("r", "aten.relu.default", (("self", Ref("c")),), (batch,)),
+        Node("loss", "aten.mean.default", (("self", Ref("r")), ("dtype", None)), (TensorType((), "float32", True),)),
+    )
+    graph = Graph(nodes, (Ref("loss"),))
+    with pytest.raises(PinError, match="an operator mixes its samples"):
+        search(graph, cluster(2), Pins.parse({"micro_batches": 2}), Training())
