@@ -1,6 +1,6 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
-python -m benchmarks [plan] [step] [predicted] [published] [iopddl] [memory] [pipeline]
+python -m benchmarks [plan] [step] [predicted] [published] [runs] [iopddl] [memory] [pipeline]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import statistics
 import sys
 from dataclasses import asdict
 
-from benchmarks import iopddl, memory, pipeline, plan_time, predicted, published, record, step_time
+from benchmarks import iopddl, memory, pipeline, plan_time, planned_runs, predicted, published, record, step_time
 from benchmarks.gpt import Shape
 
 PLAN_CASES = (
@@ -34,6 +34,8 @@ def main(what: list[str]) -> None:
         predictions()
     if not what or "published" in what:
         published_runs()
+    if not what or "runs" in what:
+        planned()
     if not what or "iopddl" in what:
         problems()
     if not what or "memory" in what:
@@ -224,6 +226,23 @@ def published_runs() -> None:
     )
     raw = {name: [asdict(e) for e in each] for name, each in found.items()}
     print(record.write("published", "Published runs", notes, rows, raw, facts), flush=True)
+
+
+def planned() -> None:
+    """Published configurations as the planner prices them."""
+    facts = record.circumstances()
+    found = planned_runs.runs()
+    notes = "\n\n".join(
+        [
+            "Step times of published runs, and what the planner predicts for them: a model on the meta device is "
+            "captured, and the published configuration pinned. " + planned_runs.summary(found) + ".",
+            "The program that is priced is not that of the run. " + " ".join(f"{t}." for t in planned_runs.DIFFERS),
+            "*Free* is what search picks for the same cluster within "
+            f"{planned_runs.FREE_LIMIT_S:.0f} s, with pipelines.",
+        ]
+    )
+    raw = [{name: value for name, value in asdict(each).items() if name != "plan_s"} for each in found]
+    print(record.write("planned_runs", "Planned runs", notes, planned_runs.table(found), raw, facts), flush=True)
 
 
 def problems() -> None:

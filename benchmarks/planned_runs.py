@@ -1,0 +1,381 @@
+"""Planned runs: published step times beside what the planner predicts for the published configuration.
+
+Unlike :mod:`benchmarks.published`, which puts the same constants into textbook formulas, this goes the whole way: a
+model on the meta device is captured, the published configuration is pinned, and the step is the plan's own. What is
+priced is therefore the program that autopar would emit. It is not the program of the run: :data:`DIFFERS` says how,
+and :func:`besides` prices what the run does and the plan leaves out, by the same cost model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.api import Traced, trace
+from benchmarks.plan_time import llama
+from benchmarks.published import FULL, HALF, MASK, MEGATRON_CHOICES, ROWS, llama_cluster
+from planner.certificate import Decided
+from planner.cluster import ClusterSpec
+from planner.conversion import Step, local_bytes
+from planner.errors import AutoparError
+from planner.formulate import Assignment, Training
+from planner.graph import Node, Ref
+from planner.layout import MICRO, Shard
+from planner.pins import Pins
+from planner.predict import conversions, predict, predict_in_turns
+from planner.problem import evaluate
+from planner.recompute import Amount, Recompute
+from planner.search import Searched, search
+from planner.shapes import Shape
+
+TRAINING = Training(optimizer_bytes_per_element=12)
+"""Adam's two moments and the master copy of half precision parameters, in float32."""
+LIMIT_S, FREE_LIMIT_S = 60.0, 30.0
+FREE = ("7.5B", "145B", "128 GPUs")
+"""Runs whose clusters search also plans freely."""
+DIFFERS = (
+    "Megatron: every operator of the model is a kernel of the run's, scores stored and dropout left out; a plan's full "
+    "recomputation does not run the last product of a layer again, shares norms and residuals over the tensor axis, "
+    "hides the reduction of gradients behind backward, and sends between stages beside computing. *Besides* is what "
+    "the run does of this and the plan does not, by the same prices",
+    "Llama: Transformers' model, every eager kernel by itself (a compiled run has no plan of its own); the source says "
+    "selective recomputation, its configuration knows it by operator (which also makes every other product again, and "
+    "a plan's none) and by block; gradients are reduced in bfloat16, parameters are gathered without copies and, in "
+    "blocks that recompute nothing, held until backward; the device is given all the memory that is needed",
+)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Operator by operator what Megatron's fused kernels of 2021 pass over, dropout aside.
+
+    One product makes queries, keys and values, head by head. Scores are stored; that they are scaled and masked costs
+    nothing in the run's softmax kernel, and is left out here.
+    """
+
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.mix = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, self.heads, 3, -1).permute(3, 0, 2, 1, 4).unbind()
+        mixed = F.softmax(q @ k.transpose(2, 3), dim=-1) @ v
+        x = x + self.mix(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        added: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + added
+
+
+class GPT(nn.Module):
+    """With the head's weights those of the token embedding, and the loss in float32."""
+
+    def __init__(self, hidden: int, layers: int, heads: int, vocab: int, sequence: int):
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocab, hidden), nn.Parameter(torch.empty(sequence, hidden))
+        self.layers = nn.ModuleList(Layer(hidden, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.token(ids) + self.position
+        for layer in self.layers:
+            x = layer(x)
+        logits = F.linear(self.norm(x), self.token.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run and its plan.
+
+    Attributes:
+        seconds, bytes: predicted, by use; empty where there is no plan, and ``why`` says why not.
+        besides: seconds of what the run does and the plan leaves out, by what.
+        plan_s: wall seconds from the module to the plan.
+        gap: what the plan may be above the best one with these pins.
+        free_s: predicted for the plan that search picks freely for this cluster; ``free`` is its shape.
+    """
+
+    set: str
+    name: str
+    pin: Mapping[str, Any]
+    published_s: float
+    published_gib: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    besides: Mapping[str, float] = field(default_factory=dict)
+    plan_s: float = 0.0
+    gap: float = 0.0
+    why: str = ""
+    free_s: float | None = None
+    free: str = ""
+
+    @property
+    def predicted_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def error(self) -> float:
+        """Relative, positive where the prediction is too long."""
+        return self.predicted_s / self.published_s - 1
+
+    @property
+    def error_besides(self) -> float:
+        """The same with what the plan leaves out."""
+        return (self.predicted_s + sum(self.besides.values())) / self.published_s - 1
+
+    @property
+    def gib(self) -> float:
+        return sum(self.bytes.values()) / 2**30
+
+
+def runs(names: Iterable[str] | None = None) -> list[Run]:
+    """Every row of both sets, or those of some names."""
+    sets = {each["id"]: each for each in json.loads(ROWS.read_text(encoding="utf-8"))["sets"]}
+    wanted = None if names is None else set(names)
+    found = []
+    for which, make in (("megatron-a100-2021", megatron), ("torchtitan-llama3-8b-h100-2024", titan)):
+        for row in sets[which]["rows"]:
+            if wanted is None or row_name(row) in wanted:
+                found += make(which, sets[which]["model"], row)
+    return found
+
+
+def row_name(row: Mapping[str, Any]) -> str:
+    return str(row.get("name") or f"{row['gpus']} GPUs{', compiled' if row['compiled'] else ''}")
+
+
+def megatron(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> list[Run]:
+    """With the micro-batch and the pieces per stage of the authors' scripts."""
+    b, h, depth, s, vocab = row["global_batch"], row["hidden"], row["layers"], model["sequence"], model["vocab"]
+    flops = 96 * b * s * depth * h**2 * (1 + s / (6 * h) + vocab / (16 * depth * h))
+    micro, pieces = MEGATRON_CHOICES[row["name"]]
+    pin: dict[str, Any] = {name: row[name] for name in ("pipeline", "tensor", "data")}
+    pin |= {"micro_batches": b // (row["data"] * micro), "zero": 0, "recompute": "full"}
+    if row["tensor"] > 1:
+        pin["sequence_parallel"] = False
+    if row["pipeline"] > 1:
+        pin |= {"schedule": "interleaved_1f1b" if pieces > 1 else "1f1b", "virtual_stages": pieces}
+    run = Run(which, row["name"], pin, flops / (row["gpus"] * row["achieved_tflops_per_gpu"] * 1e12))
+    with torch.device("meta"):
+        made = GPT(h, depth, row["heads"], vocab, s).to(torch.bfloat16).train()
+        ids = torch.zeros(b, s, dtype=torch.long)
+    cluster = ClusterSpec.preset("dgx-a100", devices=row["gpus"])
+    traced = trace(made, example_kwargs={"ids": ids, "labels": ids.clone()})
+    run, found = _planned(run, traced, cluster)
+    if found is not None:
+        run = replace(run, besides=besides(found, run.seconds))
+    return [_freely(run, traced, cluster)]
+
+
+def titan(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> list[Run]:
+    """The source says "selective"; both that its configuration knows, on a device with room for what they take."""
+    name, published_s = row_name(row), row["local_batch"] * model["sequence"] / row["tokens_per_s_per_gpu"]
+    pin = {"data": row["data_shard"], "zero": 3}
+    if row["compiled"]:
+        why = "compiled kernels are not what the runtime emits"
+        return [Run(which, name, pin, published_s, row["peak_memory_gib"], why=why)]
+    made, batch = llama(model["layers"], row["local_batch"] * row["gpus"], model["sequence"])
+    traced, cluster = trace(made, example_kwargs=batch), llama_cluster(row["gpus"])
+    roomy = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_bytes": 2**40})})
+    runs = []
+    for level in ("selective", "full"):
+        run = Run(which, name, {**pin, "recompute": level}, published_s, row["peak_memory_gib"])
+        run, found = _planned(run, traced, roomy)
+        if found is None:
+            runs.append(run)
+            continue
+        left = {"copies": _copies_s(found)}
+        if level == "full":
+            layers = max(len(kind) for kind in found.assignment.space.folded.kinds)
+            left["made again"] = layers // 2 * _skipped_s(found.assignment)
+            run = _with(replace(run, pin={**pin, "recompute": "full in every other block"}), _half(found))
+        runs.append(_freely(replace(run, besides=left), traced, cluster))
+    return runs
+
+
+def _planned(run: Run, traced: Traced, cluster: ClusterSpec) -> tuple[Run, Searched | None]:
+    """The run with its plan, if there is one."""
+    start = time.perf_counter()
+    try:
+        found = search(traced.graph, cluster, Pins.parse(run.pin), TRAINING, time_limit_s=LIMIT_S)
+    except AutoparError as error:
+        return replace(run, why=str(error)), None
+    plan_s = traced.capture_s + time.perf_counter() - start
+    return _with(replace(run, plan_s=plan_s, gap=found.gap), found), found
+
+
+def _with(run: Run, found: Searched) -> Run:
+    predicted = (
+        predict(found.assignment, found.evaluation.time_s)
+        if found.staged is None
+        else predict_in_turns(found.assignment, found.staged)
+    )
+    return replace(run, seconds=dict(predicted.time_s), bytes=dict(predicted.memory_bytes))
+
+
+def _half(found: Searched) -> Searched:
+    """The same decisions with half of the blocks of every kind recomputed in full."""
+    space = found.assignment.space
+    amounts = tuple(Amount(len(kind) // 2 if len(kind) > 1 else 0) for kind in space.folded.kinds)
+    assignment = replace(found.assignment, recompute=Recompute(amounts))
+    problem = Decided(assignment, space.skeleton).problem(None, assignment.recompute)
+    return replace(found, assignment=assignment, evaluation=evaluate(problem, (0,) * len(problem.vertices)))
+
+
+def _freely(run: Run, traced: Traced, cluster: ClusterSpec) -> Run:
+    """The run with what search picks on its own, if it is one of :data:`FREE`."""
+    if run.name not in FREE:
+        return run
+    found = search(traced.graph, cluster, Pins.parse(None), TRAINING, pipelines=True, time_limit_s=FREE_LIMIT_S)
+    space = found.assignment.space
+    return replace(run, free_s=found.evaluation.time_s, free=str(Shape(space.stages, space.mesh)))
+
+
+# ---- what the run does besides ---------------------------------------------------------------------------------------
+
+
+def besides(found: Searched, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a Megatron run that its plan leaves out, by what; see :data:`DIFFERS`.
+
+    Work of the layers waits in the pipeline as all work does: it counts for the micro-batches and for the bubble.
+    """
+    assignment = found.assignment
+    space, mesh = assignment.space, assignment.space.mesh
+    stages, turns = space.stages, mesh.micro_batches
+    pieces = 1 if found.staged is None else found.staged.pipeline.virtual_stages
+    layers = max(space.folded.kinds, key=len)
+    left = {"made again": _skipped_s(assignment), "not shared": 0.0, "dropout": 0.0}
+    for node in layers[0].block.nodes:
+        choice = assignment.choice(node)
+        work = space.work(node, choice)
+        name = node.op.removeprefix("aten.").partition(".")[0]
+        size = local_bytes(node.results[0], choice.results[0], mesh)
+        if name in ("layer_norm", "add"):
+            cuts = zip(mesh.axes, choice.results[0], strict=True)
+            part = math.prod(axis.size for axis, cut in cuts if axis.name == "tensor" and isinstance(cut, Shard))
+            left["not shared"] += (part - 1) * (2 * work.forward_s + work.backward_s)
+            size *= part
+        if name == "add":  # the mask, in a kernel that is there anyway
+            left["dropout"] += 4 * space.cost.compute_s(0.0, MASK / HALF * size, "bfloat16", 0)
+        if name == "softmax":
+            left["dropout"] += 4 * space.cost.compute_s(0.0, (2 + MASK / HALF) * size, "bfloat16", 1)
+    count = len(layers) / stages * (turns + (stages - 1) / pieces)
+    left = {what: each_s * count for what, each_s in left.items()}
+    reduced_s = 0.0
+    for each, times in conversions(assignment):
+        if space.graph.by_name[each.ref.node].op == "param":
+            steps = space.table(each.ref).route(each.source, each.target)
+            reduced_s += sum(_back_s(assignment, each.ref, step) for step in steps) * times / stages
+    left["reduction hidden"] = max(0.0, reduced_s - seconds["gradients"])
+    if found.staged is not None:
+        left["sends"] = 2 * pieces * turns * max(link.block.send_s for link in found.staged.links)
+    return {what: each_s for what, each_s in left.items() if each_s > 0}
+
+
+def _skipped_s(assignment: Assignment) -> float:
+    """Seconds of what one layer does forward and full recomputation does not do again: its last product and sum, and
+    attention, which is always kept.
+    """
+    space, skipped_s = assignment.space, 0.0
+    kind, layers = max(enumerate(space.folded.kinds), key=lambda each: len(each[1]))
+    again = space.skeleton.again(kind, "full")
+    for at, node in enumerate(layers[0].block.nodes):
+        if at not in again.operators:
+            work = space.work(node, assignment.choice(node))
+            skipped_s += work.forward_s + work.inner_forward_s
+            skipped_s += sum(_gathering_s(assignment, node, position) for position in range(len(node.inputs)))
+    return skipped_s
+
+
+def _copies_s(found: Searched) -> float:
+    """Seconds in which FSDP2 copies gathered buffers into parameters, twice, and gradients, cast, into a buffer."""
+    space = found.assignment.space
+    elements = sum(leaf.results[0].numel for leaf in space.graph.leaves if leaf.op == "param")
+    return float(space.cost.compute_s(0.0, (2 * 2 * HALF + HALF + FULL) * elements, "bfloat16"))
+
+
+def _back_s(assignment: Assignment, ref: Ref, step: Step) -> float:
+    """Seconds of a step of a parameter's conversion backward; sums over micro-batches are computing."""
+    table = assignment.space.table(ref)
+    is_sum = assignment.space.mesh.axes[step.axis].name == MICRO
+    return 0.0 if is_sum else float(table.backward_s[table.index[step.before], table.index[step.after]])
+
+
+def _gathering_s(assignment: Assignment, node: Node, position: int) -> float:
+    """Seconds to bring an activation into the layout in which an operator reads it."""
+    space, ref = assignment.space, node.inputs[position]
+    if space.graph.by_name[ref.node].op == "param":
+        return 0.0
+    table, wanted = space.table(ref), assignment.choice(node).operands[position]
+    return float(table.forward_s[table.index[assignment.delivered(ref)], table.index[wanted]])
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def table(found: Iterable[Run]) -> list[dict[str, str]]:
+    """Rows to read."""
+    rows = []
+    for run in found:
+        is_planned = bool(run.seconds)
+        shares = ", ".join(f"{use} {s / run.predicted_s:.0%}" for use, s in run.seconds.items() if s > 0)
+        more = ", ".join(f"{what} {s:.2f}" for what, s in run.besides.items())
+        rows.append(
+            {
+                "run": run.name,
+                "pinned": ", ".join(f"{name} {value}" for name, value in run.pin.items()),
+                "published s": f"{run.published_s:.2f}",
+                "predicted s": f"{run.predicted_s:.2f}" if is_planned else run.why,
+                "error": f"{run.error:+.1%}" if is_planned else "",
+                "of which": shares,
+                "besides s": more,
+                "error with it": f"{run.error_besides:+.1%}" if run.besides else "",
+                "peak GiB": f"{run.gib:.1f}" if is_planned else "",
+                "published GiB": "" if run.published_gib is None else f"{run.published_gib:.1f}",
+                "above the best with these pins": f"at most {run.gap:.1%}" if is_planned else "",
+                "free": "" if run.free_s is None else f"{run.free_s:.2f} s: {run.free}",
+            }
+        )
+    return rows
+
+
+def summary(found: Iterable[Run]) -> str:
+    """Mean and worst absolute errors of the rows that have a plan, in words."""
+    planned = [run for run in found if run.seconds]
+    told = []
+    for which in dict.fromkeys(run.set for run in planned):
+        of_set = [run for run in planned if run.set == which]
+        for what, sizes in (
+            ("", [abs(run.error) for run in of_set]),
+            (" with what it leaves out", [abs(run.error_besides) for run in of_set if run.besides]),
+        ):
+            if sizes:
+                told.append(f"{which}{what}: mean error {math.fsum(sizes) / len(sizes):.1%}, worst {max(sizes):.1%}")
+    return "; ".join(told)
+
+
+def main() -> None:
+    found = runs()
+    for run, row in zip(found, table(found), strict=True):
+        print("  ".join(text for text in row.values() if text), f"(planned in {run.plan_s:.1f} s)")
+    print(summary(found), *DIFFERS, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
