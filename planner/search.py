@@ -285,6 +285,10 @@ def _search(
         proofs = [*proofs, *(look for look in looks if look.candidate.shape.in_turns)]
     if best is not None and best.staged is not None:
         best = _cut_well(setting, best)
+        found = best.evaluation
+        row = next(row for row in candidates if row.shape == best.shape)
+        cut_well = replace(row, objective_s=found.time_s, peak_bytes=found.peak_bytes)
+        candidates = [cut_well if each is row else each for each in candidates]
     if best is None:
         raise _nothing_fits(setting, graph, proofs)
     time_s = best.evaluation.time_s

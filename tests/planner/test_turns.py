@@ -53,6 +53,7 @@ def test_pipelines_are_never_worse_and_bounds_hold() -> None:
         assert both.evaluation.time_s <= plain.evaluation.time_s * (1 + 1e-9)
         assert min(c.bound_s for c in both.candidates) <= both.evaluation.time_s * (1 + 1e-9)
         assert (both.gap > 0) == (both.status == "feasible")
+        assert min(c.objective_s for c in both.candidates) == both.evaluation.time_s
         for candidate in both.candidates:
             assert candidate.bound_s <= candidate.objective_s * (1 + 1e-9)
         won += both.staged is not None
