@@ -59,7 +59,7 @@ def plans() -> None:
             "layers": str(r.case.layers),
             "devices": str(8 * r.case.nodes),
             "sequences": str(r.case.batch),
-            **{f"{phase} s": f"{r.seconds[phase]:.2f}".replace("nan", "") for phase in plan_time.PHASES},
+            **{f"{phase} s": f"{r.seconds[phase]:.2f}" if phase in r.seconds else "" for phase in plan_time.PHASES},
             "to plan s": f"{r.total_s:.2f}",
             "CPU s": f"{r.cpu_s:.2f}",
             "found": f"{' x '.join(f'{k} {v}' for k, v in r.mesh.items())}, {r.status}"

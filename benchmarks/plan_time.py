@@ -7,7 +7,6 @@ of the whole cluster.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -81,7 +80,7 @@ def measure(case: Case) -> Planned:
     total_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
     return Planned(
         case,
-        {**plan.search.seconds, "rewrite": math.nan if case.pipelines else _rewrite_s(traced, plan)},
+        {**plan.search.seconds, **({} if case.pipelines else {"rewrite": _rewrite_s(traced, plan)})},
         total_s,
         cpu_s,
         plan.search.status,
