@@ -146,6 +146,10 @@ def plan_traced(
         progress=progress,
     )
     assignment, staged = found.assignment, found.staged
+    if staged is None:
+        predicted = predict(assignment, found.evaluation.time_s, found.memory)
+    else:
+        predicted = predict_in_turns(assignment, staged)
     looked = [c for c in found.candidates if c.proof != "arithmetic" or c.status != "not tried"]
     seen = tuple(candidate.facts() for candidate in looked)
     seconds, unseen = {"capture": traced.capture_s, **found.seconds}, len(found.candidates) - len(seen)
@@ -153,9 +157,7 @@ def plan_traced(
         assignment,
         traced.facts,
         pins.to_dict(),
-        predict(assignment, found.evaluation.time_s, found.memory)
-        if staged is None
-        else predict_in_turns(assignment, staged),
+        predicted,
         Search(found.status, found.gap, seconds, seen, unseen),
         staged,
     )

@@ -434,7 +434,7 @@ def refolded(traced: Traced, like: Folded) -> Folded:
 def decide_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, time_limit_s: float = 60.0) -> Assignment:
     """The fastest plan found on one mesh, memory unlimited."""
     space = space_on(traced, mesh, cluster, pins)
-    return space.assignment(solve(space.problem(None), time_limit_s=time_limit_s))
+    return space.assignment(solve(space.problem(None), time_limit_s=time_limit_s).choices)
 
 
 def _transfer(assignment: Assignment, space: Space) -> tuple[Assignment | None, str]:

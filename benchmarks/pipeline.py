@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.errors import InfeasibleError
-from planner.partition import cut
-from planner.schedule import NAMES, VIRTUAL_STAGES, schedule
-from planner.simulate import Times, simulate, step_s
-from planner.stages import Block, Chain, Pipeline, Saving
+from planner.pipeline.partition import cut
+from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
+from planner.pipeline.simulate import Times, simulate, step_s
+from planner.pipeline.stages import Block, Chain, Pipeline, Saving
 
 RANKS = 16
 MIB, GIB = 2**20, 2**30

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from autopar.api import Traced, trace
 from benchmarks.plan_time import llama
-from benchmarks.published import FULL, HALF, MASK, MEGATRON_CHOICES, ROWS, llama_cluster
+from benchmarks.published import FULL, HALF, MASK, MEGATRON_CHOICES, ROWS, Compared, llama_cluster
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.conversion import Step, local_bytes
+from planner.division import Division
 from planner.errors import AutoparError
 from planner.formulate import Assignment, Training
 from planner.graph import Node, Ref
@@ -34,7 +35,6 @@ from planner.predict import conversions, predict, predict_in_turns
 from planner.problem import evaluate
 from planner.recompute import Amount, Recompute
 from planner.search import Searched, search
-from planner.shapes import Shape
 
 TRAINING = Training(optimizer_bytes_per_element=12)
 """Adam's two moments and the master copy of half precision parameters, in float32."""
@@ -100,7 +100,7 @@ class GPT(nn.Module):
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Compared):
     """A published run and its plan.
 
     Attributes:
@@ -124,15 +124,6 @@ class Run:
     why: str = ""
     free_s: float | None = None
     free: str = ""
-
-    @property
-    def predicted_s(self) -> float:
-        return sum(self.seconds.values())
-
-    @property
-    def error(self) -> float:
-        """Relative, positive where the prediction is too long."""
-        return self.predicted_s / self.published_s - 1
 
     @property
     def error_besides(self) -> float:
@@ -244,7 +235,7 @@ def _freely(run: Run, traced: Traced, cluster: ClusterSpec) -> Run:
         return run
     found = search(traced.graph, cluster, Pins.parse(None), TRAINING, pipelines=True, time_limit_s=FREE_LIMIT_S)
     space = found.assignment.space
-    return replace(run, free_s=found.evaluation.time_s, free=str(Shape(space.stages, space.mesh)))
+    return replace(run, free_s=found.evaluation.time_s, free=str(Division(space.stages, space.mesh)))
 
 
 # ---- what the run does besides ---------------------------------------------------------------------------------------

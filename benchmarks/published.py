@@ -53,14 +53,11 @@ class Pass:
     kernel: Kernel | None = None
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A run's step: seconds predicted by use, the published seconds, and what was chosen where a source is silent."""
+class Compared:
+    """A run's step: ``seconds`` predicted by use, and the published ones."""
 
-    name: str
     seconds: Mapping[str, float]
     published_s: float
-    chosen: str = ""
 
     @property
     def predicted_s(self) -> float:
@@ -70,6 +67,16 @@ class Estimate:
     def error(self) -> float:
         """Relative, positive where the prediction is too long."""
         return self.predicted_s / self.published_s - 1
+
+
+@dataclass(frozen=True)
+class Estimate(Compared):
+    """A run's step by formulas, and what was chosen where a source is silent."""
+
+    name: str
+    seconds: Mapping[str, float]
+    published_s: float
+    chosen: str = ""
 
 
 def product(m: int, n: int, k: int, batch: int = 1) -> Pass:

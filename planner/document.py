@@ -15,6 +15,7 @@ from planner.account import account
 from planner.certificate import Certificate, certify
 from planner.cluster import ClusterSpec
 from planner.detail import Account
+from planner.division import Division
 from planner.errors import PlanError
 from planner.formulate import Assignment
 from planner.layout import Mesh
@@ -60,8 +61,8 @@ class BlockPlan:
 class PipelinePlan:
     """How a step runs in turns: micro-batch after micro-batch, through the stages of a pipeline if there are several.
 
-    ``schedule`` says in which order, see :mod:`planner.schedule`; each of ``ranks`` pipeline ranks, which are meshes of
-    devices, has ``virtual_stages``. Stage ``s`` has the blocks from ``bounds[s]`` up to, not including,
+    ``schedule`` says in which order, see :mod:`planner.pipeline.schedule`; each of ``ranks`` pipeline ranks, which are
+    meshes of devices, has ``virtual_stages``. Stage ``s`` has the blocks from ``bounds[s]`` up to, not including,
     ``bounds[s + 1]``, numbered in execution order as in :class:`BlockPlan`; ``recompute`` says which of them make again
     in backward what they computed, by level.
     """
@@ -115,8 +116,7 @@ class Document:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the axes by name, pipeline ranks first."""
-        stages = {"pipeline": self.pipeline.ranks} if self.pipeline is not None and self.pipeline.ranks > 1 else {}
-        return {**stages, **dict(zip(self.mesh.names, self.mesh.sizes, strict=True))}
+        return Division(1 if self.pipeline is None else self.pipeline.ranks, self.mesh).sizes
 
     @cached_property
     def certificate(self) -> Certificate:

@@ -25,7 +25,7 @@ from planner.graph import Graph, Node, Ref
 from planner.kernel import Stream, kernel_of
 from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS
-from planner.problem import Answer, Edge, Floats, Ints, Problem, Vertex
+from planner.problem import Edge, Floats, Ints, Problem, Vertex
 from planner.recompute import NOTHING, Recompute
 from planner.rules import Inner, Rule
 from planner.skeleton import Flow, Skeleton
@@ -171,6 +171,7 @@ class Space:
         self._pairs: dict[object, tuple[Floats, Floats, Ints]] = {}
         self._choices_of: dict[Role, list[Choice]] = {}
         self._alike: dict[object, list[Choice]] = {}
+        self._turns_of: dict[Ref, frozenset[LocalType]] = {}
         self._last: tuple[object, tuple[Vertex, ...]] | None = None
 
     @cached_property
@@ -279,6 +280,11 @@ class Space:
     def _turns(self, ref: Ref) -> frozenset[LocalType]:
         """The local types that a value has over micro-batches where it is made and where it is read."""
         ref = self.skeleton.representative(ref)
+        if ref not in self._turns_of:
+            self._turns_of[ref] = self._find_turns(ref)
+        return self._turns_of[ref]
+
+    def _find_turns(self, ref: Ref) -> frozenset[LocalType]:
         produced = self.options_of_producer(ref)
         found = {each.results[ref.index][0] if isinstance(each, Choice) else each[0] for each in produced}
         for head, positions in self.skeleton.reads.get(ref, ()):
@@ -352,9 +358,9 @@ class Space:
             edges.append(Edge(index[tail], index[head], seconds / stages, background / stages, held // stages))
         return Problem(self.vertices(limit_bytes, recompute, up_to), tuple(edges), limit_bytes)
 
-    def assignment(self, answer: Answer, recompute: Recompute = NOTHING) -> Assignment:
-        """What an answer to :meth:`problem` decides."""
-        chosen = {role: self.options[role][c] for role, c in zip(self.roles, answer.choices, strict=True)}
+    def assignment(self, choices: Sequence[int], recompute: Recompute = NOTHING) -> Assignment:
+        """What choices for :meth:`problem` decide."""
+        chosen = {role: self.options[role][choice] for role, choice in zip(self.roles, choices, strict=True)}
         return Assignment(self, chosen, recompute)
 
     def _vertex(self, role: Role, recompute: Recompute, held_with: Sequence[Recompute], limit_bytes: float) -> Vertex:

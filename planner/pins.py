@@ -18,9 +18,9 @@ from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
+from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES
 from planner.recompute import LEVELS, Level
 from planner.rules import AxisStrategy, Inner, Rule, find
-from planner.schedule import NAMES, VIRTUAL_STAGES
 from planner.strategy import Allow, factor_at, tensors_of
 
 SIZES = ("data", "context", "tensor")
@@ -51,7 +51,7 @@ class Pins:
         layers: glob of module path -> {axis name: strategy}.
         stages: of the pipeline, ``pipeline`` in the user's form; ``None`` leaves it to the search, as the others do.
         micro_batches: turns in which a step takes the global batch.
-        schedule: the pipeline's, by name; see :mod:`planner.schedule`.
+        schedule: the pipeline's, by name; see :mod:`planner.pipeline.schedule`.
         virtual_stages: stages of each rank of the pipeline, for schedules that interleave them.
     """
 

@@ -30,13 +30,13 @@ from planner.graph import Graph, Ref
 from planner.layout import Layout, format_layout
 from planner.names import role_names
 from planner.ops import OPS
+from planner.pipeline.stages import Pipeline
+from planner.pipeline.stages import evaluate as cut_of
 from planner.predict import Prediction, predict, predict_in_turns
 from planner.problem import evaluate
 from planner.recompute import LEVELS, Amount, Recompute
-from planner.stages import Pipeline
-from planner.stages import evaluate as cut_of
-from planner.staging import Staged, chain_of, links_of, price
 from planner.strategy import Choice
+from planner.turns import Staged, chain_of, links_of, price
 from planner.words import shape_text
 
 if TYPE_CHECKING:

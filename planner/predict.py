@@ -18,8 +18,8 @@ from planner.graph import Node, Ref
 from planner.layout import MICRO, Layout
 from planner.memory import Timeline, timeline
 from planner.recompute import Level
-from planner.staging import Staged
 from planner.strategy import Choice
+from planner.turns import Staged
 from planner.words import in_bytes, in_seconds, in_shares, labelled
 
 LARGEST = 5

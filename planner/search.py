@@ -26,10 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner import shapes
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
+from planner.division import Arithmetic, Division, in_one_turn, in_turns, schedules, seeds
 from planner.errors import ClusterError, InfeasibleError, InputError, PinError
 from planner.fold import Block, Folded, fold, fold_off, relabel
 from planner.formulate import Assignment, Role, Space, Training, rules_of
@@ -37,15 +37,14 @@ from planner.graph import Graph, Ref
 from planner.layout import Layout, Mesh
 from planner.memory import Timeline, timeline
 from planner.pins import Labels, Pins, filters, label_dims
-from planner.problem import Answer, Evaluation, Problem, evaluate
+from planner.pipeline.stages import Pipeline
+from planner.problem import Evaluation, Problem, evaluate
 from planner.recompute import Ladder, Recompute, ladder, together
 from planner.rules import Rule
-from planner.shapes import Shape
 from planner.skeleton import Skeleton
-from planner.solve import lower_bound_between, lower_bounds, solve
-from planner.stages import Pipeline
-from planner.staging import THOROUGH, Staged, links_of, pipelines_of, stage
+from planner.solve import Bounds, lower_bound_between, lower_bounds, solve
 from planner.strategy import Choice
+from planner.turns import THOROUGH, Staged, links_of, pipelines_of, stage
 
 Progress = Callable[[str], None]
 PROVED = 1e-6
@@ -56,17 +55,17 @@ LEANEST_S = 3.0
 FEW = 8
 """So many amounts of recomputation are bounded together by a whole search, before each is searched by itself."""
 NEAR = 2.0
-"""Shapes at most so many doublings from the best plan's are looked at before others; see :meth:`Shape.distance`."""
+"""Shapes at most so many doublings from the best plan's are looked at before others; see :meth:`Division.distance`."""
 GRACE_S = 1.0
 """What a problem gets of time after the limit, while no plan is known at all."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One shape, and what is known of its plans.
+    """One division, and what is known of its plans.
 
     Attributes:
-        shape: the stages of its pipeline and the mesh of each.
+        division: the stages of its pipeline and the mesh of each.
         status: ``optimal`` (its best plan was found), ``feasible`` (a plan was found before the time limit),
             ``bounded away`` (none can beat the best plan), ``infeasible`` (none fits), ``none found`` (none better was
             found, nor excluded), ``not tried`` (time limit).
@@ -76,7 +75,7 @@ class Candidate:
         proof: the look that proved the bound: ``arithmetic``, ``work``, ``relaxation`` or ``search``.
     """
 
-    shape: Shape
+    division: Division
     status: str
     objective_s: float
     bound_s: float
@@ -86,12 +85,12 @@ class Candidate:
     @property
     def mesh(self) -> Mesh:
         """That of one stage."""
-        return self.shape.mesh
+        return self.division.mesh
 
     def facts(self) -> dict[str, Any]:
         """What a plan says of it: see :class:`planner.document.Search`."""
         return {
-            "mesh": self.shape.sizes,
+            "mesh": self.division.sizes,
             "status": self.status,
             "step_time_s": self.objective_s,
             "bound_s": self.bound_s,
@@ -125,9 +124,9 @@ class Searched:
     memory: Timeline | None = None
 
     def with_memory(self, memory: Timeline) -> Searched:
-        """The same with the plan followed: its own peak in the row of its shape, where the search has only a sum."""
-        shape, peak_bytes = Shape(1, self.assignment.space.mesh), memory.peak_bytes
-        rows = [replace(row, peak_bytes=peak_bytes) if row.shape == shape else row for row in self.candidates]
+        """The same with the plan followed: its own peak in the row of its division, where the search has only a sum."""
+        division, peak_bytes = Division(1, self.assignment.space.mesh), memory.peak_bytes
+        rows = [replace(row, peak_bytes=peak_bytes) if row.division == division else row for row in self.candidates]
         return replace(self, candidates=tuple(rows), memory=memory)
 
 
@@ -142,8 +141,8 @@ class Best:
     staged: Staged | None = None
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.space.stages, self.space.mesh)
+    def division(self) -> Division:
+        return Division(self.space.stages, self.space.mesh)
 
 
 @dataclass(frozen=True)
@@ -171,14 +170,14 @@ class Setting:
             self.known[label] = label_dims(graph, self.rules, label)
         return self.known[label]
 
-    def pose(self, skeleton: Skeleton, shape: Shape) -> Space:
-        """Every decision to take on one shape."""
-        mesh, graph = shape.mesh, skeleton.graph
+    def pose(self, skeleton: Skeleton, division: Division) -> Space:
+        """Every decision to take on one division."""
+        mesh, graph = division.mesh, skeleton.graph
         kept = filters(self.pins, graph, self.rules, mesh, lambda label: self.labels(graph, label))
         schedule = self.pins.schedule
-        least = shape.rounds(schedule), shape.waits(schedule)
+        least = division.rounds(schedule), division.waits(schedule)
         space = Space(
-            skeleton.folded, mesh, self.cost, self.training, self.rules, *kept, skeleton, shape.stages, *least
+            skeleton.folded, mesh, self.cost, self.training, self.rules, *kept, skeleton, division.stages, *least
         )
         empty = [role for role, options in space.options.items() if not options]
         if empty:
@@ -217,7 +216,7 @@ def search(
 ) -> Searched:
     """The fastest plan that fits the cluster's memory, over all meshes that the pins allow.
 
-    With ``pipelines``, or where the pins ask for it, also over stages and micro-batches, see :mod:`planner.shapes`.
+    With ``pipelines``, or where the pins ask for it, also over stages and micro-batches, see :mod:`planner.division`.
 
     A mesh that is not pinned has up to ``max_axes`` axes, at most three, along the levels of the cluster. With three
     an operator has up to a thousand ways to run, and to bound a mesh takes about ten times as long as with two.
@@ -237,14 +236,14 @@ def search(
     skeleton.survey()
     setting = Setting(CostModel(cluster), training, rules, pins, start + time_limit_s, progress)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
-    plain = shapes.plain(cluster, pins, max_axes)
-    staged: tuple[Shape, ...] = ()
+    plain = in_one_turn(cluster, pins, max_axes)
+    turned: tuple[Division, ...] = ()
     if not pipelines and plain and (pins.schedule or pins.virtual_stages):
         raise PinError("pins 'schedule' and 'virtual_stages' are a pipeline's: pin 'pipeline' too, or search pipelines")
     if pipelines or not plain:
-        staged = shapes.staged(cluster, pins, graph, len(folded.instances), max_axes)
+        turned = in_turns(cluster, pins, graph, len(folded.instances), max_axes)
     while True:
-        found = _search(setting, skeleton, graph, plain, staged)
+        found = _search(setting, skeleton, graph, plain, turned)
         if found.staged is not None:
             return found
         # The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed.
@@ -262,12 +261,12 @@ def check_time_limit(seconds: float) -> None:
 
 
 def _search(
-    setting: Setting, skeleton: Skeleton, graph: Graph, plain: tuple[Shape, ...], staged: tuple[Shape, ...]
+    setting: Setting, skeleton: Skeleton, graph: Graph, plain: tuple[Division, ...], turned: tuple[Division, ...]
 ) -> Searched:
-    """The fastest plan within the setting's memory, over shapes of one turn and others."""
+    """The fastest plan within the setting's memory, over divisions of one turn and others."""
     folded, rules, pins = skeleton.folded, setting.rules, setting.pins
     rungs = ladder(folded, pins.recompute)
-    best, looks = _explore(setting, skeleton, (*plain, *staged), rungs, None)
+    best, looks = _explore(setting, skeleton, (*plain, *turned), rungs, None)
     candidates, proofs = _candidates(looks), looks
     if plain and _may_differ(folded):
         alike = best
@@ -276,17 +275,17 @@ def _search(
         if best is not None and best is not alike:
             before = time.monotonic()
             best = _together(setting, folded, best)
-            bound_s = next(look.candidate.bound_s for look in proofs if look.candidate.shape == best.shape)
+            bound_s = next(look.candidate.bound_s for look in proofs if look.candidate.division == best.division)
             found = best.evaluation
             status = "optimal" if found.time_s - bound_s <= PROVED * found.time_s else "feasible"
-            candidates = [each for each in candidates if each.shape != best.shape]
-            candidates.append(Candidate(best.shape, status, found.time_s, bound_s, found.peak_bytes))
+            candidates = [each for each in candidates if each.division != best.division]
+            candidates.append(Candidate(best.division, status, found.time_s, bound_s, found.peak_bytes))
             setting.took("solve", before)
-        proofs = [*proofs, *(look for look in looks if look.candidate.shape.in_turns)]
+        proofs = [*proofs, *(look for look in looks if look.candidate.division.in_turns)]
     if best is not None and best.staged is not None:
         best = _cut_well(setting, best)
         found = best.evaluation
-        row = next(row for row in candidates if row.shape == best.shape)
+        row = next(row for row in candidates if row.division == best.division)
         cut_well = replace(row, objective_s=found.time_s, peak_bytes=found.peak_bytes)
         candidates = [cut_well if each is row else each for each in candidates]
     if best is None:
@@ -296,7 +295,7 @@ def _search(
     gap = (time_s - bound_s) / time_s if time_s else 0.0
     candidates.sort(key=lambda c: (c.status == "infeasible", min(c.objective_s, max(c.bound_s, time_s)), c.objective_s))
     return Searched(
-        best.space.assignment(Answer(best.choices, time_s, bound_s, "optimal", 0.0), best.recompute),
+        best.space.assignment(best.choices, best.recompute),
         best.staged,
         best.evaluation,
         tuple(candidates),
@@ -350,23 +349,23 @@ class Look:
 
 
 def _explore(
-    setting: Setting, skeleton: Skeleton, all_: tuple[Shape, ...], rungs: Ladder, best: Best | None
+    setting: Setting, skeleton: Skeleton, all_: tuple[Division, ...], rungs: Ladder, best: Best | None
 ) -> tuple[Best | None, list[Look]]:
-    """Best first over the shapes, starting from the best plan known; what became of each, in the order of shapes."""
-    arithmetic, top = shapes.Arithmetic(skeleton, setting.cost), len(rungs.steps) - 1
+    """Best first over the divisions, starting from the best plan known; what became of each, in their order."""
+    arithmetic, top = Arithmetic(skeleton, setting.cost), len(rungs.steps) - 1
+    bounds = [arithmetic.bound_s(division, setting.pins.schedule) for division in all_]
     waiting = [
-        Look(Candidate(shape, "not tried", math.inf, bound_s, 0, "arithmetic"), None, rungs, 0, top)
-        for shape in all_
-        for bound_s in [arithmetic.bound_s(shape, setting.pins.schedule)]
+        Look(Candidate(division, "not tried", math.inf, bound_s, 0, "arithmetic"), None, rungs, 0, top)
+        for division, bound_s in zip(all_, bounds, strict=True)
     ]
-    staged = tuple(shape for shape in all_ if shape.in_turns)
-    seeds = shapes.seeds(staged, setting.cost.cluster, skeleton.graph) if staged else []
+    turned = tuple(division for division in all_ if division.in_turns)
+    first = seeds(turned, setting.cost.cluster, skeleton.graph) if turned else []
     closed: list[Look] = []
     while waiting:
         if best is not None and setting.is_late():
             closed += [_close(look, best) for look in waiting]
             break
-        look = min(waiting, key=lambda look: _turn(look, seeds, best))
+        look = min(waiting, key=lambda look: _turn(look, first, best))
         waiting.remove(look)
         is_begun = look.posed is None or (look.is_priced and look.low < look.high)
         is_late = setting.is_late() and is_begun and len(closed) + 1 < len(all_)
@@ -374,10 +373,13 @@ def _explore(
             closed.append(_close(look, best))
         elif look.posed is None:
             waiting.append(_look_at_work(setting, skeleton, look))
-        elif look.candidate.shape.in_turns:
+        elif look.candidate.division.in_turns:
             look = (_look_at_average if look.is_sought else _look_for_pipeline)(setting, look, best)
             best = _better(best, look)
-            (closed if look.is_priced else waiting).append(_close(look, best) if look.is_priced else look)
+            if look.is_priced:
+                closed.append(_close(look, best))
+            else:
+                waiting.append(look)
         elif not look.is_priced:
             look = (_look_between if look.is_even else _look_relaxed)(setting, look, best)
             best = _better(best, look)
@@ -389,25 +391,25 @@ def _explore(
             best = _better(best, look)
             (closed if look.low == look.high else waiting).append(look)
     _check_divisible(setting, skeleton.graph, closed)
-    order = {shape: number for number, shape in enumerate(all_)}
-    return best, sorted(closed, key=lambda look: (order[look.candidate.shape], look.low))
+    order = {division: number for number, division in enumerate(all_)}
+    return best, sorted(closed, key=lambda look: (order[look.candidate.division], look.low))
 
 
-def _turn(look: Look, first: Sequence[Shape], best: Best | None) -> tuple[float, float]:
-    """Which look is next, the least: plans of ``first`` shapes, then of those like the best plan's, then by bound."""
-    shape, bound_s = look.candidate.shape, look.candidate.bound_s
-    if shape in first and not look.is_sought:
-        return -1, first.index(shape)
+def _turn(look: Look, first: Sequence[Division], best: Best | None) -> tuple[float, float]:
+    """Which look is next, the least: plans of ``first``, then of divisions like the best plan's, then by bound."""
+    division, bound_s = look.candidate.division, look.candidate.bound_s
+    if division in first and not look.is_sought:
+        return -1, first.index(division)
     if look.is_sought or best is None or best.staged is None:
         return NEAR + 1, bound_s
-    return min(shape.distance(best.shape), NEAR + 1), bound_s
+    return min(division.distance(best.division), NEAR + 1), bound_s
 
 
 def _candidates(looks: list[Look]) -> list[Candidate]:
-    """What became of every shape, whatever its recomputation."""
-    found: dict[Shape, list[Candidate]] = {}
+    """What became of every division, whatever its recomputation."""
+    found: dict[Division, list[Candidate]] = {}
     for look in looks:
-        found.setdefault(look.candidate.shape, []).append(look.candidate)
+        found.setdefault(look.candidate.division, []).append(look.candidate)
     return [_joined(each) for each in found.values()]
 
 
@@ -418,14 +420,14 @@ def _joined(looks: list[Candidate]) -> Candidate:
     status = best.status if math.isfinite(best.objective_s) else open_.status
     if status == "optimal" and open_.bound_s < best.objective_s * (1 - PROVED) and open_.status != "bounded away":
         status = "feasible"
-    return Candidate(best.shape, status, best.objective_s, open_.bound_s, peak_bytes, open_.proof)
+    return Candidate(best.division, status, best.objective_s, open_.bound_s, peak_bytes, open_.proof)
 
 
 def _look_at_work(setting: Setting, skeleton: Skeleton, look: Look) -> Look:
     """Every decision at its own cheapest and leanest, as if neighbours always agreed."""
-    setting.say(f"mesh {look.candidate.shape}")
+    setting.say(f"mesh {look.candidate.division}")
     before = time.monotonic()
-    space = setting.pose(skeleton, look.candidate.shape)
+    space = setting.pose(skeleton, look.candidate.division)
     least, more = look.amounts
     vertices = space.vertices(setting.limit_bytes, least, more)
     bound_s = math.fsum(float(vertex.time_s.min()) for vertex in vertices)
@@ -440,8 +442,8 @@ def _look_at_work(setting: Setting, skeleton: Skeleton, look: Look) -> Look:
     return replace(look, candidate=candidate, posed=space)
 
 
-def _look_relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
-    """The whole problem, memory aside; what it needs of memory, by itself."""
+def _relaxed(setting: Setting, look: Look, best: Best | None) -> tuple[Look, Bounds]:
+    """The look with the bound of the whole problem, memory aside; what it needs of memory, by itself."""
     before = time.monotonic()
     problem = look.space.problem(setting.limit_bytes, *look.amounts)
     before = setting.took("build", before)
@@ -449,17 +451,24 @@ def _look_relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
     setting.took("solve", before)
     fits = bounds.peak_bytes <= setting.limit_bytes
     bound_s = max(look.candidate.bound_s, bounds.time_s) if fits else math.inf
-    peak_bytes = math.ceil(bounds.peak_bytes) if math.isfinite(bounds.peak_bytes) else look.candidate.peak_bytes
+    return replace(look, candidate=replace(look.candidate, bound_s=bound_s, proof="relaxation"), is_priced=True), bounds
+
+
+def _look_relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
+    """The whole problem, memory aside, and plans of what solves it."""
+    known = look.candidate.peak_bytes
+    look, bounds = _relaxed(setting, look, best)
+    fits = math.isfinite(look.candidate.bound_s)
+    peak_bytes = math.ceil(bounds.peak_bytes) if math.isfinite(bounds.peak_bytes) else known
     status = "not tried" if fits else "infeasible"
-    candidate = replace(look.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="relaxation")
-    look = replace(look, candidate=candidate, is_priced=True)
+    look = replace(look, candidate=replace(look.candidate, status=status, peak_bytes=peak_bytes))
     look = _with_plan(setting, look, bounds.choices)
     return look if look.choices or not fits else _with_plan(setting, look, bounds.lightest)
 
 
 def _look_for_pipeline(setting: Setting, look: Look, best: Best | None) -> Look:
     """Pipelines of what solves the problem of a typical rank, with a price on what all micro-batches in flight hold."""
-    before, space = time.monotonic(), look.space.holding(look.candidate.shape.in_flight)
+    before, space = time.monotonic(), look.space.holding(look.candidate.division.in_flight)
     ends = (look.ladder.steps[0], look.ladder.steps[-1])
     first, last = (space.problem(setting.limit_bytes, end) for end in ends)
     before = setting.took("build", before)
@@ -473,15 +482,11 @@ def _look_for_pipeline(setting: Setting, look: Look, best: Best | None) -> Look:
 
 def _look_at_average(setting: Setting, look: Look, best: Best | None) -> Look:
     """The whole problem of the average rank, and pipelines of what solves it."""
+    look, bounds = _relaxed(setting, look, best)
     before = time.monotonic()
-    problem = look.space.problem(setting.limit_bytes, *look.amounts)
-    before = setting.took("build", before)
-    bounds = lower_bounds(problem, math.inf if best is None else _target_s(best))
-    bound_s = max(look.candidate.bound_s, bounds.time_s) if bounds.peak_bytes <= setting.limit_bytes else math.inf
-    status = "infeasible" if math.isinf(bound_s) else look.candidate.status
-    candidate = replace(look.candidate, status=status, bound_s=bound_s, proof="relaxation")
-    look = replace(look, candidate=candidate, is_priced=True)
-    if not _is_reached(bound_s, best):
+    if math.isinf(look.candidate.bound_s):
+        look = replace(look, candidate=replace(look.candidate, status="infeasible"))
+    if not _is_reached(look.candidate.bound_s, best):
         look = _with_pipeline(setting, look, bounds.choices, best)
     setting.took("solve", before)
     return look
@@ -491,7 +496,7 @@ def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None
     """The look with a pipeline of these choices as its plan, if one is found that fits and is faster."""
     if choices is None:
         return look
-    links = links_of(look.space.assignment(Answer(choices, 0.0, 0.0, "feasible", 0.0)), setting.pins.recompute)
+    links = links_of(look.space.assignment(choices), setting.pins.recompute)
     if not all(math.isfinite(link.block.work_s) for link in links):
         return look
     wanted = _pipelines(setting, look.space, len(links))
@@ -500,12 +505,11 @@ def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None
     if found is None:
         return look
     candidate = replace(look.candidate, status="feasible", objective_s=found.step_s, peak_bytes=found.peak_bytes)
-    evaluation = Evaluation(found.step_s, 0.0, found.peak_bytes, True)
-    return replace(look, candidate=candidate, choices=choices, evaluation=evaluation, staged=found)
+    return replace(look, candidate=candidate, choices=choices, evaluation=found.evaluation, staged=found)
 
 
 def _pipelines(setting: Setting, space: Space, blocks: int) -> list[Pipeline]:
-    names = shapes.schedules(setting.pins)
+    names = schedules(setting.pins)
     return pipelines_of(space.stages, space.mesh.micro_batches, blocks, names, setting.pins.virtual_stages)
 
 
@@ -517,7 +521,7 @@ def _cut_well(setting: Setting, best: Best) -> Best:
     setting.took("solve", before)
     if found is None:
         return best
-    return replace(best, staged=found, evaluation=Evaluation(found.step_s, 0.0, found.peak_bytes, True))
+    return replace(best, staged=found, evaluation=found.evaluation)
 
 
 def _look_between(setting: Setting, look: Look, best: Best | None) -> Look:
@@ -589,7 +593,7 @@ def _with_plan(setting: Setting, look: Look, choices: tuple[int, ...] | None) ->
     """The look with these choices as its plan, if they fit with some of its recomputation and are faster."""
     if choices is None:
         return look
-    decided = Decided(look.space.assignment(Answer(choices, 0.0, 0.0, "feasible", 0.0)), look.space.skeleton)
+    decided = Decided(look.space.assignment(choices), look.space.skeleton)
     known: dict[int, Evaluation] = {}
 
     def priced(step: int) -> Evaluation:
@@ -684,7 +688,7 @@ def _may_differ(folded: Folded) -> bool:
 def _together(setting: Setting, folded: Folded, best: Best) -> Best:
     """The same decisions with instances that decide alike folded into one kind."""
     space = best.space
-    chosen = space.assignment(Answer(best.choices, best.evaluation.time_s, 0.0, "feasible", 0.0))
+    chosen = space.assignment(best.choices)
     levels = [best.recompute.level(kind, 0) for kind in range(len(space.folded.kinds))]
     labels = [
         (
@@ -696,7 +700,7 @@ def _together(setting: Setting, folded: Folded, best: Best) -> Best:
         )
         for instance in space.folded.instances
     ]
-    merged = setting.pose(Skeleton(relabel(folded, labels), setting.rules), Shape(1, space.mesh))
+    merged = setting.pose(Skeleton(relabel(folded, labels), setting.rules), Division(1, space.mesh))
     picks = []
     for role in merged.roles:
         decision = chosen.chosen.get(role) if role[0] == "output" else _decision(merged, role, chosen)
@@ -741,11 +745,11 @@ def _nothing_fits(setting: Setting, graph: Graph, looks: list[Look]) -> Infeasib
             "over the batch), or an input has another dim 0 than the others; pin 'micro_batches' 1"
         )
     open_ = [look for look in looks if math.isfinite(look.candidate.bound_s)]
-    least, shape = _leanest(setting, looks)
+    least, division = _leanest(setting, looks)
     if open_:
         return InfeasibleError(
             f"no plan that fits {cluster.name!r} was found before the time limit, but none was ruled out either: "
-            f"the leanest one seen ({shape}) needs {least:,} bytes of {limit:,}. Give a longer "
+            f"the leanest one seen ({division}) needs {least:,} bytes of {limit:,}. Give a longer "
             "time_limit_s, or pin decisions to narrow the search.",
             least - limit,
         )
@@ -754,7 +758,7 @@ def _nothing_fits(setting: Setting, graph: Graph, looks: list[Look]) -> Infeasib
     pinned = " Relaxing the pins may also help." if setting.pins.to_dict() else ""
     return InfeasibleError(
         f"no plan fits {cluster.name!r}: each of its {cluster.world_size} devices can use {limit:,} bytes, and the "
-        f"leanest plan found ({shape}) needs {least:,}, {least - limit:,} too many "
+        f"leanest plan found ({division}) needs {least:,}, {least - limit:,} too many "
         f"(the parameters alone are {params:,} bytes in all, {setting.training.optimizer_bytes_per_element} more per "
         f"element for the optimizer). What would fit: devices with memory_bytes of at least {needed:,}, "
         f"about {math.ceil(cluster.world_size * least / limit)} devices like these, or a smaller global "
@@ -763,12 +767,12 @@ def _nothing_fits(setting: Setting, graph: Graph, looks: list[Look]) -> Infeasib
     )
 
 
-def _leanest(setting: Setting, looks: list[Look]) -> tuple[int, Shape]:
-    """The least peak of any plan and its shape: candidates in the order of what they need at least.
+def _leanest(setting: Setting, looks: list[Look]) -> tuple[int, Division]:
+    """The least peak of any plan and its division: candidates in the order of what they need at least.
 
     A light plan of each comes first, then the leanest is looked for while there is time.
     """
-    found: list[tuple[int, Shape]] = []
+    found: list[tuple[int, Division]] = []
     until = min(setting.deadline, time.monotonic() + LEANEST_S)
 
     def leanest(problem: Problem) -> tuple[int, ...]:
@@ -781,20 +785,20 @@ def _leanest(setting: Setting, looks: list[Look]) -> tuple[int, Shape]:
             if found and (look.candidate.peak_bytes >= least or time.monotonic() > until):
                 break
             for step in dict.fromkeys((look.high, look.low)):
-                shape = look.candidate.shape
-                space = look.space.holding(shape.in_flight) if shape.in_turns else look.space
+                division = look.candidate.division
+                space = look.space.holding(division.in_flight) if division.in_turns else look.space
                 problem = space.problem(setting.limit_bytes, look.ladder.steps[step])
                 choices = pick(problem)
                 if choices is not None:
-                    found.append((_peak_bytes(setting, look, problem, choices), look.candidate.shape))
+                    found.append((_peak_bytes(setting, look, problem, choices), look.candidate.division))
     return min(found, key=lambda each: each[0])
 
 
 def _peak_bytes(setting: Setting, look: Look, problem: Problem, choices: tuple[int, ...]) -> int:
     """What choices need; in turns, with all that can be made again."""
-    if not look.candidate.shape.in_turns:
+    if not look.candidate.division.in_turns:
         return evaluate(problem, choices).peak_bytes
-    chain = links_of(look.space.assignment(Answer(choices, 0.0, 0.0, "feasible", 0.0)), setting.pins.recompute)
+    chain = links_of(look.space.assignment(choices), setting.pins.recompute)
     links = [link.leanest for link in chain]
     found = stage(links, _pipelines(setting, look.space, len(links)), None)
     assert found is not None

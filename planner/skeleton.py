@@ -217,15 +217,15 @@ class Skeleton:
 
     def charge(self, node: Node, recompute: Recompute) -> Places:
         """Which of its tensors an operator pays for as kept for backward; see :mod:`planner.charges`."""
-        kind, nth, at = self.seat[node.name]
-        return self._charges.of(recompute or NOTHING)[self.numbers.index((kind, nth))].places[at]
+        number, at = self.seat[node.name]
+        return self._charges.of(recompute or NOTHING)[number].places[at]
 
     @cached_property
-    def seat(self) -> dict[str, tuple[int, int, int]]:
-        """Operator -> the kind of its block, which of its kind that is, and its position in the block."""
+    def seat(self) -> dict[str, tuple[int, int]]:
+        """Operator -> the number of its block in execution order, and its position in the block."""
         return {
-            node.name: (*numbers, at)
-            for instance, numbers in zip(self.folded.instances, self.numbers, strict=True)
+            node.name: (number, at)
+            for number, instance in enumerate(self.folded.instances)
             for at, node in enumerate(instance.block.nodes)
         }
 

@@ -119,7 +119,7 @@ def decide(reference: Reference, recipe: Recipe) -> Assignment:
     problem = space.problem(None)
     if recipe.seed is not None:
         problem = _bent(problem, recipe.seed)
-    return space.assignment(solve(problem, time_limit_s=5.0))
+    return space.assignment(solve(problem, time_limit_s=5.0).choices)
 
 
 def _cluster(devices: int, slowdown: float) -> ClusterSpec:

@@ -92,7 +92,7 @@ def test_what_is_folded_computes_what_the_model_computes() -> None:
         assert copies(ref.traced.captured) == 2
         pins = Pins.parse({"data": 2, "tensor": 2})
         space = space_on(ref.traced, Mesh.of(data=2, tensor=2), ClusterSpec.local(4), pins)
-        agreement = simulate(ref, space.assignment(solve(space.problem(None), time_limit_s=5.0)))
+        agreement = simulate(ref, space.assignment(solve(space.problem(None), time_limit_s=5.0).choices))
         assert agreement.worst[0] <= RTOL
         assert not agreement.miscounted
 

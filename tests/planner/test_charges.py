@@ -91,7 +91,8 @@ def walked(skeleton: Skeleton, recompute: Recompute) -> dict[str, tuple[int, ...
                 viewed = node.inputs[place]
                 is_part = graph.type_of(ref).numel < graph.type_of(viewed).numel
                 (whole if is_part else root)[ref] = root.get(viewed, viewed)
-        kind, nth, at = skeleton.seat[node.name]
+        number, at = skeleton.seat[node.name]
+        kind, nth = skeleton.numbers[number]
         level, types = recompute.level(kind, nth), graph.input_types(node)
         saved, all_ = saved_places(node, types), saved_places(node, types, own=True)
         kept: tuple[int, ...] = all_ if any(tensor.grad for tensor in node.results) else ()

@@ -21,10 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "rules": {"errors", "layout"},
     "ops": {*BASE, "rules"},
     "fold": {"errors", "graph"},
-    "schedule": {"errors"},
-    "simulate": {"errors", "schedule"},
-    "stages": {"errors", "schedule", "simulate"},
-    "partition": {"errors", "schedule", "simulate", "stages"},
+    "pipeline": {"errors"},
     "files": {"errors"},
     "quantity": {"errors"},
     "host": {"errors"},
@@ -55,19 +52,20 @@ ROOMS: dict[str, set[str]] = {
         "recompute",
         "skeleton",
     },
-    "pins": {*BASE, "rules", "ops", "mesh", "schedule", "strategy", "recompute", "formulate"},
+    "pins": {*BASE, "rules", "ops", "mesh", "pipeline", "strategy", "recompute", "formulate"},
     "memory": {*BASE, "fold", "conversion", "recompute", "formulate", "ops"},
     "words": {"layout"},
 }
-ROOMS["staging"] = ROOMS["memory"] | {"memory", "schedule", "simulate", "stages", "partition"}
-ROOMS["shapes"] = {*BASE, "cluster", "cost", "mesh", "ops", "pins", "skeleton", "staging"}
-ROOMS["predict"] = ROOMS["staging"] | {"cost", "strategy", "words", "staging"}
+ROOMS["turns"] = ROOMS["memory"] | {"memory", "pipeline", "problem"}
+ROOMS["division"] = {*BASE, "cluster", "cost", "mesh", "ops", "pins", "skeleton", "turns"}
+ROOMS["predict"] = ROOMS["turns"] | {"cost", "strategy", "words", "turns"}
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
 ROOMS["search"] = {*ROOMS}
 ROOMS["detail"] = {"conversion"}
 ROOMS["names"] = {"graph", "formulate"}
 ROOMS["account"] = ROOMS["pins"] | {"conversion", "pins", "predict", "detail", "names"}
-ROOMS["document"] = {"errors", "layout", "cluster", "formulate", "predict", "detail", "account", "certificate"}
+ROOMS["document"] = {"errors", "layout", "cluster", "formulate", "division", "predict", "detail", "account"}
+ROOMS["document"] |= {"certificate"}
 ROOMS["polynomial"] = set()
 ROOMS["follow"] = {"errors", "graph", "rules", "strategy", "polynomial"}
 ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "memory", "predict", "follow"}

@@ -111,10 +111,10 @@ def test_blocks_that_are_decided_apart_come_back_apart(graph: Graph) -> None:
     problem = space.problem(None)
     answer = solve(problem)
     cost = evaluate(problem, answer.choices)
-    plan = written(space.assignment(answer), cost.time_s)
+    plan = written(space.assignment(answer.choices), cost.time_s)
     loaded = Plan.from_dict(document(plan))
     assert [block.at for block in loaded.blocks] == [block.at for block in plan.blocks]
-    assert assign(loaded, graph).chosen == space.assignment(answer).chosen
+    assert assign(loaded, graph).chosen == space.assignment(answer.choices).chosen
 
 
 def test_the_file_is_as_expected(plan: Plan) -> None:

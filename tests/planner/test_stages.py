@@ -10,10 +10,20 @@ import numpy as np
 import pytest
 
 from planner.errors import InfeasibleError, ScheduleError
-from planner.partition import cut
-from planner.schedule import NAMES, VIRTUAL_STAGES, schedule
-from planner.simulate import simulate
-from planner.stages import Block, Chain, Pipeline, Saving, blocks_of, bound_s, evaluate, rank_bytes, stage_times
+from planner.pipeline.partition import cut
+from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
+from planner.pipeline.simulate import simulate
+from planner.pipeline.stages import (
+    Block,
+    Chain,
+    Pipeline,
+    Saving,
+    blocks_of,
+    bound_s,
+    evaluate,
+    rank_bytes,
+    stage_times,
+)
 
 MiB, GiB = 2**20, 2**30
 EVERYTHING = (Saving(0.0, 0),)

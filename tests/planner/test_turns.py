@@ -1,248 +1,179 @@
-"""Plans in turns: micro-batches and pipelines as the search finds them, as documents, and what they refuse."""
+"""Stages and micro-batches of an assignment: what the chain adds up to, and bounds that hold for every pipeline."""
 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import random
-from typing import Any
 
 import pytest
 
-from planner.cluster import ClusterSpec
+from planner.certificate import Decided
+from planner.conversion import local_bytes
 from planner.cost import CostModel
-from planner.errors import InfeasibleError, PinError, PlanError
-from planner.fold import fold
-from planner.formulate import Space, Training, rules_of
-from planner.graph import Graph, Node, Ref, TensorType
-from planner.layout import Mesh
+from planner.division import Division
+from planner.fold import Folded, fold
+from planner.formulate import BUCKET_BYTES, Assignment, Space, Training, rules_of
+from planner.graph import Graph, Ref
+from planner.layout import MICRO, Mesh
 from planner.pins import Pins, filters
-from planner.plan import Plan, Search, describe, model_facts, reprice
-from planner.predict import predict_in_turns
-from planner.search import Searched, search
-from planner.shapes import Shape, staged
+from planner.problem import evaluate
+from planner.recompute import LEVELS, Level, ladder
+from planner.rules import Rule
 from planner.solve import lower_bounds
+from planner.turns import links_of, pipelines_of, stage
 from tests.planner.plans import cluster, residual_mlp
-from tests.planner.test_exact import random_cluster, with_memory
-
-GRAPH = residual_mlp(layers=6, batch=64)
-
-
-def searched(spec: ClusterSpec, pin: dict[str, Any] | None = None, pipelines: bool = True) -> Searched:
-    return search(GRAPH, spec, Pins.parse(pin), Training(), pipelines=pipelines)
+from tests.planner.test_exact import random_cluster
+from tests.planner.test_search import chain
 
 
 @functools.cache
-def planned(pin: str = "{}") -> Plan:
-    spec, pins = cluster(8), json.loads(pin)
-    found = searched(spec, pins)
-    assert found.staged is not None
-    predicted = predict_in_turns(found.assignment, found.staged)
-    facts = tuple(candidate.facts() for candidate in found.candidates if candidate.proof != "arithmetic")
-    looked = Search(found.status, found.gap, found.seconds, facts, len(found.candidates) - len(facts))
-    return describe(found.assignment, model_facts(GRAPH, "MLP"), pins, predicted, looked, found.staged)
+def model(which: str) -> tuple[Graph, Folded, dict[str, Rule]]:
+    graphs = {"residual": residual_mlp(layers=4, batch=16), "chain": chain(layers=5, batch=16), "tapped": tapped()}
+    graphs["deep"] = residual_mlp(layers=30, batch=4096)
+    graph = graphs[which]
+    return graph, fold(graph), rules_of(graph)
 
 
-def test_pipelines_are_never_worse_and_bounds_hold() -> None:
-    won = 0
-    for number in (0, 3, 6, 7):
-        rng = random.Random(number)
-        spec = random_cluster(rng, (2, 2))
-        plain, both = searched(spec, pipelines=False), searched(spec)
-        assert both.evaluation.time_s <= plain.evaluation.time_s * (1 + 1e-9)
-        assert min(c.bound_s for c in both.candidates) <= both.evaluation.time_s * (1 + 1e-9)
-        assert (both.gap > 0) == (both.status == "feasible")
-        assert min(c.objective_s for c in both.candidates) == both.evaluation.time_s
-        for candidate in both.candidates:
-            assert candidate.bound_s <= candidate.objective_s * (1 + 1e-9)
-        won += both.staged is not None
-        tight = with_memory(spec, int(0.7 * both.evaluation.peak_bytes))
-        try:
-            less = searched(tight)
-        except InfeasibleError:
-            continue
-        assert less.evaluation.time_s >= both.evaluation.time_s * (1 - both.gap) * (1 - 1e-9)
-        assert less.evaluation.peak_bytes <= tight.device.usable_bytes
-    assert won
+def tapped() -> Graph:
+    """A model that also returns what its second layer makes."""
+    graph = residual_mlp(layers=4, batch=16)
+    return Graph(graph.nodes, (*graph.outputs, Ref("add1")))
 
 
-def test_a_pinned_pipeline_is_what_was_pinned() -> None:
-    plan = planned(
-        '{"pipeline": 4, "data": 2, "micro_batches": 8, "schedule": "interleaved_1f1b", "virtual_stages": 2}'
-    )
-    assert plan.sizes == {"pipeline": 4, "micro": 8, "data": 2}
-    assert plan.pipeline is not None
-    assert (plan.pipeline.schedule, plan.pipeline.ranks, plan.pipeline.virtual_stages) == ("interleaved_1f1b", 4, 2)
-    assert len(plan.pipeline.bounds) == 9
-    assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s)
-    assert plan.predicted.time_s["bubble"] > 0
-    assert sum(plan.predicted.memory_bytes.values()) == plan.predicted.peak_bytes
-    assert {call.axis for call, _ in plan.predicted.collectives} == {"data"}
-    assert plan.certificate.holds
+def space_of(which: str, spec, stages: int, turns: int, schedule: str | None = None, **sizes: int) -> Space:  # type: ignore[no-untyped-def]
+    graph, folded, rules = model(which)
+    mesh = Mesh.of(**sizes).in_turns(turns)
+    kept = filters(Pins(), graph, rules, mesh)
+    shape = Division(stages, mesh)
+    least = shape.rounds(schedule), shape.waits(schedule)
+    return Space(folded, mesh, CostModel(spec), Training(), rules, *kept, None, stages, *least)
 
 
-@pytest.mark.parametrize("level", ["none", "selective", "full"])
-def test_a_pinned_recomputation_holds_in_every_stage(level: str) -> None:
-    """Blocks that repeat recompute as pinned, though memory asks for none, and those alone."""
-    pin = {"pipeline": 4, "data": 2, "micro_batches": 8, "recompute": level}
-    found, free = searched(cluster(8), pin), searched(cluster(8), {**pin, "recompute": None})
-    assert found.staged is not None and free.staged is not None
-    assert not free.staged.recomputes
-    repeated = tuple(
-        number
-        for number, instance in enumerate(found.assignment.space.folded.instances)
-        if len(found.assignment.space.folded.kinds[instance.kind]) > 1
-    )
-    assert 0 < len(repeated) < len(found.staged.links)
-    assert found.staged.at("selective") == (repeated if level == "selective" else ())
-    assert found.staged.at("full") == (repeated if level == "full" else ())
-    assert found.staged.recomputes == (level != "none")
-    assert (found.staged.time_s["recompute"] > 0) == (level != "none")
-    assert found.evaluation.time_s >= free.evaluation.time_s * (1 - 1e-9)
+def assignments(space: Space, rng: random.Random, count: int) -> list[tuple[tuple[int, ...], Assignment]]:
+    """Random choices among those that some conversion connects."""
+    problem, found = space.problem(None), []
+    while len(found) < count:
+        choices = [rng.randrange(vertex.choices) for vertex in problem.vertices]
+        for _ in range(20):  # mend what cannot be connected
+            broken = [e for e in problem.edges if math.isinf(e.time_s[choices[e.tail], choices[e.head]])]
+            if not broken:
+                break
+            edge = rng.choice(broken)
+            at = rng.choice((edge.tail, edge.head))
+            choices[at] = rng.randrange(problem.vertices[at].choices)
+        if evaluate(problem, tuple(choices)).feasible:
+            found.append((tuple(choices), space.assignment(choices)))
+    return found
 
 
-def test_a_pipelined_plan_reads_shows_and_comes_back() -> None:
-    plan = planned('{"pipeline": 4, "micro_batches": 8, "recompute": "full"}')
-    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
-    assert again == plan and again.digest() == plan.digest()
-    assert again.pipeline == plan.pipeline
-    text = str(again)
-    assert "pipeline 4 x micro 8" in text and "4 pipeline ranks" in text and "8 micro-batches" in text
-    assert "4 pipeline ranks" in plan.to_html()
-    assert plan.assignment is not None
-    priced = reprice(again, plan.assignment)
-    assert priced.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-12)
-    assert priced.predicted.peak_bytes == plan.predicted.peak_bytes
+@pytest.mark.parametrize("which", ["residual", "chain", "tapped"])
+@pytest.mark.parametrize("turns", [1, 4])
+def test_the_chain_adds_up_to_the_problem(which: str, turns: int) -> None:
+    """Over gloo nothing hides communication, so that seconds and bytes of one stage are sums over blocks."""
+    rng = random.Random(f"{which} {turns}")
+    for _ in range(4):
+        spec = random_cluster(rng, (4,)).model_copy(update={"backend": "gloo"})
+        space = space_of(which, spec, 1, turns, outer=2, inner=2)
+        for _, assignment in assignments(space, rng, 4):
+            links = links_of(assignment)
+            for number, level in enumerate(LEVELS):
+                step = ladder(space.folded, level).steps[0]
+                problem = Decided(assignment, space.skeleton).problem(None, step)
+                whole = evaluate(problem, (0,) * len(problem.vertices))
+                ways = [min(number, len(link.block.savings) - 1) for link in links]
+                work_s = math.fsum(
+                    block.forward_s + block.input_s + block.weight_s + block.savings[way].recompute_s
+                    for block, way in ((link.block, way) for link, way in zip(links, ways, strict=True))
+                )
+                once_s = math.fsum(link.once_s for link in links)
+                if turns > 1 or level == "none":  # one turn gathers parameters again, several do not
+                    assert turns * work_s + once_s == pytest.approx(whole.time_s, rel=1e-9)
+                if level == "none":
+                    held = sum(link.block.held_bytes + link.block.savings[0].saved_bytes for link in links)
+                    assert held + max(link.working_bytes[0] for link in links) == whole.peak_bytes
+                assert sum(sum(link.held.values()) for link in links) == sum(link.block.held_bytes for link in links)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"stages": ["0-1", "2-3", "4", "5"]}, "cuts 6 blocks into 4 stages, but the model has 8 blocks"),
-        ({"stages": ["0-1", "3-4", "5", "6-7"]}, "not every block once, in order"),
-        ({"stages": []}, "not every block once, in order"),
-        ({"ranks": 2}, "mesh has 4 ranks, but its cluster has 8 devices"),
-        ({"schedule": "1f2b"}, "no schedule '1f2b'"),
-        ({"recompute": {"some": "1"}}, "recomputes block 1 at level 'some'"),
-        ({"recompute": {"full": "99"}}, "recomputes block 99"),
-        ({"recompute": {"full": "0"}}, "recomputes block 0"),
-        ({"ranks": None}, "field .pipeline. is wrong"),
-    ],
-    ids=str,
-)
-def test_an_edited_pipeline_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
-    plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
-    data = plan.to_dict()
-    data["pipeline"] = {**data["pipeline"], **change}
-    assert plan.assignment is not None
-    with pytest.raises(PlanError, match=message):
-        reprice(Plan.from_dict(data), plan.assignment)
+@pytest.mark.parametrize("which", ["residual", "chain"])
+def test_gradients_are_summed_over_turns_before_they_are_reduced(which: str) -> None:
+    """And the sum takes its share of every micro-batch, which no communication hides behind."""
+    rng, reduced = random.Random(which), 0
+    for _ in range(4):
+        space = space_of(which, random_cluster(rng, (4,)), 1, 4, outer=2, inner=2)
+        touch = space.cost.compute_s(0.0, BUCKET_BYTES, "float32", 0) / BUCKET_BYTES
+        for _, assignment in assignments(space, rng, 4):
+            weight_s = 0.0
+            for node in space.graph.nodes:
+                is_param = [space.graph.by_name[ref.node].op == "param" for ref in node.inputs]
+                if any(is_param):
+                    weight_s += space.work(node, assignment.choice(node)).backward_s / 2
+                for position in (at for at, each in enumerate(is_param) if each):
+                    ref, layout = node.inputs[position], assignment.choice(node).operands[position]
+                    route = (*assignment.relay_route(ref), *assignment.operand_route(node, position))
+                    axes = [space.mesh.axes[step.axis].name for step in route]
+                    assert axes.count(MICRO) == 1 and axes[-1] == MICRO
+                    reduced += len(axes) > 1
+                    weight_s += 3 / 4 * 3 * touch * local_bytes(space.graph.type_of(ref), layout, space.mesh)
+            assert math.fsum(link.block.weight_s for link in links_of(assignment)) == pytest.approx(weight_s)
+    assert reduced
 
 
-@pytest.mark.parametrize(
-    "pin, message",
-    [
-        ({"pipeline": 3}, "which does not divide the 8 devices"),
-        ({"pipeline": 4, "tensor": 4}, "pipeline 4 x tensor 4 = 16 does not divide the 8 devices"),
-        ({"pipeline": 2, "micro_batches": 7}, "does not divide the batch of 64"),
-        ({"pipeline": 8, "schedule": "zbv"}, "has 8 blocks to cut between, and every stage needs one"),
-        ({"pipeline": 4, "virtual_stages": 3}, "has 8 blocks to cut between"),
-    ],
-    ids=str,
-)
-def test_a_wrong_pin_is_named(pin: dict[str, Any], message: str) -> None:
-    with pytest.raises(PinError, match=message):
-        searched(cluster(8), pin)
+@pytest.mark.parametrize("which", ["residual", "chain"])
+@pytest.mark.parametrize("stages, turns", [(1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8)])
+@pytest.mark.parametrize("names", [("1f1b", "gpipe", "interleaved_1f1b"), ("zero_bubble", "zbv", "dualpipev")])
+@pytest.mark.parametrize("level", [None, *LEVELS])
+def test_no_pipeline_beats_the_average_rank(
+    which: str, stages: int, turns: int, names: tuple[str, ...], level: Level | None
+) -> None:
+    """What the search counts on as a lower bound: for every assignment, schedule, limit of memory and pinned level."""
+    rng = random.Random(f"{which} {stages} {turns}")
+    seen = 0
+    for _ in range(3):
+        spec = random_cluster(rng, (2, 4))
+        space = space_of(which, spec, stages, turns, names[0], all=8 // stages)
+        steps = ladder(space.folded, level)
+        least, *more = steps.between(0, len(steps.steps) - 1)
+        bound = space.problem(None, least, more)
+        for choices, assignment in assignments(space, rng, 3):
+            links, below = links_of(assignment, level), evaluate(bound, choices)
+            free = stage(links, pipelines_of(stages, turns, len(links), names), None)
+            assert free is not None
+            for share in (1.0, 0.8, 0.6):
+                found = stage(links, pipelines_of(stages, turns, len(links), names), int(free.peak_bytes * share))
+                if found is not None:
+                    seen += 1
+                    assert below.time_s <= found.step_s * (1 + 1e-9)
+                    assert below.peak_bytes <= found.peak_bytes <= free.peak_bytes * share
+                    assert math.fsum(found.time_s.values()) == pytest.approx(found.step_s)
+                    assert sum(found.memory_bytes.values()) == found.peak_bytes
+    assert seen >= (9 if level is None else 3)
 
 
-def test_more_stages_than_blocks_are_refused() -> None:
-    with pytest.raises(PinError, match="this one has 8: pin fewer stages"):
-        searched(cluster(16), {"pipeline": 16})
+def test_a_step_in_turns_holds_less_and_starts_more() -> None:
+    peaks = []
+    for turns in (1, 4, 16):
+        space = space_of("residual", cluster(1), 1, turns, all=1)
+        links = links_of(assignments(space, random.Random(0), 1)[0][1])
+        found = stage(links, pipelines_of(1, turns, len(links)), None)
+        assert found is not None
+        peaks.append(found.memory_bytes["activations"])
+        assert found.time_s["bubble"] == pytest.approx(0.0)
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 4 * peaks[2]
 
 
-def test_a_pipeline_that_does_not_fit_says_by_how_much() -> None:
-    with pytest.raises(InfeasibleError, match=r"pipeline 4 x micro 8 x all 2\) needs [\d,]+, [\d,]+ too many"):
-        searched(cluster(8, memory="1 MiB"), {"pipeline": 4, "micro_batches": 8})
-
-
-def test_a_plan_in_turns_is_not_asked_what_it_cannot_tell() -> None:
-    plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
-    for ask in (lambda: plan.at(batch=128), lambda: plan.max_batch(), lambda: plan.why_not({"data": 8})):
-        with pytest.raises(PlanError, match="runs in turns"):
-            ask()
-
-
-def test_the_report_tells_a_rank_from_a_moment_and_turns_from_ranks() -> None:
-    plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
-    assert "fullest in pipeline rank" in str(plan) and "\nwith ," not in plan.predicted.fullest
-    ops = [op for block in plan.account.blocks for op in block.ops.values()]
-    moves = [move for op in ops for move in (*op.before, *op.after)]
-    assert {call.axis for move in moves for call in move.calls} == {"data"}
-    explained = plan.explain("layers.1.up")
-    assert "figures of operators are those of one micro-batch" in str(explained)
-    assert all(op.next_best is None for op in explained.ops)
-
-
-@pytest.mark.parametrize("centred", [False, True])
-def test_what_mixes_samples_has_no_plan_in_micro_batches(centred: bool) -> None:
-    """A mean over the batch is there after the last micro-batch: a loss may be one, but nothing may read it."""
-    size, one = TensorType((16, 8), "float32", True), TensorType((1, 8), "float32", True)
-    nodes = [
-        Node("x", "input", (), (TensorType((16, 8), "float32"),), target="x"),
-        Node("w", "param", (), (TensorType((8, 8), "float32", True),), target="w"),
-        Node("y", "aten.linear.default", (("input", Ref("x")), ("weight", Ref("w")), ("bias", None)), (size,)),
-    ]
-    if centred:
-        mean = (("self", Ref("y")), ("dim", (0,)), ("keepdim", True))
-        nodes += [
-            Node("mean", "aten.mean.dim", mean, (one,)),
-            Node("centred", "aten.sub.Tensor", (("self", Ref("y")), ("other", Ref("mean"))), (size,)),
-        ]
-    scalar = TensorType((), "float32", True)
-    nodes.append(Node("loss", "aten.mean.default", (("self", Ref(nodes[-1].name)), ("dtype", None)), (scalar,)))
-    graph = Graph(tuple(nodes), (Ref("loss"),))
-    folded, rules = fold(graph), rules_of(graph)
-    for turns in (1, 4):
-        mesh = Mesh.of(all=2).in_turns(turns)
-        kept = filters(Pins(), graph, rules, mesh)
-        space = Space(folded, mesh, CostModel(cluster(2)), Training(), rules, *kept)
-        assert math.isinf(lower_bounds(space.problem(None)).time_s) == (centred and turns > 1)
-
-
-def test_shapes_are_every_division() -> None:
-    shapes = staged(cluster(8), Pins(), GRAPH, len(fold(GRAPH).instances), 2)
-    assert len(set(shapes)) == len(shapes)
-    assert {shape.stages for shape in shapes} == {1, 2, 4, 8}
-    assert {shape.mesh.micro_batches for shape in shapes} == {1, 2, 4, 8, 16, 32, 64}
-    assert all(shape.stages * shape.mesh.size == 8 and shape.in_turns for shape in shapes)
-    near = min(shapes, key=lambda shape: shape.distance(Shape(2, shapes[-1].mesh)))
-    assert near.distance(near) == 0
-
-
-def test_a_schedule_needs_a_pipeline() -> None:
-    with pytest.raises(PinError, match="pin 'pipeline' too, or search pipelines"):
-        searched(cluster(8), {"schedule": "1f1b"}, pipelines=False)
-
-
-def test_pinned_virtual_stages_alone_are_interleaved() -> None:
-    found = searched(cluster(8), {"pipeline": 4, "micro_batches": 8, "virtual_stages": 2})
-    assert found.staged is not None
-    assert (found.staged.pipeline.schedule, found.staged.pipeline.virtual_stages) == ("interleaved_1f1b", 2)
-
-
-def test_samples_that_are_mixed_leave_no_micro_batches() -> None:
-    """``x - mean of x over the batch``: no micro-batch is done before all have begun."""
-    batch, row = TensorType((64, 8), "float32", True), TensorType((8,), "float32", True)
-    nodes = (
-        Node("w", "param", (), (TensorType((8, 8), "float32", True),), target="w"),
-        Node("x", "input", (), (TensorType((64, 8), "float32"),), target="x"),
-        Node("y", "aten.linear.default", (("input", Ref("x")), ("weight", Ref("w")), ("bias", None)), (batch,)),
-        Node("m", "aten.mean.dim", (("self", Ref("y")), ("dim", (0,)), ("keepdim", False), ("dtype", None)), (row,)),
-        Node("c", "aten.sub.Tensor", (("self", Ref("y")), ("other", Ref("m")), ("alpha", 1)), (batch,)),
-        Node("r", "aten.relu.default", (("self", Ref("c")),), (batch,)),
-        Node("loss", "aten.mean.default", (("self", Ref("r")), ("dtype", None)), (TensorType((), "float32", True),)),
-    )
-    graph = Graph(nodes, (Ref("loss"),))
-    with pytest.raises(PinError, match="an operator mixes its samples"):
-        search(graph, cluster(2), Pins.parse({"micro_batches": 2}), Training())
+def test_a_schedule_that_holds_less_is_tried_where_faster_ones_do_not_fit() -> None:
+    space, alone = space_of("deep", cluster(8), 2, 4, all=4), 0
+    choices = lower_bounds(space.problem(None)).choices
+    assert choices is not None
+    links = links_of(space.assignment(choices))
+    lean, fast = (pipelines_of(2, 4, len(links), (name,)) for name in ("1f1b", "interleaved_1f1b"))
+    assert len(fast) > 1
+    free = stage(links, lean, None)
+    assert free is not None
+    for share in (1.0, 0.8, 0.7):
+        limit_bytes = int(free.peak_bytes * share)
+        fits = [stage(links, which, limit_bytes) is not None for which in (lean, fast, [*lean, *fast])]
+        assert fits[2] == (fits[0] or fits[1])
+        alone += fits[0] and not fits[1]
+    assert alone

@@ -1,7 +1,7 @@
-"""Shapes: how the devices of a cluster and the turns of a step may be divided, before anything is laid out.
+"""Divisions: how the devices of a cluster and the turns of a step may be divided, before anything is laid out.
 
-A shape is a number of pipeline stages, and the mesh of each with the number of micro-batches on it. All that is known
-of it without looking is :class:`Arithmetic`: no plan computes faster than all devices at their best rate.
+A division is a number of pipeline stages, and the mesh of each with the number of micro-batches on it. All that is
+known of it without looking is :class:`Arithmetic`: no plan computes faster than all devices at their best rate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from planner.mesh import candidate_meshes, pinned_mesh
 from planner.ops import OPS
 from planner.pins import Pins
 from planner.skeleton import Skeleton
-from planner.staging import SCHEDULES, pipelines_of
+from planner.turns import SCHEDULES, pipelines_of
 
 OUT_OF_TURN = ("zero_bubble", "zbv", "dualpipev", "2bw")
 """Schedules in which a micro-batch need not be through with one stage's backward before the next one's."""
@@ -27,7 +27,7 @@ MOST_TURNS = 16
 
 
 @dataclass(frozen=True)
-class Shape:
+class Division:
     """So many pipeline stages, each on its own ranks laid out as ``mesh``, which may have an axis of micro-batches."""
 
     stages: int
@@ -61,8 +61,8 @@ class Shape:
         stages = {"pipeline": self.stages} if self.stages > 1 else {}
         return {**stages, **dict(zip(self.mesh.names, self.mesh.sizes, strict=True))}
 
-    def distance(self, other: Shape) -> float:
-        """How far another shape is: doublings of stages, micro-batches and the last axis, and an axis more or less."""
+    def distance(self, other: Division) -> float:
+        """How far another one is: doublings of stages, micro-batches and the last axis, and an axis more or less."""
         pairs = zip(self._measures, other._measures, strict=True)
         return sum(abs(math.log2(mine / theirs)) for mine, theirs in pairs)
 
@@ -74,16 +74,16 @@ class Shape:
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
 
 
-def plain(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tuple[Shape, ...]:
-    """Every shape of one stage and one turn that the pins allow."""
+def in_one_turn(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tuple[Division, ...]:
+    """Every division of one stage and one turn that the pins allow."""
     if (pins.stages or 1) > 1 or (pins.micro_batches or 1) > 1:
         return ()
     meshes = (pinned_mesh(cluster, pins.sizes),) if pins.sizes else candidate_meshes(cluster, max_axes)
-    return tuple(Shape(1, mesh) for mesh in meshes)
+    return tuple(Division(1, mesh) for mesh in meshes)
 
 
-def staged(cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_axes: int) -> tuple[Shape, ...]:
-    """Every other shape: stages among which so many blocks can be cut, and micro-batches that divide the batch.
+def in_turns(cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_axes: int) -> tuple[Division, ...]:
+    """Every other division: stages among which so many blocks can be cut, and micro-batches that divide the batch.
 
     Raises:
         PinError: more stages are pinned than there are blocks, or micro-batches that do not divide the batch.
@@ -95,7 +95,7 @@ def staged(cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_axes
         else:
             meshes = candidate_meshes(cluster, max_axes, cluster.world_size // stages)
         for turns in _turn_counts(pins, graph):
-            found += [Shape(stages, mesh.in_turns(turns)) for mesh in meshes]
+            found += [Division(stages, mesh.in_turns(turns)) for mesh in meshes]
     names, virtual = schedules(pins), pins.virtual_stages
     runs = [s for s in found if s.in_turns and pipelines_of(s.stages, s.mesh.micro_batches, blocks, names, virtual)]
     if not runs and (pins.schedule or pins.virtual_stages):
@@ -149,26 +149,26 @@ def _turn_counts(pins: Pins, graph: Graph) -> list[int]:
     return found
 
 
-def seeds(shapes: tuple[Shape, ...], cluster: ClusterSpec, graph: Graph) -> list[Shape]:
+def seeds(divisions: tuple[Division, ...], cluster: ClusterSpec, graph: Graph) -> list[Division]:
     """Shapes to look at first, one for each number of stages.
 
     The last axis is a node or what there is of one, and micro-batches have one sample on each rank of the others. The
     first has just so many stages that the parameters of one, shared by the last axis, and their gradients take at most
     half of the memory; then those with fewer or more.
     """
-    batch, found = batch_of(graph) or 1, dict[int, tuple[tuple[float, ...], Shape]]()
-    for shape in shapes:
-        ranks = shape.mesh.size
+    batch, found = batch_of(graph) or 1, dict[int, tuple[tuple[float, ...], Division]]()
+    for division in divisions:
+        ranks = division.mesh.size
         inner = min(ranks, cluster.spans[0])
         turns = max(1, batch * inner // ranks)
-        axes = shape.mesh.in_turns(1).axes
+        axes = division.mesh.in_turns(1).axes
         off = (
             abs(math.log(axes[-1].size / inner)),
-            abs(math.log(shape.mesh.micro_batches / turns)),
+            abs(math.log(division.mesh.micro_batches / turns)),
             float(len(axes)),
         )
-        if shape.stages not in found or off < found[shape.stages][0]:
-            found[shape.stages] = off, shape
+        if division.stages not in found or off < found[division.stages][0]:
+            found[division.stages] = off, division
     parameters = sum(leaf.results[0].size_bytes for leaf in graph.leaves if leaf.op == "param")
     enough = max(1.0, 2 * parameters / cluster.spans[0] / (cluster.device.usable_bytes / 2))
     order = sorted(found, key=lambda stages: (abs(math.log2(stages / enough) - 0.5), stages))
@@ -176,7 +176,7 @@ def seeds(shapes: tuple[Shape, ...], cluster: ClusterSpec, graph: Graph) -> list
 
 
 class Arithmetic:
-    """What a step takes at least on any shape: its arithmetic, or its bytes, shared by all devices at their best rate.
+    """What a step takes at least, however divided: its arithmetic, or its bytes, by all devices at their best rate.
 
     And one start for every operator that runs. With a calibration rates are measured, and nothing is known beforehand.
     """
@@ -202,7 +202,7 @@ class Arithmetic:
         if cost.cluster.calibration is not None:
             self.work_s = self.starts_s = 0.0
 
-    def bound_s(self, shape: Shape, schedule: str | None = None) -> float:
-        """Seconds of a step at least; see :meth:`Shape.rounds`."""
-        rounds = shape.rounds(schedule)
-        return self.work_s * rounds * shape.stages / shape.mesh.micro_batches + self.starts_s * rounds
+    def bound_s(self, division: Division, schedule: str | None = None) -> float:
+        """Seconds of a step at least; see :meth:`Division.rounds`."""
+        rounds = division.rounds(schedule)
+        return self.work_s * rounds * division.stages / division.mesh.micro_batches + self.starts_s * rounds

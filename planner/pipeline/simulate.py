@@ -5,7 +5,7 @@ its action ends and arrives ``send_s`` later, forwards or backwards; between sta
 Sending keeps nobody from computing, and transfers do not slow each other down.
 
 So a step takes as long as its longest *path*: actions and transfers of which each waits for the one before. Every path
-of a schedule is a lower bound on the step for any durations, which :mod:`planner.stages` builds on.
+of a schedule is a lower bound on the step for any durations, which :mod:`planner.pipeline.stages` builds on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import ScheduleError
-from planner.schedule import Action, Schedule, check_fits, period, schedule
+from planner.pipeline.schedule import Action, Schedule, check_fits, period, schedule
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from ortools.linear_solver import pywraplp
 
 from planner.errors import InfeasibleError
-from planner.schedule import placed
-from planner.simulate import Path, Times, critical
-from planner.stages import Block, Chain, Cut, Pipeline, blocks_of, bound_s, check_chain, evaluate
+from planner.pipeline.schedule import placed
+from planner.pipeline.simulate import Path, Times, critical
+from planner.pipeline.stages import Block, Chain, Cut, Pipeline, blocks_of, bound_s, check_chain, evaluate
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

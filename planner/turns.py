@@ -1,8 +1,9 @@
-"""Staging: the blocks of an assignment as a chain, and the best pipeline found for it.
+"""Turns: the blocks of an assignment as a chain, and the best pipeline found for it.
 
 An assignment says how one stage's ranks share each block; here its blocks, in the order of the graph, become a chain of
-:class:`planner.stages.Block`: seconds and bytes of one micro-batch on one rank, with the levels of recomputation as
-ways to save. :func:`stage` tries the schedules and has :mod:`planner.partition` cut the chain for the best of them.
+:class:`planner.pipeline.stages.Block`: seconds and bytes of one micro-batch on one rank, with the levels of
+recomputation as ways to save. :func:`stage` tries the schedules and has :mod:`planner.pipeline.partition` cut the chain
+for the best of them.
 
 What happens once a step is left to the end of it: gathering parameters, reducing gradients, and the update. It is
 counted for the rank that takes longest, after the last micro-batch.
@@ -28,27 +29,28 @@ from planner.layout import MICRO, Axis, Layout
 from planner.memory import USES
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
-from planner.partition import cut
+from planner.pipeline.partition import cut
+from planner.pipeline.schedule import VIRTUAL_STAGES
+from planner.pipeline.simulate import step_s as simulated_s
+from planner.pipeline.stages import Block, Chain, Cut, Pipeline, Saving, blocks_of, bound_s, stage_times
+from planner.problem import Evaluation
 from planner.recompute import LEVELS, Amount, Level, Recompute, ladder
-from planner.schedule import VIRTUAL_STAGES
-from planner.simulate import step_s as simulated_s
-from planner.stages import Block, Chain, Cut, Pipeline, Saving, blocks_of, bound_s, stage_times
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 """Schedules that are tried where none is pinned."""
-INTERLEAVED = 8
-"""So many stages a rank has at most where none is pinned."""
+VIRTUAL = (1, 2, 4, 8)
+"""So many stages a rank may have where their number is not pinned."""
 BEST = 2
 """So many pipelines are cut for: those whose even cut, saving everything, takes least; more while none fits."""
 QUICK, THOROUGH = 100, 1000
-"""Effort for cuts that are one of many, and for the last; see :data:`planner.partition.EFFORT`."""
+"""Effort for cuts that are one of many, and for the last; see :data:`planner.pipeline.partition.EFFORT`."""
 TRIES = 3
 """So often a chain is cut anew with less memory when what works beside it did not fit."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """One block of the chain, and what :class:`planner.stages.Block` leaves out.
+    """One block of the chain, and what :class:`planner.pipeline.stages.Block` leaves out.
 
     Attributes:
         communication_s: what of the block's seconds is communication.
@@ -107,9 +109,9 @@ class Staged:
         return max(self.rank_bytes)
 
     @property
-    def recomputes(self) -> bool:
-        """Whether any block makes anything again."""
-        return any(level != "none" for level in self._levels)
+    def evaluation(self) -> Evaluation:
+        """What it takes, as of a plan in one turn; nothing of its communication is told apart."""
+        return Evaluation(self.step_s, 0.0, self.peak_bytes, True)
 
     def at(self, level: Level) -> tuple[int, ...]:
         """Which blocks recompute at a level, by number."""
@@ -366,7 +368,7 @@ class _Chain:
 def pipelines_of(
     stages: int, micro_batches: int, blocks: int, names: Iterable[str] = SCHEDULES, virtual_stages: int | None = None
 ) -> list[Pipeline]:
-    """The schedules for a chain of so many blocks; virtual stages are powers of two unless their number is given.
+    """The schedules for a chain of so many blocks, with :data:`VIRTUAL` stages a rank unless their number is given.
 
     One stage has only micro-batch after micro-batch.
     """
@@ -375,8 +377,7 @@ def pipelines_of(
     found = []
     for name in names:
         least, most = VIRTUAL_STAGES[name]
-        counts = [n for n in (1, 2, 4, 8) if least <= n <= (most or INTERLEAVED)]
-        counts = counts if virtual_stages is None else [virtual_stages]
+        counts = [n for n in VIRTUAL if least <= n <= (most or n)] if virtual_stages is None else [virtual_stages]
         found += [Pipeline(name, stages, micro_batches, v) for v in counts if stages * v <= blocks]
     return found
 
@@ -391,7 +392,7 @@ def stage(
     """The pipeline of shortest step among some, as far as it beats ``cutoff_s``; ``None`` if none does, or none fits.
 
     Args:
-        effort: what looking for each cut may take, see :func:`planner.partition.cut`.
+        effort: what looking for each cut may take, see :func:`planner.pipeline.partition.cut`.
     """
     chain = chain_of(links)
     best: Staged | None = None

@@ -3,10 +3,10 @@
 A chain is blocks one after the other, equal ones as a block and a count. A cut gives every stage the blocks between two
 boundaries, at least one, and every block one of its ways to save activations: all of them, or less and some
 recomputation before its backward. :func:`evaluate` is the only definition of a cut's step and bytes;
-:mod:`planner.partition` looks for the best one.
+:mod:`planner.pipeline.partition` looks for the best one.
 
 A rank holds, of each of its stages, ``held_bytes`` of all blocks always and the saved bytes once for every micro-batch
-in flight; the peak is at one of the fullest moments of its order (:attr:`planner.schedule.Schedule.held`).
+in flight; the peak is at one of the fullest moments of its order (:attr:`planner.pipeline.schedule.Schedule.held`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Literal
 import numpy as np
 
 from planner.errors import ScheduleError
-from planner.schedule import check_fits, fullest, placed
-from planner.simulate import Times, step_s
+from planner.pipeline.schedule import check_fits, fullest, placed
+from planner.pipeline.simulate import Times, step_s
 
 
 @dataclass(frozen=True)
