@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.runtime.module import ParallelModule
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of live storages; use as a context.
@@ -60,8 +62,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 def held_tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
-    """Parameters, buffers, gradients and optimizer state that are alive between two steps."""
+    """Parameters, buffers, gradients, their buckets and optimizer state that are alive between two steps."""
     found: list[Tensor] = [*module.parameters(), *module.buffers()]
+    if isinstance(module, ParallelModule):
+        found += module.buckets.tensors
     found += [p.grad for p in module.parameters() if p.grad is not None]
     if optimizer is not None:
         found += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -100,7 +100,7 @@ def observed_peak(model: torch.nn.Module, traced: Traced, assignment: Assignment
         optimizer.step()
         optimizer.zero_grad()
         tracker = MemTracker()
-        tracker.track_external(pmodel, optimizer, *leaves.values())
+        tracker.track_external(pmodel, optimizer, *leaves.values(), *pmodel.buckets.tensors)
         with tracker:
             _backward(pmodel, leaves)
             snapshots = tracker.get_tracker_snapshot("peak")

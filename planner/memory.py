@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -164,6 +164,7 @@ class _Tape:
         targets: where the gradients of its operands go.
         works: bytes that it needs while it runs.
         together: bytes of one storage in which all of its gradients lie; 0: each has its own.
+        bucket: where that storage lies if it is there from the start.
         keeps: its gradient stays when backward is over (a parameter's).
         waits_for: nodes that still have to run before it.
     """
@@ -176,6 +177,7 @@ class _Tape:
     targets: list[_Target] = field(default_factory=list)
     works: int = 0
     together: int = 0
+    bucket: _Storage | None = None
     keeps: bool = False
     waits_for: int = 0
 
@@ -270,6 +272,11 @@ class _Frame:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
+def _are_parameters(values: Iterable[_Value]) -> bool:
+    """Whether gradients of these values are those of parameters."""
+    return all(value.made[0].keeps for value in values if value.made)
+
+
 class _Run:
     def __init__(self, assignment: Assignment):
         self.assignment, self.space = assignment, assignment.space
@@ -277,12 +284,15 @@ class _Run:
         self.heap = _Heap()
         self.tapes: list[_Tape] = []
         self.frame: _Frame | None = None
+        self.buckets: _Storage | None = None
 
     def step(self) -> Timeline:
         heap = self.heap
         values = self._leaves()
         heap.moment("forward")
         values = {ref: self._relayed(ref, value) for ref, value in values.items()}
+        if self.space.cost.cluster.backend == "gloo":  # see autopar/runtime/buckets.py
+            self.buckets = heap.new("gradients", "gradients", self._bucket_bytes(values))
         readers = self._readers()
         for number, instance in enumerate(self.space.folded.instances):
             inputs = {ref: values[ref] for ref in instance.block.inputs}
@@ -351,7 +361,7 @@ class _Run:
             heap.hold(value.storage)
         last = {ref: i for i, node in enumerate(block.nodes) for ref in node.inputs}
         kept = set(block.outputs)
-        ready = self._summed(instance, frame)
+        ready = self._summed(block, frame)
         for i, node in enumerate(block.nodes):
             heap.moment(f"forward {node.path or node.name}: {node.op}")
             for ref, value in self._operator(node, frame, ready).items():
@@ -364,20 +374,31 @@ class _Run:
                     heap.drop(frame.pop(ref).storage)
         return {ref: frame[ref] for ref in block.outputs if ref in frame}
 
-    def _summed(self, instance: Instance, frame: dict[Ref, _Value]) -> dict[Ref, _Value]:
-        """Parameters whose gradients are summed in one call: views, and an autograd node per axis."""
-        grouped: dict[tuple[tuple[int, ...], str], dict[Ref, None]] = {}
-        for node in instance.block.nodes:
+    def _sums(self, block: Block) -> dict[tuple[tuple[int, ...], str], list[Ref]]:
+        """Parameters of a block whose gradients are summed in one call for each axis, by axes and dtype."""
+        found: dict[tuple[tuple[int, ...], str], dict[Ref, None]] = {}
+        for node in block.nodes:
             for position, ref in enumerate(node.inputs):
                 axes = self.assignment.summed_over(node, position)
                 if axes:
-                    grouped.setdefault((axes, self.graph.type_of(ref).dtype), {})[ref] = None
+                    found.setdefault((axes, self.graph.type_of(ref).dtype), {})[ref] = None
+        return {key: list(refs) for key, refs in found.items()}
+
+    def _bucket_bytes(self, values: Mapping[Ref, _Value]) -> int:
+        """Bytes of the sums that leave as gradients of parameters, whose memory the host keeps for the next step."""
+        blocks = [instance.block for instance in self.space.folded.instances]
+        groups = [[values[ref] for ref in refs] for block in blocks for refs in self._sums(block).values()]
+        return sum(value.bytes for group in groups if _are_parameters(group) for value in group if value.made)
+
+    def _summed(self, block: Block, frame: dict[Ref, _Value]) -> dict[Ref, _Value]:
+        """Parameters whose gradients are summed in one call: views, and an autograd node per axis."""
         ready: dict[Ref, _Value] = {}
-        for (axes, _), refs in grouped.items():
+        for (axes, _), refs in self._sums(block).items():
             for _axis in axes:
                 current = [ready.get(ref, frame[ref]) for ref in refs]
                 tape = self._tape("sum of gradients", len(current))
                 tape.together = sum(value.bytes for value in current if value.made)
+                tape.bucket = self.buckets if _are_parameters(current) else None
                 tape.targets = [_Target(*value.made, value.bytes) for value in current if value.made]
                 for number, (ref, value) in enumerate(zip(refs, current, strict=True)):
                     ready[ref] = _Value(value.storage, value.bytes, (tape, number) if value.made else None)
@@ -548,7 +569,7 @@ class _Run:
         heap.moment(f"backward {tape.name}")
         saved = [*tape.saved, *(frame.take(heap, storage) for frame, storage in tape.again)]
         works = heap.new(tape.name, "temporary", tape.works)
-        together = heap.new("gradients", "gradients", tape.together)
+        together = heap.hold(tape.bucket) if tape.bucket else heap.new("gradients", "gradients", tape.together)
         arriving = []
         for target in tape.targets:
             came = tape.incoming[target.of]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar.runtime.buckets import Buckets
 from autopar.runtime.mesh import groups_of, part_of, placements
 from autopar.runtime.parameters import local_parts
 from autopar.runtime.state import RunState
@@ -107,6 +108,7 @@ class ParallelModule(nn.Module):
             if first in tensors:
                 _register(self, name, tensors[first], name not in not_saved)
         self._leaf_names = {leaf.name: leaf for leaf in interface.leaves if leaf.kind in ("param", "buffer")}
+        self.buckets = Buckets()
         self.train(interface.captured_training)
 
     def _stored(self, leaf: LeafSpec, part: Tensor) -> Tensor:
@@ -205,7 +207,7 @@ class ParallelModule(nn.Module):
         """
         flat = self._flatten(args, kwargs)
         inputs = {name: value for name, value in zip(self.interface.input_names, flat, strict=True) if name}
-        held = local_parts({name: _lookup(self, name) for name in self._leaf_names})
+        held = local_parts({name: _lookup(self, name) for name in self._leaf_names}, self.buckets)
         results = self.program(*(self._leaf(leaf, inputs, held) for leaf in self.interface.leaves))
         count = len(results) - len(self.interface.updates)
         if self.training:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from autopar.runtime.buckets import Buckets
 from autopar.runtime.conversions import convert
 
 
@@ -28,8 +29,8 @@ class _LocalParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, *parameters):  # type: ignore[no-untyped-def]
-        ctx.specs, ctx.pending = [p._spec for p in parameters], []
+    def forward(ctx, buckets, *parameters):  # type: ignore[no-untyped-def]
+        ctx.specs, ctx.buckets, ctx.pending = [p._spec for p in parameters], buckets, []
         ctx.set_materialize_grads(False)
         return tuple(p._local_tensor.detach() for p in parameters)
 
@@ -41,14 +42,19 @@ class _LocalParts(torch.autograd.Function):
         ]
         while ctx.pending:
             ctx.pending.pop(0).wait()
-        return tuple(found)
+        return None, *found
 
 
-def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a rank holds, by name: of a parameter its part, whose gradient is the parameter's, in its layout."""
+def local_parts(tensors: Mapping[str, Tensor], buckets: Buckets) -> dict[str, Tensor]:
+    """What a rank holds, by name: of a parameter its part, whose gradient is the parameter's, in its layout.
+
+    Args:
+        tensors: parameters and buffers by name.
+        buckets: where gradients of parameters that a block uses replicated are summed.
+    """
     trained = {name: t for name, t in tensors.items() if isinstance(t, DTensor) and t.requires_grad}
     frozen = {name: t._local_tensor.detach() for name, t in tensors.items() if isinstance(t, DTensor)}
-    parts = dict(zip(trained, _LocalParts.apply(*trained.values()), strict=True))
+    parts = dict(zip(trained, _LocalParts.apply(buckets, *trained.values()), strict=True))
     return {**tensors, **frozen, **parts}
 
 
@@ -69,14 +75,14 @@ class _SumGradients(torch.autograd.Function):
         terms = [
             torch.zeros(s, dtype=d, device=v) if g is None else g for g, (s, d, v) in zip(grads, like, strict=True)
         ]
-        flat = torch.cat([term.reshape(-1) for term in terms])  # a copy of ours, so it may be summed in place
-        pending = dist.all_reduce(flat, group=ctx.axis, async_op=True)
-        takers = {node for node, _ in ctx.next_functions if node is not None}
-        if all(isinstance(node, _LocalParts._backward_cls) for node in takers):
-            for node in takers:
-                node.pending.append(pending)
+        takers = [(node, place) for node, place in ctx.next_functions if node is not None]
+        if all(isinstance(node, _LocalParts._backward_cls) for node, _ in takers):
+            parts, place = takers[0]
+            flat = parts.buckets.joined(place, terms)
+            parts.pending.append(dist.all_reduce(flat, group=ctx.axis, async_op=True))
         else:
-            pending.wait()
+            flat = torch.cat([term.reshape(-1) for term in terms])
+            dist.all_reduce(flat, group=ctx.axis)
         sums = flat.split([term.numel() for term in terms])
         return None, *(None if g is None else s.view_as(g) for s, g in zip(sums, grads, strict=True))
 

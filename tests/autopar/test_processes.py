@@ -108,6 +108,10 @@ def test_gradients_are_summed_whoever_asks(
     pool.run(workers.takes_gradients_in_every_way, model, documents(model, pin, 4))
 
 
+def test_gradients_stay_with_who_holds_them(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    pool.run(workers.gives_gradients_away, "gpt2", documents("gpt2", {"data": 4}, 4))
+
+
 def test_copies(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
     pool.run(workers.copies, "gpt2", documents("gpt2", DATA_TENSOR, 4, 0.5))
 

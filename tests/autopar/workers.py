@@ -6,6 +6,7 @@ A worker builds the original model from a seed, so that every rank has the same 
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -320,6 +321,33 @@ def takes_gradients_in_every_way(name: str, document: Mapping[str, Any]) -> None
         loss.backward()
         loss_of(m, batch_of(name, seed=2)).backward()
     same_gradients(pmodel, model)
+
+
+def gives_gradients_away(name: str, document: Mapping[str, Any]) -> None:
+    """Gradients that somebody still holds are theirs; only memory that nobody holds is summed in again."""
+    model, batch = model_of(name), batch_of(name)
+    pmodel = parallel(model, document, batch)
+    first, held = next(iter(pmodel.parameters())), []
+    where = []
+    for seed in (1, 2, 3, 4):
+        for m in (model, pmodel):
+            m.zero_grad()
+            loss_of(m, batch_of(name, seed)).backward()
+        same_gradients(pmodel, model)
+        if seed < 3:
+            held.append([(p.grad, p.grad.to_local().clone()) for p in pmodel.parameters()])
+        where.append(first.grad.to_local().untyped_storage().data_ptr())
+    for gradient, value in itertools.chain(*held):
+        assert torch.equal(gradient.to_local(), value)
+    buckets = {bucket.untyped_storage().data_ptr() for bucket in pmodel.buckets.tensors}
+    assert where[0] in buckets and where[1] not in buckets
+    held.clear()
+    gradient = value = None
+    pmodel.zero_grad()
+    loss_of(pmodel, batch).backward()
+    assert first.grad.to_local().untyped_storage().data_ptr() == where[0]
+    pmodel.zero_grad()
+    assert pmodel.buckets.tensors and not copy.deepcopy(pmodel).buckets.tensors
 
 
 def evaluates(name: str, document: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from planner.cluster import ClusterSpec
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.memory import USES, Timeline, timeline
 from tests.planner.plans import plan_of, residual_mlp
@@ -20,8 +21,8 @@ PINS = (
 )
 
 
-def timeline_of(graph: Graph, pin: dict[str, int]) -> Timeline:
-    assignment = plan_of(graph, pin=pin).assignment
+def timeline_of(graph: Graph, pin: dict[str, int], on: ClusterSpec | None = None) -> Timeline:
+    assignment = plan_of(graph, on, pin=pin).assignment
     assert assignment is not None
     return timeline(assignment)
 
@@ -49,16 +50,26 @@ def product(rows: int = 64, width: int = 32) -> Graph:
 def test_a_product_by_hand() -> None:
     found = timeline_of(product(), {"data": 4})
     activation, weight = 64 * 32 * 4 // 4, 32 * 32 * 4
-    always = activation + weight + 2 * weight  # input, parameter, Adam's moments
+    always = activation + weight + 2 * weight + weight  # input, parameter, Adam's moments, the last step's bucket
     at = dict(found.moments)
     # The relu holds its operand until it has its result; the result is what its backward needs.
     assert at["forward relu: aten.relu.default"] == always + 2 * activation
     # Its result, the gradient of that, and the gradient of its operand.
     assert at["backward relu: aten.relu.default"] == always + 3 * activation
     assert at["backward mm: aten.mm.default"] == always + activation + weight
-    # The gradient, and the copy of it that is summed over ranks.
-    assert at["backward sum of gradients"] == found.peak_bytes == always + 2 * weight
+    # The gradient alone: the copy of it that is summed over ranks lies in the bucket.
+    assert at["backward sum of gradients"] == always + weight
+    assert found.peak_bytes == always + 3 * activation
     assert sum(held.bytes for held in found.left if held.use == "gradients") == weight
+
+
+def test_buckets_stay_on_the_host_alone() -> None:
+    graph = product(rows=8)
+    clusters = ClusterSpec.local(4), ClusterSpec.preset("dgx-h100", devices=4)
+    at_host, at_gpu = (dict(timeline_of(graph, {"data": 4}, each).moments) for each in clusters)
+    weight = 32 * 32 * 4
+    assert at_host["forward mm: aten.mm.default"] == at_gpu["forward mm: aten.mm.default"] + weight
+    assert at_host["backward sum of gradients"] == at_gpu["backward sum of gradients"]
 
 
 @pytest.mark.parametrize("pin", PINS, ids=str)
