@@ -42,8 +42,8 @@ class Pins:
 
     Attributes:
         sizes: ranks per recipe axis; empty when the mesh is free.
-        sequence_parallel: on the tensor axis, keep norms and residuals sharded along the sequence;
-            ``None`` leaves it to the search.
+        sequence_parallel: on the tensor axis, keep norms and residuals sharded along the sequence, or (``False``)
+            whole; ``None`` leaves it to the search.
         zero: 0 stores parameters whole on the data axis, 3 sharded; ``None`` leaves it to the search. Where no size
             is pinned with it, every device is on the data axis, as if ``tensor`` were pinned to 1.
         recompute: what every block that repeats makes again in backward: ``none``, ``selective`` (all but contractions,
@@ -169,8 +169,9 @@ def _count(name: str, what: str, value: object) -> int | None:
 def label_dims(graph: Graph, rules: Mapping[str, Rule], label: str) -> Labels:
     """Which dims of which values run along the batch or the query sequence.
 
-    ``batch`` starts at dim 0 of every input, ``context`` at attention's query factor; both spread through
-    every operator that keeps the factor.
+    ``batch`` starts at dim 0 of every input, ``context`` at attention's query factor, ``stream`` at what norms run over
+    and at what the parameter of a product lacks: the batch and, however attention is written, the sequence. All spread
+    through every operator that keeps the factor.
 
     Returns:
         value -> {(dim, strips): label}.
@@ -182,6 +183,13 @@ def label_dims(graph: Graph, rules: Mapping[str, Rule], label: str) -> Labels:
             if leaf.op == "input" and shape and shape[0] > 1:
                 found[Ref(leaf.name)] = {(0, 1): label}
     nodes = [node for node in graph.nodes if node.name in rules]
+    if label == "stream":
+        starts = {name: rules[name].sizes.keys() - factors for name, factors in _weighted(graph, rules).items()}
+        starts |= {node.name: _normed(rules[node.name]) for node in nodes if node.op in _NORMS}
+        for name, factors in starts.items():
+            for ref, dims in tensors_of(graph.by_name[name], rules[name]):
+                there = (find(dims, factor, rules[name].sizes) for factor in factors)
+                found.setdefault(ref, {}).update((place, label) for place in there if place)
     refs = {node.name: [ref for ref, _ in tensors_of(node, rules[node.name])] for node in nodes}
     places: dict[object, list[tuple[int, tuple[int, int]]]] = {}
     changed = True
@@ -240,6 +248,7 @@ def filters(
     labels = labels or (lambda label: label_dims(graph, rules, label))
     batch = labels("batch")
     context = labels("context") if {"context", "tensor"} & set(names) else {}
+    stream = labels("stream") if pins.sequence_parallel is False and "tensor" in names else {}
     _check_recipe(pins, graph, mesh, context)
     weighted = _weighted(graph, rules)
     _check_weights(pins, mesh, rules, weighted)
@@ -270,7 +279,8 @@ def filters(
                 return labelled(node, strategy, along) and (names[axis] != MICRO or all(map(_in_turns, strategy.inner)))
             return not strategy.factor
         if names[axis] == "tensor":
-            if labelled(node, strategy, batch):
+            streams = labelled_parts(node, rules[node.name], stream) if node.name not in weighted else ()
+            if labelled(node, strategy, batch) or any(strategy.factor == factor for factor, _ in streams):
                 return False
             if labelled(node, strategy, context):
                 return pins.sequence_parallel is not False and node.name not in weighted
@@ -310,6 +320,12 @@ def _in_turns(call: Inner) -> bool:
 _NORMS = frozenset(
     {"aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.mean.dim"}
 )
+
+
+def _normed(rule: Rule) -> set[str]:
+    """The factors that a norm runs over."""
+    kept = {factor for dim in rule.results[0] for factor in dim} - rule.whole
+    return set(rule.sizes) - kept
 
 
 def _weighted(graph: Graph, rules: Mapping[str, Rule]) -> dict[str, frozenset[str]]:

@@ -139,6 +139,50 @@ def test_tensor_shards_weights() -> None:
     assert strategies(plan, "linear") <= {"tensor:n", "tensor:k"}
 
 
+def normed(sequence: int, width: int, layers: int = 3) -> Graph:
+    """``mean(x + down(relu(up(norm(x)))) ...)``; no attention."""
+    leaves: list[Node] = []
+    nodes: list[Node] = []
+
+    def leaf(name: str, op: str, *shape: int) -> Ref:
+        leaves.append(Node(name, op, (), (TensorType(shape, "float32", op == "param"),), target=name))
+        return Ref(name)
+
+    def call(name: str, op: str, last: int, **args: object) -> Ref:
+        result = TensorType((8, sequence, last), "float32", True)
+        nodes.append(Node(name, f"aten.{op}", tuple(args.items()), (result,), path=name))
+        return Ref(name)
+
+    def linear(name: str, value: Ref, columns: int, rows: int) -> Ref:
+        return call(name, "linear.default", rows, input=value, weight=leaf(f"{name}_w", "param", rows, columns))
+
+    value = linear("stem", leaf("x", "input", 8, sequence, width), width, width)
+    for i in range(layers):
+        norm = {"normalized_shape": (width,), "weight": leaf(f"scale{i}", "param", width), "bias": None, "eps": 1e-5}
+        up = linear(f"up{i}", call(f"norm{i}", "layer_norm.default", width, input=value, **norm), width, 4 * width)
+        down = linear(f"down{i}", call(f"relu{i}", "relu.default", 4 * width, self=up), 4 * width, width)
+        value = call(f"add{i}", "add.Tensor", width, self=value, other=down, alpha=1)
+    loss = Node("loss", "aten.mean.default", (("self", value), ("dtype", None)), (TensorType((), "float32", True),))
+    return Graph((*leaves, *nodes, loss), (Ref("loss"),))
+
+
+def test_without_sequence_parallel_norms_and_residuals_are_whole() -> None:
+    """However attention is written, and along the hidden dim too; left to it, the search shares their work."""
+    graph, spec = normed(sequence=2048, width=4096), ClusterSpec.preset("dgx-a100", devices=4)
+    free, pinned = ({"tensor": 4}, {"tensor": 4, "sequence_parallel": False})
+    assert shared(plan_of(graph, spec, free), "layer_norm", "add")
+    whole = plan_of(graph, spec, pinned)
+    assert not shared(whole, "layer_norm", "add") and shared(whole, "relu")
+    assert strategies(whole, "linear") <= {"tensor:n", "tensor:k"}
+
+
+def shared(plan: Plan, *ops: str) -> set[str]:
+    """The strategies of these operators that shard anything."""
+    labels = {label for block in plan.blocks for name, label in block.ops.items() if any(op in name for op in ops)}
+    assert labels
+    return {label for label in labels if not label.endswith((":replicate", ":invariant", ":partial"))}
+
+
 def test_context_shards_the_query_sequence() -> None:
     plan = plan_of(attention(), pin={"context": 4})
     assert strategies(plan, "attention") == {"context:query"}
