@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.conversion import ConversionTable, Route, local_bytes
 from planner.cost import CostModel
@@ -33,6 +34,7 @@ from planner.skeleton import Role as Role
 from planner.strategy import Allow, Choice, Strips, leaf_layouts, op_choices, rule_of, shards_of
 
 AllowLeaf = Callable[[Node, Layout], bool]
+Mask = NDArray[np.bool_]
 BUCKET_BYTES = 25 * 2**20
 OVERLAP = {"nccl": 0.9, "gloo": 0.0}
 """Share of backward work that can hide gradient communication. Gloo communicates on the cores that compute."""
@@ -164,7 +166,9 @@ class Space:
         self.role_of, self.members, self.leaving = self.skeleton.role_of, self.skeleton.members, self.skeleton.leaving
         self._cuts = self.skeleton.cuts(mesh.sizes)
         self._tables: dict[object, ConversionTable] = {}
+        self._seconds: dict[int, Floats] = {}
         self._works: dict[object, tuple[Floats, Ints, Ints]] = {}
+        self._parts: dict[int, tuple[Ints, Mask, Mask]] = {}
         self._sizes: dict[object, Ints] = {}
         self._computed: dict[object, tuple[float, float]] = {}
         self._pair_of: dict[Flow, tuple[Floats, Floats, Ints]] = {}
@@ -385,7 +389,8 @@ class Space:
                     str(role), time * times / stages, np.zeros(size), cover, held * times // stages, transient
                 )
             again = self.skeleton.runs_again(role, recompute)
-            (forward, backward, inner, inner_again), transient, parameters = self._works_of(node, options)
+            (forward, backward, inner_again, inner_backward), transient, parameters = self._works_of(node, options)
+            inner = inner_again + inner_backward
             if not self.in_turns and all(each.levels(cast(int, role[1])) for each in held_with):
                 transient = transient + parameters  # where they are gathered again: see :meth:`problem`
             time = ((forward + backward + inner) * times + (forward + inner_again) * again) * self.rounds
@@ -410,17 +415,41 @@ class Space:
         return sum((self.stages - 1 - at) / self.stages for at, kind in enumerate(kinds) if kind == role[1])
 
     def _works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints, Ints]:
-        """Seconds (see :attr:`Work.seconds`), bytes, and bytes of parameters, of every choice of an operator.
+        """Seconds (as :class:`Work` has them), bytes, and bytes of parameters, of every choice of an operator.
 
         Operators that share their choices share their rule, and so what they cost; what is held of it may differ.
         """
-        key = (id(options), self.skeleton.working(node))
+        working = self.skeleton.working(node)
+        key = (id(options), working)
         if key not in self._works:
-            works = [self.work(node, option) for option in options if isinstance(option, Choice)]
-            transient = np.array([work.transient_bytes for work in works], np.int64)
-            parameters = np.array([work.parameter_bytes for work in works], np.int64)
-            self._works[key] = np.array([work.seconds for work in works]).T, transient, parameters
+            sizes, is_term, is_whole = self._parts_of(node, options)
+            if id(options) not in self._seconds:
+                moved = sizes.sum(axis=0).tolist()
+                seconds = [
+                    self._work_s(node, o, m) for o, m in zip(options, moved, strict=True) if isinstance(o, Choice)
+                ]
+                self._seconds[id(options)] = np.array(seconds).T
+            transient = working.bytes_of_each(sizes, is_term, is_whole)
+            parameters = sizes[list(working.parameters)].sum(axis=0)
+            self._works[key] = self._seconds[id(options)], transient, parameters
         return self._works[key]
+
+    def _parts_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Ints, Mask, Mask]:
+        """Of an operator's tensors (operands, then results), for every choice: bytes on a rank, and whether it is
+        partial, and replicated, on some axis.
+        """
+        if id(options) not in self._parts:
+            tensors = (*self.graph.input_types(node), *node.results)
+            choices = [option for option in options if isinstance(option, Choice)]
+            layouts = [
+                [(*choice.operands, *choice.results)[place] for choice in choices] for place in range(len(tensors))
+            ]
+            cut = [[[isinstance(t, Shard) for t in layout] for layout in each] for each in layouts]
+            parts = np.where(np.array(cut, bool), np.array(self.mesh.sizes), 1).prod(axis=-1)
+            is_term, is_whole = (np.array([[t in layout for layout in each] for each in layouts]) for t in (P, R))
+            whole = np.array([tensor.size_bytes for tensor in tensors], np.int64)
+            self._parts[id(options)] = whole[:, None] // parts, is_term, is_whole
+        return self._parts[id(options)]
 
     def _held(self, role: Role, node: Node, options: list[Choice] | list[Layout], recompute: Recompute) -> Ints:
         """What the members of a role keep for backward, and what one of them has made again while its block is undone.
@@ -442,7 +471,7 @@ class Space:
         """Bytes of some of an operator's tensors (operands, then results), for every choice."""
         key = (id(options), places)
         if key not in self._sizes:
-            self._sizes[key] = np.array([self.bytes_of(node, each, places) for each in options], np.int64)
+            self._sizes[key] = self._parts_of(node, options)[0][list(places)].sum(axis=0)
         return self._sizes[key]
 
     def bytes_of(self, node: Node, choice: Choice | Layout, places: tuple[int, ...]) -> int:
@@ -466,36 +495,35 @@ class Space:
 
     def work(self, node: Node, choice: Choice) -> Work:
         """Seconds and bytes of one operator on one rank."""
+        tensors, layouts = (*self.graph.input_types(node), *node.results), (*choice.operands, *choice.results)
+        sizes = [local_bytes(tensor, layout, self.mesh) for tensor, layout in zip(tensors, layouts, strict=True)]
+        working = self.skeleton.working(node)
+        return Work(*self._work_s(node, choice, sum(sizes)), working.bytes(sizes, layouts))
+
+    def _work_s(self, node: Node, choice: Choice, moved: int) -> tuple[float, float, float, float]:
+        """Seconds of one operator on one rank, which passes over so many bytes: see :class:`Work`."""
         row = OPS.get(node.op)
         rule = self.rules[node.name]
-        differentiated = any(t.grad for t in node.results)
         inner = {"forward": 0.0, "backward": 0.0}
         for axis, call in choice.inner:
-            if self.mesh.axes[axis].name != MICRO and (call.phase == "forward" or differentiated):
+            if self.mesh.axes[axis].name != MICRO and (call.phase == "forward" or any(t.grad for t in node.results)):
                 bytes_in = self.inner_bytes(rule, choice, call)
                 inner[call.phase] += self.cost.collective_s(call.kind, self.mesh.axes[axis], bytes_in)
         if row is not None and row.view:
-            return Work(0.0, 0.0, inner["forward"], inner["backward"], 0, 0)
-        operands = self.graph.input_types(node)
-        layouts = zip(operands, choice.operands, strict=True)
-        shapes = [local_shape(t.shape, layout, self.mesh.sizes) or () for t, layout in layouts]
-        parts = [math.prod(shape) * t.item_bytes for t, shape in zip(operands, shapes, strict=True)]
-        results = [local_bytes(t, layout, self.mesh) for t, layout in zip(node.results, choice.results, strict=True)]
-        moved = sum(parts) + sum(results)
+            return 0.0, 0.0, inner["forward"], inner["backward"]
+        operands = zip(self.graph.input_types(node), choice.operands, strict=True)
+        shapes = tuple(local_shape(tensor.shape, layout, self.mesh.sizes) or () for tensor, layout in operands)
         share = math.prod(a.size for a, s in zip(self.mesh.axes, choice.axes, strict=True) if s.factor)
-        key = (id(rule), tuple(shapes), moved, share)
+        key = (id(rule), shapes, moved, share)
         if key not in self._computed:
             self._computed[key] = self._compute(node, shapes, moved, share)
-        working, sizes = self.skeleton.working(node), (*parts, *results)
-        transient = working.bytes(sizes, (*choice.operands, *choice.results))
-        parameters = working.parameter_bytes(sizes)
-        return Work(*self._computed[key], inner["forward"], inner["backward"], transient, parameters)
+        return *self._computed[key], inner["forward"], inner["backward"]
 
     def saved_bytes(self, node: Node, choice: Choice, recompute: Recompute = NOTHING) -> int:
         """Bytes that an operator pays for as kept for backward."""
         return int(self.bytes_of(node, choice, self.skeleton.charge(node, recompute)))
 
-    def _compute(self, node: Node, shapes: list[tuple[int, ...]], moved: int, share: int) -> tuple[float, float]:
+    def _compute(self, node: Node, shapes: tuple[tuple[int, ...], ...], moved: int, share: int) -> tuple[float, float]:
         """Seconds of an operator forward and backward, from its operands' local shapes and the bytes it passes over."""
         row = OPS.get(node.op)
         flops = 0.0 if row is None else row.flops(node, self.graph.input_types(node), self.rules[node.name]) / share
@@ -577,7 +605,6 @@ class Work:
 
     Attributes:
         transient_bytes: what it needs while it runs besides what is held: see :mod:`planner.working`.
-        parameter_bytes: what it reads of parameters.
     """
 
     forward_s: float
@@ -585,16 +612,10 @@ class Work:
     inner_forward_s: float
     inner_backward_s: float
     transient_bytes: int
-    parameter_bytes: int
 
     @property
     def inner_s(self) -> float:
         return self.inner_forward_s + self.inner_backward_s
-
-    @property
-    def seconds(self) -> tuple[float, float, float, float]:
-        """Forward, backward, collectives of its own, and those of them that run again when it does."""
-        return self.forward_s, self.backward_s, self.inner_s, self.inner_forward_s
 
 
 def rules_of(graph: Graph, folded: Folded | None = None) -> dict[str, Rule]:

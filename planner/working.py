@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner.graph import Graph, Node
 from planner.layout import Layout, P, R
 from planner.ops import OPS, saved_places
+
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -42,17 +48,25 @@ class Working:
             sizes: of its tensors on one rank.
             layouts: of the same.
         """
-        forward = sum(sizes[place] for place in self.forward)
-        backward = sum(sizes[place] for place in self.backward)
-        if self.works:
-            backward += self.works * max(sizes[place] for place in self.like)
-        sums = [sizes[place] for place in self.terms if P in layouts[place]]
-        sums += [sizes[place] for place in self.summed if R in layouts[place]]
-        return max(forward, backward, 2 * max(sums, default=0))
+        terms, whole = ([[local_type in layout] for layout in layouts] for local_type in (P, R))
+        return int(self.bytes_of_each(np.array(sizes, np.int64)[:, None], np.array(terms), np.array(whole))[0])
 
-    def parameter_bytes(self, sizes: Sequence[int]) -> int:
-        """Bytes of its parameters on one rank."""
-        return sum(sizes[place] for place in self.parameters)
+    def bytes_of_each(self, sizes: Ints, is_term: Mask, is_whole: Mask) -> Ints:
+        """The same for many ways to lay its tensors out.
+
+        Args:
+            sizes: by tensor and way.
+            is_term, is_whole: by tensor and way, whether it is partial, and whether it is replicated, on some axis.
+        """
+        nothing = np.zeros(sizes.shape[1], np.int64)
+        backward = sum((sizes[place] for place in self.backward), nothing)
+        if self.works:
+            backward = backward + self.works * sizes[list(self.like)].max(axis=0)
+        fullest = np.maximum(sum((sizes[place] for place in self.forward), nothing), backward)
+        for places, is_summed in ((self.terms, is_term), (self.summed, is_whole)):
+            for place in places:
+                fullest = np.maximum(fullest, 2 * sizes[place] * is_summed[place])
+        return fullest
 
 
 def working(graph: Graph, node: Node) -> Working:
