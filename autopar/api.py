@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.build import build
+from autopar.build import InTurns, build
 from autopar.capture import Captured, LossFn, capture, no_garbage
 from autopar.lower import lower
 from autopar.materialize import Source, part_maker
-from autopar.rewrite import check_runs
-from autopar.runtime.mesh import device_mesh
+from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import ParallelModule
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
@@ -25,7 +24,8 @@ from planner.errors import ClusterError, InputError, PinError, PlanError
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
 from planner.pins import Pins, filters
-from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restore
+from planner.pipeline.schedule import schedule
+from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restage, restore
 from planner.predict import predict, predict_in_turns
 from planner.search import check_time_limit, search
 
@@ -95,8 +95,7 @@ def plan(
         fold: ``"capture"`` traces submodules that repeat once and decides once per distinct block, ``"graph"`` traces
             the whole model and decides once per distinct block, ``"off"`` decides for every operator of the model.
             The graph is the same in all three, and what ``"capture"`` cannot follow is traced whole.
-        pipelines: also look at pipeline stages and micro-batches, as where ``pin`` asks for them. Such plans are
-            inspected and compared; :func:`parallelize` does not run them yet.
+        pipelines: also look at pipeline stages and micro-batches, as where ``pin`` asks for them.
         time_limit_s: when to stop proving; the plan then carries the proven gap.
         progress: called with a line of text as the search advances.
 
@@ -210,6 +209,7 @@ def parallelize(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
     pin: Mapping[str, Any] | None = None,
+    pipelines: bool = False,
     state_dict: Source | None = None,
     seed: int = 0,
     time_limit_s: float = 60.0,
@@ -221,20 +221,20 @@ def parallelize(
     ``state_dict``, or, for models on the meta device, from the modules' own initialisation.
 
     Args:
-        model, cluster, example_args, example_kwargs, loss_fn, pin, time_limit_s: as in :func:`plan`.
+        model, cluster, example_args, example_kwargs, loss_fn, pin, pipelines, time_limit_s: as in :func:`plan`.
         plan: a plan to apply without searching, or the path of one's file.
         state_dict: the original model's full state dict, or the path of a safetensors file.
         seed: of dropout, and of initialisation on the meta device.
         progress: called on rank 0 with a line of text as the search advances.
 
     Raises:
-        PlanError: the plan does not fit the model, the cluster or the process group, is one in turns, or ranks differ.
+        PlanError: the plan does not fit the model, the cluster or the process group; ranks were given different ones;
+            or nothing runs its schedule yet.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     if plan is not None and pin:
         raise PinError("a plan is already decided, so pin has nothing left to fix: give plan or pin, not both")
     plan = None if plan is None else given_plan(plan)
-    check_one_turn(plan, pin)
     if plan is not None and plan.cluster.world_size != cluster.world_size:
         raise PlanError(
             f"the plan is for {plan.cluster.world_size} devices, the cluster has {cluster.world_size}: plan again"
@@ -250,11 +250,36 @@ def parallelize(
         _say(progress, f"capturing {type(model).__name__}")
     traced = trace(model, example_args, example_kwargs, loss_fn)
     if plan is None:
-        plan = _plan_on_rank_0(traced, cluster, pin, time_limit_s, progress)
+        plan = _plan_on_rank_0(traced, cluster, pin, pipelines, time_limit_s, progress)
     assignment = assign(traced, plan)
-    mesh = device_mesh(plan.mesh, device.type)
-    make_part = part_maker(model, traced.captured, plan.mesh, dist.get_rank(), device, state_dict, seed)
-    return build(model, traced.captured, assignment, mesh, dist.get_rank(), make_part, seed)
+    assignment, in_turns = staged(plan, assignment)
+    stage_mesh = plan.mesh.in_turns(1)
+    mesh, pipeline = pipeline_mesh(stage_mesh, device.type, cluster.world_size // stage_mesh.size)
+    rank = dist.get_rank() % stage_mesh.size
+    make_part = part_maker(model, traced.captured, stage_mesh, rank, device, state_dict, seed)
+    if in_turns is not None:
+        in_turns = replace(in_turns, pipeline=pipeline)
+    return build(model, traced.captured, assignment, mesh, rank, make_part, seed, in_turns)
+
+
+def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, InTurns | None]:
+    """An assignment as its plan recomputes, and how it runs if it does so in turns.
+
+    Raises:
+        PlanError: the plan's pipeline does not fit the model's blocks, or nothing runs its schedule.
+    """
+    found = restage(plan, assignment)
+    if found is None:
+        return assignment, None
+    pipeline = found.pipeline
+    actions = schedule(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
+    if any(action.kind in "IW" for row in actions.rows for action in row) or any(actions.ahead):
+        raise PlanError(
+            f"schedule {pipeline.schedule!r} is planned and simulated, but not run yet: pin "
+            "{'schedule': '1f1b'}, 'interleaved_1f1b' or 'gpipe'"
+        )
+    recomputing = replace(assignment, recompute=found.recompute(assignment.space.folded))
+    return recomputing, InTurns(actions, found.cut.bounds)
 
 
 def start_process_group(cluster: ClusterSpec) -> torch.device:
@@ -285,6 +310,7 @@ def _plan_on_rank_0(
     traced: Traced,
     cluster: ClusterSpec,
     pin: Mapping[str, Any] | None,
+    pipelines: bool,
     time_limit_s: float,
     progress: Progress | None,
 ) -> Plan:
@@ -292,9 +318,8 @@ def _plan_on_rank_0(
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            found = plan_traced(
-                traced, cluster, Pins.parse(pin), Training(), time_limit_s=time_limit_s, progress=progress
-            )
+            limits: dict[str, Any] = {"pipelines": pipelines, "time_limit_s": time_limit_s, "progress": progress}
+            found = plan_traced(traced, cluster, Pins.parse(pin), Training(), **limits)
             message = [found.to_dict()]
         except Exception as error:
             message = [error]
@@ -333,18 +358,6 @@ def given_plan(plan: object) -> Plan:
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is {_kind(plan)}; give a Plan, or the path of a file that plan.save wrote")
     return plan
-
-
-def check_one_turn(plan: Plan | None, pin: Mapping[str, Any] | None) -> None:
-    """Refuse a plan, or pins for one, that is planned but not run, before anything is started for it.
-
-    Raises:
-        PlanError: it takes a step in micro-batches, or through the stages of a pipeline.
-    """
-    if plan is not None:
-        check_runs(1 if plan.pipeline is None else plan.pipeline.ranks, plan.mesh.micro_batches)
-    pins = Pins.parse(pin)
-    check_runs(pins.stages or 1, pins.micro_batches or 1)
 
 
 def check_arguments(

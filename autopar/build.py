@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.body import STATE
 from autopar.capture import Captured
 from autopar.flatten import canonical_names
-from autopar.rewrite import STATE, rewrite
+from autopar.rewrite import rewrite
+from autopar.runtime.mail import Between, Within
 from autopar.runtime.mesh import groups_of
-from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModule
+from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModule, Program
 from autopar.runtime.random import RandomState
+from autopar.runtime.stage import Stage
 from autopar.runtime.state import RunState
+from autopar.runtime.step import Leaving, Step, Tie
+from autopar.runtime.turns import Turns
+from autopar.stages import stages_of
 from planner.formulate import Assignment
 from planner.graph import Ref
+from planner.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
+from planner.pipeline.schedule import Schedule
+
+MakePart = Callable[[LeafSpec], Tensor]
+"""Makes this rank's part of a parameter, buffer or constant."""
+
+
+@dataclass(frozen=True)
+class InTurns:
+    """How a step in turns runs.
+
+    Attributes:
+        schedule: the actions of every rank of the pipeline.
+        bounds: where the blocks are cut into stages.
+        pipeline: the ranks of the pipeline that hold the same part of every stage; ``None``: all are this process.
+    """
+
+    schedule: Schedule
+    bounds: tuple[int, ...]
+    pipeline: ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """Which rank of the pipeline this process is."""
+        return None if self.pipeline is None else dist.get_rank(self.pipeline)
 
 
 def build(
@@ -25,53 +61,155 @@ def build(
     assignment: Assignment,
     device_mesh: DeviceMesh,
     rank: int,
-    make_part: Callable[[LeafSpec], Tensor],
+    make_part: MakePart,
     seed: int = 0,
+    in_turns: InTurns | None = None,
 ) -> ParallelModule:
     """Emit the program and hold its parameters.
 
     Args:
+        rank: of this process among those of its stage.
         make_part: this rank's part of a parameter, buffer or constant.
         seed: of dropout and other random operators, the same on all ranks.
+        in_turns: for a plan in turns.
     """
     state = RunState(RandomState(seed))
     holder = {**groups_of(device_mesh), STATE: state}
-    rewritten = rewrite(captured, assignment, holder, torch.device(device_mesh.device_type))
+    device = torch.device(device_mesh.device_type)
+    leaves = [leaf.name for leaf in assignment.space.graph.leaves]
+    program: Program
+    if in_turns is None:
+        program = rewrite(captured, assignment, holder, device).module
+    else:
+        program = _step(captured, assignment, in_turns, holder, device)
+        leaves = list(program.leaves)
     names = {
         name: first
         for name, first in canonical_names(model).items()
         if any(leaf == ("param", first) or leaf == ("buffer", first) for leaf in captured.leaves.values())
     }
+    interface = interface_of(captured, assignment, leaves)
+    if in_turns is not None and in_turns.pipeline is not None:
+        make_part = _made_together(interface_of(captured, assignment), interface, make_part)
     return ParallelModule(
-        rewritten.module,
-        interface_of(captured, assignment),
-        assignment.space.mesh,
+        program,
+        interface,
+        assignment.space.mesh.in_turns(1),
         device_mesh,
         rank,
         names,
         _not_saved(model),
         make_part,
         state,
+        None if in_turns is None else in_turns.pipeline,
     )
 
 
-def interface_of(captured: Captured, assignment: Assignment) -> Interface:
-    """How the program's flat inputs and outputs map onto the model's."""
-    graph = assignment.space.graph
+def _made_together(whole: Interface, own: Interface, make_part: MakePart) -> MakePart:
+    """Parts of the leaves of this process; all processes make those of all leaves, which they may do together."""
+    wanted, parts = {leaf.name for leaf in own.leaves}, {}
+    for leaf in whole.leaves:
+        if leaf.kind != "input":
+            part = make_part(leaf)
+            if leaf.name in wanted:
+                parts[leaf.name] = part
+    return lambda leaf: parts.pop(leaf.name)
+
+
+def _step(
+    captured: Captured, assignment: Assignment, in_turns: InTurns, holder: Mapping[str, Any], device: torch.device
+) -> Step:
+    """What this process runs of a step in turns."""
+    space, schedule, rank = assignment.space, in_turns.schedule, in_turns.rank
+    turns = Turns(space.mesh.micro_batches)
+    emitted = stages_of(captured, assignment, in_turns.bounds, {**holder, MICRO: turns}, device)
+    stages = [stage for stage, _ in emitted]
+    here = [stage for stage in stages if rank is None or schedule.rank_of[stage.number] == rank]
+    mail = Within() if in_turns.pipeline is None else Between(schedule, here, in_turns.pipeline, device)
+    read = {name for stage in here for name in (*stage.parameters, *stage.leaves)}
+    leaves = [leaf for leaf in space.graph.leaves if leaf.name in read or leaf.op == "input"]
+    home = {position: stage.number for stage in stages for position in stage.outputs}
+    loss = [position for position in space.graph.roots if not space.graph.type_of(space.leaving[position]).shape]
+    return Step(
+        here,
+        schedule.flow.actions if rank is None else schedule.rows[rank],
+        [leaf.name for leaf in leaves],
+        {
+            leaf.name: dim
+            for leaf in leaves
+            if (dim := _turned(space.mesh, assignment.produced(Ref(leaf.name)))) is not None
+        },
+        [_leaving(assignment, position, home[position]) for position in range(len(space.leaving))],
+        loss[0] if loss else None,
+        turns,
+        holder[STATE],
+        mail,
+        [stage.draws for stage in stages],
+        [] if in_turns.pipeline is None else _ties(stages, schedule, in_turns.pipeline),
+    )
+
+
+def _ties(stages: Sequence[Stage], schedule: Schedule, pipeline: ProcessGroup) -> list[Tie]:
+    """Parameters that stages of several ranks read; every process takes part in making their groups."""
+    readers: dict[str, set[int]] = defaultdict(set)
+    for stage in stages:
+        for name in stage.parameters:
+            readers[name].add(schedule.rank_of[stage.number])
+    together: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, ranks in readers.items():
+        if len(ranks) > 1:
+            together[tuple(sorted(ranks))].append(name)
+    own = dist.get_process_group_ranks(pipeline)
+    size = dist.get_world_size() // len(own)
+    found = []
+    for holders, names in together.items():
+        # Rank r of every stage is size ranks from that of the next.
+        groups = {r: dist.new_group([r + size * at for at in holders]) for r in range(size)}
+        if dist.get_rank(pipeline) in holders:
+            found.append(Tie(tuple(names), groups[own[0]], dist.get_rank(pipeline) == holders[0]))
+    return found
+
+
+def _turned(mesh: Mesh, layout: Layout) -> int | None:
+    """The dim along which micro-batches lie behind one another."""
+    turns = layout[0] if mesh.micro_batches > 1 else R
+    return turns.dim if isinstance(turns, Shard) else None
+
+
+def _leaving(assignment: Assignment, position: int, stage: int) -> Leaving:
+    ref, space = assignment.space.leaving[position], assignment.space
+    made = assignment.delivered(ref)
+    summed = space.mesh.micro_batches > 1 and made[0] == P
+    dtype = getattr(torch, space.graph.type_of(ref).dtype)
+    return Leaving(_turned(space.mesh, made), summed, stage, dtype)
+
+
+def interface_of(captured: Captured, assignment: Assignment, leaf_names: Collection[str] | None = None) -> Interface:
+    """How the program's flat inputs and outputs map onto the model's.
+
+    Args:
+        leaf_names: the leaves that the program takes, in order; left out: all.
+    """
+    graph, mesh = assignment.space.graph, assignment.space.mesh
     leaves = []
     for leaf in graph.leaves:
-        tensor = leaf.results[0]
-        dtype = getattr(torch, tensor.dtype)
-        name = leaf.name if leaf.op in ("input", "const") else leaf.target
-        leaves.append(LeafSpec(leaf.op, name, tensor.shape, dtype, assignment.produced(Ref(leaf.name)), tensor.grad))
+        if leaf_names is None or leaf.name in leaf_names:
+            tensor = leaf.results[0]
+            dtype = getattr(torch, tensor.dtype)
+            name = leaf.name if leaf.op in ("input", "const") else leaf.target
+            layout = over_turns(assignment.produced(Ref(leaf.name)), mesh)
+            leaves.append(LeafSpec(leaf.op, name, tensor.shape, dtype, layout, tensor.grad))
     outputs: list[OutputSpec | None] = []
     position = 0
     for output in captured.outputs:
         if output is None:
             outputs.append(None)
             continue
-        shape = graph.type_of(graph.outputs[position]).shape
-        outputs.append(OutputSpec(shape, assignment.output_layout(position)))
+        ref = graph.outputs[position]
+        layout = assignment.output_layout(position)
+        if mesh.micro_batches > 1:  # turns are put together as they come, whatever the layout says of them
+            layout = over_turns((assignment.delivered(ref)[0], *layout[1:]), mesh)
+        outputs.append(OutputSpec(graph.type_of(ref).shape, layout))
         position += 1
     return Interface(
         tuple(leaves),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx import GraphModule
 
 from autopar.capture import Captured
 from autopar.runtime.recompute import recompute
@@ -73,6 +74,7 @@ def first_divergence(
     """
     watcher = _Watcher(simulation, assignment, reference, rtol)
     root = simulation.module.program
+    assert isinstance(root, GraphModule)
     watcher.instances = iter(assignment.space.folded.instances)
     with torch.no_grad():
         _Root(root, watcher).run(*leaves)

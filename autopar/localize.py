@@ -18,8 +18,9 @@ from torch import fx
 from autopar.local_sizes import local_call
 from autopar.runtime.draws import draw, draw_attention
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS, LocalForm
+from planner.errors import PlanError
 from planner.graph import Node, TensorType
-from planner.layout import Layout, Mesh, Shard, local_outer, local_shape
+from planner.layout import MICRO, Layout, Mesh, Shard, local_outer, local_shape
 from planner.ops import OPS
 from planner.rules import Rule, find
 from planner.strategy import Choice
@@ -35,6 +36,7 @@ class Call:
         args: arguments by schema name; tensors are fx nodes of the local program.
         group: emits the fx node of a mesh axis's process group.
         state: emits the fx node of the program's run state (training mode and random numbers).
+        count: of how many tokens a loss is the mean, where that is found before a step in turns.
     """
 
     graph: fx.Graph
@@ -47,6 +49,7 @@ class Call:
     args: dict[str, Any]
     group: Callable[[int], fx.Node]
     state: Callable[[], fx.Node]
+    count: fx.Node | None = None
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, trailing defaults left out."""
@@ -119,6 +122,12 @@ def local_form(call: Call) -> fx.Node:
     return call.emit(form.function, (*first, *positional), {**keywords, **groups})
 
 
+OVER_TURNS = ("token_groups", "contracted_groups")
+"""Keywords of layers that only count: an axis may be micro-batches."""
+
+COUNT = "count"
+"""The keyword of losses that takes of how many tokens they are the mean."""
+
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
@@ -152,6 +161,10 @@ def _layer_groups(call: Call, form: LocalForm) -> dict[str, Any]:
             axes = tuple(sorted(axes, key=lambda axis: (_outer(call, axis), axis)))
             found[form.strips[keyword]] = tuple(_strips(call, axis) for axis in axes)
         found[keyword] = call.groups(axes)
+        if keyword not in OVER_TURNS and any(call.mesh.axes[axis].name == MICRO for axis in axes):
+            raise PlanError(f"{call.node.name} ({call.node.op}) mixes micro-batches in {call.node.path or 'the model'}")
+    if call.count is not None:
+        found[COUNT] = call.count
     return found
 
 

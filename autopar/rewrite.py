@@ -7,28 +7,20 @@ is decided here: operators run as the assignment says, and conversions are the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from autopar.body import STATE, Body, bind_results, block_body, entries_of, identifier, module_of, one_or_all
 from autopar.capture import Captured
-from autopar.localize import Call, local_form
-from autopar.runtime.conversions import convert
-from autopar.runtime.parameters import replicate_parameters
 from autopar.runtime.recompute import recompute
-from planner.conversion import Route, Step
-from planner.errors import PlanError
 from planner.fold import Block
 from planner.formulate import Assignment
-from planner.graph import Node, Ref
-from planner.layout import I, Layout, Mark, R, Shard, local_outer
-from planner.ops import saved_places
-from planner.recompute import Again
-
-STATE = "state"
+from planner.graph import Ref
+from planner.recompute import Level
 
 
 @dataclass(frozen=True)
@@ -46,17 +38,8 @@ class Rewritten:
     programs: Mapping[str, int]
 
 
-def check_runs(stages: int, micro_batches: int) -> None:
-    """Raise :class:`PlanError` for what is planned, but not run."""
-    if stages > 1 or micro_batches > 1:
-        raise PlanError(
-            f"this plan takes a step in turns (pipeline {stages}, micro_batches {micro_batches}), which autopar plans "
-            "and predicts but does not run yet: plan without pipelines, and without these pins"
-        )
-
-
 def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any], device: torch.device) -> Rewritten:
-    """Emit the program of one rank.
+    """Emit the program of one rank; a step in turns has programs of its own, see :mod:`autopar.stages`.
 
     Args:
         captured: the model's graph, for the operators' targets.
@@ -64,312 +47,95 @@ def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any
         groups: process group of every mesh axis, by name; ``"state"`` holds the run state.
         device: where factory operators create tensors.
     """
-    check_runs(assignment.space.stages, assignment.space.mesh.micro_batches)
-    targets = {node.name: node.target for node in captured.graph.nodes if node.op == "call_function"}
-    root = _Body(assignment, targets, device)
-    holder: dict[str, Any] = {}
-    made: dict[tuple[object, ...], str] = {}
-    calls: dict[str, int] = {}
+    assert not assignment.space.in_turns
+    root = Root(captured, assignment, groups, device)
     graph = assignment.space.graph
     for leaf in graph.leaves:
-        root.values[Ref(leaf.name)] = root.graph.placeholder(_leaf_name(leaf, ""))
+        root.body.enter(Ref(leaf.name))
     for leaf in graph.leaves:
-        root.relay(Ref(leaf.name))
-    names = program_names(assignment)
-    space = assignment.space
-    for instance, (kind, nth) in zip(space.folded.instances, space.skeleton.numbers, strict=True):
+        root.body.relay(Ref(leaf.name))
+    for number in range(len(assignment.space.folded.instances)):
+        root.call(number)
+    root.body.graph.output(tuple(root.leaving(position) for position in range(len(assignment.space.leaving))))
+    return Rewritten(root.module("Root"), tuple(leaf.name for leaf in graph.leaves), root.calls)
+
+
+class Root:
+    """A program that calls those of blocks.
+
+    Attributes:
+        body: the program itself.
+        calls: name of each distinct block program -> how often it is called.
+    """
+
+    def __init__(self, captured: Captured, assignment: Assignment, groups: Mapping[str, Any], device: torch.device):
+        self.assignment, self.groups, self.device = assignment, groups, device
+        self.targets = targets_of(captured)
+        self.body = Body(assignment, self.targets, device)
+        self.calls: dict[str, int] = {}
+        self._names = program_names(assignment)
+        self._made: dict[tuple[object, ...], str] = {}
+        self._holder: dict[str, Any] = {}
+
+    def call(self, number: int) -> None:
+        """Call an instance of a block, by its number."""
+        assignment, space, graph = self.assignment, self.assignment.space, self.body.graph
+        instance, (kind, nth) = space.folded.instances[number], space.skeleton.numbers[number]
         level = assignment.recompute.level(kind, nth)
         read = tuple(space.is_read(ref) for ref in instance.block.outputs)
         key = (kind, level, read, *(assignment.delivered(ref) for ref in instance.block.inputs))
-        if key not in made:
-            base = names[kind] if level == "none" else f"{names[kind]}_{level}"
-            name = made[key] = base if base not in calls else f"{base}_{sum(n.startswith(base) for n in calls)}"
-            calls[name] = 0
-            body = _block_body(instance.block, assignment, targets, device)
-            if level == "none":
-                body.graph.output(_one_or_all(body.values[ref] for ref in instance.block.outputs))
-            else:
-                again = body.recomputing(instance.block, space.skeleton.again(kind, level))
-                holder[_again(name)] = _module(dict(groups), again, _again(name))
-            holder[name] = _module(dict(groups), body.graph, name)
-        calls[made[key]] += 1
-        inputs = tuple(root.values[ref] for ref in instance.block.inputs)
+        if key not in self._made:
+            self._made[key] = self._program(instance.block, kind, level)
+        name = self._made[key]
+        self.calls[name] += 1
+        inputs = tuple(self.body.found(entry) for entry in entries_of(instance.block, assignment))
         if level == "none":
-            call = root.graph.call_module(made[key], inputs)
+            call = graph.call_module(name, inputs)
         else:
-            programs = (root.attribute(made[key]), root.attribute(_again(made[key])))
-            call = root.graph.call_function(recompute, (*programs, *inputs))
-        _bind_results(root.graph, call, instance.block.outputs, root.values)
-    results = [
-        root.converted(root.values[ref], assignment.output_route(i)) for i, ref in enumerate(assignment.space.leaving)
-    ]
-    root.graph.output(tuple(results))
-    module = _module({**holder, **groups}, root.graph, "Root")
-    return Rewritten(module, tuple(leaf.name for leaf in graph.leaves), calls)
+            programs = (self.body.attribute(name), self.body.attribute(_again(name)))
+            call = graph.call_function(recompute, (*programs, *inputs))
+        bind_results(graph, call, instance.block.outputs, self.body.values)
+
+    def _program(self, block: Block, kind: int, level: Level) -> str:
+        """Emit a distinct block; returns its name."""
+        base = self._names[kind] if level == "none" else f"{self._names[kind]}_{level}"
+        name = base if base not in self.calls else f"{base}_{sum(n.startswith(base) for n in self.calls)}"
+        self.calls[name] = 0
+        body = block_body(block, self.assignment, self.targets, self.device)
+        if level == "none":
+            body.graph.output(one_or_all(body.values[ref] for ref in block.outputs))
+        else:
+            again = body.recomputing(block, self.assignment.space.skeleton.again(kind, level))
+            self._holder[_again(name)] = module_of(dict(self.groups), again, _again(name))
+        self._holder[name] = module_of(dict(self.groups), body.graph, name)
+        return name
+
+    def leaving(self, position: int) -> fx.Node:
+        """A value as it leaves the model."""
+        ref = self.assignment.space.leaving[position]
+        return self.body.converted(self.body.values[ref], self.assignment.output_route(position))
+
+    def module(self, name: str) -> fx.GraphModule:
+        """The finished program."""
+        return module_of({**self._holder, **self.groups}, self.body.graph, name)
+
+
+def targets_of(captured: Captured) -> dict[str, Any]:
+    """The operator of every node."""
+    return {node.name: node.target for node in captured.graph.nodes if node.op == "call_function"}
 
 
 def program_names(assignment: Assignment) -> list[str]:
     """A Python identifier for each kind of block."""
     found: list[str] = []
     for path in assignment.space.folded.names:
-        name = _identifier(path.replace(".*", ""))
+        name = identifier(path.replace(".*", ""))
         while name in found or name in (*assignment.space.mesh.names, STATE):
             name += "_"
         found.append(name)
     return found
 
 
-def _block_body(block: Block, assignment: Assignment, targets: Mapping[str, Any], device: torch.device) -> _Body:
-    body = _Body(assignment, targets, device)
-    for ref in block.inputs:
-        source = assignment.space.graph.by_name[ref.node]
-        body.values[ref] = body.graph.placeholder(_leaf_name(source, block.path) if source.is_leaf else _name(ref))
-    body.replicate_parameters(block)
-    for node in block.nodes:
-        body.emit(node, frozenset(block.outputs))
-    return body
-
-
 def _again(name: str) -> str:
     """The program of what a block makes again."""
     return f"{name}_again"
-
-
-def _one_or_all(values: Iterable[fx.Node]) -> fx.Node | tuple[fx.Node, ...]:
-    found = tuple(values)
-    return found[0] if len(found) == 1 else found
-
-
-def _bind_results(graph: fx.Graph, call: fx.Node, refs: tuple[Ref, ...], values: dict[Ref, fx.Node]) -> None:
-    if len(refs) == 1:
-        values[refs[0]] = call
-        return
-    for i, ref in enumerate(refs):
-        values[ref] = _call(graph, _getitem, (call, i), _name(ref))
-
-
-def _module(holder: dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphModule:
-    used = {str(node.target).split(".")[0] for node in graph.nodes if node.op in ("get_attr", "call_module")}
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-    graph.lint()
-    return fx.GraphModule({key: value for key, value in holder.items() if key in used}, graph, name)
-
-
-class _Body:
-    """A program under construction.
-
-    Attributes:
-        values: where each value is found, in the layout in which it is delivered.
-        taken: what each operator takes and makes, by its name and place: operands, then results.
-    """
-
-    def __init__(self, assignment: Assignment, targets: Mapping[str, Any], device: torch.device):
-        self.assignment, self.targets, self.device = assignment, targets, device
-        self.mesh = assignment.space.mesh
-        self.graph = fx.Graph()
-        self.values: dict[Ref, fx.Node] = {}
-        self.taken: dict[tuple[str, int], fx.Node] = {}
-        self._ready: dict[tuple[Ref, Layout], fx.Node] = {}
-        self._attributes: dict[str, fx.Node] = {}
-
-    def attribute(self, name: str) -> fx.Node:
-        """A process group or the run state, read once at the top of the program."""
-        if name not in self._attributes:
-            first = next((n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr")), None)
-            with self.graph.inserting_before(first) if first is not None else self.graph.inserting_after():
-                self._attributes[name] = self.graph.get_attr(name)
-        return self._attributes[name]
-
-    def step(self, value: fx.Node, step: Step) -> fx.Node:
-        if self.mesh.axes[step.axis].size == 1:
-            return value
-        src = _local_text(step.before, step.axis, self.mesh.sizes)
-        dst = _local_text(step.after, step.axis, self.mesh.sizes)
-        group = self.attribute(self.mesh.axes[step.axis].name)
-        return _call(self.graph, convert, (value, group, src, dst), f"{value.name}_{dst[0].lower()}")
-
-    def converted(self, value: fx.Node, route: Route) -> fx.Node:
-        for step in route:
-            value = self.step(value, step)
-        return value
-
-    def relay(self, ref: Ref) -> None:
-        """Put a value into the layout in which its readers find it."""
-        route = self.assignment.relay_route(ref)
-        if self.assignment.space.graph.by_name[ref.node].op == "param" and all(step.rule == "I>R" for step in route):
-            for step in route:
-                self.values[ref] = self.replicated([self.values[ref]], step.axis)[0]
-        else:
-            self.values[ref] = self.converted(self.values[ref], route)
-
-    def replicate_parameters(self, block: Block) -> None:
-        """Sum the gradients of all parameters that the block uses replicated in one all-reduce per axis."""
-        grouped: dict[tuple[tuple[int, ...], str], dict[Ref, Layout]] = {}
-        for node in block.nodes:
-            for position, ref in enumerate(node.inputs):
-                axes = self.assignment.summed_over(node, position)
-                if axes:
-                    dtype = self.assignment.space.graph.type_of(ref).dtype
-                    layout = self.assignment.choice(node).operands[position]
-                    grouped.setdefault((axes, dtype), {})[ref] = layout
-        for (axes, _), wanted in grouped.items():
-            current = [self.values[ref] for ref in wanted]
-            for axis in axes:
-                current = self.replicated(current, axis)
-            for (ref, layout), value in zip(wanted.items(), current, strict=True):
-                self._ready[ref, layout] = value
-
-    def replicated(self, values: list[fx.Node], axis: int) -> list[fx.Node]:
-        """Parameters that are invariant on an axis, made replicated together."""
-        if self.mesh.axes[axis].size == 1:
-            return values
-        call = self.graph.call_function(
-            replicate_parameters, (tuple(values), self.attribute(self.mesh.axes[axis].name))
-        )
-        return [_call(self.graph, _getitem, (call, i), f"{value.name}_r") for i, value in enumerate(values)]
-
-    def operand(self, node: Node, position: int) -> fx.Node:
-        """An operand in the layout that the operator wants."""
-        ref = node.inputs[position]
-        choice = self.assignment.choice(node)
-        layout = choice.operands[position]
-        value = self._ready.get((ref, layout))
-        if value is None:
-            value = self.converted(self.values[ref], self.assignment.operand_route(node, position))
-        strict = tuple(s.operands[position] for s in choice.axes)
-        return self.relabel(value, layout, strict)
-
-    def relabel(self, value: fx.Node, have: Layout, want: Layout) -> fx.Node:
-        """For values without a gradient R and I are one type; say which is meant, at no cost."""
-        for axis, (src, dst) in enumerate(zip(have, want, strict=True)):
-            if src != dst:
-                assert {src, dst} == {R, I}, f"{src} is not {dst}"
-                value = self.step(value, Step(axis, src, dst, have))
-                have = (*have[:axis], dst, *have[axis + 1 :])
-        return value
-
-    def emit(self, node: Node, kept: frozenset[Ref]) -> None:
-        """One operator: operands converted, its local form, results relayed."""
-        choice = self.assignment.choice(node)
-        seen: dict[tuple[Ref, Layout, Layout], fx.Node] = {}
-        operands = []
-        for position, ref in enumerate(node.inputs):
-            strict = tuple(s.operands[position] for s in choice.axes)
-            key = (ref, choice.operands[position], strict)
-            if key not in seen:
-                seen[key] = self.operand(node, position)
-            operands.append(seen[key])
-        self.taken.update({(node.name, place): value for place, value in enumerate(operands)})
-        remaining = iter(operands)
-        args = {name: self._argument(value, remaining) for name, value in node.args}
-        call = Call(
-            self.graph,
-            node,
-            self.assignment.space.graph.input_types(node),
-            self.assignment.space.rules[node.name],
-            choice,
-            self.mesh,
-            self.targets[node.name],
-            args,
-            lambda axis: self.attribute(self.mesh.axes[axis].name),
-            lambda: self.attribute(STATE),
-        )
-        emitted = local_form(call)
-        emitted.meta["node"], emitted.meta["choice"] = node, choice
-        refs = [Ref(node.name, i) for i in range(len(node.results))]
-        space = self.assignment.space
-        used = [ref for ref in refs if space.is_read(ref) or ref in kept]
-        for ref in used:
-            multiple = len(refs) > 1 or self.targets[node.name]._schema.returns[0].type.kind() == "ListType"
-            value = _call(self.graph, _getitem, (emitted, ref.index), _name(ref)) if multiple else emitted
-            tensor = node.results[ref.index]
-            if not tensor.grad and any(t.grad for t in space.graph.input_types(node)) and _is_float(tensor.dtype):
-                value = self.graph.call_function(torch.ops.aten.detach.default, (value,))
-            value.meta["produced"] = ref
-            self.taken[node.name, len(node.inputs) + ref.index] = value
-            strict = tuple(s.results[ref.index] for s in choice.axes)
-            self.values[ref] = self.relabel(value, strict, choice.results[ref.index])
-            if space.is_read(ref):
-                self.relay(ref)
-
-    def recomputing(self, block: Block, again: Again) -> fx.Graph:
-        """Finish the program as :func:`recompute` takes it; returns the one of the statements that are run again."""
-        graph, wanted = self.assignment.space.graph, []
-        stops = {*self._ready.values(), *self.graph.find_nodes(op="placeholder")}
-        lasting = {block.nodes[at].name for at in again.lasting}
-        for at, node in enumerate(block.nodes):
-            stops.update(self.taken[node.name, i] for i, ref in enumerate(node.inputs) if ref.node in lasting)
-            if any(t.grad for t in node.results):
-                wanted += [(at, place) for place in saved_places(node, graph.input_types(node))]
-        given_up: dict[fx.Node, None] = {}
-        for at, place in wanted:
-            node = block.nodes[at]
-            index = place - len(node.inputs)
-            value = self.taken.get((node.name, place))
-            if value is not None and value not in stops and (index < 0 or (at, index) in again.values):
-                given_up[value] = None
-        needed: dict[fx.Node, None] = {}
-        waiting = list(given_up)
-        while waiting:
-            value = waiting.pop()
-            if value not in needed and value not in stops:
-                needed[value] = None
-                waiting.extend(value.all_input_nodes)
-        sources = [v for v in self.graph.nodes if v in stops and any(user in needed for user in v.users)]
-        program, copies = fx.Graph(), {}
-        for value in sources:
-            copies[value] = program.placeholder(value.name)
-        for value in self.graph.nodes:
-            if value in needed:
-                copies[value] = program.node_copy(value, copies.__getitem__)
-        program.output(tuple(copies[value] for value in given_up))
-        outputs = _one_or_all(self.values[ref] for ref in block.outputs)
-        self.graph.output((outputs, tuple(given_up), tuple(sources)))
-        return program
-
-    def _argument(self, value: object, operands: Any) -> Any:
-        if isinstance(value, Ref):
-            return next(operands)
-        if isinstance(value, tuple):
-            return [self._argument(v, operands) for v in value]
-        if value == "device":
-            return self.device
-        if isinstance(value, str) and value.startswith("torch."):
-            return getattr(torch, value.removeprefix("torch."))
-        return value
-
-
-def _local_text(layout: Layout, axis: int, sizes: tuple[int, ...]) -> str:
-    """A local type as the runtime reads it: strips counted on one rank."""
-    local_type = layout[axis]
-    if isinstance(local_type, Mark):
-        return str(local_type)
-    return str(Shard(local_type.dim, local_outer(layout, axis, sizes)))
-
-
-def _identifier(text: str) -> str:
-    """A Python identifier that reads like ``text``."""
-    word = "".join(c if c.isalnum() else "_" for c in text).strip("_") or "block"
-    return f"block_{word}" if word[0].isdigit() else word
-
-
-def _name(ref: Ref) -> str:
-    return ref.node if ref.index == 0 else f"{ref.node}_{ref.index}"
-
-
-def _leaf_name(leaf: Node, path: str) -> str:
-    """A leaf's own name below the block that reads it: ``self_attn_q_proj_weight``."""
-    target = leaf.target or leaf.name
-    return _identifier(target.removeprefix(f"{path}.") if path else target)
-
-
-def _call(graph: fx.Graph, function: Any, args: tuple[Any, ...], name: str) -> fx.Node:
-    return graph.create_node("call_function", function, args, {}, name=name)
-
-
-def _is_float(dtype: str) -> bool:
-    return "float" in dtype or "complex" in dtype
-
-
-def _getitem(values: Any, index: int) -> Any:
-    return values[index]

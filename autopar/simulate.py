@@ -18,7 +18,7 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autopar.build import build
+from autopar.build import InTurns, build
 from autopar.capture import Captured
 from autopar.runtime.mesh import coordinates, device_mesh, part_of, put_part
 from autopar.runtime.module import LeafSpec, ParallelModule
@@ -42,11 +42,20 @@ def fake_process_group(size: int) -> Iterator[None]:
 class Simulation:
     """A parallelized model whose ranks all live in this process.
 
-    Use as a context: inside it, ``module`` is the parallel module, holding every rank's tensors.
+    Use as a context: inside it, ``module`` is the parallel module, holding every rank's tensors, and of a pipeline all
+    stages.
     """
 
-    def __init__(self, model: nn.Module, captured: Captured, assignment: Assignment, seed: int = 0):
-        self.mesh: Mesh = assignment.space.mesh
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Captured,
+        assignment: Assignment,
+        seed: int = 0,
+        in_turns: InTurns | None = None,
+    ):
+        self.mesh: Mesh = assignment.space.mesh.in_turns(1)
+        self._in_turns = in_turns
         self._model, self._captured, self._assignment, self._seed = model, captured, assignment, seed
         self._stack = contextlib.ExitStack()
         self.module: ParallelModule
@@ -62,7 +71,9 @@ class Simulation:
 
         try:
             mesh = device_mesh(self.mesh, "cpu")
-            self.module = build(self._model, self._captured, self._assignment, mesh, 0, make_part, self._seed)
+            self.module = build(
+                self._model, self._captured, self._assignment, mesh, 0, make_part, self._seed, self._in_turns
+            )
         except BaseException:
             self._stack.close()
             raise
@@ -70,6 +81,11 @@ class Simulation:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where the blocks are cut into stages, if they are."""
+        return () if self._in_turns is None else self._in_turns.bounds
 
     def parts(self, full: Tensor, layout: Layout) -> Tensor:
         """Every rank's part of a global tensor."""

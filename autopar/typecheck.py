@@ -21,20 +21,24 @@ from spmd_types.checker import typecheck as spmd_typecheck
 from torch import Tensor, fx
 from torch.distributed import ProcessGroup
 
-from autopar.build import interface_of
+from autopar.body import STATE
+from autopar.build import InTurns
 from autopar.capture import Captured
-from autopar.rewrite import STATE, Rewritten, rewrite
+from autopar.localize import COUNT
+from autopar.rewrite import Rewritten, rewrite
 from autopar.runtime.conversions import convert
 from autopar.runtime.mesh import device_mesh, groups_of
 from autopar.runtime.parameters import replicate_parameters
 from autopar.runtime.random import RandomState
 from autopar.runtime.recompute import recompute
 from autopar.runtime.state import RunState
+from autopar.runtime.turns import Turns
 from autopar.simulate import fake_process_group
+from autopar.stages import stages_of
 from planner.errors import VerificationError
 from planner.formulate import Assignment
-from planner.graph import Graph, Node
-from planner.layout import I, Layout, LocalType, Mark, P, R, Shard, format_layout, local_shape
+from planner.graph import Graph, Node, Ref
+from planner.layout import MICRO, I, Layout, LocalType, Mark, Mesh, P, R, Shard, format_layout, local_shape
 from planner.strategy import Choice
 
 
@@ -53,13 +57,15 @@ class TypeReport:
         )
 
 
-def typecheck(captured: Captured, assignment: Assignment) -> TypeReport:
-    """Emit the program of rank 0 and check it.
+def typecheck(captured: Captured, assignment: Assignment, in_turns: InTurns | None = None) -> TypeReport:
+    """Emit the program of rank 0, or in turns those of all stages, and check them.
 
     Raises:
         VerificationError: names the operator or conversion whose types are wrong.
     """
     with fake_process_group(assignment.space.mesh.size):
+        if in_turns is not None:
+            return _check_stages(captured, assignment, in_turns)
         program, groups = emit(captured, assignment)
         return check_program(program, captured, assignment, groups)
 
@@ -76,13 +82,8 @@ def check_program(
 ) -> TypeReport:
     """Check an emitted program, run on meta tensors; see :func:`typecheck`."""
     mesh = assignment.space.mesh
-    checker = _Checker({name: groups[name] for name in mesh.names}, mesh.sizes, assignment.space.graph)
-    leaves = []
-    for leaf in interface_of(captured, assignment).leaves:
-        shape = local_shape(leaf.shape, leaf.layout, mesh.sizes)
-        assert shape is not None
-        value = torch.empty(shape, dtype=leaf.dtype, device="meta")
-        leaves.append(checker.stamp(value.requires_grad_(leaf.trainable), leaf.layout))
+    checker = _Checker(groups, mesh, assignment.space.graph)
+    leaves = [checker.made(Ref(leaf.name), assignment.produced(Ref(leaf.name))) for leaf in checker.graph.leaves]
     with spmd_typecheck():
         results = _Root(program.module, checker).run(*leaves)
         for number, (ref, result) in enumerate(zip(assignment.space.leaving, results, strict=True)):
@@ -95,19 +96,58 @@ def check_program(
     return TypeReport(checker.operators, checker.conversions, mesh.size)
 
 
+def _check_stages(captured: Captured, assignment: Assignment, in_turns: InTurns) -> TypeReport:
+    """Check every program of every stage: what enters it is as the plan says, and so must be what leaves it."""
+    space, mesh = assignment.space, assignment.space.mesh
+    groups = groups_of(device_mesh(mesh.in_turns(1), "cpu"))
+    state = RunState(RandomState(0), captured.training)
+    holder = {**groups, STATE: state, MICRO: Turns(mesh.micro_batches)}
+    checker = _Checker(groups, mesh, space.graph)
+    for stage, cut in stages_of(captured, assignment, in_turns.bounds, holder, torch.device("meta")):
+        stored = [checker.made(Ref(name), assignment.produced(Ref(name))) for name in stage.parameters]
+        with spmd_typecheck():
+            gathered = _Root(stage.gather, checker).run(*stored)
+        used = []
+        for (ref, layout), value in zip(cut.used, gathered, strict=True):
+            checker.expect(value, layout, space.graph.type_of(ref).shape, f"{ref}, as operators use it")
+            used.append(checker.made(ref, layout))
+        leaves = [checker.made(Ref(name), assignment.produced(Ref(name))) for name in stage.leaves]
+        received = [checker.made(ref, assignment.delivered(ref)) for ref in cut.received]
+        with spmd_typecheck():
+            counts = () if stage.count is None else _Root(stage.count, checker).run(*leaves)
+            results = _Root(stage.program, checker).run(*used, *leaves, *received, *counts)
+        wanted = [(ref, assignment.delivered(ref)) for ref in cut.sent]
+        wanted += [(space.leaving[position], assignment.output_layout(position)) for position in stage.outputs]
+        for (ref, layout), value in zip(wanted, results, strict=True):
+            shape = space.graph.type_of(ref).shape
+            whole = mesh.micro_batches > 1 and ref not in cut.sent  # the runtime puts turns together
+            checker.expect(value, layout, None if whole else shape, f"what leaves stage {stage.number}, {ref}")
+        trained = [value for value in results if value.requires_grad]
+        torch.autograd.backward(trained, [torch.empty_like(value) for value in trained])
+    return TypeReport(checker.operators, checker.conversions, mesh.size)
+
+
 class _Checker:
     """Sets and compares the types of tensors, one local type per mesh axis."""
 
-    def __init__(self, groups: Mapping[str, ProcessGroup], sizes: tuple[int, ...], graph: Graph):
+    def __init__(self, groups: Mapping[str, ProcessGroup], mesh: Mesh, graph: Graph):
         self.graph = graph
-        # Axes of one rank have no types.
+        # Axes of one rank have no types, and turns none that a program sees.
         self.axes = {
-            number: spmd.normalize_axis(group)
-            for number, (group, size) in enumerate(zip(groups.values(), sizes, strict=True))
-            if size > 1
+            number: spmd.normalize_axis(groups[axis.name])
+            for number, axis in enumerate(mesh.axes)
+            if axis.size > 1 and axis.name != MICRO
         }
-        self.names, self.sizes = tuple(groups), sizes
+        self.names, self.sizes = mesh.names, mesh.sizes
         self.operators, self.conversions = 0, 0
+
+    def made(self, ref: Ref, layout: Layout) -> Tensor:
+        """A part of a value on the meta device; in turns, of one micro-batch."""
+        tensor = self.graph.type_of(ref)
+        shape = local_shape(tensor.shape, layout, self.sizes)
+        assert shape is not None
+        value = torch.empty(shape, dtype=getattr(torch, tensor.dtype), device="meta")
+        return self.stamp(value.requires_grad_(tensor.grad), layout)
 
     def stamp(self, value: Tensor, types: Layout) -> Tensor:
         """Give ``value`` these types, whatever it had."""
@@ -208,7 +248,8 @@ class _Root(fx.Interpreter):
         checker, choice = self.checker, n.meta["choice"]
         where = f"{node.path or '(root)'}: {node.op} ({n.name}), run as {choice.label}"
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        operands = (args, {name: value for name, value in kwargs.items() if name != COUNT})
+        given = [value for value in pytree.tree_leaves(operands) if isinstance(value, Tensor)]
         assert len(given) == len(node.inputs), f"{n.name} takes other tensors than {node.name}"
         shapes = [t.shape for t in self.checker.graph.input_types(node)]
         for position, (value, shape) in enumerate(zip(given, shapes, strict=True)):

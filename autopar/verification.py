@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.tensor import DTensor
 
-from autopar.api import Traced, assign, check_arguments, check_one_turn, given_plan, plan_traced, trace
+from autopar.api import Traced, assign, check_arguments, given_plan, plan_traced, staged, trace
+from autopar.build import InTurns
 from autopar.capture import LossFn, _caches_off, _example_inputs, _WithLoss
 from autopar.compare import first_divergence, reference_values
 from autopar.exact import exact, twin, widen, widened
@@ -159,16 +160,18 @@ class Agreement:
         return self.worst[0] <= rtol and not self.miscounted
 
 
-def simulate(reference: Reference, assignment: Assignment, seed: int = 0) -> Agreement:
+def simulate(reference: Reference, assignment: Assignment, seed: int = 0, in_turns: InTurns | None = None) -> Agreement:
     """Run one step of an assignment on every rank, in this process, beside the original.
 
     Args:
         assignment: decisions for ``reference.traced``.
+        in_turns: how they run if they do so in turns.
 
     Raises:
         DivergedError: ranks that should hold the same values do not.
     """
-    with exact(), Simulation(reference.model, reference.traced.captured, assignment, seed) as simulation:
+    captured = reference.traced.captured
+    with exact(), Simulation(reference.model, captured, assignment, seed, in_turns) as simulation:
         return observed_step(reference, assignment, simulation)
 
 
@@ -181,7 +184,7 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
         returned = pytree.tree_leaves(module(*args, **kwargs))
         if reference.loss is not None:
             returned[reference.loss].backward()
-    predicted = collectives(assignment)
+    predicted = collectives(assignment, simulation.bounds)
     if reference.loss is None:
         predicted = Counter({call: count for call, count in predicted.items() if call.phase == "forward"})
     outputs = {}
@@ -341,7 +344,7 @@ def verify(
     Raises:
         VerificationError: a type is wrong, a value differs (names the first module that does), or a collective
             was not predicted.
-        PlanError: the plan does not fit the model, or is one in turns, which nothing runs yet.
+        PlanError: the plan does not fit the model, or nothing runs its schedule yet.
     """
     if isinstance(cluster_or_plan, (str, os.PathLike)):
         cluster_or_plan = given_plan(cluster_or_plan)
@@ -349,19 +352,19 @@ def verify(
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     if isinstance(cluster_or_plan, Plan) and (pin or mesh):
         raise PinError("a plan is already decided, so pin and mesh have nothing left to fix: give a cluster instead")
-    check_one_turn(cluster_or_plan if isinstance(cluster_or_plan, Plan) else None, pin)
     traced = trace(model, example_args, example_kwargs, loss_fn)
-    assignment = _decide(traced, cluster_or_plan, pin, mesh, time_limit_s)
+    assignment, in_turns = _decide(traced, cluster_or_plan, pin, mesh, time_limit_s)
     real = assignment.space.mesh
-    types = typecheck(traced.captured, assignment)
+    types = typecheck(traced.captured, assignment, in_turns)
     notes: list[str] = []
     args, kwargs = _example_inputs(model, example_args, example_kwargs)
     if any(t.is_meta for t in _tensors(model, args, kwargs)):
         notes.append("the model or its batch is on the meta device: types were checked, values were not")
         return Verification(traced.name, real, types, None, None, tuple(notes))
     ref = aligned(reference(model, args, kwargs, loss_fn), traced)
-    small = real if real.size <= SIMULATED_RANKS else _shrunk(real)
-    space = space_on(ref.traced, small, cluster, Pins.parse(None), refolded(ref.traced, assignment.space.folded))
+    small = real if real.size <= SIMULATED_RANKS else _shrunk(real.in_turns(1)).in_turns(real.micro_batches)
+    like = refolded(ref.traced, assignment.space.folded)
+    space = space_on(ref.traced, small, cluster, Pins.parse(None), like, assignment.space.stages)
     simulated, missing = _transfer(assignment, space)
     if simulated is None:
         notes.append(
@@ -376,7 +379,7 @@ def verify(
         notes.append("dropout was switched off for the comparison")
     if ref.loss is None:
         notes.append("the model returns no differentiable scalar: outputs were compared, gradients were not")
-    agreement = _agree(ref, simulated, rtol, seed)
+    agreement = _agree(ref, simulated, rtol, seed, in_turns)
     return Verification(traced.name, real, types, small, agreement, tuple(notes))
 
 
@@ -386,37 +389,42 @@ def _decide(
     pin: Mapping[str, Any] | None,
     mesh: Mapping[str, int] | None,
     time_limit_s: float,
-) -> Assignment:
+) -> tuple[Assignment, InTurns | None]:
     if isinstance(cluster_or_plan, Plan):
-        return assign(traced, cluster_or_plan)
+        return staged(cluster_or_plan, assign(traced, cluster_or_plan))
     pins = Pins.parse(pin)
     if mesh is not None:
-        return decide_on(traced, Mesh.of(**mesh), cluster_or_plan, pins, time_limit_s)
+        return decide_on(traced, Mesh.of(**mesh), cluster_or_plan, pins, time_limit_s), None
     plan = plan_traced(traced, cluster_or_plan, pins, Training(), time_limit_s=time_limit_s)
-    return assign(traced, plan)
+    return staged(plan, assign(traced, plan))
 
 
-def _agree(ref: Reference, assignment: Assignment, rtol: float, seed: int) -> Agreement:
+def _agree(ref: Reference, assignment: Assignment, rtol: float, seed: int, in_turns: InTurns | None) -> Agreement:
+    def located() -> str:
+        return "" if in_turns is not None else f"; {locate(ref, assignment, rtol, seed)}"
+
     try:
-        agreement = simulate(ref, assignment, seed)
+        agreement = simulate(ref, assignment, seed, in_turns)
     except DivergedError as error:
-        raise VerificationError(f"{error}; {locate(ref, assignment, rtol, seed)}") from error
+        raise VerificationError(f"{error}{located()}") from error
     worst, where = agreement.worst
     if worst > rtol:
         raise VerificationError(
-            f"the {where} differs from the model's by {worst:.2g}, relative ({rtol:.0e} is allowed); "
-            + locate(ref, assignment, rtol, seed)
+            f"the {where} differs from the model's by {worst:.2g}, relative ({rtol:.0e} is allowed){located()}"
         )
     if agreement.miscounted:
         raise VerificationError("collectives are not as predicted:\n  " + "\n  ".join(agreement.miscounted))
     return agreement
 
 
-def space_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, folded: Folded | None = None) -> Space:
-    """Every decision to take for a captured model on one mesh, for its own folding or a given one."""
+def space_on(
+    traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, folded: Folded | None = None, stages: int = 1
+) -> Space:
+    """Every decision to take for a captured model on the mesh of a stage, for its own folding or a given one."""
     rules = rules_of(traced.graph)
     folded = fold(traced.graph) if folded is None else folded
-    return Space(folded, mesh, CostModel(cluster), Training(), rules, *filters(pins, traced.graph, rules, mesh))
+    kept = filters(pins, traced.graph, rules, mesh)
+    return Space(folded, mesh, CostModel(cluster), Training(), rules, *kept, stages=stages)
 
 
 def refolded(traced: Traced, like: Folded) -> Folded:
@@ -446,7 +454,7 @@ def _transfer(assignment: Assignment, space: Space) -> tuple[Assignment | None, 
         if found is None:
             return None, space.describe(role)
         chosen[role] = found
-    return Assignment(space, chosen), ""
+    return Assignment(space, chosen, assignment.recompute), ""
 
 
 def _key(decision: Choice | Layout) -> object:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from autopar import ClusterSpec, Plan
 from autopar.api import Traced, assign, plan_traced, trace
-from autopar.rewrite import STATE, rewrite
+from autopar.body import STATE
+from autopar.rewrite import rewrite
 from autopar.runtime.mesh import device_mesh, groups_of
 from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState

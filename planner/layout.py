@@ -156,6 +156,29 @@ def local_outer(layout: Layout, axis: int, sizes: tuple[int, ...]) -> int:
     return outer
 
 
+def over_turns(layout: Layout, mesh: Mesh) -> Layout:
+    """On the ranks alone, the layout of a tensor whose micro-batches lie behind one another on every rank.
+
+    Args:
+        layout: one local type per axis of ``mesh``.
+        mesh: with or without an axis :data:`MICRO`.
+
+    Raises:
+        PlanError: micro-batches are cut from strips, so that behind one another they are in no layout.
+    """
+    if mesh.micro_batches == 1:
+        return layout
+    turns, *ranks = layout
+    if not isinstance(turns, Shard):
+        return tuple(ranks)
+    if turns.outer > 1:
+        raise PlanError(
+            f"micro-batches are cut from {turns.outer} strips of dim {turns.dim}; they can only be cut whole"
+        )
+    within = Shard(turns.dim), Shard(turns.dim, mesh.micro_batches)
+    return tuple(within[1] if each == within[0] else each for each in ranks)
+
+
 def format_layout(layout: Layout) -> str:
     """``"S(0) R"``: one local type per axis, separated by spaces."""
     return " ".join(str(local_type) for local_type in layout)

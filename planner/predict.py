@@ -8,8 +8,9 @@ objective, by use: they add up to its step time. Bytes are those of :mod:`planne
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from planner.conversion import Collective, Route, local_bytes
 from planner.fold import Instance
@@ -74,17 +75,22 @@ class Prediction:
 Calls = Counter[Collective]
 
 
-def collectives(assignment: Assignment) -> Calls:
-    """Every collective call of one forward and backward pass on one rank."""
+def collectives(assignment: Assignment, bounds: Sequence[int] = ()) -> Calls:
+    """Every collective call of one forward and backward pass on one rank.
+
+    Args:
+        bounds: where the blocks are cut into stages, if they are: the calls are those of one rank of every stage.
+    """
     calls: Calls = Counter()
-    for each in calls_by_block(assignment).values():
+    for each in calls_by_block(assignment, bounds).values():
         calls.update(each)
     return calls
 
 
-def calls_by_block(assignment: Assignment) -> dict[int | None, Calls]:
+def calls_by_block(assignment: Assignment, bounds: Sequence[int] = ()) -> dict[int | None, Calls]:
     """Distinct block -> its calls over all instances; ``None`` holds those of leaves and outputs."""
     space = assignment.space
+    stages = _stages_reading(assignment, bounds)
     found: dict[int | None, Calls] = {None: Counter()}
     for instance, level, times in _alike(assignment):
         calls = found.setdefault(instance.kind, Counter())
@@ -94,11 +100,23 @@ def calls_by_block(assignment: Assignment) -> dict[int | None, Calls]:
         if space.is_read(Ref(leaf.name)):
             ref = Ref(leaf.name)
             backward = ref in space.graph.differentiated
-            found[None].update(_route_calls(assignment, ref, assignment.relay_route(ref), backward))
+            calls = _route_calls(assignment, ref, assignment.relay_route(ref), backward)
+            found[None].update({call: count * stages[leaf.name] for call, count in calls.items()})
     for position, ref in enumerate(space.leaving):
         backward = position in space.graph.roots
         found[None].update(_route_calls(assignment, ref, assignment.output_route(position), backward))
     return found
+
+
+def _stages_reading(assignment: Assignment, bounds: Sequence[int]) -> dict[str, int]:
+    """Leaf -> how many stages read it, each for itself; 1 where a value is read by none or there is one stage."""
+    readers: dict[str, set[int]] = {leaf.name: set() for leaf in assignment.space.graph.leaves}
+    for stage, (low, high) in enumerate(pairwise(bounds)):
+        for instance in assignment.space.folded.instances[low:high]:
+            for ref in instance.block.inputs:
+                if ref.node in readers:
+                    readers[ref.node].add(stage)
+    return {name: max(1, len(stages)) for name, stages in readers.items()}
 
 
 def sorted_calls(calls: Mapping[Collective, int]) -> list[tuple[Collective, int]]:
@@ -262,12 +280,13 @@ def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
     of one rank of every stage together.
     """
     fullest = staged.rank_bytes.index(staged.peak_bytes)
+    recomputing = replace(assignment, recompute=staged.recompute(assignment.space.folded))
     return Prediction(
         staged.step_s,
         staged.peak_bytes,
         staged.time_s,
         staged.memory_bytes,
-        tuple(sorted_calls(collectives(replace(assignment, recompute=staged.recompute(assignment.space.folded))))),
+        tuple(sorted_calls(collectives(recomputing, staged.cut.bounds))),
         f"pipeline rank {fullest}" if staged.pipeline.ranks > 1 else "",
     )
 

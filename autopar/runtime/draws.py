@@ -8,11 +8,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from autopar.runtime.layers.attention import attention
-from autopar.runtime.layers.index import Groups
+from autopar.runtime.layers.index import GroupsOrTurns
 from autopar.runtime.state import RunState
 
 
-def draw(op: OpOverload[..., Any], state: RunState, varying: Groups, *args: Any, **kwargs: Any) -> Any:
+def draw(op: OpOverload[..., Any], state: RunState, varying: GroupsOrTurns, *args: Any, **kwargs: Any) -> Any:
     """``op``, drawing alike on ranks that hold the same data and differently over ``varying``."""
     with state.random.region(varying):
         return op(*args, **kwargs)
@@ -20,7 +20,7 @@ def draw(op: OpOverload[..., Any], state: RunState, varying: Groups, *args: Any,
 
 def draw_attention(
     state: RunState,
-    varying: Groups,
+    varying: GroupsOrTurns,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -16,31 +16,51 @@ from planner import layout as planner_layout
 from planner.errors import PlanError
 from planner.layout import Layout, Mesh
 
+PIPELINE = "pipeline"
+"""The axis of stages."""
+
 
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """The torch mesh of a planner mesh, over the default process group.
+    """The torch mesh of a planner mesh, over the default process group; see :func:`pipeline_mesh`."""
+    return pipeline_mesh(mesh, device_type, 1)[0]
+
+
+def pipeline_mesh(mesh: Mesh, device_type: str, stages: int) -> tuple[DeviceMesh, ProcessGroup | None]:
+    """The torch mesh of this rank's stage of a pipeline, over the default process group.
 
     Axes are joined in all ways too, so that DTensor reduces over several of them at once (a norm of gradients).
+
+    Args:
+        mesh: of one stage.
+        stages: so many of them follow one another.
+
+    Returns:
+        The mesh, and the group of the ranks that hold the same part of every stage; ``None`` for one stage.
 
     Raises:
         PlanError: no process group, or one of another size.
     """
+    size = mesh.size * stages
     if not dist.is_initialized():
         raise PlanError(
-            f"the plan is for {mesh.size} ranks but no process group is initialised: start the program with "
-            f"`torchrun --nproc-per-node {mesh.size} ...` (autopar.parallelize then initialises it), or use "
+            f"the plan is for {size} ranks but no process group is initialised: start the program with "
+            f"`torchrun --nproc-per-node {size} ...` (autopar.parallelize then initialises it), or use "
             "autopar.verify to run the plan in one process"
         )
-    if dist.get_world_size() != mesh.size:
+    if dist.get_world_size() != size:
         raise PlanError(
-            f"the plan is for {mesh.size} ranks but the process group has {dist.get_world_size()}: "
-            f"start {mesh.size} processes, or plan again for this cluster"
+            f"the plan is for {size} ranks but the process group has {dist.get_world_size()}: "
+            f"start {size} processes, or plan again for this cluster"
         )
-    made = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
+    if stages == 1:
+        made, pipeline = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names), None
+    else:
+        whole = init_device_mesh(device_type, (stages, *mesh.sizes), mesh_dim_names=(PIPELINE, *mesh.names))
+        made, pipeline = whole[mesh.names], whole.get_group(PIPELINE)
     for count in range(2, len(mesh.names) + 1):
         for names in itertools.combinations(mesh.names, count):
             made[names]._flatten("+".join(names))
-    return made
+    return made, pipeline
 
 
 def groups_of(mesh: DeviceMesh) -> Mapping[str, ProcessGroup]:

@@ -7,23 +7,31 @@ inputs (:meth:`ParallelModule.shard` cuts a global batch) and gets what the mode
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.fx import GraphModule
 
 from autopar.runtime.buckets import Buckets
 from autopar.runtime.mesh import groups_of, part_of, placements
 from autopar.runtime.parameters import local_parts
 from autopar.runtime.state import RunState
+from autopar.runtime.step import Step, programs_in
 from planner.errors import InputError, PlanError
 from planner.layout import I, Layout, Mesh, R, local_shape
+
+Program = GraphModule | Step
+"""Leaves -> outputs and updates."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +87,12 @@ class ParallelModule(nn.Module):
         not_saved: the buffers among them that are no part of the state dict.
         make_part: makes this rank's part of a leaf (local tensor).
         state: training mode and random numbers.
+        pipeline: the ranks that hold the same part of other stages.
     """
 
     def __init__(
         self,
-        program: torch.fx.GraphModule,
+        program: Program,
         interface: Interface,
         mesh: Mesh,
         device_mesh: DeviceMesh,
@@ -92,10 +101,11 @@ class ParallelModule(nn.Module):
         not_saved: Collection[str],
         make_part: Callable[[LeafSpec], Tensor],
         state: RunState,
+        pipeline: ProcessGroup | None = None,
     ):
         super().__init__()
         self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
-        self.state = state
+        self.state, self.pipeline = state, pipeline
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
         tensors: dict[str, Tensor] = {}
         self._constants: dict[str, Tensor] = {}
@@ -104,6 +114,7 @@ class ParallelModule(nn.Module):
                 tensors[leaf.name] = self._stored(leaf, make_part(leaf))
             elif leaf.kind == "const":
                 self._constants[leaf.name] = make_part(leaf)
+        self._everywhere = dict(names)
         for name, first in names.items():
             if first in tensors:
                 _register(self, name, tensors[first], name not in not_saved)
@@ -125,8 +136,8 @@ class ParallelModule(nn.Module):
         return nn.Parameter(stored, requires_grad=leaf.trainable)
 
     @property
-    def program(self) -> torch.fx.GraphModule:
-        """The emitted program of this rank."""
+    def program(self) -> Program:
+        """The emitted program of this rank, or in turns what runs its programs."""
         return self._program[0]
 
     def print_code(self) -> None:
@@ -135,7 +146,10 @@ class ParallelModule(nn.Module):
 
     def code(self) -> str:
         """The emitted Python as text."""
-        programs: list[tuple[str, Any]] = [*self.program.named_children(), ("root", self.program)]
+        if isinstance(self.program, Step):
+            programs = self.program.programs
+        else:
+            programs = [*programs_in(self.program), ("root", self.program)]
         return "\n\n\n".join(_readable(module.code, name) for name, module in programs) + "\n"
 
     def train(self, mode: bool = True) -> ParallelModule:
@@ -148,7 +162,7 @@ class ParallelModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """Parameters and buffers of its own, on the same process groups; every rank copies for itself."""
-        shared = (self.interface, self.mesh, self.device_mesh, *groups_of(self.device_mesh).values())
+        shared = (self.interface, self.mesh, self.device_mesh, self.pipeline, *groups_of(self.device_mesh).values())
         memo.update({id(value): value for value in shared})
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
@@ -244,8 +258,8 @@ class ParallelModule(nn.Module):
                 if buffer is old:
                     module._buffers[key] = value
 
-    def _leaving(self, value: Tensor, spec: OutputSpec) -> Tensor:
-        if not spec.shape or all(t in (I, R) for t in spec.layout):
+    def _leaving(self, value: Tensor | None, spec: OutputSpec) -> Tensor | None:
+        if value is None or not spec.shape or all(t in (I, R) for t in spec.layout):
             return value
         return DTensor.from_local(
             value,
@@ -258,16 +272,58 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The original model's state dict, whole, on the CPU; every rank must call it (it gathers)."""
-        return {
+        own = {
             name: (_whole(value) if isinstance(value, DTensor) else value).detach().cpu().clone()
             for name, value in self.state_dict().items()
         }
+        if self.pipeline is None:
+            return own
+        stages: list[dict[str, Tensor]] = [{} for _ in range(self.pipeline.size())]
+        dist.all_gather_object(stages, own, group=self.pipeline)
+        found = {name: value for stage in stages for name, value in stage.items()}
+        return {name: found[name] for name in self._everywhere if name in found}
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """:func:`torch.nn.utils.clip_grad_norm_` over the gradients of the whole model; returns their norm.
+
+        Where stages are on several ranks, that function only sees those of this rank's.
+        """
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        repeated = {id(p.grad) for p in self._held_before()}
+        counted = [g for g in gradients if id(g) not in repeated]
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        if counted:
+            norm = torch.nn.utils.get_total_norm(counted, norm_type)
+            total.copy_(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if self.pipeline is not None:
+            if math.isinf(norm_type):
+                dist.all_reduce(total, dist.ReduceOp.MAX, group=self.pipeline)
+            else:
+                total = total**norm_type
+                dist.all_reduce(total, group=self.pipeline)
+                total = total ** (1 / norm_type)
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {total.item()}, so it cannot be clipped"
+            )
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return total
+
+    def _held_before(self) -> list[Tensor]:
+        """Parameters that an earlier rank of the pipeline holds too."""
+        if not isinstance(self.program, Step):
+            return []
+        leaves = dict(zip(self.program.leaves, self.interface.leaves, strict=True))
+        names = [leaves[leaf].name for tie in self.program.ties if not tie.first for leaf in tie.leaves]
+        return [_lookup(self, name) for name in names]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors (the original model's dict) or DTensors (another plan's, on this mesh)."""
         own = self.state_dict()
         local = {
-            name: self._like(name, value, own[name]) if name in own else value for name, value in state_dict.items()
+            name: self._like(name, value, own[name]) if name in own else value
+            for name, value in state_dict.items()
+            if name in own or name not in self._everywhere or self.pipeline is None
         }
         return super().load_state_dict(local, strict=strict, assign=assign)
 
@@ -301,7 +357,7 @@ def _readable(code: str, name: str) -> str:
     code = re.sub(r";  (?:\w+ = )+None", "", code)
     code = re.sub(r"\bautopar_runtime_\w+?_(?=convert|replicate_parameters|draw)", "", code)
     code = re.sub(r"\bautopar_runtime_layers_[a-z]+_", "layers.", code)
-    code = re.sub(r"\bautopar_rewrite__getitem\((\w+), (\d+)\)", r"\1[\2]", code)
+    code = re.sub(r"\bautopar_body_getitem\((\w+), (\d+)\)", r"\1[\2]", code)
     code = code.replace("torch.ops.aten.", "aten.").replace("def forward(self", f"def {name}(self", 1)
     return "\n".join(line for line in code.splitlines() if line.strip())
 

@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch.distributed._local_tensor import enabled_local_tensor_mode
 
-from autopar.runtime.layers.index import Groups, coordinate
+from autopar.runtime.layers.index import GroupsOrTurns, coordinate
+from autopar.runtime.turns import Turns
 
 _SEEDS = 2**62
 _STRIDE = 0x9E3779B9  # odd, so that coordinates keep seeds apart modulo 2**32, all that CPU generators use
@@ -30,10 +31,10 @@ class RandomState:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.calls = 0
-        self._coordinates: dict[Groups, int] = {}
+        self._coordinates: dict[tuple[GroupsOrTurns, tuple[int, ...]], int] = {}
 
     @contextlib.contextmanager
-    def region(self, groups: Groups = ()) -> Iterator[None]:
+    def region(self, groups: GroupsOrTurns = ()) -> Iterator[None]:
         """Draw as the holder of this rank's slice over ``groups``; ranks that differ elsewhere draw the same."""
         seed = (_mix(self.seed, self.calls) + self._coordinate(groups) * _STRIDE) % _SEEDS
         self.calls += 1
@@ -62,10 +63,11 @@ class RandomState:
 
         return first(), again()
 
-    def _coordinate(self, groups: Groups) -> int:
-        if groups not in self._coordinates:
-            self._coordinates[groups] = coordinate(groups) if groups else 0
-        return self._coordinates[groups]
+    def _coordinate(self, groups: GroupsOrTurns) -> int:
+        turns = tuple(group.now for group in groups if isinstance(group, Turns))
+        if (groups, turns) not in self._coordinates:
+            self._coordinates[groups, turns] = coordinate(groups) if groups else 0
+        return self._coordinates[groups, turns]
 
 
 @contextlib.contextmanager

@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autopar
 from autopar.api import trace
 from autopar.capture import capture
-from planner.cluster import ClusterSpec
-from planner.errors import AutoparError, CaptureError, InputError, PlanError
+from planner.errors import AutoparError, CaptureError, InputError
 
 X = torch.randn(8, 8)
 
@@ -196,17 +194,3 @@ def test_with_a_loss_function_names_are_the_users_own() -> None:
         paths.append([node.path for node in graph.nodes if not node.is_leaf])
     assert paths[0] == paths[1] == ["0", "1.0", "1.1", ""]
     assert list(dict(model.named_parameters())) == ["0.weight", "0.bias", "1.0.weight", "1.0.bias"]
-
-
-def test_a_plan_in_turns_is_refused_before_anything_starts():
-    """Neither process group nor ``torchrun`` is there: the plan is what is refused."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(4)))
-    cluster, pin = ClusterSpec.local(2), {"pipeline": 2, "micro_batches": 2}
-    plan = autopar.plan(model, cluster, example_args=(X,), pin=pin)
-    assert plan.pipeline is not None
-    for given in ({"plan": plan}, {"pin": pin}):
-        with pytest.raises(PlanError, match=r"\(pipeline 2, micro_batches 2\).*does not run yet"):
-            autopar.parallelize(model, cluster, example_args=(X,), **given)
-    for what, pinned in ((plan, None), (cluster, pin)):
-        with pytest.raises(PlanError, match="does not run yet"):
-            autopar.verify(model, what, example_args=(X,), pin=pinned)

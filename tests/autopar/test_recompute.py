@@ -103,10 +103,10 @@ def test_wrong_amounts_in_a_plan_are_refused(wrong: dict[str, int], says: str) -
 
 
 def test_tight_memory_makes_the_search_recompute() -> None:
-    free = plan_of("llama", {"data": 2, "recompute": "none"})
+    free = plan_of("llama", {"data": 2, "zero": 0, "recompute": "none"})
     room = int(free.predicted.peak_bytes / 0.9) - 20_000
     cluster = ClusterSpec.local(2, memory_bytes=room)
-    plan = plan_traced(traced("llama")[2], cluster, Pins.parse({"data": 2}), Training())
+    plan = plan_traced(traced("llama")[2], cluster, Pins.parse({"data": 2, "zero": 0}), Training())
     assert plan.assignment is not None and plan.assignment.recompute
     assert plan.predicted.peak_bytes <= cluster.device.usable_bytes < free.predicted.peak_bytes
 

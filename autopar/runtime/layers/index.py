@@ -11,15 +11,20 @@ from spmd_types import I, P, R, S, V
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from autopar.runtime.turns import Turns
+
 Groups = tuple[ProcessGroup, ...]
+"""Mesh axes."""
+GroupsOrTurns = tuple[ProcessGroup | Turns, ...]
+"""Mesh axes, the one of micro-batches perhaps among them."""
 
 
-def ranks(groups: Sequence[ProcessGroup]) -> int:
-    """How many ranks share a dim that is sharded over ``groups``."""
+def ranks(groups: GroupsOrTurns) -> int:
+    """How many ranks, or turns, share a dim that is sharded over ``groups``."""
     return math.prod(group.size() for group in groups)
 
 
-def cut(index: Tensor, groups: Groups, strips: Sequence[int] = (), like: Tensor | None = None) -> Tensor:
+def cut(index: Tensor, groups: GroupsOrTurns, strips: Sequence[int] = (), like: Tensor | None = None) -> Tensor:
     """This rank's part of ``index[n]``, equal on every rank before.
 
     Args:
@@ -34,9 +39,12 @@ def cut(index: Tensor, groups: Groups, strips: Sequence[int] = (), like: Tensor 
     """
     with spmd.no_typecheck():
         for group, count in zip(groups, strips or (1,) * len(groups), strict=True):
-            index = spmd.shard(index.view(count, -1), group, src=R, dst=S(1)).flatten()
+            if isinstance(group, Turns):
+                index = index.view(count, group.count, -1)[:, group.now].flatten()
+            else:
+                index = spmd.shard(index.view(count, -1), group, src=R, dst=S(1)).flatten()
     if like is not None and spmd.is_type_checking():
-        varying = {spmd.normalize_axis(group) for group in groups}
+        varying = {spmd.normalize_axis(group) for group in among_ranks(groups)}
         held = spmd.get_local_type(like).items()
         spmd.assert_type(index, {axis: V if axis in varying else I if t is I else R for axis, t in held})
     return index
@@ -48,15 +56,20 @@ def first(length: int, groups: Groups, device: torch.device) -> Tensor:
         return cut(torch.arange(0, length, length // ranks(groups), device=device), groups).squeeze(0)
 
 
-def coordinate(groups: Groups) -> int:
+def coordinate(groups: GroupsOrTurns) -> int:
     """This rank's number among the ranks of ``groups``, the first group being the major one."""
     with torch.device("cpu"):
         return cut(torch.arange(ranks(groups)), groups).item()  # type: ignore[return-value]
 
 
-def as_partial(tensor: Tensor, groups: Groups) -> Tensor:
+def among_ranks(groups: GroupsOrTurns) -> Groups:
+    """The axes that are no turns."""
+    return tuple(group for group in groups if not isinstance(group, Turns))
+
+
+def as_partial(tensor: Tensor, groups: GroupsOrTurns) -> Tensor:
     """Say that the ranks of ``groups`` hold terms of a sum."""
-    for group in groups:
+    for group in among_ranks(groups):
         tensor = spmd.reinterpret(tensor, group, src=V, dst=P)
     return tensor
 

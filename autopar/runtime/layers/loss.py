@@ -14,7 +14,7 @@ from spmd_types import I, R, V
 from torch import Tensor
 from torch._ops import OpOverload
 
-from autopar.runtime.layers.index import Groups, as_invariant, as_partial, first, ranks
+from autopar.runtime.layers.index import Groups, GroupsOrTurns, among_ranks, as_invariant, as_partial, first, ranks
 
 NONE, MEAN = 0, 1
 
@@ -27,8 +27,9 @@ def cross_entropy_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     *,
-    token_groups: Groups = (),
+    token_groups: GroupsOrTurns = (),
     vocab_groups: Groups = (),
+    count: Tensor | None = None,
 ) -> Tensor:
     """``aten.cross_entropy_loss`` over the tokens and the vocabulary of every rank.
 
@@ -40,6 +41,7 @@ def cross_entropy_loss(
         reduction, ignore_index, label_smoothing: as in the operator.
         token_groups: the mesh axes that shard ``t`` or ``d1..``, in any order.
         vocab_groups: the mesh axes that shard ``v``, major first.
+        count: :func:`token_count` of this rank's tokens of all turns, where ``token_groups`` has turns.
 
     Returns:
         The loss ``[]``, ``P`` on ``token_groups``, ``I`` on ``vocab_groups``; ``[t, d1..]`` without a reduction.
@@ -57,7 +59,7 @@ def cross_entropy_loss(
     else:
         losses = op(logits, target, weight, NONE, ignore_index, label_smoothing)
         dtype = losses.dtype
-    return _reduce(losses, target, weight, reduction, ignore_index, dtype, token_groups, vocab_groups)
+    return _reduce(losses, target, weight, reduction, ignore_index, dtype, token_groups, vocab_groups, count)
 
 
 def _autocasts(tensor: Tensor) -> bool:
@@ -74,7 +76,8 @@ def nll_loss(
     reduction: int = MEAN,
     ignore_index: int = -100,
     *,
-    token_groups: Groups = (),
+    token_groups: GroupsOrTurns = (),
+    count: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``op``, one of the ``aten.nll_loss*`` family, over the tokens of every rank.
 
@@ -85,19 +88,20 @@ def nll_loss(
         weight: per class ``[v]``, ``R`` on ``token_groups``.
         reduction, ignore_index: as in the operator.
         token_groups: the mesh axes that shard ``t`` or ``d1..``, in any order.
+        count: as in :func:`cross_entropy_loss`.
 
     Returns:
         What ``op`` returns: the loss, and for ``*_forward`` the total weight; ``P`` on ``token_groups`` when reduced.
     """
     losses, *totals = _as_tuple(op(log_probs, target, weight, NONE, ignore_index))
-    loss = _reduce(losses, target, weight, reduction, ignore_index, losses.dtype, token_groups)
+    loss = _reduce(losses, target, weight, reduction, ignore_index, losses.dtype, token_groups, (), count)
     if not totals:
         return loss
-    total = totals[0] if reduction == NONE else _denominator(target, weight, ignore_index).to(log_probs.dtype)
+    total = totals[0] if reduction == NONE else token_count(target, weight, ignore_index).to(log_probs.dtype)
     return loss, as_partial(total, token_groups)
 
 
-def partial_mean(op: OpOverload[..., Any], *args: Any, contracted_groups: Groups = (), **kwargs: Any) -> Tensor:
+def partial_mean(op: OpOverload[..., Any], *args: Any, contracted_groups: GroupsOrTurns = (), **kwargs: Any) -> Tensor:
     """``op``, a mean (or a loss with a ``reduction``), over slices of equal size: this rank's term of the global mean.
 
     Args:
@@ -114,7 +118,7 @@ def partial_mean(op: OpOverload[..., Any], *args: Any, contracted_groups: Groups
     return _share_of_mean(op(*args, **kwargs), bound.get("reduction", MEAN), contracted_groups)
 
 
-def _share_of_mean(loss: Tensor, reduction: Any, groups: Groups) -> Tensor:
+def _share_of_mean(loss: Tensor, reduction: Any, groups: GroupsOrTurns) -> Tensor:
     if reduction == NONE or not groups:
         return loss
     return as_partial(loss / ranks(groups) if reduction == MEAN else loss, groups)
@@ -127,22 +131,24 @@ def _reduce(
     reduction: int,
     ignore_index: int,
     dtype: torch.dtype,
-    token_groups: Groups,
-    vocab_groups: Groups = (),
+    token_groups: GroupsOrTurns,
+    vocab_groups: Groups,
+    count: Tensor | None,
 ) -> Tensor:
     """The sum of ``losses[t, d1..]``, over the global count or class weight of tokens for a mean, as ``dtype``."""
     if reduction == NONE:
         return losses.to(dtype)
     total = losses.sum(dtype=_wide(losses.dtype))
     if reduction == MEAN:
-        count = _denominator(target, weight, ignore_index)
-        for group in token_groups:
+        if count is None:
+            count = token_count(target, weight, ignore_index)
+        for group in among_ranks(token_groups):
             count = spmd.all_reduce(count, group, src=V, dst=R)
         total = total / as_invariant(count, vocab_groups)
     return as_partial(total.to(dtype), token_groups)
 
 
-def _denominator(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+def token_count(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """How many tokens count here, or the sum of their class weights: ``[]``."""
     counted = target != ignore_index
     if weight is None:

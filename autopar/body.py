@@ -1,0 +1,358 @@
+"""Body: one local program under construction, from operators and the layouts that an assignment gives them.
+
+Nothing is decided here: operators run as the assignment says, and conversions are the routes it names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.localize import Call, local_form
+from autopar.runtime.conversions import convert
+from autopar.runtime.layers import LOCAL_FORMS
+from autopar.runtime.layers.loss import MEAN
+from autopar.runtime.parameters import replicate_parameters
+from planner.conversion import Route, Step
+from planner.fold import Block
+from planner.formulate import Assignment
+from planner.graph import Node, Ref
+from planner.layout import MICRO, I, Layout, Mark, R, Shard, local_outer
+from planner.ops import saved_places
+from planner.recompute import Again
+
+STATE = "state"
+
+
+class Body:
+    """A program under construction.
+
+    Attributes:
+        values: where each value is found, in the layout in which it is delivered.
+        ready: parameters in the layouts in which operators use them.
+        counts: for a loss in turns, by its name, of how many tokens it is the mean.
+        taken: what each operator takes and makes, by its name and place: operands, then results.
+    """
+
+    def __init__(self, assignment: Assignment, targets: Mapping[str, Any], device: torch.device):
+        self.assignment, self.targets, self.device = assignment, targets, device
+        self.mesh = assignment.space.mesh
+        self.graph = fx.Graph()
+        self.values: dict[Ref, fx.Node] = {}
+        self.taken: dict[tuple[str, int], fx.Node] = {}
+        self.ready: dict[tuple[Ref, Layout], fx.Node] = {}
+        self.counts: dict[str, fx.Node] = {}
+        self._attributes: dict[str, fx.Node] = {}
+        self._entered: Counter[str] = Counter()
+
+    def enter(self, entry: Entry, path: str = "") -> None:
+        """A placeholder for what enters the program of the block at ``path``."""
+        if isinstance(entry, str):
+            self.counts[entry] = self.graph.placeholder(f"{entry}_count")
+            return
+        ref = entry if isinstance(entry, Ref) else entry[0]
+        source = self.assignment.space.graph.by_name[ref.node]
+        name = leaf_name(source, path) if source.is_leaf else value_name(ref)
+        times = self._entered[name]
+        self._entered[name] += 1
+        value = self.graph.placeholder(f"{name}__{times}" if times else name)
+        if isinstance(entry, Ref):
+            self.values[entry] = value
+        else:
+            self.ready[entry] = value
+
+    def found(self, entry: Entry) -> fx.Node:
+        """What enters a block, where it is called."""
+        if isinstance(entry, str):
+            return self.counts[entry]
+        return self.values[entry] if isinstance(entry, Ref) else self.ready[entry]
+
+    def attribute(self, name: str) -> fx.Node:
+        """A process group or the run state, read once at the top of the program."""
+        if name not in self._attributes:
+            first = next((n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr")), None)
+            with self.graph.inserting_before(first) if first is not None else self.graph.inserting_after():
+                self._attributes[name] = self.graph.get_attr(name)
+        return self._attributes[name]
+
+    def step(self, value: fx.Node, step: Step) -> fx.Node:
+        if self._is_here(step.axis):
+            return value
+        src = _local_text(step.before, step.axis, self.mesh.sizes)
+        dst = _local_text(step.after, step.axis, self.mesh.sizes)
+        group = self.attribute(self.mesh.axes[step.axis].name)
+        return _call(self.graph, convert, (value, group, src, dst), f"{value.name}_{dst[0].lower()}")
+
+    def _is_here(self, axis: int) -> bool:
+        """Whether nothing crosses an axis: it has one rank, or turns, over which the runtime sums."""
+        return self.mesh.axes[axis].size == 1 or self.mesh.axes[axis].name == MICRO
+
+    def converted(self, value: fx.Node, route: Route) -> fx.Node:
+        for step in route:
+            value = self.step(value, step)
+        return value
+
+    def relay(self, ref: Ref) -> None:
+        """Put a value into the layout in which its readers find it."""
+        route = self.assignment.relay_route(ref)
+        if self.assignment.space.graph.by_name[ref.node].op == "param" and all(step.rule == "I>R" for step in route):
+            for step in route:
+                self.values[ref] = self.replicated([self.values[ref]], step.axis)[0]
+        else:
+            self.values[ref] = self.converted(self.values[ref], route)
+
+    def replicate_parameters(self, block: Block) -> None:
+        """Sum the gradients of all parameters that the block uses replicated in one all-reduce per axis."""
+        grouped: dict[tuple[tuple[int, ...], str], dict[Ref, Layout]] = {}
+        for node in block.nodes:
+            for position, ref in enumerate(node.inputs):
+                axes = self.assignment.summed_over(node, position)
+                if axes:
+                    dtype = self.assignment.space.graph.type_of(ref).dtype
+                    layout = self.assignment.choice(node).operands[position]
+                    grouped.setdefault((axes, dtype), {})[ref] = layout
+        for (axes, _), wanted in grouped.items():
+            current = [self.values[ref] for ref in wanted]
+            for axis in axes:
+                current = self.replicated(current, axis)
+            for (ref, layout), value in zip(wanted.items(), current, strict=True):
+                self.ready[ref, layout] = value
+
+    def replicated(self, values: list[fx.Node], axis: int) -> list[fx.Node]:
+        """Parameters that are invariant on an axis, made replicated together."""
+        if self._is_here(axis):
+            return values
+        call = self.graph.call_function(
+            replicate_parameters, (tuple(values), self.attribute(self.mesh.axes[axis].name))
+        )
+        return [_call(self.graph, getitem, (call, i), f"{value.name}_r") for i, value in enumerate(values)]
+
+    def operand(self, node: Node, position: int) -> fx.Node:
+        """An operand in the layout that the operator wants."""
+        ref = node.inputs[position]
+        choice = self.assignment.choice(node)
+        layout = choice.operands[position]
+        value = self.ready.get((ref, layout))
+        if value is None:
+            value = self.converted(self.values[ref], self.assignment.operand_route(node, position))
+        strict = tuple(s.operands[position] for s in choice.axes)
+        return self.relabel(value, layout, strict)
+
+    def relabel(self, value: fx.Node, have: Layout, want: Layout) -> fx.Node:
+        """For values without a gradient R and I are one type; say which is meant, at no cost."""
+        for axis, (src, dst) in enumerate(zip(have, want, strict=True)):
+            if src != dst:
+                assert {src, dst} == {R, I}, f"{src} is not {dst}"
+                value = self.step(value, Step(axis, src, dst, have))
+                have = (*have[:axis], dst, *have[axis + 1 :])
+        return value
+
+    def emit(self, node: Node, kept: frozenset[Ref]) -> None:
+        """One operator: operands converted, its local form, results relayed."""
+        choice = self.assignment.choice(node)
+        seen: dict[tuple[Ref, Layout, Layout], fx.Node] = {}
+        operands = []
+        for position, ref in enumerate(node.inputs):
+            strict = tuple(s.operands[position] for s in choice.axes)
+            key = (ref, choice.operands[position], strict)
+            if key not in seen:
+                seen[key] = self.operand(node, position)
+            operands.append(seen[key])
+        self.taken.update({(node.name, place): value for place, value in enumerate(operands)})
+        remaining = iter(operands)
+        args = {name: self._argument(value, remaining) for name, value in node.args}
+        call = Call(
+            self.graph,
+            node,
+            self.assignment.space.graph.input_types(node),
+            self.assignment.space.rules[node.name],
+            choice,
+            self.mesh,
+            self.targets[node.name],
+            args,
+            lambda axis: self.attribute(self.mesh.axes[axis].name),
+            lambda: self.attribute(STATE),
+            self.counts.get(node.name),
+        )
+        emitted = local_form(call)
+        emitted.meta["node"], emitted.meta["choice"] = node, choice
+        refs = [Ref(node.name, i) for i in range(len(node.results))]
+        space = self.assignment.space
+        used = [ref for ref in refs if space.is_read(ref) or ref in kept]
+        for ref in used:
+            multiple = len(refs) > 1 or self.targets[node.name]._schema.returns[0].type.kind() == "ListType"
+            value = _call(self.graph, getitem, (emitted, ref.index), value_name(ref)) if multiple else emitted
+            tensor = node.results[ref.index]
+            if not tensor.grad and any(t.grad for t in space.graph.input_types(node)) and _is_float(tensor.dtype):
+                value = self.graph.call_function(torch.ops.aten.detach.default, (value,))
+            value.meta["produced"] = ref
+            self.taken[node.name, len(node.inputs) + ref.index] = value
+            strict = tuple(s.results[ref.index] for s in choice.axes)
+            self.values[ref] = self.relabel(value, strict, choice.results[ref.index])
+            if space.is_read(ref):
+                self.relay(ref)
+
+    def recomputing(self, block: Block, again: Again) -> fx.Graph:
+        """Finish the program as :func:`recompute` takes it; returns the one of the statements that are run again."""
+        graph, wanted = self.assignment.space.graph, []
+        stops = {*self.ready.values(), *self.graph.find_nodes(op="placeholder")}
+        lasting = {block.nodes[at].name for at in again.lasting}
+        for at, node in enumerate(block.nodes):
+            stops.update(self.taken[node.name, i] for i, ref in enumerate(node.inputs) if ref.node in lasting)
+            if any(t.grad for t in node.results):
+                wanted += [(at, place) for place in saved_places(node, graph.input_types(node))]
+        given_up: dict[fx.Node, None] = {}
+        for at, place in wanted:
+            node = block.nodes[at]
+            index = place - len(node.inputs)
+            value = self.taken.get((node.name, place))
+            if value is not None and value not in stops and (index < 0 or (at, index) in again.values):
+                given_up[value] = None
+        needed: dict[fx.Node, None] = {}
+        waiting = list(given_up)
+        while waiting:
+            value = waiting.pop()
+            if value not in needed and value not in stops:
+                needed[value] = None
+                waiting.extend(value.all_input_nodes)
+        sources = [v for v in self.graph.nodes if v in stops and any(user in needed for user in v.users)]
+        program, copies = fx.Graph(), {}
+        for value in sources:
+            copies[value] = program.placeholder(value.name)
+        for value in self.graph.nodes:
+            if value in needed:
+                copies[value] = program.node_copy(value, copies.__getitem__)
+        program.output(tuple(copies[value] for value in given_up))
+        outputs = one_or_all(self.values[ref] for ref in block.outputs)
+        self.graph.output((outputs, tuple(given_up), tuple(sources)))
+        return program
+
+    def _argument(self, value: object, operands: Any) -> Any:
+        if isinstance(value, Ref):
+            return next(operands)
+        if isinstance(value, tuple):
+            return [self._argument(v, operands) for v in value]
+        if value == "device":
+            return self.device
+        if isinstance(value, str) and value.startswith("torch."):
+            return getattr(torch, value.removeprefix("torch."))
+        return value
+
+
+Entry = Ref | tuple[Ref, Layout] | str
+"""What enters a program: a value as it is delivered, a parameter as it is used, the count of a loss by its name."""
+
+
+def entries_of(block: Block, assignment: Assignment) -> tuple[Entry, ...]:
+    """What a block takes, in order: in one turn its inputs; in turns parameters are converted outside, once a step."""
+    space = assignment.space
+    if not space.in_turns:
+        return block.inputs
+    values: list[Entry] = [ref for ref in block.inputs if not is_param(assignment, ref)]
+    losses = [node.name for node in block.nodes if counts(node, assignment)]
+    return (*values, *parameters_of(block, assignment), *losses)
+
+
+def parameters_of(block: Block, assignment: Assignment) -> tuple[tuple[Ref, Layout], ...]:
+    """Each parameter of a block in each layout in which an operator uses it."""
+    used = (
+        (ref, assignment.choice(node).operands[position])
+        for node in block.nodes
+        for position, ref in enumerate(node.inputs)
+        if is_param(assignment, ref)
+    )
+    return tuple(dict.fromkeys(used))
+
+
+def counts(node: Node, assignment: Assignment) -> bool:
+    """Whether an operator is a mean over tokens of all turns, of which some may not count."""
+    form = LOCAL_FORMS.get(node.op)
+    if form is None or "token_groups" not in form.groups or dict(node.args).get("reduction", MEAN) != MEAN:
+        return False
+    target = node["target"]
+    if not isinstance(target, Ref) or "float" in assignment.space.graph.type_of(target).dtype:
+        return False
+    axes = zip(assignment.choice(node).axes, assignment.space.mesh.names, strict=True)
+    return any(strategy.factor in form.groups["token_groups"] for strategy, name in axes if name == MICRO)
+
+
+def is_param(assignment: Assignment, ref: Ref) -> bool:
+    """Whether a value is a parameter as it is stored."""
+    return assignment.space.graph.by_name[ref.node].op == "param"
+
+
+def block_body(block: Block, assignment: Assignment, targets: Mapping[str, Any], device: torch.device) -> Body:
+    """The program of a block, without its output."""
+    body = Body(assignment, targets, device)
+    for entry in entries_of(block, assignment):
+        body.enter(entry, block.path)
+    if not assignment.space.in_turns:
+        body.replicate_parameters(block)
+    for node in block.nodes:
+        body.emit(node, frozenset(block.outputs))
+    return body
+
+
+def one_or_all(values: Iterable[fx.Node]) -> fx.Node | tuple[fx.Node, ...]:
+    """What a program returns."""
+    found = tuple(values)
+    return found[0] if len(found) == 1 else found
+
+
+def bind_results(graph: fx.Graph, call: fx.Node, refs: tuple[Ref, ...], values: dict[Ref, fx.Node]) -> None:
+    """Note where the results of a call are found."""
+    if len(refs) == 1:
+        values[refs[0]] = call
+        return
+    for i, ref in enumerate(refs):
+        values[ref] = _call(graph, getitem, (call, i), value_name(ref))
+
+
+def module_of(holder: dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphModule:
+    """A finished program, with what it names of ``holder``."""
+    used = {str(node.target).split(".")[0] for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    graph.lint()
+    return fx.GraphModule({key: value for key, value in holder.items() if key in used}, graph, name)
+
+
+def _local_text(layout: Layout, axis: int, sizes: tuple[int, ...]) -> str:
+    """A local type as the runtime reads it: strips counted on one rank."""
+    local_type = layout[axis]
+    if isinstance(local_type, Mark):
+        return str(local_type)
+    return str(Shard(local_type.dim, local_outer(layout, axis, sizes)))
+
+
+def identifier(text: str) -> str:
+    """A Python identifier that reads like ``text``."""
+    word = "".join(c if c.isalnum() else "_" for c in text).strip("_") or "block"
+    return f"block_{word}" if word[0].isdigit() else word
+
+
+def value_name(ref: Ref) -> str:
+    """A value's name in programs."""
+    return ref.node if ref.index == 0 else f"{ref.node}_{ref.index}"
+
+
+def leaf_name(leaf: Node, path: str) -> str:
+    """A leaf's own name below the block that reads it: ``self_attn_q_proj_weight``."""
+    target = leaf.target or leaf.name
+    return identifier(target.removeprefix(f"{path}.") if path else target)
+
+
+def _call(graph: fx.Graph, function: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+    return graph.create_node("call_function", function, args, {}, name=name)
+
+
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype or "complex" in dtype
+
+
+def getitem(values: Any, index: int) -> Any:
+    """One of several results."""
+    return values[index]

@@ -1,0 +1,43 @@
+"""Stage: the programs of one stage of a step in turns, and what it takes and gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A value that goes from one stage to the next: its shape on one rank, and whether a gradient comes back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a rank runs of one stage.
+
+    Attributes:
+        parameters, leaves: what ``gather``, and what ``program`` and ``count`` take of the model, by name.
+        received, sent: what comes from the stage before, and goes to the one after.
+        outputs: the positions of what leaves the model here.
+        gather: (parameters) -> parameters as operators use them; once a step.
+        count: (leaves) -> of how many tokens each loss is the mean; ``None`` where no loss asks.
+        program: (used parameters, leaves, received, counts) -> (sent, outputs); once for each micro-batch.
+        draws: how often the program draws random numbers.
+    """
+
+    number: int
+    parameters: tuple[str, ...]
+    leaves: tuple[str, ...]
+    received: tuple[Passed, ...]
+    sent: tuple[Passed, ...]
+    outputs: tuple[int, ...]
+    gather: GraphModule
+    count: GraphModule | None
+    program: GraphModule
+    draws: int

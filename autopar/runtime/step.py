@@ -1,0 +1,275 @@
+"""Step: a step in turns, forward and backward of every micro-batch in the order of a schedule.
+
+A pipeline is only full if the backward of one micro-batch runs beside the forward of another. So all of it happens when
+the model is called: gradients are found then for a loss whose gradient is 1, and ``loss.backward()`` hands them over,
+scaled. Where nobody wants gradients only forwards run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.fx import GraphModule
+
+from autopar.runtime.mail import Mail
+from autopar.runtime.stage import Stage
+from autopar.runtime.state import RunState
+from autopar.runtime.turns import Turns
+from planner.errors import InputError
+from planner.pipeline.schedule import Action
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """An output of the model over turns.
+
+    Attributes:
+        dim: the dim along which micro-batches lie behind one another; ``None``: there is none.
+        summed: whether what turns give are terms of a sum.
+        stage: where it is made.
+        dtype: planned.
+    """
+
+    dim: int | None
+    summed: bool
+    stage: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters that several ranks of a pipeline hold, each for its own stages.
+
+    Attributes:
+        leaves: their names.
+        group: the ranks that hold them.
+        first: whether this is the first of these ranks.
+    """
+
+    leaves: tuple[str, ...]
+    group: ProcessGroup
+    first: bool
+
+
+class Step:
+    """Runs a step's actions; takes the leaves of the model and returns its outputs, as a program of one turn does.
+
+    Args:
+        stages: those of this process.
+        actions: its actions in order.
+        leaves: the names of all leaves, in the order in which they are given.
+        cut: the leaves of which a turn takes a part -> the dim along which turns lie behind one another.
+        outputs: the outputs of the model.
+        loss: the position of the output that backward starts at, if there is one.
+        draws: how often each stage of the model draws random numbers for a micro-batch.
+        ties: the parameters that other processes hold too.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        actions: Sequence[Action],
+        leaves: Sequence[str],
+        cut: Mapping[str, int],
+        outputs: Sequence[Leaving],
+        loss: int | None,
+        turns: Turns,
+        state: RunState,
+        mail: Mail,
+        draws: Sequence[int],
+        ties: Sequence[Tie] = (),
+    ):
+        self.stages = {stage.number: stage for stage in stages}
+        self.actions, self.leaves, self.cut, self.outputs, self.loss = actions, leaves, cut, outputs, loss
+        self.turns, self.state, self.mail, self.draws, self.ties = turns, state, mail, draws, ties
+
+    @property
+    def programs(self) -> list[tuple[str, GraphModule]]:
+        """All programs by name."""
+        found: list[tuple[str, GraphModule]] = []
+        for number, stage in self.stages.items():
+            parts = [("gather", stage.gather), ("count", stage.count), ("stage", stage.program)]
+            found += programs_in(stage.program)
+            found += [(f"{name}_{number}", part) for name, part in parts if part is not None]
+        return found
+
+    @property
+    def share_of_loss(self) -> float:
+        """The gradient of what one turn gives to the loss."""
+        assert self.loss is not None
+        return 1.0 if self.outputs[self.loss].summed else 1 / self.turns.count
+
+    def __call__(self, *leaves: Tensor) -> tuple[Tensor | None, ...]:
+        """Outputs in order; ``None`` for those, the loss excepted, that other processes have."""
+        given = dict(zip(self.leaves, leaves, strict=True))
+        trains = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+        if trains and self.loss is None:
+            raise InputError(
+                "a step in turns runs its own backward, so the model must return its loss, or be given a loss_fn; "
+                "to run it forward only, call it under torch.no_grad()"
+            )
+        run = _Run(self, given, trains)
+        with torch.set_grad_enabled(trains):
+            run.forward_and_backward()
+        results = run.results()
+        if trains:
+            assert self.loss is not None
+            parts = [leaf for leaf in leaves if leaf.requires_grad]
+            gradients = [run.local[name].grad for name, leaf in given.items() if leaf.requires_grad]
+            results[self.loss] = _HandOver.apply(results[self.loss], gradients, *parts)
+        return tuple(results)
+
+
+def programs_in(program: GraphModule) -> list[tuple[str, GraphModule]]:
+    """The programs of blocks that a program calls, by name."""
+    return [(name, module) for name, module in program.named_children() if isinstance(module, GraphModule)]
+
+
+class _HandOver(torch.autograd.Function):
+    """The loss, whose backward gives gradients that are known."""
+
+    @staticmethod
+    def forward(ctx, loss, gradients, *parts):  # type: ignore[no-untyped-def]
+        ctx.gradients = gradients
+        return loss.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        found, ctx.gradients = ctx.gradients, None
+        if found is None:
+            raise RuntimeError(
+                "the gradients of a step in turns were handed over before: call loss.backward() once a step"
+            )
+        for gradient in found:
+            if gradient is not None:
+                gradient.mul_(grad)
+        return None, None, *found
+
+
+class _Run:
+    """One step.
+
+    Attributes:
+        local: the leaves, apart from what made them.
+    """
+
+    def __init__(self, step: Step, given: Mapping[str, Tensor], trains: bool):
+        self.step, self.trains = step, trains
+        self.local = {name: leaf.detach().requires_grad_(leaf.requires_grad and trains) for name, leaf in given.items()}
+        self.used: dict[int, tuple[Tensor, ...]] = {}
+        self.made: dict[int, tuple[Tensor, ...]] = {}
+        self.counts: dict[int, tuple[Tensor, ...]] = {}
+        self.alive: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self.outputs: dict[int, list[Tensor]] = defaultdict(list)
+        self.started = step.state.random.calls
+
+    def forward_and_backward(self) -> None:
+        """Everything, in order."""
+        self.step.mail.open(self.trains)
+        for number, stage in self.step.stages.items():
+            self.made[number] = stage.gather(*(self.local[name] for name in stage.parameters))
+            self.used[number] = tuple(t.detach().requires_grad_(t.requires_grad) for t in self.made[number])
+            self.counts[number] = self._counted(stage)
+        for stage_number, kind, turn in self.step.actions:
+            self.step.turns.now = turn
+            if kind == "F":
+                self._forward(self.step.stages[stage_number], turn)
+            elif self.trains:
+                self._backward(self.step.stages[stage_number], turn)
+        self.step.state.random.calls = self.started + sum(self.step.draws)
+        self.step.mail.close()
+        if self.trains:
+            self._spread()
+
+    def _counted(self, stage: Stage) -> tuple[Tensor, ...]:
+        if stage.count is None:
+            return ()
+        found = []
+        for turn in range(self.step.turns.count):
+            self.step.turns.now = turn
+            found.append(stage.count(*self._leaves(stage, turn)))
+        return tuple(torch.stack(each).sum(0) for each in zip(*found, strict=True))
+
+    def _leaves(self, stage: Stage, turn: int) -> list[Tensor]:
+        found = []
+        for name in stage.leaves:
+            leaf, dim = self.local[name], self.step.cut.get(name)
+            found.append(leaf if dim is None else leaf.chunk(self.step.turns.count, dim)[turn])
+        return found
+
+    def _forward(self, stage: Stage, turn: int) -> None:
+        received: list[Tensor] = []
+        if stage.number:
+            received = self.step.mail.take((stage.number, "F", turn))
+            wanted = zip(received, stage.received, strict=True)
+            received = [t.detach().requires_grad_(self.trains and passed.differentiable) for t, passed in wanted]
+        counts = self.counts[stage.number]
+        self.step.state.random.calls = self.started + sum(self.step.draws[: stage.number])
+        results = stage.program(*self.used[stage.number], *self._leaves(stage, turn), *received, *counts)
+        sent, leaving = results[: len(stage.sent)], results[len(stage.sent) :]
+        if stage.number + 1 < len(self.step.draws):
+            passed = [value.detach().to(form.dtype) for value, form in zip(sent, stage.sent, strict=True)]
+            self.step.mail.put((stage.number + 1, "F", turn), passed)
+        roots = []
+        for position, value in zip(stage.outputs, leaving, strict=True):
+            self.outputs[position].append(value.detach())
+            if position == self.step.loss:
+                roots.append(value)
+        if self.trains:
+            self.alive[stage.number, turn] = received, [*sent, *roots]
+
+    def _backward(self, stage: Stage, turn: int) -> None:
+        received, made = self.alive.pop((stage.number, turn))
+        roots = [t for t, passed in zip(made, stage.sent, strict=False) if passed.differentiable]
+        came = self.step.mail.take((stage.number, "B", turn)) if stage.number + 1 < len(self.step.draws) else []
+        for loss in made[len(stage.sent) :]:
+            roots.append(loss)
+            came.append(torch.full_like(loss, self.step.share_of_loss))
+        pairs = [(t, grad.to(t.dtype)) for t, grad in zip(roots, came, strict=True) if t.requires_grad]
+        if pairs:
+            with torch.autocast(pairs[0][0].device.type, enabled=False):
+                torch.autograd.backward([t for t, _ in pairs], [grad for _, grad in pairs])
+        if stage.number:
+            back = [t for t, passed in zip(received, stage.received, strict=True) if passed.differentiable]
+            gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in back]
+            self.step.mail.put((stage.number - 1, "B", turn), gradients)
+
+    def _spread(self) -> None:
+        """From the gradients of used parameters to those of stored ones."""
+        pairs = [
+            (made, used.grad)
+            for number in self.step.stages
+            for made, used in zip(self.made[number], self.used[number], strict=True)
+            if used.grad is not None
+        ]
+        torch.autograd.backward([made for made, _ in pairs], [grad for _, grad in pairs])
+        for tie in self.step.ties:
+            for leaf in (self.local[name] for name in tie.leaves):
+                if leaf.requires_grad:
+                    leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                    dist.all_reduce(leaf.grad, group=tie.group)
+
+    def results(self) -> list[Any]:
+        """The outputs, turns put together."""
+        found: list[Any] = []
+        for position, leaving in enumerate(self.step.outputs):
+            values = self.outputs.get(position)
+            whole = None if values is None else _together(values, leaving)
+            if position == self.step.loss:
+                whole = self.step.mail.share(whole, leaving.stage, leaving.dtype)
+            found.append(whole)
+        return found
+
+
+def _together(values: list[Tensor], leaving: Leaving) -> Tensor:
+    if leaving.summed:
+        return torch.stack(values).sum(0)
+    return values[0] if leaving.dim is None else torch.cat(values, leaving.dim)

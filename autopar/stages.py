@@ -1,0 +1,245 @@
+"""Stages: the programs of a step in turns, from a captured graph, an assignment, and where its blocks are cut.
+
+A stage converts its parameters into the layouts in which its operators use them once a step, and then runs the same
+program for one micro-batch after the other. What leaves a stage goes to the next one, values that only later ones read
+included. A loss that is a mean over all tokens that count needs to know how many do before the first backward: a third
+program finds what one micro-batch adds to that, from the inputs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.body import Body, counts, entries_of, is_param, module_of, parameters_of
+from autopar.capture import Captured
+from autopar.rewrite import Root, targets_of
+from autopar.runtime.draws import draw, draw_attention
+from autopar.runtime.layers.loss import token_count
+from autopar.runtime.stage import Passed, Stage
+from planner.errors import PlanError
+from planner.formulate import Assignment
+from planner.graph import Node, Ref
+from planner.layout import Layout, local_shape
+
+
+@dataclass(frozen=True)
+class Joints:
+    """Where the programs of a stage fit the plan.
+
+    Attributes:
+        used: the parameters that ``gather`` gives, each with the layout.
+        received, sent: the values that come from the stage before, and go to the one after.
+    """
+
+    used: tuple[tuple[Ref, Layout], ...]
+    received: tuple[Ref, ...]
+    sent: tuple[Ref, ...]
+
+
+def stages_of(
+    captured: Captured,
+    assignment: Assignment,
+    bounds: Sequence[int],
+    groups: Mapping[str, Any],
+    device: torch.device,
+) -> list[tuple[Stage, Joints]]:
+    """The programs of every stage, in order, and what they take and give.
+
+    Args:
+        captured, groups, device: as in :func:`autopar.rewrite.rewrite`; ``"micro"`` names the micro-batches.
+        assignment: what to do, on the mesh of one stage.
+        bounds: stage ``s`` has the blocks from ``bounds[s]`` up to, not including, ``bounds[s + 1]``.
+
+    Raises:
+        PlanError: the model does something that a step in turns cannot.
+    """
+    _check(captured, assignment)
+    cut = _Cut(assignment, bounds)
+    emitted = [_Emitted(captured, cut, number, groups, device) for number in range(len(bounds) - 1)]
+    return [(each.stage(), each.joints) for each in emitted]
+
+
+def _check(captured: Captured, assignment: Assignment) -> None:
+    space = assignment.space
+    if captured.updates:
+        names = ", ".join(name for name, _ in captured.updates[:3])
+        raise PlanError(
+            f"the model changes {names} in its forward, and what a step in turns leaves in a buffer is not that of the "
+            "whole batch: plan without pipelines and micro_batches"
+        )
+    returned = [ref.node for ref in space.leaving if is_param(assignment, ref)]
+    if returned:
+        target = space.graph.by_name[returned[0]].target
+        raise PlanError(f"the model returns its parameter {target!r}, which a step in turns does not: return a result")
+
+
+class _Cut:
+    """What each stage has, and what goes from one to the next.
+
+    Attributes:
+        crossing: after each stage, the values that it or earlier ones made and later ones read.
+        outputs: of each stage, the positions of the outputs that leave the model there.
+    """
+
+    def __init__(self, assignment: Assignment, bounds: Sequence[int]):
+        self.assignment, self.space = assignment, assignment.space
+        self.numbers = [range(low, high) for low, high in pairwise(bounds)]
+        instances = self.space.folded.instances
+        home = {number: stage for stage, numbers in enumerate(self.numbers) for number in numbers}
+        made = {ref: home[number] for number, each in enumerate(instances) for ref in each.block.outputs}
+        last = {ref: home[number] for number, each in enumerate(instances) for ref in each.block.inputs}
+        count = len(self.numbers)
+        self.crossing = [[ref for ref, at in made.items() if at <= s < last.get(ref, at)] for s in range(count)]
+        self.outputs = [
+            [position for position, ref in enumerate(self.space.leaving) if made.get(ref, count - 1) == stage]
+            for stage in range(count)
+        ]
+
+
+class _Emitted:
+    """The programs of one stage under construction."""
+
+    def __init__(self, captured: Captured, cut: _Cut, number: int, groups: Mapping[str, Any], device: torch.device):
+        self.captured, self.cut, self.number, self.groups, self.device = captured, cut, number, groups, device
+        self.assignment, self.space = cut.assignment, cut.space
+        self.graph = self.space.graph
+        self.blocks = [self.space.folded.instances[at].block for at in cut.numbers[number]]
+        self.received = cut.crossing[number - 1] if number else []
+        self.sent = cut.crossing[number]
+        self.losses = [node for block in self.blocks for node in block.nodes if counts(node, self.assignment)]
+
+    @property
+    def joints(self) -> Joints:
+        """What the programs take and give."""
+        used = tuple(key for block in self.blocks for key in parameters_of(block, self.assignment))
+        return Joints(used, tuple(self.received), tuple(self.sent))
+
+    def stage(self) -> Stage:
+        """All of it."""
+        read = [ref for block in self.blocks for ref in entries_of(block, self.assignment) if isinstance(ref, Ref)]
+        read += [self.space.leaving[position] for position in self.cut.outputs[self.number]]
+        taken = {ref.node for ref in read} | {leaf for node in self.losses for leaf in self._leaves_behind(node)}
+        stored = {ref.node for block in self.blocks for ref, _ in parameters_of(block, self.assignment)}
+        leaves = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in taken)
+        parameters = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in stored)
+        program, drawn = self._program(leaves)
+        return Stage(
+            self.number,
+            parameters,
+            leaves,
+            tuple(map(self._passed, self.received)),
+            tuple(map(self._passed, self.sent)),
+            tuple(self.cut.outputs[self.number]),
+            self._gather(parameters),
+            self._count(leaves) if self.losses else None,
+            program,
+            drawn,
+        )
+
+    def _passed(self, ref: Ref) -> Passed:
+        tensor = self.graph.type_of(ref)
+        shape = local_shape(tensor.shape, self.assignment.delivered(ref), self.space.mesh.sizes)
+        assert shape is not None
+        return Passed(shape, getattr(torch, tensor.dtype), ref in self.graph.differentiated)
+
+    def _new_body(self) -> Body:
+        return Body(self.assignment, targets_of(self.captured), self.device)
+
+    def _gather(self, parameters: Sequence[str]) -> fx.GraphModule:
+        """Parameters as they are stored -> as the blocks use them, block by block."""
+        body = self._new_body()
+        for name in parameters:
+            body.enter(Ref(name))
+        for name in parameters:
+            body.relay(Ref(name))
+        results = []
+        for block in self.blocks:
+            body.ready.clear()
+            body.replicate_parameters(block)
+            for node in block.nodes:
+                for position, ref in enumerate(node.inputs):
+                    key = ref, self.assignment.choice(node).operands[position]
+                    if is_param(self.assignment, ref) and key not in body.ready:
+                        route = self.assignment.operand_route(node, position)
+                        body.ready[key] = body.converted(body.values[ref], route)
+            results += [body.ready[key] for key in parameters_of(block, self.assignment)]
+        body.graph.output(tuple(results))
+        return module_of(dict(self.groups), body.graph, "Gather")
+
+    def _count(self, leaves: Sequence[str]) -> fx.GraphModule:
+        """Leaves -> for each loss that is a mean over tokens, how many of one micro-batch's count."""
+        body = self._new_body()
+        for name in leaves:
+            body.enter(Ref(name))
+        for name in leaves:
+            body.relay(Ref(name))
+        done: set[str] = set()
+        results = []
+        for loss in self.losses:
+            behind = self._behind(loss)
+            for node in self.graph.nodes:
+                if node.name in behind and not node.is_leaf and node.name not in done:
+                    body.emit(node, frozenset(Ref(node.name, i) for i in range(len(node.results))))
+                    done.add(node.name)
+            target, weight = (self._operand(body, loss, name) for name in ("target", "weight"))
+            ignored: Any = loss["ignore_index"]
+            results.append(body.graph.call_function(token_count, (target, weight, ignored)))
+        body.graph.output(tuple(results))
+        return module_of(dict(self.groups), body.graph, "Count")
+
+    def _operand(self, body: Body, loss: Node, name: str) -> fx.Node | None:
+        ref = loss[name]
+        return body.operand(loss, loss.inputs.index(ref)) if isinstance(ref, Ref) else None
+
+    def _behind(self, loss: Node) -> set[str]:
+        """The operators and leaves that a loss's count follows from."""
+        found: set[str] = set()
+        waiting = [ref.node for ref in (loss["target"], loss["weight"]) if isinstance(ref, Ref)]
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                waiting += [ref.node for ref in self.graph.by_name[name].inputs]
+        trained = [name for name in found if self.graph.by_name[name].op == "param"]
+        if trained:
+            raise PlanError(
+                f"{loss.name} is a mean over tokens that depend on {self.graph.by_name[trained[0]].target!r}, so how "
+                "many count is not known before a step in turns: plan without pipelines and micro_batches"
+            )
+        return found
+
+    def _leaves_behind(self, loss: Node) -> list[str]:
+        return [name for name in self._behind(loss) if self.graph.by_name[name].is_leaf]
+
+    def _program(self, leaves: Sequence[str]) -> tuple[fx.GraphModule, int]:
+        """(used parameters, leaves, received values, counts) -> (sent values, outputs); and how often it draws."""
+        root = Root(self.captured, self.assignment, self.groups, self.device)
+        body = root.body
+        used = []
+        for block in self.blocks:
+            body.ready = {}
+            for key in parameters_of(block, self.assignment):
+                body.enter(key)
+            used.append(body.ready)
+        for ref in (*map(Ref, leaves), *self.received):
+            body.enter(ref)
+        for loss in self.losses:
+            body.enter(loss.name)
+        for name in leaves:
+            body.relay(Ref(name))
+        for number, ready in zip(self.cut.numbers[self.number], used, strict=True):
+            body.ready = ready
+            root.call(number)
+        results = [body.values[ref] for ref in self.sent]
+        results += [root.leaving(position) for position in self.cut.outputs[self.number]]
+        body.graph.output(tuple(results))
+        program = root.module("Stage")
+        drawn = {name: sum(node.target in (draw, draw_attention) for node in module.graph.nodes)  # type: ignore[union-attr]
+                 for name, module in program.named_children()}  # fmt: skip
+        return program, sum(drawn[name] * times for name, times in root.calls.items())

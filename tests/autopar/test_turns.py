@@ -1,0 +1,129 @@
+"""Steps in turns: micro-batches and pipelines, all stages in one process, against the original on the global batch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.api import assign, plan_traced, staged
+from autopar.body import Body
+from autopar.build import InTurns
+from autopar.exact import exact
+from autopar.runtime.step import _Run
+from autopar.simulate import Simulation
+from autopar.typecheck import typecheck
+from autopar.verification import Reference, observed_step, reference, simulate
+from planner.errors import InputError, PlanError, VerificationError
+from planner.formulate import Assignment, Training
+from planner.pins import Pins
+from tests.autopar import workers
+
+CASES: list[tuple[str, dict[str, Any], int]] = [
+    ("gpt2", {"micro_batches": 2, "data": 2}, 2),
+    ("gpt2", {"micro_batches": 4, "pipeline": 2, "tensor": 2}, 4),
+    ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 3, "schedule": "gpipe"}, 4),
+    ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "tensor": 2, "zero": 3}, 8),
+    ("llama", {"micro_batches": 8}, 1),
+    ("llama", {"micro_batches": 2, "tensor": 2, "sequence_parallel": True}, 2),
+    ("llama", {"micro_batches": 4, "pipeline": 4, "data": 2, "recompute": "full"}, 8),
+    ("llama", {"micro_batches": 1, "pipeline": 2, "tensor": 2}, 4),
+    ("llama", {"micro_batches": 4, "pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, 2),
+]
+
+
+def name_of(value: object) -> str:
+    return "+".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+@functools.cache
+def original(name: str) -> Reference:
+    return reference(workers.model_of(name), None, workers.batch_of(name), workers.loss_fn)
+
+
+@pytest.mark.parametrize("name, pin, ranks", CASES, ids=name_of)
+def test_a_step_is_the_original_s(name: str, pin: dict[str, Any], ranks: int) -> None:
+    ref, assignment, in_turns = in_turns_of(name, pin, ranks)
+    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, in_turns) as simulation:
+        found = observed_step(ref, assignment, simulation)
+    assert found.worst[0] <= 1e-10, found.worst
+    assert len(found.gradients) == len(ref.gradients)
+    assert not found.miscounted
+    assert typecheck(ref.traced.captured, assignment, in_turns).operators > 0
+
+
+def in_turns_of(name: str, pin: dict[str, Any], ranks: int) -> tuple[Reference, Assignment, InTurns]:
+    ref = original(name)
+    plan = plan_traced(ref.traced, workers.cluster_of(ranks), Pins.parse(pin), Training())
+    assignment, in_turns = staged(plan, assign(ref.traced, plan))
+    assert in_turns is not None
+    return ref, assignment, in_turns
+
+
+def test_a_gradient_that_nobody_sums_is_caught_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    ref, assignment, in_turns = in_turns_of("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 0}, 4)
+    monkeypatch.setattr(Body, "replicated", lambda self, values, axis: values)
+    with pytest.raises(VerificationError, match=r"as operators use it: on axis 'data' it has type .*I, the plan says .*R"):
+        typecheck(ref.traced.captured, assignment, in_turns)
+
+
+def test_tokens_are_counted_over_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each micro-batch ignores another number of tokens: with the mean of their means the loss is another."""
+    ref, assignment, in_turns = in_turns_of("llama", {"micro_batches": 4, "data": 2}, 2)
+    assert len({int((rows != -100).sum()) for rows in ref.kwargs["target"].chunk(4)}) > 1
+    monkeypatch.setattr(_Run, "_counted", lambda self, stage: (torch.tensor(self.step.turns.count),))
+    assert simulate(ref, assignment, 0, in_turns).worst[0] > 1e-3
+
+
+def test_a_step_needs_a_loss() -> None:
+    model, batch = workers.model_of("gpt2"), workers.batch_of("gpt2")
+    kwargs = {"input_ids": batch["input_ids"]}
+    ref = reference(model, None, kwargs)
+    plan = plan_traced(ref.traced, workers.cluster_of(2), Pins.parse({"micro_batches": 2}), Training())
+    assignment, in_turns = staged(plan, assign(ref.traced, plan))
+    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, in_turns) as simulation:
+        args, inputs = simulation.inputs((), ref.kwargs)
+        with pytest.raises(InputError, match="must return its loss"):
+            simulation.module(*args, **inputs)
+        with torch.no_grad():
+            logits = simulation.module(*args, **inputs).logits
+        spec = next(spec for spec in simulation.module.interface.outputs if spec is not None)
+        whole = simulation.whole(logits, spec.layout, spec.shape)
+    assert torch.allclose(whole, ref.outputs[0], rtol=1e-10, atol=1e-12)
+
+
+def test_a_loss_is_handed_over_once_and_scaled() -> None:
+    ref, assignment, in_turns = in_turns_of("llama", {"micro_batches": 2, "pipeline": 2}, 2)
+    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, in_turns) as simulation:
+        args, kwargs = simulation.inputs(ref.args, ref.kwargs)
+        loss = simulation.module(*args, **kwargs)
+        (loss * 4).backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match=r"once a step"):
+            loss.backward()
+        own = dict(simulation.module.named_parameters())
+        layouts = {leaf.name: leaf.layout for leaf in simulation.module.interface.leaves}
+        for name, gradient in ref.gradients.items():
+            mine = own[name].grad
+            assert mine is not None
+            got = simulation.whole(mine, layouts[name], tuple(gradient.shape))
+            assert torch.allclose(got, 4 * gradient, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("name", ["zero_bubble", "zbv", "dualpipev"])
+def test_a_schedule_that_nothing_runs_is_refused(name: str) -> None:
+    ref = original("llama")
+    pins = Pins.parse({"micro_batches": 4, "pipeline": 2, "schedule": name})
+    plan = plan_traced(ref.traced, workers.cluster_of(2), pins, Training())
+    with pytest.raises(PlanError, match=f"{name!r} is planned and simulated, but not run yet: pin"):
+        staged(plan, assign(ref.traced, plan))
+
+
+def test_verify_runs_all_stages() -> None:
+    model, batch = workers.model_of("llama"), workers.batch_of("llama")
+    pin = {"micro_batches": 2, "pipeline": 2, "tensor": 2}
+    found = autopar.verify(model, workers.cluster_of(4), example_kwargs=batch, loss_fn=workers.loss_fn, pin=pin)
+    assert found.verdict == "verified"
+    assert found.agreement is not None and found.agreement.worst[0] < 1e-10
