@@ -7,6 +7,7 @@ legal steps, found once for all pairs of layouts of a tensor.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
@@ -119,6 +120,36 @@ def _rule_number(src: LocalType, dst: LocalType, grad: bool) -> int:
     return _RULES.index(rule)
 
 
+@functools.lru_cache(maxsize=2**12)
+def _steps(
+    layouts: tuple[Layout, ...], axis: int, types: tuple[LocalType, ...], grad: bool, first_is_last: bool
+) -> tuple[Ints, Ints, Ints]:
+    """Every legal step on one axis: numbers of the layouts before and after, and of the rule.
+
+    Args:
+        types: the local types in the layouts.
+        grad, first_is_last: see :class:`ConversionTable`.
+    """
+    known = {t: number for number, t in enumerate(types)}
+    codes = np.array([[known[t] for t in layout] for layout in layouts]).reshape(len(layouts), -1)
+    place = len(types) ** np.arange(codes.shape[1])
+    number = np.full(len(types) ** codes.shape[1], -1)
+    number[codes @ place] = np.arange(len(codes))
+    every = np.arange(len(types))
+    rule = np.array([[_rule_number(src, dst, grad) for dst in types] for src in types])[codes[:, axis]]
+    after = number[(codes @ place)[:, None] + (every - codes[:, axis, None]) * place[axis]]
+    legal = (rule >= 0) & (after >= 0)
+    # A minor axis that cuts the same strips would be cut anew.
+    is_shard = np.array([isinstance(t, Shard) for t in types])
+    for minor in range(axis + 1, codes.shape[1]):
+        legal &= ~(is_shard & (codes[:, minor, None] == every))
+        legal &= ~(is_shard[codes[:, axis]] & (codes[:, minor] == codes[:, axis]))[:, None]
+    if first_is_last and axis:
+        legal &= (codes[:, 0] != known[R])[:, None]
+    src, to = np.nonzero(legal)
+    return src, after[src, to], rule[src, to]
+
+
 class ConversionTable:
     """All conversions of one tensor type on one mesh.
 
@@ -143,7 +174,7 @@ class ConversionTable:
         first: Collection[LocalType] | None = None,
         first_is_last: bool = False,
     ):
-        self.tensor, self.mesh, self._first_is_last = tensor, mesh, first_is_last
+        self.tensor, self.mesh = tensor, mesh
         types: list[LocalType] = [R, P, *sorted(shards)] if not tensor.grad else [R, I, P, *sorted(shards)]
         others = [types] * (len(mesh.axes) - 1)
         self.layouts = tuple(
@@ -161,7 +192,7 @@ class ConversionTable:
         for number, axis in enumerate(mesh.axes):
             silent = np.zeros(count)
             prices = np.stack([silent if axis.size == 1 or not kind else price(kind, axis, held) for kind in _KINDS])
-            src, dst, rules = self._steps(number, types)
+            src, dst, rules = _steps(self.layouts, number, tuple(types), tensor.grad, first_is_last)
             moved = np.where(_MOVES[rules], launch_s + touch_s_per_byte * (held[src] + held[dst]), 0.0)
             forward[src, dst] = prices[_FORWARD[rules], src] + moved
             backward[src, dst] = prices[_BACKWARD[rules], dst] + moved if tensor.grad else 0.0
@@ -169,27 +200,6 @@ class ConversionTable:
         _close(forward, backward, self._via)
         self.forward_s: Floats = forward
         self.backward_s: Floats = backward
-
-    def _steps(self, axis: int, types: list[LocalType]) -> tuple[Ints, Ints, Ints]:
-        """Every legal step on one axis: numbers of the layouts before and after, and of the rule."""
-        known = {t: number for number, t in enumerate(types)}
-        codes = np.array([[known[t] for t in layout] for layout in self.layouts]).reshape(len(self.layouts), -1)
-        place = len(types) ** np.arange(codes.shape[1])
-        number = np.full(len(types) ** codes.shape[1], -1)
-        number[codes @ place] = np.arange(len(codes))
-        every = np.arange(len(types))
-        rule = np.array([[_rule_number(src, dst, self.tensor.grad) for dst in types] for src in types])[codes[:, axis]]
-        after = number[(codes @ place)[:, None] + (every - codes[:, axis, None]) * place[axis]]
-        legal = (rule >= 0) & (after >= 0)
-        # A minor axis that cuts the same strips would be cut anew.
-        is_shard = np.array([isinstance(t, Shard) for t in types])
-        for minor in range(axis + 1, codes.shape[1]):
-            legal &= ~(is_shard & (codes[:, minor, None] == every))
-            legal &= ~(is_shard[codes[:, axis]] & (codes[:, minor] == codes[:, axis]))[:, None]
-        if self._first_is_last and axis:
-            legal &= (codes[:, 0] != known[R])[:, None]
-        src, to = np.nonzero(legal)
-        return src, after[src, to], rule[src, to]
 
     def route(self, src: Layout, dst: Layout) -> Route:
         """The steps from ``src`` to ``dst``; empty when they are equal."""
@@ -210,15 +220,13 @@ class ConversionTable:
 
 def _close(forward: Floats, backward: Floats, via: np.ndarray) -> None:
     """All-pairs cheapest routes by total seconds (Floyd–Warshall), in place; ``via`` records a middle layout."""
-    total = forward + backward
-    enough = total * (1 - 1e-12) - 1e-18
-    for k in range(len(total)):
-        through = total[:, k, None] + total[k]
-        better = through < enough
+    all_ = np.stack([forward + backward, forward, backward])
+    enough = all_[0] * (1 - 1e-12) - 1e-18
+    for k in range(len(forward)):
+        through = all_[:, :, k, None] + all_[:, k, None]
+        better = through[0] < enough
         if better.any():
-            src, dst = np.nonzero(better)
-            total[src, dst] = through[src, dst]
-            enough[src, dst] = total[src, dst] * (1 - 1e-12) - 1e-18
-            forward[src, dst] = forward[src, k] + forward[k, dst]
-            backward[src, dst] = backward[src, k] + backward[k, dst]
-            via[src, dst] = k
+            np.copyto(all_, through, where=better)
+            enough = all_[0] * (1 - 1e-12) - 1e-18
+            via[better] = k
+    forward[:], backward[:] = all_[1:]

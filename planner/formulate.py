@@ -31,7 +31,7 @@ from planner.recompute import NOTHING, Recompute
 from planner.rules import Inner, Rule
 from planner.skeleton import Flow, Skeleton
 from planner.skeleton import Role as Role
-from planner.strategy import Allow, Choice, Strips, leaf_layouts, op_choices, rule_of, shards_of
+from planner.strategy import Allow, Choice, Strips, axis_ways, choices_of, leaf_layouts, rule_of, shards_of
 
 AllowLeaf = Callable[[Node, Layout], bool]
 Mask = NDArray[np.bool_]
@@ -227,11 +227,11 @@ class Space:
             node = self.graph.by_name[self.members[role][0]]
             rule = self.rules[node.name]
             strips = tuple(map(self._strips, (*node.inputs, *(Ref(node.name, i) for i in range(len(node.results))))))
+            ways = axis_ways(self.graph, node, rule, self.mesh, strips, self._allow, self.skeleton.ways)
             # Operators that share a rule are equal but for what they read; pins may tell them apart.
-            alike = (id(rule), tuple(frozenset(cuts.items()) for cuts in strips))
-            key = role if self._allow is not None else alike
+            key = id(rule), tuple(tuple(id(strategy) for strategy, _ in each) for each in ways)
             if key not in self._alike:
-                self._alike[key] = op_choices(self.graph, node, rule, self.mesh, strips, self._allow)
+                self._alike[key] = choices_of(self.graph, node, self.mesh, ways)
             self._choices_of[role] = self._alike[key]
         return self._choices_of[role]
 

@@ -18,7 +18,7 @@ from planner.fold import Folded, Instance
 from planner.graph import Node, Ref
 from planner.recompute import NOTHING, Again, Level, Recompute, again
 from planner.rules import Rule
-from planner.strategy import Cuts, Wires
+from planner.strategy import Cuts, Ways, Wires
 from planner.working import Working, working
 
 Role = tuple[object, ...]
@@ -37,12 +37,14 @@ class Skeleton:
     Attributes:
         role_of: the role of every node.
         members: the nodes of every role in graph order; the first represents them.
+        ways: what was found of ways to run operators on an axis, see :func:`planner.strategy.axis_ways`.
     """
 
     def __init__(self, folded: Folded, rules: Mapping[str, Rule], delivered: frozenset[Ref] = frozenset()):
         self.folded, self.graph, self.rules = folded, folded.graph, rules
         self.role_of, self.members = _roles(folded)
         self._delivered = delivered
+        self.ways: dict[object, Ways] = {}
         self._cuts: dict[object, Cuts] = {}
         self._again: dict[tuple[int, Level], Again] = {}
         self._working: dict[str, Working] = {}

@@ -233,16 +233,78 @@ def _alive_elsewhere(
     return not others or any(strips == 1 or strips in cuts.get((value, dim), ()) for value, dim, strips in others)
 
 
+Ways = list[tuple[AxisStrategy, tuple[LocalType, ...]]]
+"""Strategies of an operator on one axis, with the local types of its operands, then results."""
+
+
 def op_choices(
     graph: Graph, node: Node, rule: Rule, mesh: Mesh, strips: tuple[Strips, ...], allow: Allow | None = None
 ) -> list[Choice]:
-    """Every way to run ``node`` on ``mesh`` whose local shapes are even, without repeats.
+    """Every way to run ``node`` on ``mesh`` whose local shapes are even, without repeats; see :func:`axis_ways`."""
+    return choices_of(graph, node, mesh, axis_ways(graph, node, rule, mesh, strips, allow, {}))
+
+
+def axis_ways(
+    graph: Graph,
+    node: Node,
+    rule: Rule,
+    mesh: Mesh,
+    strips: tuple[Strips, ...],
+    allow: Allow | None,
+    known: dict[object, Ways],
+) -> list[Ways]:
+    """Every way to run ``node`` on each axis of ``mesh``.
 
     Args:
         strips: for each operand, then result: where it may be cut.
         allow: keeps an axis strategy (node, axis index, strategy); an axis on which it keeps nothing
             may still be computed in full on every rank.
+        known: what was found before, of operators with the same rules; is added to.
     """
+    cut, found = tuple(frozenset(cuts.items()) for cuts in strips), []
+    for position, axis in enumerate(mesh.axes):
+        key = id(rule), axis.size, cut
+        if key not in known:
+            known[key] = _ways(rule, axis.size, (*graph.input_types(node), *node.results), strips)
+        every = known[key]
+        kept = [each for each in every if allow is None or allow(node, position, each[0])]
+        kept = kept or [each for each in every if each[0].kind in ("invariant", "replicate")]
+        found.append([each for each in kept if _are_known(each[1], strips)])
+    return found
+
+
+def choices_of(graph: Graph, node: Node, mesh: Mesh, ways: list[Ways]) -> list[Choice]:
+    """Every combination of ways to run ``node``, one for each axis, whose local shapes are even, without repeats."""
+    tensors, operands = (*graph.input_types(node), *node.results), len(node.inputs)
+    numbers: dict[LocalType, int] = {}
+    per_axis = []
+    for axis, each in zip(mesh.axes, ways, strict=True):
+        different: dict[object, tuple[AxisStrategy, tuple[int, ...], str]] = {}
+        for strategy, types in each:
+            placed = tuple([numbers.setdefault(t, len(numbers)) for t in types])
+            different.setdefault((placed, strategy.inner), (strategy, placed, f"{axis.name}:{strategy}"))
+        per_axis.append(different.values())
+    local_types = list(numbers)
+    seen: list[dict[tuple[int, ...], Layout | None]] = [{} for _ in tensors]
+    choices = []
+    for combination in itertools.product(*per_axis):
+        strategies, numbered, labels = zip(*combination, strict=True)
+        layouts = []
+        for tensor, known, placed in zip(tensors, seen, zip(*numbered, strict=True), strict=True):
+            if placed not in known:
+                layout = tuple([local_types[number] for number in placed])
+                known[placed] = layout if local_shape(tensor.shape, layout, mesh.sizes) is not None else None
+            found = known[placed]
+            if found is None:
+                break
+            layouts.append(found)
+        else:
+            choices.append(Choice(strategies, tuple(layouts[:operands]), tuple(layouts[operands:]), " ".join(labels)))
+    return choices
+
+
+def _ways(rule: Rule, size: int, tensors: tuple[TensorType, ...], strips: tuple[Strips, ...]) -> Ways:
+    """Every way to run an operator on one axis of ``size`` ranks."""
     outers: dict[str, set[int]] = {}
     for cuts, dims in zip(strips, (*rule.operands, *rule.results), strict=True):
         for dim, counts in cuts.items():
@@ -250,28 +312,10 @@ def op_choices(
                 found = factor_at(dims[dim], cut, rule)
                 if found:
                     outers.setdefault(found[0], set()).add(found[1])
-    tensors = (*graph.input_types(node), *node.results)
-    per_axis = []
-    for position, axis in enumerate(mesh.axes):
-        every = axis_strategies(rule, axis.size, {f: frozenset(o) for f, o in outers.items()})
-        if not any(t.grad for t in tensors):
-            every = [s for s in every if s.kind != "invariant"]
-        kept = [s for s in every if allow is None or allow(node, position, s)]
-        kept = kept or [s for s in every if s.kind in ("invariant", "replicate")]
-        typed = [(s, _resting((*s.operands, *s.results), tensors)) for s in kept]
-        per_axis.append([(s, types) for s, types in typed if _are_known(types, strips)])
-    operands = len(node.inputs)
-    choices: dict[object, Choice] = {}
-    for combination in itertools.product(*per_axis):
-        axes = tuple(s for s, _ in combination)
-        layouts = tuple(zip(*(types for _, types in combination), strict=True))
-        key = (layouts, tuple(s.inner for s in axes))
-        if key not in choices and all(
-            local_shape(t.shape, layout, mesh.sizes) is not None for t, layout in zip(tensors, layouts, strict=True)
-        ):
-            label = " ".join(f"{a.name}:{s}" for a, s in zip(mesh.axes, axes, strict=True))
-            choices[key] = Choice(axes, layouts[:operands], layouts[operands:], label)
-    return list(choices.values())
+    every = axis_strategies(rule, size, {f: frozenset(o) for f, o in outers.items()})
+    if not any(t.grad for t in tensors):
+        every = [s for s in every if s.kind != "invariant"]
+    return [(s, _resting((*s.operands, *s.results), tensors)) for s in every]
 
 
 def _resting(types: tuple[LocalType, ...], tensors: tuple[TensorType, ...]) -> tuple[LocalType, ...]:
