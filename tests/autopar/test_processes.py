@@ -48,6 +48,16 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
 ]
 
 
+TURNS: list[tuple[str, dict[str, Any], int]] = [
+    ("gpt2", {"micro_batches": 2, "data": 2}, 2),
+    ("gpt2", {"micro_batches": 2, "pipeline": 2}, 2),
+    ("gpt2", {"micro_batches": 4, "pipeline": 2, "tensor": 2, "schedule": "1f1b"}, 4),
+    ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 3, "schedule": "gpipe"}, 4),
+    ("llama", {"micro_batches": 8, "pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, 2),
+    ("llama", {"micro_batches": 4, "pipeline": 4, "recompute": "full"}, 4),
+]
+
+
 def name_of(value: object) -> str:
     return "+".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
@@ -63,6 +73,27 @@ def test_trains_as_the_original(pool: LocalProcesses, model: str, pin: dict[str,
     document = workers.plan_exactly(model, pin, ranks)
     losses = pool.run(workers.trains_alike, model, document, ranks=ranks)
     assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("model, pin, ranks", TURNS, ids=name_of)
+def test_trains_in_turns(pool: LocalProcesses, model: str, pin: dict[str, Any], ranks: int) -> None:
+    document = workers.plan_exactly(model, pin, ranks)
+    losses = pool.run(workers.trains_in_turns, model, document, ranks=ranks)
+    assert len(set(losses)) == 1
+
+
+def test_stages_draw_as_one_does(pool: LocalProcesses) -> None:
+    pins: list[dict[str, Any]] = [{"micro_batches": 4, "pipeline": stages} for stages in (2, 4)]
+    pins.append({"micro_batches": 4, "pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "data": 1})
+    plans = [workers.plan_of("gpt2", pin, pin["pipeline"], 0.3) for pin in pins]
+    two = pool.run(workers.drops_alike_in_stages, "gpt2", [plans[0], plans[2]], ranks=2)
+    four = pool.run(workers.drops_alike_in_stages, "gpt2", [plans[1]], ranks=4)
+    assert two[0] == pytest.approx(four[0], rel=1e-12)
+
+
+def test_stages_run_in_low_precision(pool: LocalProcesses) -> None:
+    document = workers.plan_of("llama", {"micro_batches": 2, "pipeline": 2, "tensor": 2}, 4, dtype=torch.float32)
+    pool.run(workers.runs_stages_in_low_precision, "llama", document)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import copy
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -217,6 +218,95 @@ def trains_alike(name: str, document: Mapping[str, Any]) -> float:
             optimizer.step()
     same_state(pmodel, model)
     return losses[1].item()
+
+
+@exact()
+def trains_in_turns(name: str, document: Mapping[str, Any]) -> float:
+    """A pipeline as :func:`trains_alike`: each rank has its stages' parameters, all have the loss and the norm."""
+    model, batch = model_of(name), batch_of(name)
+    pmodel = parallel(model, document, batch)
+    started = {key: value.clone() for key, value in model.state_dict().items()}
+    for key, value in pmodel.full_state_dict().items():
+        assert torch.equal(value, started[key]), key
+
+    loss = loss_of(model, batch)
+    loss.backward()
+    with observe(groups_of(pmodel.device_mesh)) as calls:
+        ploss = loss_of(pmodel, batch)
+        ploss.backward()
+    stages: list[Any] = [None] * (pmodel.pipeline.size() if pmodel.pipeline is not None else 1)
+    stages[0] = calls
+    if pmodel.pipeline is not None:
+        dist.all_gather_object(stages, calls, group=pmodel.pipeline)
+    made: Counter[Any] = Counter()
+    for found in stages:
+        made.update({call: n for call, n in found.items() if call.axis in pmodel.mesh.names})
+    assert not differences(dict(Plan.from_dict(document).predicted.collectives), made)
+    same("loss", ploss, loss)
+    same_own_gradients(pmodel, model)
+
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    same("norm of the gradients", pmodel.clip_grad_norm_(0.5), norm)
+    same_own_gradients(pmodel, model)
+
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for seed in (2 * step, 2 * step + 1):  # gradients of two batches are added up
+            losses = [loss_of(m, batch_of(name, seed)) for m in (model, pmodel)]
+            same(f"loss of step {step}", losses[1], losses[0])
+            for found in losses:
+                found.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        pmodel.clip_grad_norm_(0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+    same_state(pmodel, model)
+
+    with torch.no_grad():
+        losses = [loss_of(m, batch) for m in (model, pmodel)]
+    same("loss without gradients", losses[1], losses[0])
+    pmodel.load_state_dict(started)
+    same_state(pmodel, model_of(name))
+    return losses[1].item()
+
+
+def same_own_gradients(pmodel: ParallelModule, model: nn.Module, rtol: float = 1e-10) -> None:
+    """The gradients of this rank's stages."""
+    theirs = dict(model.named_parameters())
+    for name, parameter in pmodel.named_parameters():
+        expected = theirs[name].grad
+        assert parameter.grad is not None and expected is not None, name
+        same(f"gradient of {name}", parameter.grad, expected, rtol)
+
+
+def drops_alike_in_stages(name: str, documents: list[Mapping[str, Any]]) -> list[float]:
+    """The same seed draws the same, however many stages there are."""
+    found = []
+    for document in documents:
+        pmodel = parallel(model_of(name, dropout=0.3), document, batch_of(name), seed=7)
+        found.append([loss_of(pmodel, batch_of(name, seed)).item() for seed in (1, 1)])
+        equal_on_all_ranks("the loss", found[-1])
+    assert found[0][0] != found[0][1]
+    for losses in found[1:]:
+        assert all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(losses, found[0], strict=True))
+    return found[0]
+
+
+def runs_stages_in_low_precision(name: str, document: Mapping[str, Any]) -> None:
+    """Under autocast, and in bfloat16 throughout."""
+    model, batch = model_of(name, dtype=torch.float32), batch_of(name, dtype=torch.float32)
+    pmodel = parallel(model, document, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, ploss = loss_of(model, batch), loss_of(pmodel, batch)
+    same("loss", ploss.float(), loss.float(), 1e-2)
+    loss.backward()
+    ploss.backward()
+    for key, parameter in pmodel.named_parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32, key
+        assert torch.isfinite(whole(parameter.grad)).all(), key
+    same("norm of the gradients", pmodel.clip_grad_norm_(1e9), nn.utils.clip_grad_norm_(model.parameters(), 1e9), 5e-2)
 
 
 # ---- the ways of running ---------------------------------------------------------------------------------------------
