@@ -10,14 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.body import STATE
 from autopar.capture import Captured
 from autopar.flatten import canonical_names
 from autopar.rewrite import rewrite
-from autopar.runtime.mail import Between, Within
+from autopar.runtime.mail import Between, Pipeline, Within
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModule, Program
 from autopar.runtime.random import RandomState
@@ -42,17 +41,17 @@ class InTurns:
     Attributes:
         schedule: the actions of every rank of the pipeline.
         bounds: where the blocks are cut into stages.
-        pipeline: the ranks of the pipeline that hold the same part of every stage; ``None``: all are this process.
+        pipeline: the ranks that hold the same part of every stage; ``None``: all stages are in this process.
     """
 
     schedule: Schedule
     bounds: tuple[int, ...]
-    pipeline: ProcessGroup | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def rank(self) -> int | None:
         """Which rank of the pipeline this process is."""
-        return None if self.pipeline is None else dist.get_rank(self.pipeline)
+        return None if self.pipeline is None else self.pipeline.rank
 
 
 def build(
@@ -149,7 +148,7 @@ def _step(
     )
 
 
-def _ties(stages: Sequence[Stage], schedule: Schedule, pipeline: ProcessGroup) -> list[Tie]:
+def _ties(stages: Sequence[Stage], schedule: Schedule, pipeline: Pipeline) -> list[Tie]:
     """Parameters that stages of several ranks read; every process takes part in making their groups."""
     readers: dict[str, set[int]] = defaultdict(set)
     for stage in stages:
@@ -159,14 +158,14 @@ def _ties(stages: Sequence[Stage], schedule: Schedule, pipeline: ProcessGroup) -
     for name, ranks in readers.items():
         if len(ranks) > 1:
             together[tuple(sorted(ranks))].append(name)
-    own = dist.get_process_group_ranks(pipeline)
+    own = dist.get_process_group_ranks(pipeline.ranks)
     size = dist.get_world_size() // len(own)
     found = []
     for holders, names in together.items():
         # Rank r of every stage is size ranks from that of the next.
         groups = {r: dist.new_group([r + size * at for at in holders]) for r in range(size)}
-        if dist.get_rank(pipeline) in holders:
-            found.append(Tie(tuple(names), groups[own[0]], dist.get_rank(pipeline) == holders[0]))
+        if pipeline.rank in holders:
+            found.append(Tie(tuple(names), groups[own[0]], pipeline.rank == holders[0]))
     return found
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -60,76 +62,146 @@ class Within:
         assert not self._held, "a message that nobody took"
 
 
+@dataclass(frozen=True)
+class Pipeline:
+    """The ranks that hold the same part of every stage.
+
+    What a rank sends and receives in one group is done in order, and one waits for the other; so each direction has a
+    group of its own, and between two ranks nothing waits for what comes the other way.
+
+    Attributes:
+        ranks: all of them, for what is not sent from stage to stage.
+        up, down: the same, for messages to higher and to lower ranks.
+    """
+
+    ranks: ProcessGroup
+    up: ProcessGroup
+    down: ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        """This process's number among them."""
+        return dist.get_rank(self.ranks)
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.ranks.size()
+
+    def way(self, sender: int, receiver: int) -> ProcessGroup:
+        """The group for messages from one to the other."""
+        return self.up if sender < receiver else self.down
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A message that is being received."""
+
+    message: Message
+    tensors: list[Tensor]
+    works: list[dist.Work]
+
+
 class Between:
     """Stages are on several ranks, between which tensors are sent one by one.
 
     What one rank sends another arrives in the order in which it is sent, which is that of the sender's actions. The
-    receiver may want it in another order: what comes before is then put aside.
+    receiver may want it in another order: what comes before is then put aside. The next message of every sender is
+    received while others are worked on.
 
     Args:
         schedule: the actions of all ranks of the pipeline.
         stages: those of this rank.
-        group: the ranks of the pipeline that hold the same part of every stage.
+        pipeline: the ranks.
         device: where messages arrive.
     """
 
-    def __init__(self, schedule: Schedule, stages: Sequence[Stage], group: ProcessGroup, device: torch.device):
-        self.schedule, self.group, self.device = schedule, group, device
-        self.rank = dist.get_rank(group)
+    def __init__(self, schedule: Schedule, stages: Sequence[Stage], pipeline: Pipeline, device: torch.device):
+        self.schedule, self.pipeline, self.device = schedule, pipeline, device
         self._forms = {(stage.number, "F"): stage.received for stage in stages}
         self._forms |= {(stage.number, "B"): differentiable(stage.sent) for stage in stages}
         self._within = Within()
-        self._coming: dict[int, deque[Message]] = {}
+        self._expected: dict[int, deque[Message]] = {}
+        self._coming: dict[int, _Coming] = {}
         self._aside: dict[Message, list[Tensor]] = {}
         self._pending: list[tuple[dist.Work, Tensor]] = []
 
     def open(self, trains: bool) -> None:
         """Work out what every other rank is going to send here, in order."""
         self._within.open(trains)
-        self._aside.clear()
-        self._coming = {}
+        for kept in (self._aside, self._expected, self._coming):
+            kept.clear()
         for sender, row in enumerate(self.schedule.rows):
             sent = (_message(action) for action in row if action.kind == "F" or trains)
-            mine = (m for m in sent if 0 <= m[0] < self.schedule.stages and self._home(m[0]) == self.rank)
-            self._coming[sender] = deque(mine)
+            mine = deque(m for m in sent if 0 <= m[0] < self.schedule.stages and self._home(m[0]) == self.pipeline.rank)
+            if mine and sender != self.pipeline.rank:
+                self._expected[sender] = mine
+                self._receive(sender)
 
     def _home(self, stage: int) -> int:
         return self.schedule.rank_of[stage]
 
+    def _receive(self, sender: int) -> None:
+        """Begin to receive a sender's next message, if there is one."""
+        if not self._expected[sender]:
+            return
+        message = self._expected[sender].popleft()
+        forms = self._forms[message[0], message[1]]
+        tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms]
+        group = self.pipeline.way(sender, self.pipeline.rank)
+        works = [dist.irecv(tensor, group=group, group_src=sender) for tensor in tensors]
+        self._coming[sender] = _Coming(message, tensors, [work for work in works if work is not None])
+
     def put(self, message: Message, tensors: Sequence[Tensor]) -> None:
         receiver = self._home(message[0])
-        if receiver == self.rank:
+        if receiver == self.pipeline.rank:
             self._within.put(message, tensors)
             return
+        group = self.pipeline.way(self.pipeline.rank, receiver)
         for tensor in tensors:
             sent = tensor.contiguous()
-            work = dist.isend(sent, group=self.group, group_dst=receiver)
+            with self._naming(receiver, message):
+                work = dist.isend(sent, group=group, group_dst=receiver)
             assert work is not None
             self._pending.append((work, sent))
+
+    @contextlib.contextmanager
+    def _naming(self, other: int, message: Message) -> Iterator[None]:
+        """Say with whom a message was exchanged when that fails."""
+        stage, kind, turn = message
+        try:
+            yield
+        except RuntimeError as error:
+            what, rank = "values" if kind == "F" else "gradients", dist.get_global_rank(self.pipeline.ranks, other)
+            raise RuntimeError(
+                f"{what} of micro-batch {turn} for stage {stage}: rank {rank} (number {other} of the pipeline) has gone "
+                f"or does not answer: {error}"
+            ) from error
 
     def take(self, message: Message) -> list[Tensor]:
         stage, kind, _ = message
         sender = self._home(stage - 1 if kind == "F" else stage + 1)
-        if sender == self.rank:
+        if sender == self.pipeline.rank:
             return self._within.take(message)
         while message not in self._aside:
-            coming = self._coming[sender].popleft()
-            made = [torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in self._forms[coming[:2]]]
-            for tensor in made:
-                dist.recv(tensor, group=self.group, group_src=sender)
-            self._aside[coming] = made
+            coming = self._coming.pop(sender)
+            with self._naming(sender, coming.message):
+                for work in coming.works:
+                    work.wait()
+                self._receive(sender)
+            self._aside[coming.message] = coming.tensors
         return self._aside.pop(message)
 
     def share(self, value: Tensor | None, stage: int, dtype: torch.dtype) -> Tensor:
         found = torch.zeros((), dtype=torch.float64, device=self.device)
         if value is not None:
             found.copy_(value)
-        dist.broadcast(found, group=self.group, group_src=self._home(stage))
+        dist.broadcast(found, group=self.pipeline.ranks, group_src=self._home(stage))
         return found.to(dtype) if value is None else value
 
     def close(self) -> None:
         self._within.close()
-        assert not self._aside and not any(self._coming.values()), "a message that nobody took"
+        assert not self._aside and not self._coming, "a message that nobody took"
         for work, _ in self._pending:
             work.wait()
         self._pending.clear()

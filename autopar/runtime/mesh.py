@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from autopar.runtime.mail import Pipeline
 from planner import layout as planner_layout
 from planner.errors import PlanError
 from planner.layout import Layout, Mesh
@@ -25,7 +26,7 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     return pipeline_mesh(mesh, device_type, 1)[0]
 
 
-def pipeline_mesh(mesh: Mesh, device_type: str, stages: int) -> tuple[DeviceMesh, ProcessGroup | None]:
+def pipeline_mesh(mesh: Mesh, device_type: str, stages: int) -> tuple[DeviceMesh, Pipeline | None]:
     """The torch mesh of this rank's stage of a pipeline, over the default process group.
 
     Axes are joined in all ways too, so that DTensor reduces over several of them at once (a norm of gradients).
@@ -35,7 +36,7 @@ def pipeline_mesh(mesh: Mesh, device_type: str, stages: int) -> tuple[DeviceMesh
         stages: so many of them follow one another.
 
     Returns:
-        The mesh, and the group of the ranks that hold the same part of every stage; ``None`` for one stage.
+        The mesh, and the ranks that hold the same part of every stage; ``None`` for one stage.
 
     Raises:
         PlanError: no process group, or one of another size.
@@ -52,15 +53,23 @@ def pipeline_mesh(mesh: Mesh, device_type: str, stages: int) -> tuple[DeviceMesh
             f"the plan is for {size} ranks but the process group has {dist.get_world_size()}: "
             f"start {size} processes, or plan again for this cluster"
         )
+    pipeline = None
     if stages == 1:
-        made, pipeline = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names), None
+        made = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
     else:
         whole = init_device_mesh(device_type, (stages, *mesh.sizes), mesh_dim_names=(PIPELINE, *mesh.names))
-        made, pipeline = whole[mesh.names], whole.get_group(PIPELINE)
+        made = whole[mesh.names]
+        pipeline = Pipeline(whole.get_group(PIPELINE), *(_along(mesh, stages) for _ in range(2)))
     for count in range(2, len(mesh.names) + 1):
         for names in itertools.combinations(mesh.names, count):
             made[names]._flatten("+".join(names))
     return made, pipeline
+
+
+def _along(mesh: Mesh, stages: int) -> ProcessGroup:
+    """Another group of the ranks that hold the same part of every stage."""
+    found = [dist.new_group([rank + mesh.size * stage for stage in range(stages)]) for rank in range(mesh.size)]
+    return found[dist.get_rank() % mesh.size]
 
 
 def groups_of(mesh: DeviceMesh) -> Mapping[str, ProcessGroup]:

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule
 
 from autopar.runtime.buckets import Buckets
+from autopar.runtime.mail import Pipeline
 from autopar.runtime.mesh import groups_of, part_of, placements
 from autopar.runtime.parameters import local_parts
 from autopar.runtime.state import RunState
@@ -101,7 +101,7 @@ class ParallelModule(nn.Module):
         not_saved: Collection[str],
         make_part: Callable[[LeafSpec], Tensor],
         state: RunState,
-        pipeline: ProcessGroup | None = None,
+        pipeline: Pipeline | None = None,
     ):
         super().__init__()
         self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
@@ -162,7 +162,10 @@ class ParallelModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """Parameters and buffers of its own, on the same process groups; every rank copies for itself."""
-        shared = (self.interface, self.mesh, self.device_mesh, self.pipeline, *groups_of(self.device_mesh).values())
+        groups = list(groups_of(self.device_mesh).values())
+        if isinstance(self.program, Step):
+            groups += [tie.group for tie in self.program.ties]
+        shared = (self.interface, self.mesh, self.device_mesh, self.pipeline, *groups)
         memo.update({id(value): value for value in shared})
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
@@ -278,8 +281,8 @@ class ParallelModule(nn.Module):
         }
         if self.pipeline is None:
             return own
-        stages: list[dict[str, Tensor]] = [{} for _ in range(self.pipeline.size())]
-        dist.all_gather_object(stages, own, group=self.pipeline)
+        stages: list[dict[str, Tensor]] = [{} for _ in range(self.pipeline.size)]
+        dist.all_gather_object(stages, own, group=self.pipeline.ranks)
         found = {name: value for stage in stages for name, value in stage.items()}
         return {name: found[name] for name in self._everywhere if name in found}
 
@@ -297,10 +300,10 @@ class ParallelModule(nn.Module):
             total.copy_(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if self.pipeline is not None:
             if math.isinf(norm_type):
-                dist.all_reduce(total, dist.ReduceOp.MAX, group=self.pipeline)
+                dist.all_reduce(total, dist.ReduceOp.MAX, group=self.pipeline.ranks)
             else:
                 total = total**norm_type
-                dist.all_reduce(total, group=self.pipeline)
+                dist.all_reduce(total, group=self.pipeline.ranks)
                 total = total ** (1 / norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(

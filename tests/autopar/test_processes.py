@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -94,6 +95,10 @@ def test_stages_draw_as_one_does(pool: LocalProcesses) -> None:
 def test_stages_run_in_low_precision(pool: LocalProcesses) -> None:
     document = workers.plan_of("llama", {"micro_batches": 2, "pipeline": 2, "tensor": 2}, 4, dtype=torch.float32)
     pool.run(workers.runs_stages_in_low_precision, "llama", document)
+
+
+def test_copies_stages(pool: LocalProcesses) -> None:
+    pool.run(workers.copies_stages, "gpt2", workers.plan_of("gpt2", {"micro_batches": 2, "pipeline": 4}, 4))
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +244,17 @@ def test_a_rank_that_fails_ends_the_call(pool: LocalProcesses) -> None:
     with pytest.raises(RankError):
         pool.run(workers.fails_alone)
     pool.run(workers.drops_differently_where_sharded)  # and the processes can be used again
+
+
+def test_who_waits_for_a_lost_rank_is_told_so(pool: LocalProcesses, tmp_path: Path) -> None:
+    document = workers.plan_of("llama", {"micro_batches": 4, "pipeline": 4}, 4)
+    with pytest.raises(RankError, match="rank 2: the process ended with exit code 3"):
+        pool.run(workers.loses_a_rank, "llama", document, 2, tmp_path)
+    said = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+    assert set(said) == {0, 1, 3}
+    for neighbour in (1, 3):
+        assert re.search(r"micro-batch \d for stage \d: rank 2 \(number 2 of the pipeline\) has gone", said[neighbour])
+    assert "rank 1 (number 1 of the pipeline) has gone" in said[0]
 
 
 PROGRAM = """

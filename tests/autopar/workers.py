@@ -9,8 +9,10 @@ import copy
 import itertools
 import logging
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,10 +236,10 @@ def trains_in_turns(name: str, document: Mapping[str, Any]) -> float:
     with observe(groups_of(pmodel.device_mesh)) as calls:
         ploss = loss_of(pmodel, batch)
         ploss.backward()
-    stages: list[Any] = [None] * (pmodel.pipeline.size() if pmodel.pipeline is not None else 1)
+    stages: list[Any] = [None] * (pmodel.pipeline.size if pmodel.pipeline is not None else 1)
     stages[0] = calls
     if pmodel.pipeline is not None:
-        dist.all_gather_object(stages, calls, group=pmodel.pipeline)
+        dist.all_gather_object(stages, calls, group=pmodel.pipeline.ranks)
     made: Counter[Any] = Counter()
     for found in stages:
         made.update({call: n for call, n in found.items() if call.axis in pmodel.mesh.names})
@@ -292,6 +294,30 @@ def drops_alike_in_stages(name: str, documents: list[Mapping[str, Any]]) -> list
     for losses in found[1:]:
         assert all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(losses, found[0], strict=True))
     return found[0]
+
+
+def copies_stages(name: str, document: Mapping[str, Any]) -> None:
+    """A deep copy of a pipeline has parameters of its own and trains on the same ranks."""
+    pmodel = parallel(model_of(name), document, batch_of(name))
+    twin = copy.deepcopy(pmodel)
+    before = loss_of(pmodel, batch_of(name))
+    before.backward()
+    assert all(p.grad is None for p in twin.parameters())
+    torch.optim.SGD(pmodel.parameters(), lr=0.1).step()
+    same("loss of the copy", loss_of(twin, batch_of(name)), before)
+    assert loss_of(pmodel, batch_of(name)).item() != before.item()
+
+
+def loses_a_rank(name: str, document: Mapping[str, Any], lost: int, directory: Path) -> None:
+    """One process ends in the middle of a step; the others write down what they are told."""
+    pmodel = parallel(model_of(name), document, batch_of(name))
+    loss_of(pmodel, batch_of(name)).backward()
+    if dist.get_rank() == lost:
+        os._exit(3)
+    try:
+        loss_of(pmodel, batch_of(name)).backward()
+    except RuntimeError as error:
+        (directory / str(dist.get_rank())).write_text(str(error))
 
 
 def runs_stages_in_low_precision(name: str, document: Mapping[str, Any]) -> None:
