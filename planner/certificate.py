@@ -113,6 +113,7 @@ class Decided(Space):
             waits=space.waits,
         )
         self._assignment = assignment
+        self._prices.computed = space._prices.computed
 
     @cached_property
     def options(self) -> dict[Role, list[Choice] | list[Layout]]:

@@ -120,6 +120,29 @@ class Assignment:
         return self.space.table(ref).route(source, target) if source != target else ()
 
 
+class Prices:
+    """What was worked out for a mesh and holds for every folding of a graph on it.
+
+    Attributes:
+        alike: ways to run operators, by rule and by ways to run them on each axis. The lists stay, so that their ids
+            may stand for them.
+        tables: conversions, by type of tensor and where it may be cut.
+        pairs: conversions between choices, by table and layouts.
+        computed: seconds of an operator by itself, by rule and local shapes.
+        seconds, works, parts, sizes: of every choice in a list, see :meth:`Space._works_of` and what it calls.
+    """
+
+    def __init__(self) -> None:
+        self.alike: dict[object, list[Choice]] = {}
+        self.tables: dict[object, ConversionTable] = {}
+        self.pairs: dict[object, tuple[Floats, Floats, Ints]] = {}
+        self.computed: dict[object, tuple[float, float]] = {}
+        self.seconds: dict[int, Floats] = {}
+        self.works: dict[object, tuple[Floats, Ints, Ints]] = {}
+        self.parts: dict[int, tuple[Ints, Mask, Mask]] = {}
+        self.sizes: dict[object, Ints] = {}
+
+
 class Space:
     """Every decision to take for one folded graph on one mesh, and what each costs.
 
@@ -135,6 +158,7 @@ class Space:
         rounds: how often a step at least takes what one micro-batch takes in all stages; left out: what the average
             rank has of it.
         waits: whether ranks of the pipeline moreover wait for the stages before theirs to fill and to empty.
+        like: another space of the same graph, mesh, prices and rules.
 
     With micro-batches (:data:`planner.layout.MICRO`) work and storage are those of one; parameters are gathered and
     gradients reduced once a step, so that both are held in the layout in which they are used.
@@ -153,6 +177,7 @@ class Space:
         stages: int = 1,
         rounds: float | None = None,
         waits: bool = False,
+        like: Space | None = None,
     ):
         self.stages = stages
         self.in_flight: float | None = None
@@ -165,16 +190,11 @@ class Space:
         self.skeleton = skeleton or Skeleton(folded, rules)
         self.role_of, self.members, self.leaving = self.skeleton.role_of, self.skeleton.members, self.skeleton.leaving
         self._cuts = self.skeleton.cuts(mesh.sizes)
-        self._tables: dict[object, ConversionTable] = {}
-        self._seconds: dict[int, Floats] = {}
-        self._works: dict[object, tuple[Floats, Ints, Ints]] = {}
-        self._parts: dict[int, tuple[Ints, Mask, Mask]] = {}
-        self._sizes: dict[object, Ints] = {}
-        self._computed: dict[object, tuple[float, float]] = {}
+        # Lists of choices are told apart by the ways that they are made of, so these must be the same ones.
+        is_like = like is not None and like.skeleton.ways is self.skeleton.ways
+        self._prices: Prices = like._prices if like is not None and is_like else Prices()
         self._pair_of: dict[Flow, tuple[Floats, Floats, Ints]] = {}
-        self._pairs: dict[object, tuple[Floats, Floats, Ints]] = {}
         self._choices_of: dict[Role, list[Choice]] = {}
-        self._alike: dict[object, list[Choice]] = {}
         self._turns_of: dict[Ref, frozenset[LocalType]] = {}
         self._last: tuple[object, tuple[Vertex, ...]] | None = None
 
@@ -230,9 +250,9 @@ class Space:
             ways = axis_ways(self.graph, node, rule, self.mesh, strips, self._allow, self.skeleton.ways)
             # Operators that share a rule are equal but for what they read; pins may tell them apart.
             key = id(rule), tuple(tuple(id(strategy) for strategy, _ in each) for each in ways)
-            if key not in self._alike:
-                self._alike[key] = choices_of(self.graph, node, self.mesh, ways)
-            self._choices_of[role] = self._alike[key]
+            if key not in self._prices.alike:
+                self._prices.alike[key] = choices_of(self.graph, node, self.mesh, ways)
+            self._choices_of[role] = self._prices.alike[key]
         return self._choices_of[role]
 
     def options_of_producer(self, ref: Ref) -> list[Choice] | list[Layout]:
@@ -267,7 +287,7 @@ class Space:
         # What is gathered is used by all micro-batches; what they sum up is reduced once.
         is_summed_first = turns is not None and tensor.grad and self.graph.by_name[ref.node].op == "param"
         key = (tensor, shards, turns, is_summed_first)
-        if key not in self._tables:
+        if key not in self._prices.tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
 
@@ -278,8 +298,10 @@ class Space:
                 each_s = 3 * touch if kind == "all_reduce" else math.inf
                 return np.asarray((axis.size - 1) * each_s * np.maximum(bytes_in, 1), np.float64)
 
-            self._tables[key] = ConversionTable(tensor, self.mesh, shards, price, touch, launch, turns, is_summed_first)
-        return self._tables[key]
+            self._prices.tables[key] = ConversionTable(
+                tensor, self.mesh, shards, price, touch, launch, turns, is_summed_first
+            )
+        return self._prices.tables[key]
 
     def _turns(self, ref: Ref) -> frozenset[LocalType]:
         """The local types that a value has over micro-batches where it is made and where it is read."""
@@ -421,24 +443,23 @@ class Space:
         """
         working = self.skeleton.working(node)
         key = (id(options), working)
-        if key not in self._works:
+        if key not in self._prices.works:
             sizes, is_term, is_whole = self._parts_of(node, options)
-            if id(options) not in self._seconds:
-                moved = sizes.sum(axis=0).tolist()
-                seconds = [
-                    self._work_s(node, o, m) for o, m in zip(options, moved, strict=True) if isinstance(o, Choice)
-                ]
-                self._seconds[id(options)] = np.array(seconds).T
+            if id(options) not in self._prices.seconds:
+                choices = [option for option in options if isinstance(option, Choice)]
+                self._prices.seconds[id(options)] = np.array(
+                    self._seconds_of(node, choices, sizes.sum(axis=0).tolist())
+                ).T
             transient = working.bytes_of_each(sizes, is_term, is_whole)
             parameters = sizes[list(working.parameters)].sum(axis=0)
-            self._works[key] = self._seconds[id(options)], transient, parameters
-        return self._works[key]
+            self._prices.works[key] = self._prices.seconds[id(options)], transient, parameters
+        return self._prices.works[key]
 
     def _parts_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Ints, Mask, Mask]:
         """Of an operator's tensors (operands, then results), for every choice: bytes on a rank, and whether it is
         partial, and replicated, on some axis.
         """
-        if id(options) not in self._parts:
+        if id(options) not in self._prices.parts:
             tensors = (*self.graph.input_types(node), *node.results)
             choices = [option for option in options if isinstance(option, Choice)]
             layouts = [
@@ -448,17 +469,18 @@ class Space:
             parts = np.where(np.array(cut, bool), np.array(self.mesh.sizes), 1).prod(axis=-1)
             is_term, is_whole = (np.array([[t in layout for layout in each] for each in layouts]) for t in (P, R))
             whole = np.array([tensor.size_bytes for tensor in tensors], np.int64)
-            self._parts[id(options)] = whole[:, None] // parts, is_term, is_whole
-        return self._parts[id(options)]
+            self._prices.parts[id(options)] = whole[:, None] // parts, is_term, is_whole
+        return self._prices.parts[id(options)]
 
     def _held(self, role: Role, node: Node, options: list[Choice] | list[Layout], recompute: Recompute) -> Ints:
         """What the members of a role keep for backward, and what one of them has made again while its block is undone.
 
         The latter is there for a while only, but beside whatever operators of the block then need for themselves.
         """
-        held = np.zeros(len(options), np.int64)
-        for places, count in self.skeleton.charged(recompute)[role].items():
-            held += self._bytes(node, options, places) * count
+        charged = self.skeleton.charged(recompute)[role]
+        held = sum(
+            (self._bytes(node, options, p) * n for p, n in charged.items() if p), np.zeros(len(options), np.int64)
+        )
         kind, at = role[1], role[2]
         assert isinstance(kind, int)
         assert isinstance(at, int)
@@ -470,9 +492,9 @@ class Space:
     def _bytes(self, node: Node, options: list[Choice] | list[Layout], places: tuple[int, ...]) -> Ints:
         """Bytes of some of an operator's tensors (operands, then results), for every choice."""
         key = (id(options), places)
-        if key not in self._sizes:
-            self._sizes[key] = self._parts_of(node, options)[0][list(places)].sum(axis=0)
-        return self._sizes[key]
+        if key not in self._prices.sizes:
+            self._prices.sizes[key] = self._parts_of(node, options)[0][list(places)].sum(axis=0)
+        return self._prices.sizes[key]
 
     def bytes_of(self, node: Node, choice: Choice | Layout, places: tuple[int, ...]) -> int:
         """Bytes of some tensors of an operator on one rank: operands, then results, by place."""
@@ -498,35 +520,55 @@ class Space:
         tensors, layouts = (*self.graph.input_types(node), *node.results), (*choice.operands, *choice.results)
         sizes = [local_bytes(tensor, layout, self.mesh) for tensor, layout in zip(tensors, layouts, strict=True)]
         working = self.skeleton.working(node)
-        return Work(*self._work_s(node, choice, sum(sizes)), working.bytes(sizes, layouts))
+        (seconds,) = self._seconds_of(node, [choice], [sum(sizes)])
+        return Work(*seconds, working.bytes(sizes, layouts))
 
-    def _work_s(self, node: Node, choice: Choice, moved: int) -> tuple[float, float, float, float]:
-        """Seconds of one operator on one rank, which passes over so many bytes: see :class:`Work`."""
-        row = OPS.get(node.op)
-        rule = self.rules[node.name]
+    def _seconds_of(
+        self, node: Node, choices: Sequence[Choice], moved: Sequence[int]
+    ) -> list[tuple[float, float, float, float]]:
+        """Seconds of one operator on one rank, as :class:`Work` has them, for each of some choices.
+
+        Args:
+            moved: bytes that it passes over with each.
+        """
+        row, rule, operands = OPS.get(node.op), self.rules[node.name], self.graph.input_types(node)
+        is_view, sizes = row is not None and row.view, self.mesh.sizes
+        flops = 0.0 if row is None or is_view else row.flops(node, operands, rule)
+        local: dict[tuple[int, int], tuple[int, ...]] = {}
+        found = []
+        for choice, bytes_moved in zip(choices, moved, strict=True):
+            computed_s = 0.0, 0.0
+            if not is_view:
+                shapes = []
+                for place, layout in enumerate(choice.operands):
+                    if (place, id(layout)) not in local:
+                        local[place, id(layout)] = local_shape(operands[place].shape, layout, sizes) or ()
+                    shapes.append(local[place, id(layout)])
+                share = math.prod([size for size, strategy in zip(sizes, choice.axes, strict=True) if strategy.factor])
+                key = (id(rule), tuple(shapes), bytes_moved, share)
+                if key not in self._prices.computed:
+                    self._prices.computed[key] = self._compute(node, shapes, bytes_moved, flops / share)
+                computed_s = self._prices.computed[key]
+            found.append((*computed_s, *self._inner_s(node, rule, choice)))
+        return found
+
+    def _inner_s(self, node: Node, rule: Rule, choice: Choice) -> tuple[float, float]:
+        """Seconds, forward and backward, of the collectives of an operator's local form."""
+        if not any(strategy.inner for strategy in choice.axes):
+            return 0.0, 0.0
         inner = {"forward": 0.0, "backward": 0.0}
         for axis, call in choice.inner:
             if self.mesh.axes[axis].name != MICRO and (call.phase == "forward" or any(t.grad for t in node.results)):
                 bytes_in = self.inner_bytes(rule, choice, call)
                 inner[call.phase] += self.cost.collective_s(call.kind, self.mesh.axes[axis], bytes_in)
-        if row is not None and row.view:
-            return 0.0, 0.0, inner["forward"], inner["backward"]
-        operands = zip(self.graph.input_types(node), choice.operands, strict=True)
-        shapes = tuple(local_shape(tensor.shape, layout, self.mesh.sizes) or () for tensor, layout in operands)
-        share = math.prod(a.size for a, s in zip(self.mesh.axes, choice.axes, strict=True) if s.factor)
-        key = (id(rule), shapes, moved, share)
-        if key not in self._computed:
-            self._computed[key] = self._compute(node, shapes, moved, share)
-        return *self._computed[key], inner["forward"], inner["backward"]
+        return inner["forward"], inner["backward"]
 
     def saved_bytes(self, node: Node, choice: Choice, recompute: Recompute = NOTHING) -> int:
         """Bytes that an operator pays for as kept for backward."""
         return int(self.bytes_of(node, choice, self.skeleton.charge(node, recompute)))
 
-    def _compute(self, node: Node, shapes: tuple[tuple[int, ...], ...], moved: int, share: int) -> tuple[float, float]:
+    def _compute(self, node: Node, shapes: Sequence[tuple[int, ...]], moved: int, flops: float) -> tuple[float, float]:
         """Seconds of an operator forward and backward, from its operands' local shapes and the bytes it passes over."""
-        row = OPS.get(node.op)
-        flops = 0.0 if row is None else row.flops(node, self.graph.input_types(node), self.rules[node.name]) / share
         dtype = node.results[0].dtype if node.results else "float32"
         kernel = kernel_of(node.op, shapes, causal=dict(node.args).get("is_causal") is True)
         forward = self.cost.compute_s(flops, moved, dtype, kernel=kernel)
@@ -554,9 +596,9 @@ class Space:
         rows = np.array([table.index[self._layout_at_tail(tail, o, ref.index)] for o in self.options[tail]])
         columns = [np.array([table.index[self._layout_at_head(o, p)] for o in self.options[head]]) for p in positions]
         key = (id(table), rows.tobytes(), tuple(each.tobytes() for each in columns), is_param)
-        if key not in self._pairs:
-            self._pairs[key] = _convert(table, rows, columns, is_param)
-        forward, backward, gathered = self._pairs[key]
+        if key not in self._prices.pairs:
+            self._prices.pairs[key] = _convert(table, rows, columns, is_param)
+        forward, backward, gathered = self._prices.pairs[key]
         if self.mesh.micro_batches > 1 and head[0] != "output" and not self._known_before(ref):
             # A sum over turns is there after the last of them: only what leaves the model can wait for that.
             summed = np.array([layout[0] == P for layout in table.layouts])

@@ -42,7 +42,7 @@ from planner.problem import Evaluation, Problem, evaluate
 from planner.recompute import Ladder, Recompute, ladder, together
 from planner.rules import Rule
 from planner.skeleton import Skeleton
-from planner.solve import Bounds, lower_bound_between, lower_bounds, solve
+from planner.solve import Bounds, lightest, lower_bound_between, lower_bounds, solve
 from planner.strategy import Choice
 from planner.turns import THOROUGH, Staged, links_of, pipelines_of, stage
 
@@ -147,7 +147,10 @@ class Best:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all candidates of a search share; ``seconds`` adds up where time goes."""
+    """What all candidates of a search share.
+
+    ``seconds`` adds up where time goes; ``posed`` holds the last space of each division.
+    """
 
     cost: CostModel
     training: Training
@@ -158,6 +161,7 @@ class Setting:
     seconds: dict[str, float] = field(default_factory=dict)
     spare_bytes: int = 0
     known: dict[str, Labels] = field(default_factory=dict)
+    posed: dict[Division, Space] = field(default_factory=dict)
 
     @property
     def limit_bytes(self) -> int:
@@ -177,8 +181,18 @@ class Setting:
         schedule = self.pins.schedule
         least = division.rounds(schedule), division.waits(schedule)
         space = Space(
-            skeleton.folded, mesh, self.cost, self.training, self.rules, *kept, skeleton, division.stages, *least
+            skeleton.folded,
+            mesh,
+            self.cost,
+            self.training,
+            self.rules,
+            *kept,
+            skeleton,
+            division.stages,
+            *least,
+            like=self.posed.get(division),
         )
+        self.posed[division] = space
         empty = [role for role, options in space.options.items() if not options]
         if empty:
             raise PinError(
@@ -270,7 +284,7 @@ def _search(
     candidates, proofs = _candidates(looks), looks
     if plain and _may_differ(folded):
         alike = best
-        split = Skeleton(relabel(folded, range(len(folded.instances))), rules)
+        split = Skeleton(relabel(folded, range(len(folded.instances))), rules, like=skeleton)
         best, proofs = _explore(setting, split, plain, rungs.apart(skeleton.numbers), alike)
         if best is not None and best is not alike:
             before = time.monotonic()
@@ -463,7 +477,10 @@ def _look_relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
     status = "not tried" if fits else "infeasible"
     look = replace(look, candidate=replace(look.candidate, status=status, peak_bytes=peak_bytes))
     look = _with_plan(setting, look, bounds.choices)
-    return look if look.choices or not fits else _with_plan(setting, look, bounds.lightest)
+    if look.choices or not fits:
+        return look
+    light = bounds.lightest or lightest(look.space.problem(setting.limit_bytes, *look.amounts))
+    return _with_plan(setting, look, light)
 
 
 def _look_for_pipeline(setting: Setting, look: Look, best: Best | None) -> Look:
@@ -475,7 +492,7 @@ def _look_for_pipeline(setting: Setting, look: Look, best: Best | None) -> Look:
     for choices in lower_bound_between(first, last).choices:
         look = _with_pipeline(setting, look, choices, best)
     if look.staged is None and best is None:
-        look = _with_pipeline(setting, look, lower_bounds(last).lightest, best)
+        look = _with_pipeline(setting, look, lightest(last), best)
     setting.took("solve", before)
     return replace(look, is_sought=True)
 
@@ -700,7 +717,8 @@ def _together(setting: Setting, folded: Folded, best: Best) -> Best:
         )
         for instance in space.folded.instances
     ]
-    merged = setting.pose(Skeleton(relabel(folded, labels), setting.rules), Division(1, space.mesh))
+    skeleton = Skeleton(relabel(folded, labels), setting.rules, like=space.skeleton)
+    merged = setting.pose(skeleton, Division(1, space.mesh))
     picks = []
     for role in merged.roles:
         decision = chosen.chosen.get(role) if role[0] == "output" else _decision(merged, role, chosen)
@@ -778,7 +796,7 @@ def _leanest(setting: Setting, looks: list[Look]) -> tuple[int, Division]:
     def leanest(problem: Problem) -> tuple[int, ...]:
         return solve(problem, time_limit_s=max(GRACE_S, until - time.monotonic())).choices
 
-    for pick in (lambda problem: lower_bounds(problem).lightest, leanest):
+    for pick in (lightest, leanest):
         begun = [look for look in looks if look.posed is not None]
         for look in sorted(begun, key=lambda look: look.candidate.peak_bytes):
             least = min((peak_bytes for peak_bytes, _ in found), default=math.inf)

@@ -33,6 +33,7 @@ class Skeleton:
         folded: the graph and its distinct blocks.
         rules: the factor rule of every operator.
         delivered: values that have a relay even if no member of their role has several readers.
+        like: that of another folding of the same graph, with the same rules.
 
     Attributes:
         role_of: the role of every node.
@@ -40,11 +41,17 @@ class Skeleton:
         ways: what was found of ways to run operators on an axis, see :func:`planner.strategy.axis_ways`.
     """
 
-    def __init__(self, folded: Folded, rules: Mapping[str, Rule], delivered: frozenset[Ref] = frozenset()):
+    def __init__(
+        self,
+        folded: Folded,
+        rules: Mapping[str, Rule],
+        delivered: frozenset[Ref] = frozenset(),
+        like: Skeleton | None = None,
+    ):
         self.folded, self.graph, self.rules = folded, folded.graph, rules
         self.role_of, self.members = _roles(folded)
         self._delivered = delivered
-        self.ways: dict[object, Ways] = {}
+        self.ways: dict[object, Ways] = {} if like is None else like.ways
         self._cuts: dict[object, Cuts] = {}
         self._again: dict[tuple[int, Level], Again] = {}
         self._working: dict[str, Working] = {}

@@ -9,10 +9,8 @@ import numpy as np
 
 from planner.problem import Problem
 from planner.solve.best import Best
-from planner.solve.eliminate import decode, eliminate
-from planner.solve.model import HALF_BYTE, Model, Weights, build_model, drop_forbidden, restrict, total
-from planner.solve.tree import Tree, build_tree
-from planner.solve.window import MAX_ENTRIES
+from planner.solve.cheapest import Cheapest
+from planner.solve.model import HALF_BYTE, Model, Weights, build_model, drop_forbidden, restrict
 
 _STEPS = 7
 _CLOSE = 1e-4  # relative distance from the bound to an assignment at which more steps are not worth their time
@@ -23,7 +21,8 @@ class Bounds:
     """No assignment takes less than ``time_s`` seconds, memory aside, or fits in less than ``peak_bytes``.
 
     Both are infinite when every assignment is forbidden. ``choices`` is the fastest assignment met that fits,
-    ``None`` if none did; ``lightest`` one that holds little, whether it fits or not, ``None`` without a limit.
+    ``None`` if none did; ``lightest`` one that holds little, whether it fits or not, ``None`` where there is no limit
+    or the fastest assignment fits.
     """
 
     time_s: float
@@ -37,32 +36,30 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
 
     The step time is the larger of two sums, so any mix of them is a lower bound, concave in the mix; bytes beyond the
     limit may be charged at any price, and the bound is concave in the price. The best mix without a price, then the
-    best price with that mix, are found by bisection.
+    best price with that mix, are found by bisection. What is held at least is found where the fastest does not fit.
     """
     problem.check()
-    model = drop_forbidden(build_model(problem))
+    model = _within(problem)
     if model is None:
         return Bounds(math.inf, math.inf)
-    if problem.limit_bytes is not None:
-        model = _without_giants(model, problem.limit_bytes) or model
-    tree = build_tree(model, MAX_ENTRIES)
+    cheapest = Cheapest(model)
     best, peak_bytes, room_bytes, light = Best(problem, math.inf), 0.0, math.inf, None
     if problem.limit_bytes is not None:
-        lightest = eliminate(model, tree, _weights(model, 0.0, 0.0, 1.0))
-        transient = max((float(values.min()) for values in model.transient), default=0.0)
-        room_bytes = model.limit_bytes - transient + HALF_BYTE
-        peak_bytes = problem.limit_bytes - (room_bytes - lightest.bound)
-        light = model.choices(decode(lightest))
-        best.offer(light)
-        if peak_bytes > problem.limit_bytes:
-            enough_s = -math.inf  # nothing fits, however fast
+        room_bytes = _room_bytes(model)
+        peak_bytes = problem.limit_bytes - room_bytes
     time_s, low, high, mix, mixed = -math.inf, 0.0, 1.0, 0.0, 0.0
-    for _ in range(_STEPS):
-        done = eliminate(model, tree, _weights(model, 1.0 - mix, mix, 0.0))
-        time_s, mixed = max((time_s, mixed), (done.bound, mix))
-        assignment = decode(done)
-        sums = total(model, assignment)
-        best.offer_assignment(model, assignment)
+    for step in range(_STEPS):
+        least = cheapest.under(_weights(model, 1.0 - mix, mix, 0.0))
+        time_s, mixed = max((time_s, mixed), (least.bound, mix))
+        sums = least.totals
+        best.offer_assignment(least.model, least.assignment)
+        if step == 0 and sums.held_bytes > room_bytes:
+            held = cheapest.under(_weights(model, 0.0, 0.0, 1.0))
+            light = held.choices
+            best.offer(light)
+            peak_bytes += held.bound
+            if held.bound > room_bytes:
+                enough_s = -math.inf  # nothing fits, however fast
         low, high = (mix, high) if sums.exposed_s > sums.time_s else (low, mix)
         if low == high or time_s >= enough_s or sums.objective_s - time_s <= _CLOSE * time_s:
             break
@@ -72,13 +69,20 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
     for _ in range(_STEPS if excess > 0 else 0):
         if time_s >= min(enough_s, best.objective_s * (1 - _CLOSE)):
             break
-        done = eliminate(model, tree, _weights(model, 1.0 - mixed, mixed, price))
-        time_s = max(time_s, done.bound - price * room_bytes)
-        assignment = decode(done)
-        best.offer_assignment(model, assignment)
-        low, high = (price, high) if total(model, assignment).held_bytes > room_bytes else (low, price)
+        least = cheapest.under(_weights(model, 1.0 - mixed, mixed, price))
+        time_s = max(time_s, least.bound - price * room_bytes)
+        best.offer_assignment(least.model, least.assignment)
+        low, high = (price, high) if least.totals.held_bytes > room_bytes else (low, price)
         price = 4 * low if math.isinf(high) else (low + high) / 2
     return Bounds(time_s, peak_bytes, best.choices, light)
+
+
+def lightest(problem: Problem) -> tuple[int, ...] | None:
+    """An assignment that holds little, whether it fits or not; ``None`` when every assignment is forbidden."""
+    model = _within(problem)
+    if model is None:
+        return None
+    return Cheapest(model).under(_weights(model, 0.0, 0.0, 1.0)).choices
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,10 @@ def lower_bound_between(first: Problem, last: Problem, enough_s: float = math.in
     """
     ends = []
     for problem in (first, last):
-        model = drop_forbidden(build_model(problem))
-        if model is not None and problem.limit_bytes is not None:
-            model = _without_giants(model, problem.limit_bytes) or model
+        model = _within(problem)
         if model is None:
             return Between(math.inf)
-        transient = max((float(values.min()) for values in model.transient), default=0.0)
-        ends.append(_End(model, build_tree(model, MAX_ENTRIES), model.limit_bytes - transient + HALF_BYTE))
+        ends.append(_End(model, Cheapest(model), _room_bytes(model)))
     if all(end.is_too_large for end in ends):
         return Between(math.inf)
     found = max((tuple(end.at(mix, 0.0) for end in ends) for mix in (0.0, 0.5, 1.0)), key=_least)
@@ -138,29 +139,39 @@ class _End:
     """One of two problems between which others lie."""
 
     model: Model
-    tree: Tree
+    cheapest: Cheapest
     room_bytes: float
 
     @property
     def is_too_large(self) -> bool:
         """Whether nothing fits, however slow."""
-        return eliminate(self.model, self.tree, _weights(self.model, 0.0, 0.0, 1.0)).bound > self.room_bytes
+        return self.cheapest.under(_weights(self.model, 0.0, 0.0, 1.0)).bound > self.room_bytes
 
     def at(self, mix: float, price: float) -> _Point:
-        done = eliminate(self.model, self.tree, _weights(self.model, 1.0 - mix, mix, price))
-        assignment = decode(done)
-        excess = total(self.model, assignment).held_bytes - self.room_bytes
-        return _Point(mix, done.bound - price * self.room_bytes, excess, self.model.choices(assignment))
+        least = self.cheapest.under(_weights(self.model, 1.0 - mix, mix, price))
+        excess = least.totals.held_bytes - self.room_bytes
+        return _Point(mix, least.bound - price * self.room_bytes, excess, least.choices)
 
 
 def _least(points: tuple[_Point, ...]) -> float:
     return min(point.bound_s for point in points)
 
 
-def _without_giants(model: Model, limit_bytes: int) -> Model | None:
-    """The model without choices that need more than the limit for themselves; None where that leaves nothing."""
-    kept = restrict(model, [values <= limit_bytes for values in model.transient])
-    return None if kept is None else drop_forbidden(kept)
+def _within(problem: Problem) -> Model | None:
+    """A problem's model without choices that need more than the limit for themselves, unless that leaves nothing.
+
+    ``None`` where every assignment is forbidden.
+    """
+    model = drop_forbidden(build_model(problem))
+    if model is None or problem.limit_bytes is None:
+        return model
+    kept = restrict(model, [values <= problem.limit_bytes for values in model.transient])
+    return (None if kept is None else drop_forbidden(kept)) or model
+
+
+def _room_bytes(model: Model) -> float:
+    """What may be held beside the operator that needs most for itself at least."""
+    return model.limit_bytes - max((float(values.min()) for values in model.transient), default=0.0) + HALF_BYTE
 
 
 def _weights(model: Model, time: float, exposed: float, held: float) -> Weights:

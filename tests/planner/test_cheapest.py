@@ -1,0 +1,68 @@
+"""The least weighted sum, by small tables and by large ones, against exhaustive enumeration."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.problem import Problem, evaluate
+from planner.solve import cheapest, lightest, lower_bounds
+from planner.solve.cheapest import Cheapest
+from planner.solve.model import Model, Weights, build_model, drop_forbidden, total
+from tests.planner.test_solve import random_problem
+
+problems = st.builds(
+    random_problem,
+    seed=st.integers(0, 2**32),
+    vertices=st.integers(1, 6),
+    choices=st.integers(1, 4),
+    density=st.sampled_from([0.4, 1.0, 2.0]),
+    spans=st.just(False),
+)
+
+
+def weighted(model: Model, weights: Weights) -> list[float]:
+    """What every assignment costs."""
+    every = (total(model, np.array(each)) for each in itertools.product(*map(range, model.sizes)))
+    return [
+        float(weights.columns[:3] @ (t.time_s, t.exposed_s, t.held_bytes)) if t.allowed else math.inf for t in every
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems, st.sampled_from([1, 4, 16, 100_000]), st.tuples(*[st.sampled_from([0.0, 0.3, 1.0])] * 3))
+def test_the_least_weighted_sum_is_found_whatever_the_size_of_small_tables(
+    problem: Problem, entries: int, columns: tuple[float, float, float]
+) -> None:
+    model = drop_forbidden(build_model(problem))
+    if model is None:
+        return
+    weights = Weights(np.array([*columns, 1.0]), 0.0, np.zeros(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cheapest, "_FEW_ENTRIES", entries)
+        least = Cheapest(model).under(weights)
+    best = min(weighted(model, weights))
+    assert least.bound == pytest.approx(best, rel=1e-8, abs=1e-12)
+    if math.isfinite(best):
+        held = least.totals
+        cost = float(weights.columns[:3] @ (held.time_s, held.exposed_s, held.held_bytes))
+        assert held.allowed and cost == pytest.approx(best, rel=1e-8, abs=1e-12)
+        assert math.isfinite(evaluate(problem, least.choices).time_s)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems)
+def test_bounds_hold_for_every_assignment(problem: Problem) -> None:
+    bounds, light = lower_bounds(problem), lightest(problem)
+    every = [evaluate(problem, c) for c in itertools.product(*(range(v.choices) for v in problem.vertices))]
+    allowed = [found for found in every if math.isfinite(found.time_s)]
+    if problem.limit_bytes is not None:
+        assert all(bounds.peak_bytes <= found.peak_bytes for found in allowed)
+    fits = [found for found in allowed if found.feasible]
+    assert all(bounds.time_s <= found.time_s * (1 + 1e-9) for found in fits)
+    if bounds.choices is not None:
+        assert evaluate(problem, bounds.choices).feasible
+    assert light is not None or not allowed
