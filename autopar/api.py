@@ -273,10 +273,10 @@ def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, InTurns | No
         return assignment, None
     pipeline = found.pipeline
     actions = schedule(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
-    if any(action.kind in "IW" for row in actions.rows for action in row) or any(actions.ahead):
+    if any(actions.ahead):
         raise PlanError(
-            f"schedule {pipeline.schedule!r} is planned and simulated, but not run yet: pin "
-            "{'schedule': '1f1b'}, 'interleaved_1f1b' or 'gpipe'"
+            f"schedule {pipeline.schedule!r} is simulated, but not run yet: it trains with weights one step old, and "
+            "nothing keeps two versions of them; pin another schedule"
         )
     recomputing = replace(assignment, recompute=found.recompute(assignment.space.folded))
     return recomputing, InTurns(actions, found.cut.bounds)

@@ -132,7 +132,7 @@ class Between:
         for kept in (self._aside, self._expected, self._coming):
             kept.clear()
         for sender, row in enumerate(self.schedule.rows):
-            sent = (_message(action) for action in row if action.kind == "F" or trains)
+            sent = (_message(action) for action in row if action.kind == "F" or (trains and action.kind in "BI"))
             mine = deque(m for m in sent if 0 <= m[0] < self.schedule.stages and self._home(m[0]) == self.pipeline.rank)
             if mine and sender != self.pipeline.rank:
                 self._expected[sender] = mine
@@ -174,8 +174,8 @@ class Between:
         except RuntimeError as error:
             what, rank = "values" if kind == "F" else "gradients", dist.get_global_rank(self.pipeline.ranks, other)
             raise RuntimeError(
-                f"{what} of micro-batch {turn} for stage {stage}: rank {rank} (number {other} of the pipeline) has gone "
-                f"or does not answer: {error}"
+                f"{what} of micro-batch {turn} for stage {stage}: rank {rank} (number {other} of the pipeline) has gone"
+                f" or does not answer: {error}"
             ) from error
 
     def take(self, message: Message) -> list[Tensor]:
@@ -214,5 +214,6 @@ def differentiable(passed: Sequence[Passed]) -> tuple[Passed, ...]:
 
 def _message(action: Action) -> Message:
     """What an action sends."""
-    to = action.stage + 1 if action.kind == "F" else action.stage - 1
-    return to, action.kind, action.micro_batch
+    if action.kind == "F":
+        return action.stage + 1, "F", action.micro_batch
+    return action.stage - 1, "B", action.micro_batch

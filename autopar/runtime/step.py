@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
 
 from autopar.runtime.mail import Mail
+from autopar.runtime.split import Later, backward_of_inputs
 from autopar.runtime.stage import Stage
 from autopar.runtime.state import RunState
 from autopar.runtime.turns import Turns
@@ -168,6 +169,7 @@ class _Run:
         self.made: dict[int, tuple[Tensor, ...]] = {}
         self.counts: dict[int, tuple[Tensor, ...]] = {}
         self.alive: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self.later: dict[tuple[int, int], Later] = {}
         self.outputs: dict[int, list[Tensor]] = defaultdict(list)
         self.started = step.state.random.calls
 
@@ -178,12 +180,15 @@ class _Run:
             self.made[number] = stage.gather(*(self.local[name] for name in stage.parameters))
             self.used[number] = tuple(t.detach().requires_grad_(t.requires_grad) for t in self.made[number])
             self.counts[number] = self._counted(stage)
-        for stage_number, kind, turn in self.step.actions:
+        for number, kind, turn in self.step.actions:
             self.step.turns.now = turn
+            stage = self.step.stages[number]
             if kind == "F":
-                self._forward(self.step.stages[stage_number], turn)
+                self._forward(stage, turn)
+            elif self.trains and kind == "W":
+                self._backward_of_weights(stage, turn)
             elif self.trains:
-                self._backward(self.step.stages[stage_number], turn)
+                self._backward(stage, turn, split=kind == "I")
         self.step.state.random.calls = self.started + sum(self.step.draws)
         self.step.mail.close()
         if self.trains:
@@ -226,7 +231,8 @@ class _Run:
         if self.trains:
             self.alive[stage.number, turn] = received, [*sent, *roots]
 
-    def _backward(self, stage: Stage, turn: int) -> None:
+    def _backward(self, stage: Stage, turn: int, split: bool) -> None:
+        """Backward of one micro-batch; ``split``: gradients of weights later, where something waits for the others."""
         received, made = self.alive.pop((stage.number, turn))
         roots = [t for t, passed in zip(made, stage.sent, strict=False) if passed.differentiable]
         came = self.step.mail.take((stage.number, "B", turn)) if stage.number + 1 < len(self.step.draws) else []
@@ -234,13 +240,28 @@ class _Run:
             roots.append(loss)
             came.append(torch.full_like(loss, self.step.share_of_loss))
         pairs = [(t, grad.to(t.dtype)) for t, grad in zip(roots, came, strict=True) if t.requires_grad]
+        inputs = [t for t, passed in zip(received, stage.received, strict=True) if passed.differentiable]
         if pairs:
-            with torch.autocast(pairs[0][0].device.type, enabled=False):
-                torch.autograd.backward([t for t, _ in pairs], [grad for _, grad in pairs])
+            starts, gradients = zip(*pairs, strict=True)
+            with torch.autocast(starts[0].device.type, enabled=False):
+                if split and inputs:
+                    weights = tuple(t for t in self.used[stage.number] if t.requires_grad)
+                    found, later = backward_of_inputs(tuple(pairs), inputs, weights)
+                    self.later[stage.number, turn] = later
+                    for t, gradient in zip(inputs, found, strict=True):
+                        t.grad = gradient
+                else:
+                    torch.autograd.backward(starts, gradients)
         if stage.number:
-            back = [t for t, passed in zip(received, stage.received, strict=True) if passed.differentiable]
-            gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in back]
-            self.step.mail.put((stage.number - 1, "B", turn), gradients)
+            back = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
+            self.step.mail.put((stage.number - 1, "B", turn), back)
+
+    def _backward_of_weights(self, stage: Stage, turn: int) -> None:
+        """What a split backward left over."""
+        later = self.later.pop((stage.number, turn), None)
+        if later is not None and later.weights:
+            with torch.autocast(later.weights[0].device.type, enabled=False):
+                later.run()
 
     def _spread(self) -> None:
         """From the gradients of used parameters to those of stored ones."""

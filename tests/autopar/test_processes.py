@@ -56,6 +56,8 @@ TURNS: list[tuple[str, dict[str, Any], int]] = [
     ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 3, "schedule": "gpipe"}, 4),
     ("llama", {"micro_batches": 8, "pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, 2),
     ("llama", {"micro_batches": 4, "pipeline": 4, "recompute": "full"}, 4),
+    ("llama", {"micro_batches": 8, "pipeline": 4, "schedule": "zero_bubble"}, 4),
+    ("gpt2", {"micro_batches": 4, "pipeline": 2, "schedule": "zbv"}, 2),
 ]
 
 
