@@ -205,6 +205,8 @@ class Body:
             stops.update(self.taken[node.name, i] for i, ref in enumerate(node.inputs) if ref.node in lasting)
             if any(t.grad for t in node.results):
                 wanted += [(at, place) for place in saved_places(node, graph.input_types(node))]
+            if at in again.drawing:
+                wanted.append((at, len(node.inputs)))
         given_up: dict[fx.Node, None] = {}
         for at, place in wanted:
             node = block.nodes[at]

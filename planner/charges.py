@@ -135,8 +135,10 @@ class Charges:
         """The places of an operator that are kept for backward."""
         types = self.graph.input_types(node)
         if level != "none":
+            again = self._again(kind, level)
             saved, all_ = (saved_places(node, types, own=own) for own in (False, True))
-            return (*self._again(kind, level).kept[at], *(place for place in all_ if place not in saved))
+            own = () if at in again.drawing else (place for place in all_ if place not in saved)
+            return (*again.kept[at], *own)
         return saved_places(node, types, own=True) if any(tensor.grad for tensor in node.results) else ()
 
 

@@ -213,6 +213,12 @@ class _Frame:
         self.held: list[_Storage] = []
         self.uses: Counter[_Storage] = Counter()
         self.remade: dict[_Storage, _Storage] = {}
+        self.handed: set[_Storage] = set()
+
+    def draws(self, heap: _Heap, drawn: _Storage, operands: Iterable[_Storage], result: _Storage) -> None:
+        """Note what was drawn; to draw it again makes the result again, which stays until all is made."""
+        self.handed.add(result)
+        self.makes(heap, drawn, (*operands, result), keeps=False)
 
     def makes(self, heap: _Heap, storage: _Storage, sources: Iterable[_Storage], keeps: bool) -> None:
         """Note that a storage was made from others."""
@@ -252,8 +258,11 @@ class _Frame:
         for storage in self._needed:
             self.remade[storage] = heap.new(storage.held.name, storage.held.use, storage.held.bytes)
             for source in dict.fromkeys((*self.made[storage], storage)):
-                if source in self.remade and not self.uses[source] and last.get(source, storage) is storage:
+                is_last = last.get(source, storage) is storage and source not in self.handed
+                if source in self.remade and not self.uses[source] and is_last:
                     heap.drop(self.remade.pop(source))
+        for storage in [each for each in self.remade if not self.uses[each]]:
+            heap.drop(self.remade.pop(storage))
 
     def take(self, heap: _Heap, storage: _Storage) -> _Storage:
         """A storage that was made again, for one of its uses; with the last use of all nothing stays behind."""
@@ -452,6 +461,8 @@ class _Run:
             if word in OWN:
                 size = self._own_bytes(word, types, operands)
                 tape.saved.append(heap.new(node.name, "activations", size))
+                if self.frame is not None and self.frame.at[node.name] in self.frame.again.drawing:
+                    self.frame.draws(heap, tape.saved[-1], (each.storage for each in operands), storages[0])
             elif word in tensors:
                 tape.saved.append(heap.hold(tensors[word]))
         tape.works = row.works * max(operands[0].bytes, sizes[0]) if row is not None and operands else 0

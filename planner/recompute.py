@@ -2,8 +2,9 @@
 
 Of the instances of a block some run at level ``full``, which keeps what enters the block and makes everything else
 again, some at ``selective``, which also keeps the results of contractions, convolutions and attention, and the others
-at ``none``. What was drawn at random, and what operators without a row made, is always kept. What the block converts
-for an operator that needs it is converted again unless it is the result of a kept operator: gathered parameters too.
+at ``none``. What was drawn at random is drawn again, alike; what operators without a row made is always kept. What the
+block converts for an operator that needs it is converted again unless it is the result of a kept operator: gathered
+parameters too.
 
 Which instances are which matters for the moment of the peak alone: those at the end of forward are the first to run
 backward, while all others still hold what they saved. So the first instances recompute, the very first in full.
@@ -20,7 +21,7 @@ from typing import Literal
 from planner.fold import Block, Folded
 from planner.graph import Graph, Node, Ref
 from planner.ops import OPS, saved_places
-from planner.ops.table import no_flops
+from planner.ops.table import OWN, no_flops
 
 Level = Literal["none", "selective", "full"]
 LEVELS: tuple[Level, ...] = ("none", "selective", "full")
@@ -164,6 +165,7 @@ class Again:
         dropped: per operator, the places (operands, then results) that its backward needs and that are not kept; a
             value counts once, for the first operator that needs it, and its views not at all.
         kept: per operator, the places that its backward, or it when it runs again, needs and that are kept.
+        drawing: operators that run again for what they drew, and keep nothing of it in between.
     """
 
     values: frozenset[tuple[int, int]]
@@ -171,6 +173,7 @@ class Again:
     taken: tuple[frozenset[int], ...]
     dropped: tuple[tuple[int, ...], ...]
     kept: tuple[tuple[int, ...], ...]
+    drawing: frozenset[int] = frozenset()
 
     @cached_property
     def operators(self) -> frozenset[int]:
@@ -191,7 +194,9 @@ def again(graph: Graph, block: Block, level: Level) -> Again:
     tensors = [(*node.inputs, *(Ref(node.name, i) for i in range(len(node.results)))) for node in nodes]
     saved = [saved_places(node, graph.input_types(node)) if any(t.grad for t in node.results) else () for node in nodes]
     values: set[tuple[int, int]] = set()
+    drawing = frozenset(at for at, node in enumerate(nodes) if not is_kept[at] and _keeps_what_it_draws(graph, node))
     waiting = [refs[place] for places, refs in zip(saved, tensors, strict=True) for place in places]
+    waiting += [Ref(nodes[at].name) for at in drawing]
     while waiting:
         ref = waiting.pop()
         if is_made_again(ref) and (at_of[ref.node], ref.index) not in values:
@@ -208,17 +213,28 @@ def again(graph: Graph, block: Block, level: Level) -> Again:
         taken.append(frozenset(converted))
         kept.append(tuple(place for place in wanted if not is_made_again(origin[place])))
         gone = {origin[place]: place for place in reversed(saved[at]) if is_made_again(origin[place])}
-        dropped.append(tuple(sorted(place for ref, place in gone.items() if ref not in counted)))
+        more = {place for ref, place in gone.items() if ref not in counted}
+        if at in drawing:
+            more |= {*saved_places(node, graph.input_types(node), own=True)} - {*saved[at]}
+        dropped.append(tuple(sorted(more)))
         counted.update(gone)
     lasting = frozenset(at for at, keeps in enumerate(is_kept) if keeps)
-    return Again(frozenset(values), lasting, tuple(taken), tuple(dropped), tuple(kept))
+    return Again(frozenset(values), lasting, tuple(taken), tuple(dropped), tuple(kept), drawing)
 
 
 def _is_kept(node: Node, level: Level) -> bool:
     """Whether what an operator makes is kept."""
     row = OPS.get(node.op)
-    draws = row is not None and row.random and not shares(node)  # with probability 0 dropout passes its input on
-    return row is None or draws or (level == "selective" and row.flops is not no_flops)
+    return row is None or (level == "selective" and row.flops is not no_flops)
+
+
+def _keeps_what_it_draws(graph: Graph, node: Node) -> bool:
+    """Whether backward of an operator needs what it drew, as of dropout that drops anything."""
+    row = OPS.get(node.op)
+    if row is None or not row.random or shares(node) or not any(tensor.grad for tensor in node.results):
+        return False
+    rate = node["p"] if node["dropout_p"] is None else node["dropout_p"]
+    return rate != 0 and any(word in OWN for word in row.saved(node, graph.input_types(node)))
 
 
 def _is_result(ref: Ref, at_of: dict[str, int], is_kept: list[bool]) -> bool:

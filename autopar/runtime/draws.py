@@ -1,4 +1,7 @@
-"""Operators whose behaviour depends on the run: they draw random numbers, or differ between train and eval."""
+"""Operators whose behaviour depends on the run: they draw random numbers, or differ between train and eval.
+
+Each of them is one region of the run's random numbers, whether it draws or not.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,5 @@ def draw_attention(
 
     The arguments are those of :func:`autopar.runtime.layers.attention.attention`.
     """
-    if not state.training:
-        return attention(query, key, value, attn_mask, 0.0, is_causal, **kwargs)
     with state.random.region(varying):
-        return attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        return attention(query, key, value, attn_mask, dropout_p if state.training else 0.0, is_causal, **kwargs)

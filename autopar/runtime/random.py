@@ -8,7 +8,7 @@ before, and from which slice this rank holds, and leaves the generators as it fo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -26,22 +26,60 @@ class RandomState:
 
     Args:
         seed: shared by all ranks.
+
+    Attributes:
+        calls: how many regions came before.
+        now: inside a region of a recording or of its replay: the region's number in the recording.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.calls = 0
+        self.now: int | None = None
+        self._recording: list[int] | None = None
+        self._replay: Iterator[tuple[int, int]] | None = None
         self._coordinates: dict[tuple[GroupsOrTurns, tuple[int, ...]], int] = {}
 
     @contextlib.contextmanager
     def region(self, groups: GroupsOrTurns = ()) -> Iterator[None]:
         """Draw as the holder of this rank's slice over ``groups``; ranks that differ elsewhere draw the same."""
+        self.now, seed = self._next(groups)
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        try:
+            with torch.random.fork_rng(devices), _simulated_ranks_forked():
+                torch.manual_seed(seed)
+                yield
+        finally:
+            self.now = None
+
+    def _next(self, groups: GroupsOrTurns) -> tuple[int | None, int]:
+        """The number in the recording, if there is one, and the seed of the region that begins."""
+        if self._replay is not None:
+            return next(self._replay)
         seed = (_mix(self.seed, self.calls) + self._coordinate(groups) * _STRIDE) % _SEEDS
         self.calls += 1
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices), _simulated_ranks_forked():
-            torch.manual_seed(seed)
+        if self._recording is None:
+            return None, seed
+        self._recording.append(seed)
+        return len(self._recording) - 1, seed
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[list[int]]:
+        """Write down the seed of every region that is entered."""
+        before, self._recording = self._recording, []
+        try:
+            yield self._recording
+        finally:
+            self._recording = before
+
+    @contextlib.contextmanager
+    def replayed(self, regions: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """Enter regions of a recording once more, by number and seed, in order; the position in the stream stays."""
+        before, self._replay = self._replay, iter(regions)
+        try:
             yield
+        finally:
+            self._replay = before
 
     def recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """``context_fn`` for :func:`torch.utils.checkpoint.checkpoint`: recomputing draws what was drawn before."""

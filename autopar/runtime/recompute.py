@@ -4,13 +4,16 @@ The block's program returns, beside its outputs, the values to give up and those
 autograd hands over every tensor that it saves; when it returns, those that lie in the memory of a value to give up are
 let go. The first of them that backward asks for makes all of them again, in one run of a second program that holds
 just the statements which that takes. Nothing else about autograd changes: gradients are the same to the last bit.
+
+Statements that draw random numbers draw the same again. What backward needs of them beside their operands and results,
+such as a mask, is no value of the program: it is let go too, and saved anew when they run again, in the same order.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +22,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._local_tensor import LocalTensor
 from torch.fx import GraphModule
 
+from autopar.runtime.draws import draw, draw_attention
+from autopar.runtime.random import RandomState
+from autopar.runtime.state import RunState
+
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+Place = int | tuple[int, int]
+"""A value to give up, by its number; or a tensor saved in a region of random numbers: the numbers of both."""
 
 
 def recompute(program: GraphModule, again: GraphModule, *inputs: Tensor) -> Any:
@@ -33,33 +42,54 @@ def recompute(program: GraphModule, again: GraphModule, *inputs: Tensor) -> Any:
     if not torch.is_grad_enabled():
         return program(*inputs)[0]
     cells: list[_Cell] = []
+    state = _state_of(program)
 
     def pack(tensor: Tensor) -> _Cell:
-        cells.append(_Cell(tensor))
+        cells.append(_Cell(tensor, state.random.now))
         return cells[-1]
 
-    with saved_tensors_hooks(pack, _Cell.unpack):
+    with saved_tensors_hooks(pack, _Cell.unpack), state.random.recorded() as seeds:
         outputs, given_up, kept = program(*inputs)
-    frame = _Frame(again, [value.detach() for value in kept])
-    places = {_memory(value): place for place, value in reversed([*enumerate(given_up)])}
-    for value in kept:
-        places.pop(_memory(value), None)
+    frame = _Frame(again, kept, state, _entered(program, again, seeds) if seeds else {})
+    places: dict[int, Place] = {_memory(value): place for place, value in reversed([*enumerate(given_up)])}
+    stay = {_memory(value) for value in kept}
+    seen: Counter[int] = Counter()
     for cell in cells:
         place = places.get(_memory(cell.tensor))
-        if place is not None:
+        if cell.region is not None and cell.region in frame.regions:
+            place = (cell.region, seen[cell.region]) if place is None else place
+            seen[cell.region] += 1
+        if place is not None and _memory(cell.tensor) not in stay:
             cell.give_up(frame, place)
     return outputs
 
 
+def _state_of(program: GraphModule) -> RunState:
+    """The run state of a program; one that does not name it neither draws nor asks whether it trains."""
+    found = getattr(program, "state", None)
+    return found if isinstance(found, RunState) else RunState(RandomState(0))
+
+
+def _entered(program: GraphModule, again: GraphModule, seeds: list[int]) -> dict[int, int]:
+    """The regions of random numbers that ``again`` enters: number in ``program``, seed. A statement enters one."""
+    before, after = (
+        [n.name for n in each.graph.nodes if n.target in (draw, draw_attention)] for each in (program, again)
+    )
+    assert len(before) == len(seeds), "every statement that may draw is one region"
+    numbers = {name: number for number, name in enumerate(before)}
+    return {numbers[name]: seeds[numbers[name]] for name in after}
+
+
 class _Cell:
-    """A tensor that autograd saved: itself, or where it will be found."""
+    """A tensor that autograd saved: itself, or where it will be found; ``region``: while drawing in that region."""
 
-    __slots__ = ("frame", "geometry", "place", "saved")
+    __slots__ = ("frame", "geometry", "place", "region", "saved")
 
-    def __init__(self, tensor: Tensor):
+    def __init__(self, tensor: Tensor, region: int | None):
         self.saved: Tensor | None = tensor
+        self.region = region
         self.frame: _Frame | None = None
-        self.place = -1
+        self.place: Place = -1
         self.geometry: Geometry = ((), (), 0)
 
     @property
@@ -67,8 +97,8 @@ class _Cell:
         assert self.saved is not None
         return self.saved
 
-    def give_up(self, frame: _Frame, place: int) -> None:
-        """Let go of the tensor; it will be a view of value number ``place`` of the frame."""
+    def give_up(self, frame: _Frame, place: Place) -> None:
+        """Let go of the tensor; it will be a view of what the frame finds at ``place``."""
         tensor = self.tensor
         self.geometry = (tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
         self.frame, self.place, self.saved = frame, place, None
@@ -86,17 +116,20 @@ class _Frame:
     """What one run of a block keeps: values to make others from, and while backward needs them, these.
 
     Attributes:
-        uses: how many saved tensors are views of each value.
+        regions: seeds of the regions of random numbers that are entered again, by number.
+        uses: how many saved tensors are views of what is at each place.
     """
 
-    def __init__(self, again: GraphModule, kept: list[Tensor]):
-        self.uses: Counter[int] = Counter()
-        self._again, self._kept, self._versions = again, kept, [value._version for value in kept]
-        self._autocast = _autocast_now()
-        self._made: dict[int, Tensor] = {}
-        self._left: Counter[int] = Counter()
+    def __init__(self, again: GraphModule, kept: list[Tensor], state: RunState, regions: Mapping[int, int]):
+        self.uses: Counter[Place] = Counter()
+        self.regions = regions
+        self._again, self._versions = again, [value._version for value in kept]
+        self._kept = [(value.detach(), value.requires_grad) for value in kept]
+        self._state, self._training, self._autocast = state, state.training, _autocast_now()
+        self._made: dict[Place, Tensor] = {}
+        self._left: Counter[Place] = Counter()
 
-    def value(self, place: int) -> Tensor:
+    def value(self, place: Place) -> Tensor:
         """A value that was given up. It is dropped with its last use, and made again if it is used once more."""
         if place not in self._made:
             self._make()
@@ -107,15 +140,45 @@ class _Frame:
         return made
 
     def _make(self) -> None:
-        if [value._version for value in self._kept] != self._versions:
+        if [value._version for value, _ in self._kept] != self._versions:
             raise RuntimeError(
                 "a tensor from which a block recomputes was changed in place between forward and backward: "
                 "call loss.backward() before optimizer.step(), or plan with pin={'recompute': 'none'}"
             )
-        with torch.no_grad(), self._autocast():
-            made = self._again(*self._kept)
+        training, self._state.training = self._state.training, self._training
+        try:
+            with self._autocast():
+                made = self._drawn() if self.regions else self._run()
+        finally:
+            self._state.training = training
         self._left = self.uses.copy()
         self._made = {place: made[place] for place in self.uses}
+
+    def _run(self) -> dict[Place, Tensor]:
+        with torch.no_grad():
+            return dict(enumerate(self._again(*(value for value, _ in self._kept))))
+
+    def _drawn(self) -> dict[Place, Tensor]:
+        """The same with random numbers: run as in forward, so that autograd saves what it saved then."""
+        found: dict[Place, Tensor] = {}
+        seen: Counter[int] = Counter()
+        random = self._state.random
+
+        def pack(tensor: Tensor) -> None:
+            if random.now is not None:
+                place = random.now, seen[random.now]
+                seen[random.now] += 1
+                if place in self.uses:
+                    found[place] = tensor.detach()
+
+        kept = [value.detach().requires_grad_(differs) for value, differs in self._kept]
+        with torch.enable_grad(), saved_tensors_hooks(pack, _none), random.replayed(self.regions.items()):
+            made = self._again(*kept)
+        return found | {place: value.detach() for place, value in enumerate(made)}
+
+
+def _none(_: None) -> Tensor:
+    raise AssertionError("nothing runs backward through what is made again")
 
 
 def _memory(tensor: Tensor) -> int:

@@ -7,23 +7,27 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.distributed._local_tensor import LocalTensor
 
 import autopar
 from autopar import ClusterSpec, Plan
 from autopar.api import Traced, assign, plan_traced, trace
 from autopar.meter import LiveBytes
 from autopar.runtime.recompute import recompute
-from autopar.simulate import fake_process_group
+from autopar.simulate import Simulation, fake_process_group
 from autopar.typecheck import check_program, emit
 from benchmarks.memory import observed_peak
 from planner.errors import PlanError, VerificationError
 from planner.formulate import Training
 from planner.pins import Pins
+from planner.recompute import LEVELS, NOTHING, Amount, Recompute
 from tests.autopar.models import MODELS
 
 DATA, TENSOR, CONTEXT, MIXED = (
@@ -109,6 +113,102 @@ def test_tight_memory_makes_the_search_recompute() -> None:
     plan = plan_traced(traced("llama")[2], cluster, Pins.parse({"data": 2, "zero": 0}), Training())
     assert plan.assignment is not None and plan.assignment.recompute
     assert plan.predicted.peak_bytes <= cluster.device.usable_bytes < free.predicted.peak_bytes
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    """Blocks that drop values and attention's scores; ``widely``, also inside attention, with noise, and by alpha."""
+
+    def __init__(self, hidden: int = 16, layers: int = 3, widely: bool = True):
+        super().__init__()
+        self.widely = widely
+        self.up = nn.ModuleList(nn.Linear(hidden, 3 * hidden) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            q, k, v = up(F.dropout(x, 0.1)).chunk(3, dim=-1)
+            mixed = F.dropout(F.softmax(q @ k.transpose(1, 2), dim=-1), 0.2) @ v
+            if self.widely:
+                fused = F.scaled_dot_product_attention(*(each.unsqueeze(1) for each in (q, k, v)), dropout_p=0.3)
+                mixed = F.alpha_dropout(mixed + fused.squeeze(1), 0.1, training=True)
+                mixed = torch.rand_like(mixed) * mixed
+            x = x + F.dropout(down(mixed), 0.1)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("pin", [DATA, {"tensor": 2}, MIXED], ids=str)
+def test_what_was_dropped_is_dropped_again(pin: dict[str, Any]) -> None:
+    """Loss and gradients are those without recomputation, to the last bit, and so are those of the next step."""
+    torch.manual_seed(0)
+    model, x = Dropping(), torch.randn(8, 6, 16)
+    captured = trace(model, (x,))
+    ranks = math.prod(pin.get(axis, 1) for axis in ("data", "tensor"))
+    pins = Pins.parse({**pin, "recompute": "full"})
+    assignment = plan_traced(captured, ClusterSpec.local(ranks, cores=2), pins, Training()).assignment
+    assert assignment is not None and assignment.recompute
+    selective = Recompute(tuple(Amount(0, each.full, each.leads) for each in assignment.recompute.amounts))
+    found = {}
+    for level, amounts in (("none", NOTHING), ("selective", selective), ("full", assignment.recompute)):
+        recomputing = replace(assignment, recompute=amounts)
+        with Simulation(model, captured.captured, recomputing, seed=1) as simulation:
+            inputs = simulation.inputs((x,), {})[0]
+            module, steps = simulation.module, []
+            for _ in range(2):
+                loss = module(*inputs)
+                loss.backward()
+                grads = [p.grad.to_local() for p in module.parameters() if p.grad is not None]
+                steps.append([parts_of(value) for value in (loss, *grads)])
+            found[level] = steps
+    assert len(found["none"][0]) == 13
+    assert not same(found["none"][0], found["none"][1])
+    assert all(same(a, b) for level in ("selective", "full") for a, b in zip(found[level], found["none"], strict=True))
+
+
+def parts_of(value: Tensor) -> list[Tensor]:
+    """A copy of every rank's part."""
+    assert isinstance(value, LocalTensor)
+    return [part.detach().clone() for part in value._local_tensors.values()]
+
+
+def same(some: list[list[Tensor]], others: list[list[Tensor]]) -> bool:
+    pairs = [pair for a, b in zip(some, others, strict=True) for pair in zip(a, b, strict=True)]
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_what_is_dropped_is_not_held_until_backward() -> None:
+    """Masks are let go, and predicted to be: peaks as observed."""
+    torch.manual_seed(0)
+    model, x = Dropping(hidden=32, layers=6, widely=False), torch.randn(16, 32, 32)
+    captured = trace(model, (x,))
+    peaks = []
+    for level in LEVELS:
+        pins = Pins.parse({"data": 2, "recompute": level})
+        plan = plan_traced(captured, ClusterSpec.local(2, cores=2), pins, Training())
+        assert plan.assignment is not None
+        peaks.append(observed_peak(model, captured, plan.assignment))
+        assert plan.predicted.peak_bytes == pytest.approx(peaks[-1], rel=0.03), level
+    assert peaks[2] < peaks[1] < peaks[0]
+
+
+def test_a_model_that_stopped_training_in_between_recomputes_as_it_ran() -> None:
+    model, x = Dropping(), torch.randn(8, 6, 16)
+    captured = trace(model, (x,))
+    pins = Pins.parse({"data": 2, "recompute": "full"})
+    plan = plan_traced(captured, ClusterSpec.local(2, cores=2), pins, Training())
+    assert plan.assignment is not None
+    found = []
+    for trains in (True, False):
+        with Simulation(model, captured.captured, plan.assignment, seed=1) as simulation:
+            loss = simulation.module(*simulation.inputs((x,), {})[0])
+            simulation.module.train(trains)
+            loss.backward()
+            assert simulation.module.training == trains
+            grads = [p.grad.to_local() for p in simulation.module.parameters() if p.grad is not None]
+            found.append([parts_of(grad) for grad in grads])
+    assert same(*found)
 
 
 def test_wrong_programs_are_caught_by_their_types() -> None:

@@ -97,7 +97,9 @@ def walked(skeleton: Skeleton, recompute: Recompute) -> dict[str, tuple[int, ...
         saved, all_ = saved_places(node, types), saved_places(node, types, own=True)
         kept: tuple[int, ...] = all_ if any(tensor.grad for tensor in node.results) else ()
         if level != "none":
-            kept = (*skeleton.again(kind, level).kept[at], *(place for place in all_ if place not in saved))
+            again = skeleton.again(kind, level)
+            own = () if at in again.drawing else tuple(place for place in all_ if place not in saved)
+            kept = (*again.kept[at], *own)
         mine = []
         for place in kept:
             tensor = (*node.inputs, *results)[place]

@@ -9,6 +9,7 @@ import pytest
 from planner.cost import CostModel
 from planner.fold import fold
 from planner.formulate import Space, Training, rules_of
+from planner.graph import Graph, Node, Ref, TensorType
 from planner.mesh import candidate_meshes
 from planner.recompute import Again, Amount, Recompute, again, apart, ladder, together
 from planner.skeleton import Skeleton
@@ -43,6 +44,51 @@ def test_a_layer_keeps_its_contractions_or_nothing() -> None:
     # Weights are converted again wherever their operator needs them; what a kept operator made is not.
     assert full.taken[up] == {0, 1, 2} and selective.taken[up] == {0, 1}
     assert selective.taken[relu] == frozenset() and full.taken[relu] == {0}
+
+
+def dropping(rate: float) -> Graph:
+    """Layers of ``value + dropout(linear(attention(dropout(value))))``."""
+    shape = TensorType((2, 4, 16, 8), "float32", True)
+    nodes = [Node("x", "input", (), (shape,), target="x")]
+
+    def call(name: str, op: str, path: str, **args: object) -> Ref:
+        nodes.append(Node(name, f"aten.{op}", tuple(args.items()), (shape,), path=path))
+        return Ref(name)
+
+    value = Ref("x")
+    for i in range(4):
+        path = f"layers.{i}"
+        weight = TensorType((8, 8), "float32", True)
+        nodes.append(Node(f"w{i}", "param", (), (weight,), target=f"{path}.weight"))
+        noisy = call(f"before{i}", "dropout.default", path, input=value, p=rate, train=True)
+        options = {"attn_mask": None, "dropout_p": rate, "is_causal": False, "scale": None, "enable_gqa": False}
+        attention = {"query": noisy, "key": noisy, "value": noisy, **options}
+        mixed = call(f"attention{i}", "scaled_dot_product_attention.default", path, **attention)
+        down = call(f"down{i}", "linear.default", path, input=mixed, weight=Ref(f"w{i}"))
+        dropped = call(f"after{i}", "dropout.default", path, input=down, p=rate, train=True)
+        value = call(f"add{i}", "add.Tensor", path, self=value, other=dropped, alpha=1)
+    loss = Node("loss", "aten.mean.default", (("self", value), ("dtype", None)), (TensorType((), "float32", True),))
+    return Graph((*nodes, loss), (Ref("loss"),))
+
+
+def test_what_was_drawn_is_drawn_again() -> None:
+    """To draw a mask again takes its operand: the last product too. Without dropout attention draws nothing."""
+    found = {}
+    for rate in (0.1, 0.0):
+        graph = dropping(rate)
+        block = max(fold(graph).kinds, key=len)[0].block
+        for level in ("full", "selective"):
+            each = again(graph, block, level)  # type: ignore[arg-type]
+            names = [node.name[:-1] for node in block.nodes]
+            found[rate, level] = tuple({names[at] for at in places} for places in (each.operators, each.drawing))
+            masks = {name for name, places in zip(names, each.dropped, strict=True) if name != "attention" and places}
+            assert masks == ({"before", "after"} if rate else set())  # as large as what is dropped
+    assert found == {
+        (0.1, "full"): ({"before", "attention", "down", "after"}, {"before", "attention", "after"}),
+        (0.1, "selective"): ({"before", "after"}, {"before", "after"}),
+        (0.0, "full"): ({"before", "attention"}, set()),
+        (0.0, "selective"): ({"before"}, set()),
+    }
 
 
 def test_the_ladder_goes_from_nothing_to_everything() -> None:
