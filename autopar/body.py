@@ -17,11 +17,12 @@ from autopar.runtime.conversions import convert
 from autopar.runtime.layers import LOCAL_FORMS
 from autopar.runtime.layers.loss import MEAN
 from autopar.runtime.parameters import replicate_parameters
+from autopar.runtime.turns import of_this_turn
 from planner.conversion import Route, Step
 from planner.fold import Block
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
-from planner.layout import MICRO, I, Layout, Mark, R, Shard, local_outer
+from planner.layout import MICRO, I, Layout, Mark, Mesh, P, R, Shard, local_outer
 from planner.ops import saved_places
 from planner.recompute import Again
 
@@ -33,13 +34,15 @@ class Body:
 
     Attributes:
         values: where each value is found, in the layout in which it is delivered.
-        ready: parameters in the layouts in which operators use them.
-        counts: for a loss in turns, by its name, of how many tokens it is the mean.
+        ready: parameters in the layouts in which operators use them; over turns, as they are in all of them.
+        counts: what is known of all turns before the first, by name, see :func:`known_before`.
         taken: what each operator takes and makes, by its name and place: operands, then results.
     """
 
-    def __init__(self, assignment: Assignment, targets: Mapping[str, Any], device: torch.device):
-        self.assignment, self.targets, self.device = assignment, targets, device
+    def __init__(
+        self, assignment: Assignment, targets: Mapping[str, Any], device: torch.device, is_of_a_turn: bool = True
+    ):
+        self.assignment, self.targets, self.device, self.is_of_a_turn = assignment, targets, device, is_of_a_turn
         self.mesh = assignment.space.mesh
         self.graph = fx.Graph()
         self.values: dict[Ref, fx.Node] = {}
@@ -52,7 +55,7 @@ class Body:
     def enter(self, entry: Entry, path: str = "") -> None:
         """A placeholder for what enters the program of the block at ``path``."""
         if isinstance(entry, str):
-            self.counts[entry] = self.graph.placeholder(f"{entry}_count")
+            self.counts[entry] = self.graph.placeholder(entry)
             return
         ref = entry if isinstance(entry, Ref) else entry[0]
         source = self.assignment.space.graph.by_name[ref.node]
@@ -80,6 +83,9 @@ class Body:
         return self._attributes[name]
 
     def step(self, value: fx.Node, step: Step) -> fx.Node:
+        if self._is_of_turns(step) and self.is_of_a_turn and step.rule in ("I>P", "R>P", "R>S"):
+            dim = step.dst.dim if isinstance(step.dst, Shard) else None
+            return _call(self.graph, of_this_turn, (value, self.attribute(MICRO), dim), f"{value.name}_turn")
         if self._is_here(step.axis):
             return value
         src = _local_text(step.before, step.axis, self.mesh.sizes)
@@ -91,10 +97,19 @@ class Body:
         """Whether nothing crosses an axis: it has one rank, or turns, over which the runtime sums."""
         return self.mesh.axes[axis].size == 1 or self.mesh.axes[axis].name == MICRO
 
+    def _is_of_turns(self, step: Step) -> bool:
+        axis = self.mesh.axes[step.axis]
+        return axis.name == MICRO and axis.size > 1
+
     def converted(self, value: fx.Node, route: Route) -> fx.Node:
         for step in route:
             value = self.step(value, step)
         return value
+
+    def read(self, ref: Ref, route: Route) -> fx.Node:
+        """A value converted; a sum over turns that is read before the last of them is known before the first."""
+        known = self.counts[sum_name(ref)] if sums_early(self.mesh, route) else self.values[ref]
+        return self.converted(known, route)
 
     def relay(self, ref: Ref) -> None:
         """Put a value into the layout in which its readers find it."""
@@ -103,7 +118,7 @@ class Body:
             for step in route:
                 self.values[ref] = self.replicated([self.values[ref]], step.axis)[0]
         else:
-            self.values[ref] = self.converted(self.values[ref], route)
+            self.values[ref] = self.read(ref, route)
 
     def replicate_parameters(self, block: Block) -> None:
         """Sum the gradients of all parameters that the block uses replicated in one all-reduce per axis."""
@@ -136,9 +151,12 @@ class Body:
         ref = node.inputs[position]
         choice = self.assignment.choice(node)
         layout = choice.operands[position]
-        value = self.ready.get((ref, layout))
+        value, route = self.ready.get((ref, layout)), self.assignment.operand_route(node, position)
         if value is None:
-            value = self.converted(self.values[ref], self.assignment.operand_route(node, position))
+            value = self.read(ref, route)
+        elif self.assignment.space.in_turns:
+            steps = (*self.assignment.relay_route(ref), *route)
+            value = self.converted(value, tuple(step for step in steps if self._is_of_turns(step)))
         strict = tuple(s.operands[position] for s in choice.axes)
         return self.relabel(value, layout, strict)
 
@@ -176,7 +194,7 @@ class Body:
             args,
             lambda axis: self.attribute(self.mesh.axes[axis].name),
             lambda: self.attribute(STATE),
-            self.counts.get(node.name),
+            self.counts.get(count_name(node)),
         )
         emitted = local_form(call)
         emitted.meta["node"], emitted.meta["choice"] = node, choice
@@ -246,7 +264,7 @@ class Body:
 
 
 Entry = Ref | tuple[Ref, Layout] | str
-"""What enters a program: a value as it is delivered, a parameter as it is used, the count of a loss by its name."""
+"""What enters a program: a value as it is delivered, a parameter as it is used, what is known of all turns by name."""
 
 
 def entries_of(block: Block, assignment: Assignment) -> tuple[Entry, ...]:
@@ -255,8 +273,37 @@ def entries_of(block: Block, assignment: Assignment) -> tuple[Entry, ...]:
     if not space.in_turns:
         return block.inputs
     values: list[Entry] = [ref for ref in block.inputs if not is_param(assignment, ref)]
-    losses = [node.name for node in block.nodes if counts(node, assignment)]
-    return (*values, *parameters_of(block, assignment), *losses)
+    return (*values, *parameters_of(block, assignment), *known_before(block, assignment))
+
+
+def known_before(block: Block, assignment: Assignment) -> dict[str, Node | Ref]:
+    """What a block must know of all turns before the first, by name: of how many tokens a loss is the mean, and sums
+    without a gradient that are read before the last turn, such as what a loss that is written out divides by.
+    """
+    found: dict[str, Node | Ref] = {}
+    for node in block.nodes:
+        if counts(node, assignment):
+            found[count_name(node)] = node
+        routes = [(ref, assignment.operand_route(node, position)) for position, ref in enumerate(node.inputs)]
+        made = (Ref(node.name, index) for index in range(len(node.results)))
+        routes += [(ref, assignment.relay_route(ref)) for ref in made if assignment.space.is_read(ref)]
+        found |= {sum_name(ref): ref for ref, route in routes if sums_early(assignment.space.mesh, route)}
+    return found
+
+
+def sums_early(mesh: Mesh, route: Route) -> bool:
+    """Whether a conversion sums over turns."""
+    return any(mesh.axes[step.axis].name == MICRO and step.before[step.axis] == P for step in route)
+
+
+def count_name(loss: Node) -> str:
+    """The name of the number of tokens of which a loss is the mean."""
+    return f"{loss.name}_count"
+
+
+def sum_name(ref: Ref) -> str:
+    """The name of a value's sum over all turns."""
+    return f"{value_name(ref)}_sum"
 
 
 def parameters_of(block: Block, assignment: Assignment) -> tuple[tuple[Ref, Layout], ...]:

@@ -2,8 +2,9 @@
 
 A stage converts its parameters into the layouts in which its operators use them once a step, and then runs the same
 program for one micro-batch after the other. What leaves a stage goes to the next one, values that only later ones read
-included. A loss that is a mean over all tokens that count needs to know how many do before the first backward: a third
-program finds what one micro-batch adds to that, from the inputs alone.
+included. A loss that is a mean over all tokens that count needs to know how many do before the first backward, whether
+it counts them itself or is divided by their sum: a third program finds what one micro-batch adds to that, from the
+inputs alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.body import Body, counts, entries_of, is_param, module_of, parameters_of
+from autopar.body import Body, entries_of, is_param, known_before, module_of, parameters_of, sums_early
 from autopar.capture import Captured
 from autopar.rewrite import Root, targets_of
 from autopar.runtime.draws import draw, draw_attention
@@ -25,7 +26,8 @@ from autopar.runtime.stage import Passed, Stage
 from planner.errors import PlanError
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
-from planner.layout import Layout, local_shape
+from planner.layout import MICRO, I, Layout, R, local_shape
+from planner.ops import OPS
 
 
 @dataclass(frozen=True)
@@ -112,19 +114,32 @@ class _Emitted:
         self.blocks = [self.space.folded.instances[at].block for at in cut.numbers[number]]
         self.received = cut.crossing[number - 1] if number else []
         self.sent = cut.crossing[number]
-        self.losses = [node for block in self.blocks for node in block.nodes if counts(node, self.assignment)]
+        self.known: dict[str, Node | Ref] = {}
+        for block in self.blocks:
+            self.known |= known_before(block, self.assignment)
 
     @property
     def joints(self) -> Joints:
         """What the programs take and give."""
-        used = tuple(key for block in self.blocks for key in parameters_of(block, self.assignment))
-        return Joints(used, tuple(self.received), tuple(self.sent))
+        used = (key for block in self.blocks for key in parameters_of(block, self.assignment))
+        once = tuple((ref, self._in_all_turns(layout)) for ref, layout in used)
+        return Joints(once, tuple(self.received), tuple(self.sent))
+
+    def _in_all_turns(self, layout: Layout) -> Layout:
+        """The layout of a parameter before a turn takes its part of it."""
+        taken = [
+            name == MICRO and local_type != I for name, local_type in zip(self.space.mesh.names, layout, strict=True)
+        ]
+        return tuple(R if is_taken else each for is_taken, each in zip(taken, layout, strict=True))
 
     def stage(self) -> Stage:
         """All of it."""
         read = [ref for block in self.blocks for ref in entries_of(block, self.assignment) if isinstance(ref, Ref)]
         read += [self.space.leaving[position] for position in self.cut.outputs[self.number]]
-        taken = {ref.node for ref in read} | {leaf for node in self.losses for leaf in self._leaves_behind(node)}
+        taken = {ref.node for ref in read}
+        taken |= {
+            name for each in self.known.values() for name in self._behind(each) if self.graph.by_name[name].is_leaf
+        }
         stored = {ref.node for block in self.blocks for ref, _ in parameters_of(block, self.assignment)}
         leaves = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in taken)
         parameters = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in stored)
@@ -137,7 +152,7 @@ class _Emitted:
             tuple(map(self._passed, self.sent)),
             tuple(self.cut.outputs[self.number]),
             self._gather(parameters),
-            self._count(leaves) if self.losses else None,
+            self._count(leaves) if self.known else None,
             program,
             drawn,
         )
@@ -148,12 +163,12 @@ class _Emitted:
         assert shape is not None
         return Passed(shape, getattr(torch, tensor.dtype), ref in self.graph.differentiated)
 
-    def _new_body(self) -> Body:
-        return Body(self.assignment, targets_of(self.captured), self.device)
+    def _new_body(self, is_of_a_turn: bool) -> Body:
+        return Body(self.assignment, targets_of(self.captured), self.device, is_of_a_turn)
 
     def _gather(self, parameters: Sequence[str]) -> fx.GraphModule:
         """Parameters as they are stored -> as the blocks use them, block by block."""
-        body = self._new_body()
+        body = self._new_body(is_of_a_turn=False)
         for name in parameters:
             body.enter(Ref(name))
         for name in parameters:
@@ -173,49 +188,81 @@ class _Emitted:
         return module_of(dict(self.groups), body.graph, "Gather")
 
     def _count(self, leaves: Sequence[str]) -> fx.GraphModule:
-        """Leaves -> for each loss that is a mean over tokens, how many of one micro-batch's count."""
-        body = self._new_body()
+        """Leaves -> what one micro-batch adds to each number that is known before."""
+        body = self._new_body(is_of_a_turn=True)
         for name in leaves:
             body.enter(Ref(name))
         for name in leaves:
             body.relay(Ref(name))
         done: set[str] = set()
         results = []
-        for loss in self.losses:
-            behind = self._behind(loss)
+        for each in self.known.values():
+            behind = self._behind(each)
             for node in self.graph.nodes:
                 if node.name in behind and not node.is_leaf and node.name not in done:
                     body.emit(node, frozenset(Ref(node.name, i) for i in range(len(node.results))))
                     done.add(node.name)
-            target, weight = (self._operand(body, loss, name) for name in ("target", "weight"))
-            ignored: Any = loss["ignore_index"]
-            results.append(body.graph.call_function(token_count, (target, weight, ignored)))
+            results.append(self._term(body, each))
         body.graph.output(tuple(results))
         return module_of(dict(self.groups), body.graph, "Count")
+
+    def _term(self, body: Body, each: Node | Ref) -> fx.Node:
+        """One turn's term of a sum, or the number of its tokens that a loss counts."""
+        if isinstance(each, Ref):
+            node = self.graph.by_name[each.node]
+            return body.taken[each.node, len(node.inputs) + each.index]
+        target, weight = (self._operand(body, each, name) for name in ("target", "weight"))
+        ignored: Any = each["ignore_index"]
+        return body.graph.call_function(token_count, (target, weight, ignored))
 
     def _operand(self, body: Body, loss: Node, name: str) -> fx.Node | None:
         ref = loss[name]
         return body.operand(loss, loss.inputs.index(ref)) if isinstance(ref, Ref) else None
 
-    def _behind(self, loss: Node) -> set[str]:
-        """The operators and leaves that a loss's count follows from."""
+    def _behind(self, each: Node | Ref) -> set[str]:
+        """The operators and leaves that a number follows from.
+
+        Raises:
+            PlanError: it is not known before the step.
+        """
+        if isinstance(each, Ref):
+            what, start = f"{each.node} is a sum over the batch that the forward reads, and", [each.node]
+        else:
+            what = f"{each.name} is a mean over tokens, and how many count"
+            start = [ref.node for ref in (each["target"], each["weight"]) if isinstance(ref, Ref)]
         found: set[str] = set()
-        waiting = [ref.node for ref in (loss["target"], loss["weight"]) if isinstance(ref, Ref)]
+        waiting = list(start)
         while waiting:
             name = waiting.pop()
             if name not in found:
                 found.add(name)
                 waiting += [ref.node for ref in self.graph.by_name[name].inputs]
-        trained = [name for name in found if self.graph.by_name[name].op == "param"]
-        if trained:
-            raise PlanError(
-                f"{loss.name} is a mean over tokens that depend on {self.graph.by_name[trained[0]].target!r}, so how "
-                "many count is not known before a step in turns: plan without pipelines and micro_batches"
-            )
+        for node in (self.graph.by_name[name] for name in self.graph.by_name if name in found):
+            why = self._unknown(node)
+            if why:
+                raise PlanError(
+                    f"{what} depends on {why}, so that it is not known before a step in turns: plan without pipelines "
+                    "and micro_batches, or compute it outside of the model and pass it in"
+                )
         return found
 
-    def _leaves_behind(self, loss: Node) -> list[str]:
-        return [name for name in self._behind(loss) if self.graph.by_name[name].is_leaf]
+    def _unknown(self, node: Node) -> str:
+        """What an operator has that is only known in the step; empty: nothing."""
+        if node.op == "param":
+            return repr(node.target)
+        if node.is_leaf:
+            return ""
+        row = OPS.get(node.op)
+        if (
+            row.random
+            if row is not None
+            else torch.Tag.nondeterministic_seeded in targets_of(self.captured)[node.name].tags
+        ):
+            return f"the random numbers of {node.name} ({node.op})"
+        routes = (self.assignment.operand_route(node, position) for position in range(len(node.inputs)))
+        if any(sums_early(self.space.mesh, route) for route in routes):
+            return f"another sum over the batch, which {node.name} ({node.op}) reads"
+        return ""
 
     def _program(self, leaves: Sequence[str]) -> tuple[fx.GraphModule, int]:
         """(used parameters, leaves, received values, counts) -> (sent values, outputs); and how often it draws."""
@@ -229,8 +276,8 @@ class _Emitted:
             used.append(body.ready)
         for ref in (*map(Ref, leaves), *self.received):
             body.enter(ref)
-        for loss in self.losses:
-            body.enter(loss.name)
+        for name in self.known:
+            body.enter(name)
         for name in leaves:
             body.relay(Ref(name))
         for number, ready in zip(self.cut.numbers[self.number], used, strict=True):

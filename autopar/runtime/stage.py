@@ -26,7 +26,8 @@ class Stage:
         received, sent: what comes from the stage before, and goes to the one after.
         outputs: the positions of what leaves the model here.
         gather: (parameters) -> parameters as operators use them; once a step.
-        count: (leaves) -> of how many tokens each loss is the mean; ``None`` where no loss asks.
+        count: (leaves) -> what a micro-batch adds to what is known of all before the first, such as of how many tokens
+            a loss is the mean; ``None`` where nothing is.
         program: (used parameters, leaves, received, counts) -> (sent, outputs); once for each micro-batch.
         draws: how often the program draws random numbers.
     """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 
 class Turns:
     """The micro-batches of a step.
@@ -17,3 +20,14 @@ class Turns:
     def size(self) -> int:
         """How many there are; a process group's word for it."""
         return self.count
+
+
+def of_this_turn(value: Tensor, turns: Turns, dim: int | None = None) -> Tensor:
+    """What the present turn has of a value that is the same in all.
+
+    Args:
+        dim: cut into as many parts as there are turns; ``None``: the value is a term of a sum, added in the first turn.
+    """
+    if dim is not None:
+        return value.chunk(turns.count, dim)[turns.now]
+    return value if turns.now == 0 else torch.zeros_like(value)
