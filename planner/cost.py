@@ -31,7 +31,7 @@ from planner.errors import ClusterError
 from planner.graph import ITEM_BYTES
 from planner.kernel import Attention, Kernel, Product, Stream
 from planner.layout import Axis
-from planner.tiles import attention_s, product_s
+from planner.tiles import attention_s, product_at_least_s, product_s
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 Floats = NDArray[np.float64]
@@ -164,6 +164,21 @@ class CostModel:
         if isinstance(work_s, np.ndarray) or isinstance(memory_s, np.ndarray):
             return np.asarray(np.maximum(work_s, memory_s) + start_s, dtype=np.float64)
         return max(work_s, memory_s) + start_s
+
+    def least_s(self, flops: float, bytes_moved: float, dtype: str, kernel: Kernel | None) -> float:
+        """Seconds of all devices together that local work takes at least, however it is cut among them; starts aside.
+
+        Arguments are those of :meth:`compute_s` for the whole work. Nothing is known of rates that were measured.
+        """
+        device = self.cluster.device
+        if self.cluster.calibration is not None:
+            return 0.0
+        work_s = flops / (device.peak(dtype) * device.matmul_efficiency)
+        if isinstance(kernel, Product):
+            work_s = product_at_least_s(device, kernel, dtype, ITEM_BYTES.get(dtype, 4))
+        elif isinstance(kernel, Attention):
+            work_s = kernel.flops / (device.peak(dtype) * device.attention_efficiency[kernel.is_backward])
+        return max(work_s, bytes_moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency))
 
     def _measured_s(self, kernel: Kernel, bytes_moved: float, dtype: str, launches: int) -> float | None:
         """Seconds by the calibration, which holds one start in every figure; ``None`` where it says nothing."""

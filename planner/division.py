@@ -1,18 +1,20 @@
 """Divisions: how the devices of a cluster and the turns of a step may be divided, before anything is laid out.
 
 A division is a number of pipeline stages, and the mesh of each with the number of micro-batches on it. All that is
-known of it without looking is :class:`Arithmetic`: no plan computes faster than all devices at their best rate.
+known of it without looking is :class:`Arithmetic`: no plan computes faster than all devices at their best.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import PinError
-from planner.graph import Graph
+from planner.graph import Graph, Node
+from planner.kernel import kernel_of
 from planner.layout import Mesh
 from planner.mesh import candidate_meshes, pinned_mesh
 from planner.ops import OPS
@@ -176,33 +178,63 @@ def seeds(divisions: tuple[Division, ...], cluster: ClusterSpec, graph: Graph) -
 
 
 class Arithmetic:
-    """What a step takes at least, however divided: its arithmetic, or its bytes, by all devices at their best rate.
+    """What a step takes at least, however divided: the work of every operator, cut as well as can be, and the start of
+    every operator that runs.
 
-    And one start for every operator that runs. With a calibration rates are measured, and nothing is known beforehand.
+    With a calibration rates are measured, and nothing is known beforehand.
     """
 
     def __init__(self, skeleton: Skeleton, cost: CostModel):
-        device, graph = cost.cluster.device, skeleton.graph
-        efficiency = max(device.matmul_efficiency, *device.attention_efficiency)
-        bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
-        self.work_s = self.starts_s = 0.0
+        self._kinds = [instance.kind for instance in skeleton.folded.instances]
+        self._of = {kind: Least() for kind in self._kinds}
+        self._waited: dict[int, Least] = {}
+        start_s = 0.0 if cost.cluster.calibration is not None else cost.cluster.device.launch_overhead_s
         for role, names in skeleton.members.items():
-            node = graph.by_name[names[0]]
-            row = OPS.get(node.op)
-            if role[0] != "op" or row is None or row.view:
-                continue
-            operands = graph.input_types(node)
-            passes = 3 if any(t.grad for t in node.results) else 1
-            flops = row.flops(node, operands, skeleton.rules[node.name])
-            moved = sum(t.numel * t.item_bytes for t in (*operands, *node.results))
-            dtype = node.results[0].dtype if node.results else "float32"
-            work_s = max(flops / (device.peak(dtype) * efficiency), moved / bandwidth)
-            self.work_s += passes * work_s * len(names) / cost.cluster.world_size
-            self.starts_s += (2 if passes > 1 else 1) * device.launch_overhead_s * len(names)
-        if cost.cluster.calibration is not None:
-            self.work_s = self.starts_s = 0.0
+            node, row = skeleton.graph.by_name[names[0]], OPS.get(skeleton.graph.by_name[names[0]].op)
+            if role[0] == "op" and not (row is not None and row.view):
+                work_s, runs = _work_s(node, skeleton, cost)
+                kind = cast(int, role[1])
+                self._of[kind] += Least(work_s / cost.cluster.world_size, runs * start_s)
+        self._step = sum((self._of[kind] for kind in self._kinds), Least())
 
     def bound_s(self, division: Division, schedule: str | None = None) -> float:
-        """Seconds of a step at least; see :meth:`Division.rounds`."""
-        rounds = division.rounds(schedule)
-        return self.work_s * rounds * division.stages / division.mesh.micro_batches + self.starts_s * rounds
+        """Seconds of a step at least; see :meth:`Division.rounds` and :meth:`Division.waits`."""
+        least = self._step * division.rounds(schedule)
+        if division.waits(schedule):
+            least += self._waits(division.stages)
+        return least.work_s * division.stages / division.mesh.micro_batches + least.starts_s
+
+    def _waits(self, stages: int) -> Least:
+        """What the average rank waits for: see :meth:`planner.formulate.Space.problem`."""
+        if stages not in self._waited:
+            first = enumerate(self._kinds[: stages - 1])
+            waited = (self._of[kind] * ((stages - 1 - at) / stages) for at, kind in first)
+            self._waited[stages] = sum(waited, Least())
+        return self._waited[stages]
+
+
+@dataclass(frozen=True)
+class Least:
+    """Seconds of work, by all devices of a cluster together, and of starting operators."""
+
+    work_s: float = 0.0
+    starts_s: float = 0.0
+
+    def __add__(self, other: Least) -> Least:
+        return Least(self.work_s + other.work_s, self.starts_s + other.starts_s)
+
+    def __mul__(self, times: float) -> Least:
+        return Least(self.work_s * times, self.starts_s * times)
+
+
+def _work_s(node: Node, skeleton: Skeleton, cost: CostModel) -> tuple[float, int]:
+    """Seconds of all devices together that an operator takes at least, both ways, and how often it starts."""
+    row, operands = OPS.get(node.op), skeleton.graph.input_types(node)
+    flops = 0.0 if row is None else row.flops(node, operands, skeleton.rules[node.name])
+    moved = sum(tensor.size_bytes for tensor in (*operands, *node.results))
+    dtype = node.results[0].dtype if node.results else "float32"
+    kernel = kernel_of(node.op, [t.shape for t in operands], causal=dict(node.args).get("is_causal") is True)
+    forward_s = cost.least_s(flops, moved, dtype, kernel)
+    if not any(tensor.grad for tensor in node.results):
+        return forward_s, 1
+    return forward_s + cost.least_s(2 * flops, 2 * moved, dtype, kernel and kernel.backward), 2

@@ -37,16 +37,13 @@ def product_s(device: Device, product: Product, dtype: str, item_bytes: int) -> 
 
 
 def _product_s(device: Device, p: Product, dtype: str, item_bytes: int) -> float:
-    sustained = device.peak(dtype) * device.matmul_efficiency
     processors = device.multiprocessors
     if processors is None:
-        return p.flops / sustained
+        return p.flops / (device.peak(dtype) * device.matmul_efficiency)
     memory = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
     best = math.inf
     for rows, columns in TILES:
-        per_k = 2 * rows * columns * processors / sustained
-        if device.cache_bandwidth_bytes_per_s is not None:
-            per_k = max(per_k, (rows + columns) * item_bytes * processors / device.cache_bandwidth_bytes_per_s)
+        per_k = _per_k_s(device, rows, columns, dtype, item_bytes)
         tiles = p.batch * math.ceil(p.m / rows) * math.ceil(p.n / columns)
         for split in SPLITS:
             if split > 1 and tiles >= processors:
@@ -57,6 +54,31 @@ def _product_s(device: Device, p: Product, dtype: str, item_bytes: int) -> float
                 seconds += split * p.batch * p.m * p.n * PARTIAL_BYTES / memory
             best = min(best, seconds)
     return best
+
+
+def _per_k_s(device: Device, rows: int, columns: int, dtype: str, item_bytes: int) -> float:
+    """Seconds of a whole wave of tiles per element of k."""
+    processors = device.multiprocessors or 1
+    per_k = 2 * rows * columns * processors / (device.peak(dtype) * device.matmul_efficiency)
+    if device.cache_bandwidth_bytes_per_s is None:
+        return per_k
+    return max(per_k, (rows + columns) * item_bytes * processors / device.cache_bandwidth_bytes_per_s)
+
+
+def product_at_least_s(device: Device, product: Product, dtype: str, item_bytes: int) -> float:
+    """Seconds of all devices together that a product takes at least, however it is cut among them.
+
+    As if tiles and waves came in parts: cutting m, n or the batch makes no more of them, cutting k fills more often.
+    """
+    processors = device.multiprocessors
+    if processors is None:
+        return product.flops / (device.peak(dtype) * device.matmul_efficiency)
+
+    def per_element_s(k: int) -> float:
+        tiles = (_per_k_s(device, rows, columns, dtype, item_bytes) / (rows * columns) for rows, columns in TILES)
+        return (k + FILL) * min(tiles) / processors
+
+    return sum(p.batch * p.m * p.n * per_element_s(p.k) for p in product.parts)
 
 
 def attention_s(device: Device, kernel: Attention, dtype: str) -> float:

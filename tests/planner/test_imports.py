@@ -57,7 +57,7 @@ ROOMS: dict[str, set[str]] = {
     "words": {"layout"},
 }
 ROOMS["turns"] = ROOMS["memory"] | {"memory", "pipeline", "problem"}
-ROOMS["division"] = {*BASE, "cluster", "cost", "mesh", "ops", "pins", "skeleton", "turns"}
+ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "skeleton", "turns"}
 ROOMS["predict"] = ROOMS["turns"] | {"cost", "strategy", "words", "turns"}
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
 ROOMS["search"] = {*ROOMS}
