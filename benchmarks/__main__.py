@@ -20,8 +20,12 @@ PLAN_CASES = (
 REPEATS = 3
 STARTS = 5
 STEP_CASES = tuple(
-    step_time.Case(kind, ranks, heap) for kind in ("data", "tensor") for ranks in (2, 4) for heap in ("default", "kept")
+    step_time.Case(kind, ranks, heap)
+    for kind in ("data", "tensor", "pipeline")
+    for ranks in (2, 4)
+    for heap in ("default", "kept")
 )
+THEIRS = {"data": "DDP", "tensor": "parallelize_module", "pipeline": "Schedule1F1B"}
 
 
 def main(what: list[str]) -> None:
@@ -151,7 +155,7 @@ def steps() -> None:
         {
             "model": "Transformers GPT-2" if r.case.kind == "data" else "hand-written GPT",
             "ours": ", ".join(f"{k}={v}" for k, v in r.case.pin.items()),
-            "theirs": "DDP" if r.case.kind == "data" else "parallelize_module",
+            "theirs": THEIRS[r.case.kind],
             "ranks": str(r.case.ranks),
             "heap": r.case.heap,
             "ours s": f"{statistics.median(r.ours_s):.3f}",

@@ -2,7 +2,9 @@
 
 Data parallel: Transformers' GPT-2, ours pinned ``{"data": n, "zero": 0}`` (parameters whole on every rank, as DDP
 holds them) against ``DistributedDataParallel``. Tensor parallel: a GPT with one linear per projection, ours pinned
-``{"tensor": n}`` against ``parallelize_module`` with column and row styles, vocabulary included. Both sides train
+``{"tensor": n}`` against ``parallelize_module`` with column and row styles, vocabulary included. Pipeline: the same
+GPT, ours pinned ``{"pipeline": n, "micro_batches": 8, "schedule": "1f1b"}`` against ``torch.distributed.pipelining``'s
+``Schedule1F1B`` over stages written by hand with the same cut. Both sides train
 the same model on the same batches from the same weights with the same optimizer, and the losses must agree. The
 optimizer is torch's fused AdamW: its default walks over parameters one by one, which costs several times more on
 DTensors than on plain tensors.
@@ -23,7 +25,7 @@ import ctypes
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -49,9 +52,17 @@ Batch = dict[str, Tensor]
 PRELOAD = ("torch", "transformers.models.gpt2.modeling_gpt2", "benchmarks.step_time")
 
 
+MICRO_BATCHES = 8
+
+
 @dataclass(frozen=True)
 class Case:
-    """One comparison over ``ranks`` processes: ``kind`` is ``data`` or ``tensor``, ``heap`` ``default`` or ``kept``."""
+    """One comparison over ``ranks`` processes.
+
+    Attributes:
+        kind: ``data``, ``tensor`` or ``pipeline``.
+        heap: ``default`` or ``kept``.
+    """
 
     kind: str
     ranks: int
@@ -61,8 +72,10 @@ class Case:
     warmup: int = 2
 
     @property
-    def pin(self) -> dict[str, int]:
+    def pin(self) -> dict[str, Any]:
         """What our side is told."""
+        if self.kind == "pipeline":
+            return {"pipeline": self.ranks, "micro_batches": MICRO_BATCHES, "schedule": "1f1b"}
         return {"data": self.ranks, "zero": 0} if self.kind == "data" else {"tensor": self.ranks}
 
 
@@ -107,7 +120,7 @@ def train_both(case: Case) -> Compared:
     if case.heap == "kept":
         _keep_heap()
     model = gpt2(case.shape) if case.kind == "data" else GPT(case.shape)
-    theirs = _ddp if case.kind == "data" else _tensor_parallel
+    theirs = {"data": _ddp, "tensor": _tensor_parallel, "pipeline": _pipelining}[case.kind]
     sides = [_Side(*make(copy.deepcopy(model.train()), case)) for make in (_ours, theirs)]
     times: list[list[tuple[float, float]]] = [[], []]
     difference = 0.0
@@ -195,6 +208,57 @@ def _tensor_parallel(model: nn.Module, case: Case) -> tuple[Any, ...]:
             plan[f"layers.{i}.{name}"] = RowwiseParallel()
     mesh = init_device_mesh("cpu", (case.ranks,))
     return parallelize_module(model, mesh, plan), lambda batch: batch, loss_parallel, False
+
+
+class _Part(nn.Module):
+    """What one stage has of a GPT, by hand."""
+
+    def __init__(self, model: GPT, layers: Sequence[int], first: bool, last: bool):
+        super().__init__()
+        self.first, self.last = first, last
+        if self.first:
+            self.token, self.position = model.token, model.position
+        self.layers = nn.ModuleDict({str(number): model.layers[number] for number in layers})
+        if self.last:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x = self.token(x) + self.position
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(self.norm(x)) if self.last else x
+
+
+class _Pipelining(nn.Module):
+    """A stage under torch's schedule, called as a model is; the loss is the last rank's, for all."""
+
+    def __init__(self, part: _Part, case: Case):
+        super().__init__()
+        rank = dist.get_rank()
+        self.part, self.ranks, self.is_last = part, case.ranks, rank == case.ranks - 1
+        stage = PipelineStage(part, rank, case.ranks, torch.device("cpu"))
+        self.schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=_token_loss)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        given = (ids,) if dist.get_rank() == 0 else ()
+        self.schedule.step(*given, target=labels if self.is_last else None, losses=losses, return_outputs=False)
+        loss = torch.stack(losses).mean().detach() * self.ranks if self.is_last else torch.zeros(())
+        return loss.requires_grad_()
+
+
+def _token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _pipelining(model: nn.Module, case: Case) -> tuple[Any, ...]:
+    assert isinstance(model, GPT)
+    held = _ours(copy.deepcopy(model), case)[0].state_dict()
+    numbers = sorted({int(name.split(".")[1]) for name in held if name.startswith("layers.")})
+    part = _Part(model, numbers, "token.weight" in held, "head.weight" in held)
+    assert set(part.state_dict()) == set(held), "our cut is within a layer"
+    return _Pipelining(part, case), lambda batch: batch, contextlib.nullcontext, True
 
 
 def gpt2(shape: Shape) -> nn.Module:
