@@ -85,7 +85,7 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
     pipelines: Annotated[
-        bool, typer.Option("--pipelines", help="Also look at pipeline stages and micro-batches (planned, not yet run).")
+        bool, typer.Option("--pipelines", help="Also look at pipeline stages and micro-batches.")
     ] = False,
     time_limit: TimeLimit = 60.0,
 ) -> None:
