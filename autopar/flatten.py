@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 
+from autopar.lookups import drop_lookups_of_everything
 from autopar.marks import AGAIN, ENTER, LEAF, LEAVE, NotFoldable
 from autopar.masks import simplify_masks
 from autopar.nominate import Submodule, storage_of
@@ -56,6 +57,7 @@ def flatten(
     _inline_regions(exported.graph_module, model)
     _drop_assertions(graph)
     _drop_contiguous(graph)
+    drop_lookups_of_everything(graph)
     literals = _drop_copies_of_literals(graph)
     leaving = _leaving(exported)
     leaves = _Leaves(exported, model, repeats, literals)
