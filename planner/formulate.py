@@ -366,23 +366,37 @@ class Space:
         """
         index = {role: i for i, role in enumerate(self.roles)}
         least, most = (self.skeleton.flows_again(each) for each in (recompute, (recompute, *up_to)[-1]))
-        turns, stages = self.mesh.micro_batches, self.stages
         edges = []
+        known: dict[object, tuple[Floats, Floats, Ints]] = {}  # edges that convert alike, equally often, share costs
         for flow, count in self.skeleton.flows.items():
             tail, head, ref, _ = flow
-            forward, backward, gathered = self._pair(flow)
-            runs = count + least.get(flow, 0)
-            if self.graph.by_name[ref.node].op != "param":
-                costs = (forward * runs + backward * count) * stages * self.rounds, np.zeros(forward.shape), gathered
-            elif not self.in_turns:
+            pair, is_param = self._pair(flow), self.graph.by_name[ref.node].op == "param"
+            runs, kept = count + least.get(flow, 0), count
+            if is_param and not self.in_turns:
                 # Where it is gathered again, it is there only while an operator runs, and counts as that one's.
-                costs = forward * runs, backward * count, gathered * (count - most.get(flow, 0))
-            else:
-                copies = 2 if turns > 1 and self.graph.type_of(ref).grad else 1
-                costs = forward * count, backward * count, gathered * count * copies
-            seconds, background, held = costs
-            edges.append(Edge(index[tail], index[head], seconds / stages, background / stages, held // stages))
+                kept -= most.get(flow, 0)
+            elif is_param and self.mesh.micro_batches > 1 and self.graph.type_of(ref).grad:
+                kept *= 2
+            key = (*map(id, pair), is_param, count, runs, kept)
+            if key not in known:
+                known[key] = self._costs(pair, is_param, count, runs, kept)
+            edges.append(Edge(index[tail], index[head], *known[key]))
         return Problem(self.vertices(limit_bytes, recompute, up_to), tuple(edges), limit_bytes)
+
+    def _costs(
+        self, pair: tuple[Floats, Floats, Ints], is_param: bool, count: int, runs: int, kept: int
+    ) -> tuple[Floats, Floats, Ints]:
+        """Seconds, seconds in the background, and bytes held, of a conversion that occurs so often.
+
+        Args:
+            runs: forward, with those that run again in backward.
+            kept: how many results are held, of a parameter.
+        """
+        forward, backward, gathered = pair
+        if not is_param:
+            return (forward * runs + backward * count) * self.rounds, np.zeros(forward.shape), gathered
+        once = count if self.in_turns else runs
+        return forward * once / self.stages, backward * count / self.stages, gathered * kept // self.stages
 
     def assignment(self, choices: Sequence[int], recompute: Recompute = NOTHING) -> Assignment:
         """What choices for :meth:`problem` decide."""
