@@ -113,12 +113,17 @@ Levels = Annotated[tuple[Level, ...], FROZEN]
 
 
 class ClusterSpec(Described):
-    """A homogeneous cluster: equal devices under nested network levels, innermost first."""
+    """A homogeneous cluster: equal devices under nested network levels, innermost first.
+
+    ``overlap`` is the share of backward's computing beside which gradients can be reduced: 0 where reducing starts when
+    backward is over. Left out, it is what the backend allows.
+    """
 
     name: str = Field(min_length=1, examples=["my-cluster"])
     device: Device = Field(examples=["{kind: ..., memory_bytes: 80 GiB, ...}"])
     levels: Levels = Field(min_length=1, examples=["[{name: node, size: 8, ...}, {name: cluster, size: 4, ...}]"])
     backend: Literal["nccl", "gloo"] = Field(default="nccl", examples=["nccl"])
+    overlap: float | None = Field(default=None, ge=0, le=1, examples=["0.9"])
     calibration: Calibration | None = Field(default=None, examples=["calibration.yaml, in a cluster file"])
 
     @model_validator(mode="after")

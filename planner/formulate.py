@@ -37,7 +37,8 @@ AllowLeaf = Callable[[Node, Layout], bool]
 Mask = NDArray[np.bool_]
 BUCKET_BYTES = 25 * 2**20
 OVERLAP = {"nccl": 0.9, "gloo": 0.0}
-"""Share of backward work that can hide gradient communication. Gloo communicates on the cores that compute."""
+"""Share of backward work that can hide gradient communication, where a cluster does not say. Gloo communicates on the
+cores that compute."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,8 @@ class Space:
         self.waits = waits
         self.folded, self.graph, self.mesh, self.cost, self.training = folded, folded.graph, mesh, cost, training
         self.rules = rules
-        self.overlap = OVERLAP[cost.cluster.backend]
+        stated = cost.cluster.overlap
+        self.overlap = OVERLAP[cost.cluster.backend] if stated is None else stated
         self._allow, self._allow_leaf = allow, allow_leaf
         self.skeleton = skeleton or Skeleton(folded, rules)
         self.role_of, self.members, self.leaving = self.skeleton.role_of, self.skeleton.members, self.skeleton.leaving

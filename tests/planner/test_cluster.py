@@ -11,6 +11,7 @@ import yaml
 
 from planner.cluster import ClusterSpec, Device, Level, PeakFlops
 from planner.errors import ClusterError
+from tests.planner.plans import plan_of, residual_mlp
 
 GPUS = ("dgx-a100", "dgx-a100-40gb", "dgx-h100", "dgx-v100", "hgx-b200", "hgx-h200", "workstation")
 PRESETS = ("cpu", *GPUS)
@@ -323,3 +324,16 @@ def test_wrong_files(tmp_path: Path, content: bytes | None, part: str) -> None:
     with pytest.raises(ClusterError, match=part) as caught:
         ClusterSpec.load(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_cluster_may_say_that_gradients_are_reduced_after_backward() -> None:
+    """Then all of the reduction is in the step, and a plan's steps are longer by what was hidden."""
+    for overlap in (-0.1, 1.5):
+        with pytest.raises(ClusterError, match="overlap"):
+            ClusterSpec.from_dict({**written(), "overlap": overlap})
+    graph, seconds = residual_mlp(layers=3), []
+    for overlap in (None, 0.9, 0.0):
+        spec = ClusterSpec.preset("dgx-a100", devices=8).model_copy(update={"overlap": overlap})
+        assert ClusterSpec.from_dict(spec.to_dict()) == spec
+        seconds.append(plan_of(graph, spec, {"data": 8, "zero": 0}).predicted.time_s["gradients"])
+    assert seconds[0] == seconds[1] < seconds[2]
