@@ -24,14 +24,14 @@ from benchmarks.plan_time import llama
 from benchmarks.published import FULL, HALF, MASK, MEGATRON_CHOICES, ROWS, Compared, llama_cluster
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
-from planner.conversion import Step, local_bytes
+from planner.conversion import local_bytes
 from planner.division import Division
 from planner.errors import AutoparError
 from planner.formulate import Assignment, Training
 from planner.graph import Node, Ref
-from planner.layout import MICRO, Shard
+from planner.layout import Axis
 from planner.pins import Pins
-from planner.predict import conversions, predict, predict_in_turns
+from planner.predict import predict, predict_in_turns
 from planner.problem import evaluate
 from planner.recompute import Amount, Recompute
 from planner.search import Searched, search
@@ -39,13 +39,16 @@ from planner.search import Searched, search
 TRAINING = Training(optimizer_bytes_per_element=12)
 """Adam's two moments and the master copy of half precision parameters, in float32."""
 LIMIT_S, FREE_LIMIT_S = 60.0, 30.0
+DROPOUT = 0.1
+"""Megatron's, of attention's probabilities and of what joins the residual."""
 FREE = ("7.5B", "145B", "128 GPUs")
 """Runs whose clusters search also plans freely."""
 DIFFERS = (
-    "Megatron: every operator of the model is a kernel of the run's, scores stored and dropout left out; a plan's full "
-    "recomputation does not run the last product of a layer again, shares norms and residuals over the tensor axis, "
-    "hides the reduction of gradients behind backward, and sends between stages beside computing. *Besides* is what "
-    "the run does of this and the plan does not, by the same prices",
+    "Megatron: every operator of the model is a kernel of the run's, but for dropout of what joins the residual, which "
+    "the run fuses with its sum; a plan's full recomputation does not run the last sum of a layer again, nor what is "
+    "summed over ranks there; a plan sends between stages beside computing, and from every rank all that its "
+    "neighbour needs, where the run sends each part once and gathers it. *Besides* is what the run does of this and "
+    "the plan does not, and masks, by the same prices. Gradients are reduced when backward is over",
     "Llama: Transformers' model, every eager kernel by itself (a compiled run has no plan of its own); the source says "
     "selective recomputation, its configuration knows it by operator (which also makes every other product again, and "
     "a plan's none) and by block; gradients are reduced in bfloat16, parameters are gathered without copies and, in "
@@ -57,7 +60,7 @@ DIFFERS = (
 
 
 class Layer(nn.Module):
-    """Operator by operator what Megatron's fused kernels of 2021 pass over, dropout aside.
+    """Operator by operator what Megatron's fused kernels of 2021 pass over.
 
     One product makes queries, keys and values, head by head. Scores are stored; that they are scaled and masked costs
     nothing in the run's softmax kernel, and is left out here.
@@ -66,6 +69,7 @@ class Layer(nn.Module):
     def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.heads = heads
+        self.drop_scores, self.drop1, self.drop2 = nn.Dropout(DROPOUT), nn.Dropout(DROPOUT), nn.Dropout(DROPOUT)
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.mix = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
@@ -73,9 +77,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, hidden = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, self.heads, 3, -1).permute(3, 0, 2, 1, 4).unbind()
-        mixed = F.softmax(q @ k.transpose(2, 3), dim=-1) @ v
-        x = x + self.mix(mixed.transpose(1, 2).reshape(batch, length, hidden))
-        added: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        mixed = self.drop_scores(F.softmax(q @ k.transpose(2, 3), dim=-1)) @ v
+        x = x + self.drop1(self.mix(mixed.transpose(1, 2).reshape(batch, length, hidden)))
+        added: Tensor = self.drop2(self.down(F.gelu(self.up(self.norm2(x)))))
         return x + added
 
 
@@ -86,10 +90,10 @@ class GPT(nn.Module):
         super().__init__()
         self.token, self.position = nn.Embedding(vocab, hidden), nn.Parameter(torch.empty(sequence, hidden))
         self.layers = nn.ModuleList(Layer(hidden, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(hidden)
+        self.drop, self.norm = nn.Dropout(DROPOUT), nn.LayerNorm(hidden)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.token(ids) + self.position
+        x = self.drop(self.token(ids) + self.position)
         for layer in self.layers:
             x = layer(x)
         logits = F.linear(self.norm(x), self.token.weight)
@@ -166,11 +170,11 @@ def megatron(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> li
     with torch.device("meta"):
         made = GPT(h, depth, row["heads"], vocab, s).to(torch.bfloat16).train()
         ids = torch.zeros(b, s, dtype=torch.long)
-    cluster = ClusterSpec.preset("dgx-a100", devices=row["gpus"])
+    cluster = ClusterSpec.preset("dgx-a100", devices=row["gpus"]).model_copy(update={"overlap": 0.0})
     traced = trace(made, example_kwargs={"ids": ids, "labels": ids.clone()})
     run, found = _planned(run, traced, cluster)
     if found is not None:
-        run = replace(run, besides=besides(found, run.seconds))
+        run = replace(run, besides=besides(found))
     return [_freely(run, traced, cluster)]
 
 
@@ -193,8 +197,6 @@ def titan(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> list[
             continue
         left = {"copies": _copies_s(found)}
         if level == "full":
-            layers = max(len(kind) for kind in found.assignment.space.folded.kinds)
-            left["made again"] = layers // 2 * _skipped_s(found.assignment)
             run = _with(replace(run, pin={**pin, "recompute": "full in every other block"}), _half(found))
         runs.append(_freely(replace(run, besides=left), traced, cluster))
     return runs
@@ -241,8 +243,8 @@ def _freely(run: Run, traced: Traced, cluster: ClusterSpec) -> Run:
 # ---- what the run does besides ---------------------------------------------------------------------------------------
 
 
-def besides(found: Searched, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a Megatron run that its plan leaves out, by what; see :data:`DIFFERS`.
+def besides(found: Searched) -> dict[str, float]:
+    """Seconds of a Megatron run that its plan leaves out, by what, less what is not in the run; see :data:`DIFFERS`.
 
     Work of the layers waits in the pipeline as all work does: it counts for the micro-batches and for the bubble.
     """
@@ -251,38 +253,23 @@ def besides(found: Searched, seconds: Mapping[str, float]) -> dict[str, float]:
     stages, turns = space.stages, mesh.micro_batches
     pieces = 1 if found.staged is None else found.staged.pipeline.virtual_stages
     layers = max(space.folded.kinds, key=len)
-    left = {"made again": _skipped_s(assignment), "not shared": 0.0, "dropout": 0.0}
+    left = {"made again": _skipped_s(assignment), "masks": 0.0, "fused": 0.0}
     for node in layers[0].block.nodes:
-        choice = assignment.choice(node)
-        work = space.work(node, choice)
-        name = node.op.removeprefix("aten.").partition(".")[0]
-        size = local_bytes(node.results[0], choice.results[0], mesh)
-        if name in ("layer_norm", "add"):
-            cuts = zip(mesh.axes, choice.results[0], strict=True)
-            part = math.prod(axis.size for axis, cut in cuts if axis.name == "tensor" and isinstance(cut, Shard))
-            left["not shared"] += (part - 1) * (2 * work.forward_s + work.backward_s)
-            size *= part
-        if name == "add":  # the mask, in a kernel that is there anyway
-            left["dropout"] += 4 * space.cost.compute_s(0.0, MASK / HALF * size, "bfloat16", 0)
-        if name == "softmax":
-            left["dropout"] += 4 * space.cost.compute_s(0.0, (2 + MASK / HALF) * size, "bfloat16", 1)
+        if node.op == "aten.dropout.default":
+            work = space.work(node, assignment.choice(node))
+            size = local_bytes(node.results[0], assignment.choice(node).results[0], mesh)
+            left["masks"] += 4 * space.cost.compute_s(0.0, MASK / HALF * size, "bfloat16", 0)
+            if any(reader.op == "aten.add.Tensor" for reader, _ in space.graph.users[Ref(node.name)]):
+                left["fused"] -= 2 * work.forward_s + work.backward_s
     count = len(layers) / stages * (turns + (stages - 1) / pieces)
     left = {what: each_s * count for what, each_s in left.items()}
-    reduced_s = 0.0
-    for each, times in conversions(assignment):
-        if space.graph.by_name[each.ref.node].op == "param":
-            steps = space.table(each.ref).route(each.source, each.target)
-            reduced_s += sum(_back_s(assignment, each.ref, step) for step in steps) * times / stages
-    left["reduction hidden"] = max(0.0, reduced_s - seconds["gradients"])
-    if found.staged is not None:
-        left["sends"] = 2 * pieces * turns * max(link.block.send_s for link in found.staged.links)
-    return {what: each_s for what, each_s in left.items() if each_s > 0}
+    if stages > 1:
+        left["sends"] = 2 * pieces * turns * _sending_s(assignment, layers[0].block.outputs)
+    return {what: each_s for what, each_s in left.items() if each_s}
 
 
 def _skipped_s(assignment: Assignment) -> float:
-    """Seconds of what one layer does forward and full recomputation does not do again: its last product and sum, and
-    attention, which is always kept.
-    """
+    """Seconds of what one layer does forward and full recomputation does not do again: its last sum."""
     space, skipped_s = assignment.space, 0.0
     kind, layers = max(enumerate(space.folded.kinds), key=lambda each: len(each[1]))
     again = space.skeleton.again(kind, "full")
@@ -301,11 +288,14 @@ def _copies_s(found: Searched) -> float:
     return float(space.cost.compute_s(0.0, (2 * 2 * HALF + HALF + FULL) * elements, "bfloat16"))
 
 
-def _back_s(assignment: Assignment, ref: Ref, step: Step) -> float:
-    """Seconds of a step of a parameter's conversion backward; sums over micro-batches are computing."""
-    table = assignment.space.table(ref)
-    is_sum = assignment.space.mesh.axes[step.axis].name == MICRO
-    return 0.0 if is_sum else float(table.backward_s[table.index[step.before], table.index[step.after]])
+def _sending_s(assignment: Assignment, values: Iterable[Ref]) -> float:
+    """Seconds to send what leaves a layer on, each rank of the tensor group a part, and to gather it there."""
+    space = assignment.space
+    tensor = next(axis for axis in space.mesh.axes if axis.name == "tensor")
+    whole = max(local_bytes(space.graph.type_of(ref), assignment.delivered(ref), space.mesh) for ref in values)
+    part = whole / tensor.size
+    pipeline = Axis("pipeline", space.stages, space.mesh.size)
+    return space.cost.collective_s("send", pipeline, part) + space.cost.collective_s("all_gather", tensor, part)
 
 
 def _gathering_s(assignment: Assignment, node: Node, position: int) -> float:
