@@ -675,7 +675,9 @@ def _is_reached(bound_s: float, best: Best | None) -> bool:
 def _check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:
     """Refuse a number of devices among which nothing of the model can be divided: each would do all the work."""
     cluster = setting.cost.cluster
-    if cluster.world_size == 1 or setting.pins.sizes or any(look.posed is None for look in looks):
+    if cluster.world_size == 1 or setting.pins.sizes:
+        return
+    if any(look.posed is None or look.space.stages > 1 for look in looks):  # stages divide the blocks among them
         return
     for look in looks:
         for options in look.posed.options.values() if look.posed is not None else ():
