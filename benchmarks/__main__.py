@@ -1,6 +1,6 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
-python -m benchmarks [plan] [step] [predicted] [published] [runs] [iopddl] [memory] [pipeline]
+python -m benchmarks [plan] [step] [predicted] [published] [runs] [iopddl] [memory] [pipeline] [schedules]
 """
 
 from __future__ import annotations
@@ -10,7 +10,18 @@ import statistics
 import sys
 from dataclasses import asdict
 
-from benchmarks import iopddl, memory, pipeline, plan_time, planned_runs, predicted, published, record, step_time
+from benchmarks import (
+    iopddl,
+    memory,
+    pipeline,
+    plan_time,
+    planned_runs,
+    predicted,
+    published,
+    record,
+    schedules,
+    step_time,
+)
 from benchmarks.gpt import Shape
 
 PLAN_CASES = (
@@ -46,6 +57,8 @@ def main(what: list[str]) -> None:
         peaks()
     if not what or "pipeline" in what:
         pipelines()
+    if not what or "schedules" in what:
+        schedules_run()
 
 
 def plans() -> None:
@@ -279,6 +292,31 @@ def problems() -> None:
     )
     title = "Public problems of intra-operator parallelism"
     print(record.write("iopddl", title, notes, rows, [asdict(r) for r in results], facts), flush=True)
+
+
+def schedules_run() -> None:
+    """Steps of sleeping stages, as simulated and as run."""
+    facts = record.circumstances()
+    results = schedules.compare()
+    rows = [
+        {
+            "schedule": r.schedule,
+            "virtual stages": str(r.virtual_stages),
+            "micro-batches": str(r.micro_batches),
+            "simulated s": f"{r.simulated_s:.3f}",
+            "run s": f"{r.median_s:.3f}",
+            "error": f"{r.error:+.1%}",
+            "bubble simulated": f"{r.bubble:.1%}",
+            "bubble run": f"{r.observed_bubble:.1%}",
+        }
+        for r in results
+    ]
+    notes = (
+        f"Steps in turns on {schedules.RANKS} local gloo processes whose stages sleep: {schedules.NAP_S:g} s of a "
+        "rank's stages together for a forward, a backward for inputs and one for weights. Medians of "
+        f"{schedules.REPEATS} steps of the slowest rank; the simulator's schedules are run by the runtime's own step."
+    )
+    print(record.write("schedules", "Schedules", notes, rows, [asdict(r) for r in results], facts), flush=True)
 
 
 if __name__ == "__main__":

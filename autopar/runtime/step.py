@@ -244,7 +244,7 @@ class _Run:
         if pairs:
             starts, gradients = zip(*pairs, strict=True)
             with torch.autocast(starts[0].device.type, enabled=False):
-                if split and inputs:
+                if split:
                     weights = tuple(t for t in self.used[stage.number] if t.requires_grad)
                     found, later = backward_of_inputs(tuple(pairs), inputs, weights)
                     self.later[stage.number, turn] = later
