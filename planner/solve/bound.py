@@ -162,11 +162,11 @@ def _within(problem: Problem) -> Model | None:
 
     ``None`` where every assignment is forbidden.
     """
-    model = drop_forbidden(build_model(problem))
-    if model is None or problem.limit_bytes is None:
-        return model
+    model = build_model(problem)
+    if problem.limit_bytes is None:
+        return drop_forbidden(model)
     kept = restrict(model, [values <= problem.limit_bytes for values in model.transient])
-    return (None if kept is None else drop_forbidden(kept)) or model
+    return (None if kept is None else drop_forbidden(kept)) or drop_forbidden(model)
 
 
 def _room_bytes(model: Model) -> float:
