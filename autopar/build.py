@@ -26,7 +26,7 @@ from autopar.runtime.step import Leaving, Step, Tie
 from autopar.runtime.turns import Turns
 from autopar.stages import stages_of
 from planner.formulate import Assignment
-from planner.graph import Ref
+from planner.graph import Node, Ref
 from planner.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
 from planner.pipeline.schedule import Schedule
 
@@ -125,8 +125,8 @@ def _step(
     stages = [stage for stage, _ in emitted]
     here = [stage for stage in stages if rank is None or schedule.rank_of[stage.number] == rank]
     mail = Within() if in_turns.pipeline is None else Between(schedule, here, in_turns.pipeline, device)
-    read = {name for stage in here for name in (*stage.parameters, *stage.leaves)}
-    leaves = [leaf for leaf in space.graph.leaves if leaf.name in read or leaf.op == "input"]
+    kept = _kept(space.graph.leaves, stages, here)
+    leaves = [leaf for leaf in space.graph.leaves if leaf.name in kept or leaf.op == "input"]
     home = {position: stage.number for stage in stages for position in stage.outputs}
     loss = [position for position in space.graph.roots if not space.graph.type_of(space.leaving[position]).shape]
     return Step(
@@ -144,8 +144,18 @@ def _step(
         holder[STATE],
         mail,
         [stage.draws for stage in stages],
+        any(leaf.results[0].grad for leaf in space.graph.leaves),
         [] if in_turns.pipeline is None else _ties(stages, schedule, in_turns.pipeline),
     )
+
+
+def _kept(leaves: Sequence[Node], stages: Sequence[Stage], here: Sequence[Stage]) -> set[str]:
+    """The leaves that stages of this process read; those that none reads are with the first stage."""
+    reads = {stage.number: {*stage.parameters, *stage.leaves} for stage in stages}
+    own = {name for stage in here for name in reads[stage.number]}
+    if any(stage.number == 0 for stage in here):
+        own |= {leaf.name for leaf in leaves} - {name for names in reads.values() for name in names}
+    return own
 
 
 def _ties(stages: Sequence[Stage], schedule: Schedule, pipeline: Pipeline) -> list[Tie]:
@@ -180,7 +190,7 @@ def _leaving(assignment: Assignment, position: int, stage: int) -> Leaving:
     made = assignment.delivered(ref)
     summed = space.mesh.micro_batches > 1 and made[0] == P
     dtype = getattr(torch, space.graph.type_of(ref).dtype)
-    return Leaving(_turned(space.mesh, made), summed, stage, dtype)
+    return Leaving(_turned(space.mesh, made), summed, stage, dtype, space.graph.type_of(ref).grad)
 
 
 def interface_of(captured: Captured, assignment: Assignment, leaf_names: Collection[str] | None = None) -> Interface:

@@ -36,12 +36,14 @@ class Leaving:
         summed: whether what turns give are terms of a sum.
         stage: where it is made.
         dtype: planned.
+        differentiable: whether the model's own has a gradient.
     """
 
     dim: int | None
     summed: bool
     stage: int
     dtype: torch.dtype
+    differentiable: bool
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Step:
         outputs: the outputs of the model.
         loss: the position of the output that backward starts at, if there is one.
         draws: how often each stage of the model draws random numbers for a micro-batch.
+        trained: whether the model has parameters that are trained, on this process or another.
         ties: the parameters that other processes hold too.
     """
 
@@ -85,11 +88,13 @@ class Step:
         state: RunState,
         mail: Mail,
         draws: Sequence[int],
+        trained: bool,
         ties: Sequence[Tie] = (),
     ):
         self.stages = {stage.number: stage for stage in stages}
         self.actions, self.leaves, self.cut, self.outputs, self.loss = actions, leaves, cut, outputs, loss
-        self.turns, self.state, self.mail, self.draws, self.ties = turns, state, mail, draws, ties
+        self.turns, self.state, self.mail, self.draws = turns, state, mail, draws
+        self.trained, self.ties = trained, ties
 
     @property
     def programs(self) -> list[tuple[str, GraphModule]]:
@@ -110,7 +115,7 @@ class Step:
     def __call__(self, *leaves: Tensor) -> tuple[Tensor | None, ...]:
         """Outputs in order; ``None`` for those, the loss excepted, that other processes have."""
         given = dict(zip(self.leaves, leaves, strict=True))
-        trains = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+        trains = torch.is_grad_enabled() and self.trained
         if trains and self.loss is None:
             raise InputError(
                 "a step in turns runs its own backward, so the model must return its loss, or be given a loss_fn; "
@@ -122,9 +127,15 @@ class Step:
         results = run.results()
         if trains:
             assert self.loss is not None
+            # Where all that is trained is on other processes, backward starts here all the same.
+            anchor = torch.zeros((), requires_grad=True)
             parts = [leaf for leaf in leaves if leaf.requires_grad]
             gradients = [run.local[name].grad for name, leaf in given.items() if leaf.requires_grad]
-            results[self.loss] = _HandOver.apply(results[self.loss], gradients, *parts)
+            for position, leaving in enumerate(self.outputs):
+                if position == self.loss:
+                    results[position] = _HandOver.apply(results[position], gradients, anchor, *parts)
+                elif leaving.differentiable and results[position] is not None:
+                    results[position] = _Apart.apply(results[position], anchor)
         return tuple(results)
 
 
@@ -137,7 +148,7 @@ class _HandOver(torch.autograd.Function):
     """The loss, whose backward gives gradients that are known."""
 
     @staticmethod
-    def forward(ctx, loss, gradients, *parts):  # type: ignore[no-untyped-def]
+    def forward(ctx, loss, gradients, anchor, *parts):  # type: ignore[no-untyped-def]
         ctx.gradients = gradients
         return loss.detach()
 
@@ -152,7 +163,22 @@ class _HandOver(torch.autograd.Function):
         for gradient in found:
             if gradient is not None:
                 gradient.mul_(grad)
-        return None, None, *found
+        return None, None, None, *found
+
+
+class _Apart(torch.autograd.Function):
+    """An output that is no loss: its gradient is refused where it would be lost."""
+
+    @staticmethod
+    def forward(ctx, output, anchor):  # type: ignore[no-untyped-def]
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        raise InputError(
+            "a step in turns finds the gradients of one loss, the first scalar that the model returns, and backward "
+            "was asked for those of another output: detach it, or add it to the loss inside the model or in loss_fn"
+        )
 
 
 class _Run:
@@ -271,7 +297,8 @@ class _Run:
             for made, used in zip(self.made[number], self.used[number], strict=True)
             if used.grad is not None
         ]
-        torch.autograd.backward([made for made, _ in pairs], [grad for _, grad in pairs])
+        if pairs:
+            torch.autograd.backward([made for made, _ in pairs], [grad for _, grad in pairs])
         for tie in self.step.ties:
             for leaf in (self.local[name] for name in tie.leaves):
                 if leaf.requires_grad:
