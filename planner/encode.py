@@ -103,7 +103,8 @@ def _pipeline(pipeline: PipelinePlan) -> dict[str, Any]:
 
 def _read_pipeline(data: Mapping[str, Any]) -> PipelinePlan:
     stages = [parse_runs(text) for text in data["stages"]]
-    if not stages or [number for stage in stages for number in stage] != list(range(stages[-1][-1] + 1)):
+    numbers = [number for stage in stages for number in stage]
+    if not stages or not all(stages) or numbers != list(range(len(numbers))):
         raise ValueError(f"the pipeline's stages are {data['stages']}, which is not every block once, in order")
     return PipelinePlan(
         data["schedule"],
