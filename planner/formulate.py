@@ -429,8 +429,11 @@ class Space:
             again = self.skeleton.runs_again(role, recompute)
             (forward, backward, inner_again, inner_backward), transient, parameters = self._works_of(node, options)
             inner = inner_again + inner_backward
-            if not self.in_turns and all(each.levels(cast(int, role[1])) for each in held_with):
-                transient = transient + parameters  # where they are gathered again: see :meth:`problem`
+            again_everywhere = all(each.levels(cast(int, role[1])) for each in held_with)
+            # Parameters are gathered again (see :meth:`problem`), or their gradients lie beside the buckets that the
+            # host keeps for them (see autopar/runtime/buckets.py).
+            if not self.in_turns and (again_everywhere or self.cost.cluster.backend == "gloo"):
+                transient = transient + parameters
             time = ((forward + backward + inner) * times + (forward + inner_again) * again) * self.rounds
             time += (forward + backward + inner) * self._waited(role)
             cover = backward * self.overlap * times / stages
