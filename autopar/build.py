@@ -145,7 +145,7 @@ def _step(
         mail,
         [stage.draws for stage in stages],
         any(leaf.results[0].grad for leaf in space.graph.leaves),
-        [] if in_turns.pipeline is None else _ties(stages, schedule, in_turns.pipeline),
+        [] if in_turns.pipeline is None else _ties(assignment, stages, schedule, in_turns.pipeline),
     )
 
 
@@ -158,11 +158,11 @@ def _kept(leaves: Sequence[Node], stages: Sequence[Stage], here: Sequence[Stage]
     return own
 
 
-def _ties(stages: Sequence[Stage], schedule: Schedule, pipeline: Pipeline) -> list[Tie]:
+def _ties(assignment: Assignment, stages: Sequence[Stage], schedule: Schedule, pipeline: Pipeline) -> list[Tie]:
     """Parameters that stages of several ranks read; every process takes part in making their groups."""
     readers: dict[str, set[int]] = defaultdict(set)
     for stage in stages:
-        for name in stage.parameters:
+        for name in (name for name in stage.parameters if Ref(name) in assignment.space.graph.differentiated):
             readers[name].add(schedule.rank_of[stage.number])
     together: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, ranks in readers.items():

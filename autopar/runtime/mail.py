@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,7 @@ class Mail(Protocol):
         """A step begins, with backward or without."""
 
     def put(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Send a message on its way; the tensors stay as they are until :meth:`close`."""
+        """Send a message on its way; the tensors must stay as they are."""
 
     def take(self, message: Message) -> list[Tensor]:
         """Wait for a message."""
@@ -66,17 +66,40 @@ class Within:
 class Pipeline:
     """The ranks that hold the same part of every stage.
 
-    What a rank sends and receives in one group is done in order, and one waits for the other; so each direction has a
-    group of its own, and between two ranks nothing waits for what comes the other way.
+    What a rank does in one group of nccl is done in order, and one waits for the other; so whoever sends to somebody
+    does so in a group of just these two, for that direction.
 
     Attributes:
         ranks: all of them, for what is not sent from stage to stage.
-        up, down: the same, for messages to higher and to lower ranks.
+        ways: by sender and receiver, both neighbours in the ring of ranks, the group of the two.
     """
 
     ranks: ProcessGroup
-    up: ProcessGroup
-    down: ProcessGroup
+    ways: Mapping[tuple[int, int], ProcessGroup]
+
+    @classmethod
+    def over(cls, ranks: ProcessGroup, device: torch.device) -> Pipeline:
+        """Make the groups of all pipelines that lie side by side; every process must call this.
+
+        Each is used once, since nccl connects two ranks only then, and both must take part.
+        """
+        members, size = dist.get_process_group_ranks(ranks), ranks.size()
+        beside = dist.get_world_size() // size  # ranks of a stage; the same rank of the next stage is so many further
+        neighbours = [(at, (at + 1) % size) for at in range(size if size > 2 else 1)]
+        ways = {}
+        for sender, receiver in (way for low, high in neighbours for way in ((low, high), (high, low))):
+            pairs = [(first + beside * sender, first + beside * receiver) for first in range(beside)]
+            groups = {pair: dist.new_group(sorted(pair)) for pair in pairs}
+            pair = members[sender], members[receiver]
+            if dist.get_rank() not in pair:
+                continue
+            group = ways[sender, receiver] = groups[pair]
+            number = torch.zeros(1, device=device)
+            if dist.get_rank() == members[sender]:
+                dist.send(number, members[receiver], group)
+            else:
+                dist.recv(number, members[sender], group)
+        return cls(ranks, ways)
 
     @property
     def rank(self) -> int:
@@ -88,9 +111,9 @@ class Pipeline:
         """How many there are."""
         return self.ranks.size()
 
-    def way(self, sender: int, receiver: int) -> ProcessGroup:
-        """The group for messages from one to the other."""
-        return self.up if sender < receiver else self.down
+    def global_rank(self, number: int) -> int:
+        """The rank of one of them among all processes."""
+        return dist.get_global_rank(self.ranks, number)
 
 
 @dataclass(frozen=True)
@@ -125,12 +148,21 @@ class Between:
         self._coming: dict[int, _Coming] = {}
         self._aside: dict[Message, list[Tensor]] = {}
         self._pending: list[tuple[dist.Work, Tensor]] = []
+        self._is_open = False
 
     def open(self, trains: bool) -> None:
-        """Work out what every other rank is going to send here, in order."""
+        """Work out what every other rank is going to send here, in order.
+
+        Raises:
+            RuntimeError: the step before was left in the middle.
+        """
+        if self._is_open:
+            raise RuntimeError(
+                "the step before did not finish, and some of what was sent in it may still be on its way: start the "
+                "processes again, from a checkpoint"
+            )
+        self._is_open = True
         self._within.open(trains)
-        for kept in (self._aside, self._expected, self._coming):
-            kept.clear()
         for sender, row in enumerate(self.schedule.rows):
             sent = (_message(action) for action in row if action.kind == "F" or (trains and action.kind in "BI"))
             mine = deque(m for m in sent if 0 <= m[0] < self.schedule.stages and self._home(m[0]) == self.pipeline.rank)
@@ -148,8 +180,8 @@ class Between:
         message = self._expected[sender].popleft()
         forms = self._forms[message[0], message[1]]
         tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms]
-        group = self.pipeline.way(sender, self.pipeline.rank)
-        works = [dist.irecv(tensor, group=group, group_src=sender) for tensor in tensors]
+        group, source = self.pipeline.ways[sender, self.pipeline.rank], self.pipeline.global_rank(sender)
+        works = [dist.irecv(tensor, source, group) for tensor in tensors]
         self._coming[sender] = _Coming(message, tensors, [work for work in works if work is not None])
 
     def put(self, message: Message, tensors: Sequence[Tensor]) -> None:
@@ -157,11 +189,12 @@ class Between:
         if receiver == self.pipeline.rank:
             self._within.put(message, tensors)
             return
-        group = self.pipeline.way(self.pipeline.rank, receiver)
+        self._pending = [(work, sent) for work, sent in self._pending if not work.is_completed()]
+        group, target = self.pipeline.ways[self.pipeline.rank, receiver], self.pipeline.global_rank(receiver)
         for tensor in tensors:
             sent = tensor.contiguous()
             with self._naming(receiver, message):
-                work = dist.isend(sent, group=group, group_dst=receiver)
+                work = dist.isend(sent, target, group)
             assert work is not None
             self._pending.append((work, sent))
 
@@ -172,7 +205,7 @@ class Between:
         try:
             yield
         except RuntimeError as error:
-            what, rank = "values" if kind == "F" else "gradients", dist.get_global_rank(self.pipeline.ranks, other)
+            what, rank = "values" if kind == "F" else "gradients", self.pipeline.global_rank(other)
             raise RuntimeError(
                 f"{what} of micro-batch {turn} for stage {stage}: rank {rank} (number {other} of the pipeline) has gone"
                 f" or does not answer: {error}"
@@ -197,7 +230,7 @@ class Between:
         if value is not None:
             found.copy_(value)
         dist.broadcast(found, group=self.pipeline.ranks, group_src=self._home(stage))
-        return found.to(dtype) if value is None else value
+        return found.to(dtype)
 
     def close(self) -> None:
         self._within.close()
@@ -205,6 +238,7 @@ class Between:
         for work, _ in self._pending:
             work.wait()
         self._pending.clear()
+        self._is_open = False
 
 
 def differentiable(passed: Sequence[Passed]) -> tuple[Passed, ...]:

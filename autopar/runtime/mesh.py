@@ -59,17 +59,11 @@ def pipeline_mesh(mesh: Mesh, device_type: str, stages: int) -> tuple[DeviceMesh
     else:
         whole = init_device_mesh(device_type, (stages, *mesh.sizes), mesh_dim_names=(PIPELINE, *mesh.names))
         made = whole[mesh.names]
-        pipeline = Pipeline(whole.get_group(PIPELINE), *(_along(mesh, stages) for _ in range(2)))
+        pipeline = Pipeline.over(whole.get_group(PIPELINE), torch.device(device_type))
     for count in range(2, len(mesh.names) + 1):
         for names in itertools.combinations(mesh.names, count):
             made[names]._flatten("+".join(names))
     return made, pipeline
-
-
-def _along(mesh: Mesh, stages: int) -> ProcessGroup:
-    """Another group of the ranks that hold the same part of every stage."""
-    found = [dist.new_group([rank + mesh.size * stage for stage in range(stages)]) for rank in range(mesh.size)]
-    return found[dist.get_rank() % mesh.size]
 
 
 def groups_of(mesh: DeviceMesh) -> Mapping[str, ProcessGroup]:

@@ -275,16 +275,24 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The original model's state dict, whole, on the CPU; every rank must call it (it gathers)."""
-        own = {
-            name: (_whole(value) if isinstance(value, DTensor) else value).detach().cpu().clone()
-            for name, value in self.state_dict().items()
-        }
+        own = self.state_dict()
         if self.pipeline is None:
-            return own
-        stages: list[dict[str, Tensor]] = [{} for _ in range(self.pipeline.size)]
-        dist.all_gather_object(stages, own, group=self.pipeline.ranks)
-        found = {name: value for stage in stages for name, value in stage.items()}
-        return {name: found[name] for name in self._everywhere if name in found}
+            return {name: _on_cpu(value) for name, value in own.items()}
+        forms = {name: (tuple(value.shape), value.dtype) for name, value in own.items()}
+        stages: list[dict[str, Any]] = [{} for _ in range(self.pipeline.size)]
+        dist.all_gather_object(stages, forms, group=self.pipeline.ranks)
+        found = {}
+        for name in self._everywhere:
+            home = next((number for number, held in enumerate(stages) if name in held), None)
+            if home is None:
+                continue
+            value = _on_cpu(own[name]).to(self._device) if home == self.pipeline.rank else None
+            if value is None:
+                shape, dtype = stages[home][name]
+                value = torch.empty(shape, dtype=dtype, device=self._device)
+            dist.broadcast(value, self.pipeline.global_rank(home), self.pipeline.ranks)
+            found[name] = value.cpu()
+        return found
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """:func:`torch.nn.utils.clip_grad_norm_` over the gradients of the whole model; returns their norm.
@@ -323,12 +331,27 @@ class ParallelModule(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors (the original model's dict) or DTensors (another plan's, on this mesh)."""
         own = self.state_dict()
-        local = {
-            name: self._like(name, value, own[name]) if name in own else value
-            for name, value in state_dict.items()
-            if name in own or name not in self._everywhere or self.pipeline is None
-        }
-        return super().load_state_dict(local, strict=strict, assign=assign)
+        if self.pipeline is None:
+            local = {name: self._like(name, v, own[name]) if name in own else v for name, v in state_dict.items()}
+            return super().load_state_dict(local, strict=strict, assign=assign)
+        # What is wrong with one stage's part must be an error on all ranks, or the others would wait for that stage.
+        theirs = [name for name in state_dict if name in self._everywhere and name not in own]
+        wrong: list[Any] = [None] * self.pipeline.size
+        mine, result = None, None
+        try:
+            local = {
+                name: self._like(name, value, own[name]) if name in own else value
+                for name, value in state_dict.items()
+                if name not in theirs
+            }
+            result = super().load_state_dict(local, strict=strict, assign=assign)
+        except (InputError, RuntimeError) as error:
+            mine = error
+        dist.all_gather_object(wrong, mine, group=self.pipeline.ranks)
+        first = next((error for error in wrong if error is not None), None)
+        if first is not None:
+            raise mine or first
+        return result
 
     def _like(self, name: str, value: Tensor, own: Tensor) -> Tensor:
         if not isinstance(own, DTensor):
@@ -344,6 +367,11 @@ class ParallelModule(nn.Module):
         return DTensor.from_local(
             part, self.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
         )
+
+
+def _on_cpu(value: Tensor) -> Tensor:
+    """A copy of a tensor, whole, on the CPU."""
+    return (_whole(value) if isinstance(value, DTensor) else value).detach().cpu().clone()
 
 
 def _whole(value: DTensor) -> Tensor:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.distributed.pipelining._backward import construct_reverse_graph, get_param_groups, reverse_closure
 
 Starts = tuple[tuple[Tensor | GradientEdge, Tensor], ...]
 """Where backward begins, and the gradients there."""
@@ -58,6 +57,8 @@ def backward_of_inputs(
     starts: Starts, inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[tuple[Tensor | None, ...], Later]:
     """The gradients of ``inputs``, and what is left to do for ``weights``; both are leaves of the autograd graph."""
+    from torch.distributed.pipelining._backward import construct_reverse_graph, get_param_groups, reverse_closure
+
     of_weight, entries = {_node(weight): weight for weight in weights}, [_node(t) for t in inputs]
     reverse = construct_reverse_graph([_node(start) for start, _ in starts])
     reaching, _ = reverse_closure(entries, set(), reverse)

@@ -160,9 +160,9 @@ class _HandOver(torch.autograd.Function):
             raise RuntimeError(
                 "the gradients of a step in turns were handed over before: call loss.backward() once a step"
             )
-        for gradient in found:
-            if gradient is not None:
-                gradient.mul_(grad)
+        present = [gradient for gradient in found if gradient is not None]
+        if present:
+            torch._foreach_mul_(present, grad)
         return None, None, None, *found
 
 
@@ -206,19 +206,24 @@ class _Run:
             self.made[number] = stage.gather(*(self.local[name] for name in stage.parameters))
             self.used[number] = tuple(t.detach().requires_grad_(t.requires_grad) for t in self.made[number])
             self.counts[number] = self._counted(stage)
-        for number, kind, turn in self.step.actions:
-            self.step.turns.now = turn
-            stage = self.step.stages[number]
-            if kind == "F":
-                self._forward(stage, turn)
-            elif self.trains and kind == "W":
-                self._backward_of_weights(stage, turn)
-            elif self.trains:
-                self._backward(stage, turn, split=kind == "I")
-        self.step.state.random.calls = self.started + sum(self.step.draws)
+        try:
+            for number, kind, turn in self.step.actions:
+                self._act(self.step.stages[number], kind, turn)
+        finally:
+            self.step.state.random.calls = self.started + sum(self.step.draws)
+            torch.clear_autocast_cache()  # of the used parameters, which are others in every step
         self.step.mail.close()
         if self.trains:
             self._spread()
+
+    def _act(self, stage: Stage, kind: str, turn: int) -> None:
+        self.step.turns.now = turn
+        if kind == "F":
+            self._forward(stage, turn)
+        elif self.trains and kind == "W":
+            self._backward_of_weights(stage, turn)
+        elif self.trains:
+            self._backward(stage, turn, split=kind == "I")
 
     def _counted(self, stage: Stage) -> tuple[Tensor, ...]:
         if stage.count is None:
@@ -291,14 +296,20 @@ class _Run:
 
     def _spread(self) -> None:
         """From the gradients of used parameters to those of stored ones."""
-        pairs = [
-            (made, used.grad)
-            for number in self.step.stages
-            for made, used in zip(self.made[number], self.used[number], strict=True)
-            if used.grad is not None
-        ]
-        if pairs:
-            torch.autograd.backward([made for made, _ in pairs], [grad for _, grad in pairs])
+        stored = {id(leaf) for leaf in self.local.values()}
+        starts, gradients = [], []
+        for number in self.step.stages:
+            for made, used in zip(self.made[number], self.used[number], strict=True):
+                gradient, used.grad = used.grad, None
+                if gradient is None:
+                    continue
+                if id(made) in stored:  # used as it is stored
+                    made.grad = gradient if made.grad is None else made.grad.add_(gradient)
+                else:
+                    starts.append(made)
+                    gradients.append(gradient)
+        if starts:
+            torch.autograd.backward(starts, gradients)
         for tie in self.step.ties:
             for leaf in (self.local[name] for name in tie.leaves):
                 if leaf.requires_grad:
@@ -318,6 +329,7 @@ class _Run:
 
 
 def _together(values: list[Tensor], leaving: Leaving) -> Tensor:
-    if leaving.summed:
-        return torch.stack(values).sum(0)
+    if leaving.summed:  # in float32 where terms are narrower
+        first = values[0]
+        return torch.stack(values).to(torch.promote_types(first.dtype, torch.float32)).sum(0).to(first.dtype)
     return values[0] if leaving.dim is None else torch.cat(values, leaving.dim)

@@ -248,6 +248,11 @@ def test_a_rank_that_fails_ends_the_call(pool: LocalProcesses) -> None:
     pool.run(workers.drops_differently_where_sharded)  # and the processes can be used again
 
 
+@pytest.mark.parametrize("what", [workers.refuses_wrong_state_everywhere, workers.refuses_to_go_on_after_half_a_step])
+def test_stages_fail_together(pool: LocalProcesses, what: Callable[..., None]) -> None:
+    pool.run(what, "llama", workers.plan_of("llama", {"micro_batches": 2, "pipeline": 2}, 2), ranks=2)
+
+
 def test_who_waits_for_a_lost_rank_is_told_so(pool: LocalProcesses, tmp_path: Path) -> None:
     document = workers.plan_of("llama", {"micro_batches": 4, "pipeline": 4}, 4)
     with pytest.raises(RankError, match="rank 2: the process ended with exit code 3"):

@@ -5,6 +5,7 @@ A worker builds the original model from a seed, so that every rank has the same 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -31,6 +32,7 @@ from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState
+from autopar.runtime.step import Step
 from planner.cluster import ClusterSpec
 from planner.errors import InputError, PinError, PlanError
 from planner.plan import Plan
@@ -793,3 +795,28 @@ def layers_compute_the_whole() -> None:
     everyone = [torch.empty_like(drawn) for _ in range(2)]
     dist.all_gather(everyone, drawn)
     assert not torch.equal(everyone[0][0], everyone[1][0]) and torch.equal(everyone[0][1], everyone[1][1])
+
+
+def refuses_wrong_state_everywhere(name: str, document: Mapping[str, Any]) -> None:
+    """What is wrong with one stage's part of a state dict is an error on every rank, and nothing waits."""
+    pmodel = parallel(model_of(name), document, batch_of(name))
+    full = pmodel.full_state_dict()
+    for key in list(full)[:1] + list(full)[-1:]:
+        for wrong in ({k: v for k, v in full.items() if k != key}, {**full, key: full[key].new_zeros(3)}):
+            with pytest.raises((InputError, RuntimeError), match=key.replace(".", r"\.")):
+                pmodel.load_state_dict(wrong)
+    pmodel.load_state_dict(full)
+    same_state(pmodel, model_of(name))
+
+
+def refuses_to_go_on_after_half_a_step(name: str, document: Mapping[str, Any]) -> None:
+    """A step that ended in the middle may have left messages on the way."""
+    pmodel = parallel(model_of(name), document, batch_of(name))
+    step = pmodel.program
+    assert isinstance(step, Step)
+    kept, step.actions = step.actions, [action for action in step.actions if action.kind == "F"][:1]
+    with contextlib.suppress(AssertionError):
+        loss_of(pmodel, batch_of(name))
+    step.actions = kept
+    with pytest.raises(RuntimeError, match="did not finish"):
+        loss_of(pmodel, batch_of(name))
