@@ -464,7 +464,9 @@ _ROUNDS_ALIKE = {"add", "sub", "rsub", "mul", "neg", "eq", "ne", "logical_not", 
 def _rule_of(node: fx.Node) -> _Rule | None:
     """How to work out a node; ``None`` if its value is not a matter of its operands' values, or not exactly."""
     packet, captured = _packet(node), node.meta.get("val")
-    if not packet or not isinstance(captured, Tensor) or 0 in captured.shape:
+    if not packet or not isinstance(captured, Tensor):
+        return None
+    if not all(isinstance(size, int) and size for size in captured.shape):  # nothing, or as much as values say
         return None
     read = [operand.meta.get("val") for operand in _operands(node)]
     operands = [operand for operand in read if isinstance(operand, Tensor)]

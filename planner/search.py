@@ -810,16 +810,14 @@ def _leanest(setting: Setting, looks: list[Look]) -> tuple[int, Division]:
                 problem = space.problem(setting.limit_bytes, look.ladder.steps[step])
                 choices = pick(problem)
                 if choices is not None:
-                    peak_bytes = _peak_bytes(setting, look, problem, choices, look.ladder.steps[step])
-                    found.append((peak_bytes, look.candidate.division))
+                    found.append((_peak_bytes(setting, look, problem, choices), look.candidate.division))
     return min(found, key=lambda each: each[0])
 
 
-def _peak_bytes(setting: Setting, look: Look, problem: Problem, choices: tuple[int, ...], recompute: Recompute) -> int:
-    """What choices need, as the search sums it and as a step is followed; in turns, with all that can be made again."""
+def _peak_bytes(setting: Setting, look: Look, problem: Problem, choices: tuple[int, ...]) -> int:
+    """What choices need; in turns, with all that can be made again."""
     if not look.candidate.division.in_turns:
-        followed = timeline(look.space.assignment(choices, recompute)).peak_bytes
-        return max(evaluate(problem, choices).peak_bytes, followed)
+        return evaluate(problem, choices).peak_bytes
     chain = links_of(look.space.assignment(choices), setting.pins.recompute)
     links = [link.leanest for link in chain]
     found = stage(links, _pipelines(setting, look.space, len(links)), None)

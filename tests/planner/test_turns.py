@@ -89,7 +89,7 @@ def test_the_chain_adds_up_to_the_problem(which: str, turns: int) -> None:
                 once_s = math.fsum(link.once_s for link in links)
                 if turns > 1 or level == "none":  # one turn gathers parameters again, several do not
                     assert turns * work_s + once_s == pytest.approx(whole.time_s, rel=1e-9)
-                if level == "none":
+                if level == "none" and turns > 1:  # in one turn gradients are counted beside their buckets, too
                     held = sum(link.block.held_bytes + link.block.savings[0].saved_bytes for link in links)
                     assert held + max(link.working_bytes[0] for link in links) == whole.peak_bytes
                 assert sum(sum(link.held.values()) for link in links) == sum(link.block.held_bytes for link in links)
