@@ -122,15 +122,7 @@ class Body:
 
     def replicate_parameters(self, block: Block) -> None:
         """Sum the gradients of all parameters that the block uses replicated in one all-reduce per axis."""
-        grouped: dict[tuple[tuple[int, ...], str], dict[Ref, Layout]] = {}
-        for node in block.nodes:
-            for position, ref in enumerate(node.inputs):
-                axes = self.assignment.summed_over(node, position)
-                if axes:
-                    dtype = self.assignment.space.graph.type_of(ref).dtype
-                    layout = self.assignment.choice(node).operands[position]
-                    grouped.setdefault((axes, dtype), {})[ref] = layout
-        for (axes, _), wanted in grouped.items():
+        for (axes, _), wanted in self.assignment.sums(block).items():
             current = [self.values[ref] for ref in wanted]
             for axis in axes:
                 current = self.replicated(current, axis)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -129,23 +128,20 @@ def _step(
     leaves = [leaf for leaf in space.graph.leaves if leaf.name in kept or leaf.op == "input"]
     home = {position: stage.number for stage in stages for position in stage.outputs}
     loss = [position for position in space.graph.roots if not space.graph.type_of(space.leaving[position]).shape]
+    turned = {leaf.name: _turned(space.mesh, assignment.produced(Ref(leaf.name))) for leaf in leaves}
     return Step(
         here,
         schedule.flow.actions if rank is None else schedule.rows[rank],
-        [leaf.name for leaf in leaves],
-        {
-            leaf.name: dim
-            for leaf in leaves
-            if (dim := _turned(space.mesh, assignment.produced(Ref(leaf.name)))) is not None
-        },
-        [_leaving(assignment, position, home[position]) for position in range(len(space.leaving))],
-        loss[0] if loss else None,
-        turns,
-        holder[STATE],
-        mail,
-        [stage.draws for stage in stages],
-        any(leaf.results[0].grad for leaf in space.graph.leaves),
-        [] if in_turns.pipeline is None else _ties(assignment, stages, schedule, in_turns.pipeline),
+        leaves=[leaf.name for leaf in leaves],
+        turned={name: dim for name, dim in turned.items() if dim is not None},
+        outputs=[_leaving(assignment, position, home[position]) for position in range(len(space.leaving))],
+        loss=loss[0] if loss else None,
+        turns=turns,
+        state=holder[STATE],
+        mail=mail,
+        draws=[stage.draws for stage in stages],
+        trained=any(leaf.results[0].grad for leaf in space.graph.leaves),
+        ties=[] if in_turns.pipeline is None else _ties(assignment, stages, schedule, in_turns.pipeline),
     )
 
 
@@ -168,14 +164,11 @@ def _ties(assignment: Assignment, stages: Sequence[Stage], schedule: Schedule, p
     for name, ranks in readers.items():
         if len(ranks) > 1:
             together[tuple(sorted(ranks))].append(name)
-    own = dist.get_process_group_ranks(pipeline.ranks)
-    size = dist.get_world_size() // len(own)
     found = []
     for holders, names in together.items():
-        # Rank r of every stage is size ranks from that of the next.
-        groups = {r: dist.new_group([r + size * at for at in holders]) for r in range(size)}
-        if pipeline.rank in holders:
-            found.append(Tie(tuple(names), groups[own[0]], pipeline.rank == holders[0]))
+        group = pipeline.group(holders)
+        if group is not None:
+            found.append(Tie(tuple(names), group, pipeline.rank == holders[0]))
     return found
 
 

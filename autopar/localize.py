@@ -131,11 +131,15 @@ COUNT = "count"
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
+def is_random(node: Node, target: torch._ops.OpOverload) -> bool:
+    """Whether an operator may draw random numbers."""
+    row = OPS.get(node.op)
+    return row.random if row is not None else torch.Tag.nondeterministic_seeded in target.tags
+
+
 def _draws(call: Call) -> bool:
     """Whether the operator draws random numbers, as it is called here."""
-    row = OPS.get(call.node.op)
-    random = row.random if row is not None else torch.Tag.nondeterministic_seeded in call.target.tags
-    if not random:
+    if not is_random(call.node, call.target):
         return False
     rate = call.args.get("dropout_p", call.args.get("p"))
     return bool(rate) if call.node.op == ATTENTION or "dropout" in call.node.op else True

@@ -48,7 +48,7 @@ def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any
         device: where factory operators create tensors.
     """
     assert not assignment.space.in_turns
-    root = Root(captured, assignment, groups, device)
+    root = Root(targets_of(captured), assignment, groups, device)
     graph = assignment.space.graph
     for leaf in graph.leaves:
         root.body.enter(Ref(leaf.name))
@@ -63,15 +63,20 @@ def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any
 class Root:
     """A program that calls those of blocks.
 
+    Args:
+        targets: the operator of every node, see :func:`targets_of`.
+        assignment, groups, device: as in :func:`rewrite`.
+
     Attributes:
         body: the program itself.
         calls: name of each distinct block program -> how often it is called.
     """
 
-    def __init__(self, captured: Captured, assignment: Assignment, groups: Mapping[str, Any], device: torch.device):
-        self.assignment, self.groups, self.device = assignment, groups, device
-        self.targets = targets_of(captured)
-        self.body = Body(assignment, self.targets, device)
+    def __init__(
+        self, targets: Mapping[str, Any], assignment: Assignment, groups: Mapping[str, Any], device: torch.device
+    ):
+        self.targets, self.assignment, self.groups, self.device = targets, assignment, groups, device
+        self.body = Body(assignment, targets, device)
         self.calls: dict[str, int] = {}
         self._names = program_names(assignment)
         self._made: dict[tuple[object, ...], str] = {}

@@ -19,15 +19,15 @@ from torch import fx
 
 from autopar.body import Body, entries_of, is_param, known_before, module_of, parameters_of, sums_early
 from autopar.capture import Captured
+from autopar.localize import is_random
 from autopar.rewrite import Root, targets_of
 from autopar.runtime.draws import draw, draw_attention
 from autopar.runtime.layers.loss import token_count
-from autopar.runtime.stage import Passed, Stage
+from autopar.runtime.stage import Passed, Stage, programs_in
 from planner.errors import PlanError
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import MICRO, I, Layout, R, local_shape
-from planner.ops import OPS
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def stages_of(
     """
     _check(captured, assignment)
     cut = _Cut(assignment, bounds)
-    emitted = [_Emitted(captured, cut, number, groups, device) for number in range(len(bounds) - 1)]
+    targets = targets_of(captured)
+    emitted = [_Emitted(targets, cut, number, groups, device) for number in range(len(bounds) - 1)]
     return [(each.stage(), each.joints) for each in emitted]
 
 
@@ -107,8 +108,10 @@ class _Cut:
 class _Emitted:
     """The programs of one stage under construction."""
 
-    def __init__(self, captured: Captured, cut: _Cut, number: int, groups: Mapping[str, Any], device: torch.device):
-        self.captured, self.cut, self.number, self.groups, self.device = captured, cut, number, groups, device
+    def __init__(
+        self, targets: Mapping[str, Any], cut: _Cut, number: int, groups: Mapping[str, Any], device: torch.device
+    ):
+        self.targets, self.cut, self.number, self.groups, self.device = targets, cut, number, groups, device
         self.assignment, self.space = cut.assignment, cut.space
         self.graph = self.space.graph
         self.blocks = [self.space.folded.instances[at].block for at in cut.numbers[number]]
@@ -117,6 +120,7 @@ class _Emitted:
         self.known: dict[str, Node | Ref] = {}
         for block in self.blocks:
             self.known |= known_before(block, self.assignment)
+        self.behind = {name: self._behind(each) for name, each in self.known.items()}
 
     @property
     def joints(self) -> Joints:
@@ -136,25 +140,22 @@ class _Emitted:
         """All of it."""
         read = [ref for block in self.blocks for ref in entries_of(block, self.assignment) if isinstance(ref, Ref)]
         read += [self.space.leaving[position] for position in self.cut.outputs[self.number]]
-        taken = {ref.node for ref in read}
-        taken |= {
-            name for each in self.known.values() for name in self._behind(each) if self.graph.by_name[name].is_leaf
-        }
+        taken = {ref.node for ref in read}.union(*self.behind.values())
         stored = {ref.node for block in self.blocks for ref, _ in parameters_of(block, self.assignment)}
         leaves = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in taken)
         parameters = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in stored)
         program, drawn = self._program(leaves)
         return Stage(
-            self.number,
-            parameters,
-            leaves,
-            tuple(map(self._passed, self.received)),
-            tuple(map(self._passed, self.sent)),
-            tuple(self.cut.outputs[self.number]),
-            self._gather(parameters),
-            self._count(leaves) if self.known else None,
-            program,
-            drawn,
+            number=self.number,
+            parameters=parameters,
+            leaves=leaves,
+            received=tuple(map(self._passed, self.received)),
+            sent=tuple(map(self._passed, self.sent)),
+            outputs=tuple(self.cut.outputs[self.number]),
+            gather=self._gather(parameters),
+            count=self._count(leaves) if self.known else None,
+            program=program,
+            draws=drawn,
         )
 
     def _passed(self, ref: Ref) -> Passed:
@@ -163,16 +164,18 @@ class _Emitted:
         assert shape is not None
         return Passed(shape, getattr(torch, tensor.dtype), ref in self.graph.differentiated)
 
-    def _new_body(self, is_of_a_turn: bool) -> Body:
-        return Body(self.assignment, targets_of(self.captured), self.device, is_of_a_turn)
+    def _entered(self, leaves: Sequence[str], is_of_a_turn: bool) -> Body:
+        """A program that takes leaves, each delivered."""
+        body = Body(self.assignment, self.targets, self.device, is_of_a_turn)
+        for name in leaves:
+            body.enter(Ref(name))
+        for name in leaves:
+            body.relay(Ref(name))
+        return body
 
     def _gather(self, parameters: Sequence[str]) -> fx.GraphModule:
         """Parameters as they are stored -> as the blocks use them, block by block."""
-        body = self._new_body(is_of_a_turn=False)
-        for name in parameters:
-            body.enter(Ref(name))
-        for name in parameters:
-            body.relay(Ref(name))
+        body = self._entered(parameters, is_of_a_turn=False)
         results = []
         for block in self.blocks:
             body.ready.clear()
@@ -189,17 +192,12 @@ class _Emitted:
 
     def _count(self, leaves: Sequence[str]) -> fx.GraphModule:
         """Leaves -> what one micro-batch adds to each number that is known before."""
-        body = self._new_body(is_of_a_turn=True)
-        for name in leaves:
-            body.enter(Ref(name))
-        for name in leaves:
-            body.relay(Ref(name))
+        body = self._entered(leaves, is_of_a_turn=True)
         done: set[str] = set()
         results = []
-        for each in self.known.values():
-            behind = self._behind(each)
+        for name, each in self.known.items():
             for node in self.graph.nodes:
-                if node.name in behind and not node.is_leaf and node.name not in done:
+                if node.name in self.behind[name] and not node.is_leaf and node.name not in done:
                     body.emit(node, frozenset(Ref(node.name, i) for i in range(len(node.results))))
                     done.add(node.name)
             results.append(self._term(body, each))
@@ -252,12 +250,7 @@ class _Emitted:
             return repr(node.target)
         if node.is_leaf:
             return ""
-        row = OPS.get(node.op)
-        if (
-            row.random
-            if row is not None
-            else torch.Tag.nondeterministic_seeded in targets_of(self.captured)[node.name].tags
-        ):
+        if is_random(node, self.targets[node.name]):
             return f"the random numbers of {node.name} ({node.op})"
         routes = (self.assignment.operand_route(node, position) for position in range(len(node.inputs)))
         if any(sums_early(self.space.mesh, route) for route in routes):
@@ -266,7 +259,7 @@ class _Emitted:
 
     def _program(self, leaves: Sequence[str]) -> tuple[fx.GraphModule, int]:
         """(used parameters, leaves, received values, counts) -> (sent values, outputs); and how often it draws."""
-        root = Root(self.captured, self.assignment, self.groups, self.device)
+        root = Root(self.targets, self.assignment, self.groups, self.device)
         body = root.body
         used = []
         for block in self.blocks:
@@ -287,6 +280,8 @@ class _Emitted:
         results += [root.leaving(position) for position in self.cut.outputs[self.number]]
         body.graph.output(tuple(results))
         program = root.module("Stage")
-        drawn = {name: sum(node.target in (draw, draw_attention) for node in module.graph.nodes)  # type: ignore[union-attr]
-                 for name, module in program.named_children()}  # fmt: skip
-        return program, sum(drawn[name] * times for name, times in root.calls.items())
+        drawing = {
+            name: sum(node.target in (draw, draw_attention) for node in block.graph.nodes)
+            for name, block in programs_in(program)
+        }
+        return program, sum(drawing[name] * times for name, times in root.calls.items())

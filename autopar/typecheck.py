@@ -103,24 +103,24 @@ def _check_stages(captured: Captured, assignment: Assignment, in_turns: InTurns)
     state = RunState(RandomState(0), captured.training)
     holder = {**groups, STATE: state, MICRO: Turns(mesh.micro_batches)}
     checker = _Checker(groups, mesh, space.graph)
-    for stage, cut in stages_of(captured, assignment, in_turns.bounds, holder, torch.device("meta")):
+    for stage, joints in stages_of(captured, assignment, in_turns.bounds, holder, torch.device("meta")):
         stored = [checker.made(Ref(name), assignment.produced(Ref(name))) for name in stage.parameters]
         with spmd_typecheck():
             gathered = _Root(stage.gather, checker).run(*stored)
         used = []
-        for (ref, layout), value in zip(cut.used, gathered, strict=True):
+        for (ref, layout), value in zip(joints.used, gathered, strict=True):
             checker.expect(value, layout, space.graph.type_of(ref).shape, f"{ref}, as operators use it")
             used.append(checker.made(ref, layout))
         leaves = [checker.made(Ref(name), assignment.produced(Ref(name))) for name in stage.leaves]
-        received = [checker.made(ref, assignment.delivered(ref)) for ref in cut.received]
+        received = [checker.made(ref, assignment.delivered(ref)) for ref in joints.received]
         with spmd_typecheck():
             counts = () if stage.count is None else _Root(stage.count, checker).run(*leaves)
             results = _Root(stage.program, checker).run(*used, *leaves, *received, *counts)
-        wanted = [(ref, assignment.delivered(ref)) for ref in cut.sent]
+        wanted = [(ref, assignment.delivered(ref)) for ref in joints.sent]
         wanted += [(space.leaving[position], assignment.output_layout(position)) for position in stage.outputs]
         for (ref, layout), value in zip(wanted, results, strict=True):
             shape = space.graph.type_of(ref).shape
-            whole = mesh.micro_batches > 1 and ref not in cut.sent  # the runtime puts turns together
+            whole = mesh.micro_batches > 1 and ref not in joints.sent  # the runtime puts turns together
             checker.expect(value, layout, None if whole else shape, f"what leaves stage {stage.number}, {ref}")
         trained = [value for value in results if value.requires_grad]
         torch.autograd.backward(trained, [torch.empty_like(value) for value in trained])

@@ -103,14 +103,15 @@ def _steps(name: str, virtual: int, count: int) -> Beside:
     step = Step(
         here,
         actions.rows[pipeline.rank],
-        ["weight"],
-        {},
-        [Leaving(None, True, actions.stages - 1, torch.float32)],
-        0,
-        Turns(count),
-        RunState(RandomState(0)),
-        Between(actions, here, pipeline, torch.device("cpu")),
-        [0] * actions.stages,
+        leaves=["weight"],
+        turned={},
+        outputs=[Leaving(None, True, actions.stages - 1, torch.float32, True)],
+        loss=0,
+        turns=Turns(count),
+        state=RunState(RandomState(0)),
+        mail=Between(actions, here, pipeline, torch.device("cpu")),
+        draws=[0] * actions.stages,
+        trained=True,
     )
     weight = torch.ones(1, requires_grad=True)
     observed = []
@@ -140,14 +141,14 @@ def _stage(number: int, stages: int, nap_s: float) -> Stage:
     passed = (Passed((1,), torch.float32, True),)
     holder = torch.nn.Module()
     return Stage(
-        number,
-        ("weight",),
-        (),
-        passed if number else (),
-        () if last else passed,
-        (0,) if last else (),
-        fx.GraphModule(holder, gather),
-        None,
-        fx.GraphModule(holder, program),
-        0,
+        number=number,
+        parameters=("weight",),
+        leaves=(),
+        received=passed if number else (),
+        sent=() if last else passed,
+        outputs=(0,) if last else (),
+        gather=fx.GraphModule(holder, gather),
+        count=None,
+        program=fx.GraphModule(holder, program),
+        draws=0,
     )

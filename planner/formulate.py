@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from planner.conversion import ConversionTable, Route, local_bytes
 from planner.cost import CostModel
-from planner.fold import Folded
+from planner.fold import Block, Folded
 from planner.graph import Graph, Node, Ref
 from planner.kernel import Stream, kernel_of
 from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
@@ -104,6 +104,19 @@ class Assignment:
         if not route or any(step.rule != "I>R" for step in route):
             return ()
         return tuple(sorted(step.axis for step in route if self.space.mesh.axes[step.axis].size > 1))
+
+    def sums(self, block: Block) -> dict[tuple[tuple[int, ...], str], dict[Ref, Layout]]:
+        """Parameters of a block whose gradients are summed in one call for each axis, and the layout in which each is
+        used; by axes and dtype.
+        """
+        found: dict[tuple[tuple[int, ...], str], dict[Ref, Layout]] = {}
+        for node in block.nodes:
+            for position, ref in enumerate(node.inputs):
+                axes = self.summed_over(node, position)
+                if axes:
+                    key = axes, self.space.graph.type_of(ref).dtype
+                    found.setdefault(key, {})[ref] = self.choice(node).operands[position]
+        return found
 
     def output_layout(self, position: int) -> Layout:
         """The layout in which output number ``position`` leaves the model."""

@@ -383,26 +383,16 @@ class _Run:
                     heap.drop(frame.pop(ref).storage)
         return {ref: frame[ref] for ref in block.outputs if ref in frame}
 
-    def _sums(self, block: Block) -> dict[tuple[tuple[int, ...], str], list[Ref]]:
-        """Parameters of a block whose gradients are summed in one call for each axis, by axes and dtype."""
-        found: dict[tuple[tuple[int, ...], str], dict[Ref, None]] = {}
-        for node in block.nodes:
-            for position, ref in enumerate(node.inputs):
-                axes = self.assignment.summed_over(node, position)
-                if axes:
-                    found.setdefault((axes, self.graph.type_of(ref).dtype), {})[ref] = None
-        return {key: list(refs) for key, refs in found.items()}
-
     def _bucket_bytes(self, values: Mapping[Ref, _Value]) -> int:
         """Bytes of the sums that leave as gradients of parameters, whose memory the host keeps for the next step."""
         blocks = [instance.block for instance in self.space.folded.instances]
-        groups = [[values[ref] for ref in refs] for block in blocks for refs in self._sums(block).values()]
+        groups = [[values[ref] for ref in refs] for block in blocks for refs in self.assignment.sums(block).values()]
         return sum(value.bytes for group in groups if _are_parameters(group) for value in group if value.made)
 
     def _summed(self, block: Block, frame: dict[Ref, _Value]) -> dict[Ref, _Value]:
         """Parameters whose gradients are summed in one call: views, and an autograd node per axis."""
         ready: dict[Ref, _Value] = {}
-        for (axes, _), refs in self._sums(block).items():
+        for (axes, _), refs in self.assignment.sums(block).items():
             for _axis in axes:
                 current = [ready.get(ref, frame[ref]) for ref in refs]
                 tape = self._tape("sum of gradients", len(current))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,23 +83,29 @@ class Pipeline:
 
         Each is used once, since nccl connects two ranks only then, and both must take part.
         """
-        members, size = dist.get_process_group_ranks(ranks), ranks.size()
-        beside = dist.get_world_size() // size  # ranks of a stage; the same rank of the next stage is so many further
+        size = ranks.size()
+        ways: dict[tuple[int, int], ProcessGroup] = {}
+        made = cls(ranks, ways)
         neighbours = [(at, (at + 1) % size) for at in range(size if size > 2 else 1)]
-        ways = {}
         for sender, receiver in (way for low, high in neighbours for way in ((low, high), (high, low))):
-            pairs = [(first + beside * sender, first + beside * receiver) for first in range(beside)]
-            groups = {pair: dist.new_group(sorted(pair)) for pair in pairs}
-            pair = members[sender], members[receiver]
-            if dist.get_rank() not in pair:
+            group = made.group({sender, receiver})
+            if group is None:
                 continue
-            group = ways[sender, receiver] = groups[pair]
+            ways[sender, receiver] = group
             number = torch.zeros(1, device=device)
-            if dist.get_rank() == members[sender]:
-                dist.send(number, members[receiver], group)
+            if made.rank == sender:
+                dist.send(number, made.global_rank(receiver), group)
             else:
-                dist.recv(number, members[sender], group)
-        return cls(ranks, ways)
+                dist.recv(number, made.global_rank(sender), group)
+        return made
+
+    def group(self, numbers: Collection[int]) -> ProcessGroup | None:
+        """A group of some of them, if this process is among these; every process of all pipelines must call this."""
+        members = dist.get_process_group_ranks(self.ranks)
+        beside = dist.get_world_size() // self.size  # ranks of a stage; the same rank of the next is so many further
+        own = members[0] % beside
+        groups = [dist.new_group([rank + beside * at for at in sorted(numbers)]) for rank in range(beside)]
+        return groups[own] if self.rank in numbers else None
 
     @property
     def rank(self) -> int:
@@ -144,6 +150,7 @@ class Between:
         self._forms = {(stage.number, "F"): stage.received for stage in stages}
         self._forms |= {(stage.number, "B"): differentiable(stage.sent) for stage in stages}
         self._within = Within()
+        self._arriving = {trains: self._all_arriving(trains) for trains in (False, True)}
         self._expected: dict[int, deque[Message]] = {}
         self._coming: dict[int, _Coming] = {}
         self._aside: dict[Message, list[Tensor]] = {}
@@ -151,7 +158,7 @@ class Between:
         self._is_open = False
 
     def open(self, trains: bool) -> None:
-        """Work out what every other rank is going to send here, in order.
+        """Begin to receive what every other rank is going to send here.
 
         Raises:
             RuntimeError: the step before was left in the middle.
@@ -163,12 +170,19 @@ class Between:
             )
         self._is_open = True
         self._within.open(trains)
+        self._expected = {sender: deque(messages) for sender, messages in self._arriving[trains].items()}
+        for sender in self._expected:
+            self._receive(sender)
+
+    def _all_arriving(self, trains: bool) -> dict[int, list[Message]]:
+        """The messages of a step that every other rank sends here, in order."""
+        found = {}
         for sender, row in enumerate(self.schedule.rows):
             sent = (_message(action) for action in row if action.kind == "F" or (trains and action.kind in "BI"))
-            mine = deque(m for m in sent if 0 <= m[0] < self.schedule.stages and self._home(m[0]) == self.pipeline.rank)
+            mine = [m for m in sent if 0 <= m[0] < self.schedule.stages and self._home(m[0]) == self.pipeline.rank]
             if mine and sender != self.pipeline.rank:
-                self._expected[sender] = mine
-                self._receive(sender)
+                found[sender] = mine
+        return found
 
     def _home(self, stage: int) -> int:
         return self.schedule.rank_of[stage]

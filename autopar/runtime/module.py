@@ -25,8 +25,9 @@ from autopar.runtime.buckets import Buckets
 from autopar.runtime.mail import Pipeline
 from autopar.runtime.mesh import groups_of, part_of, placements
 from autopar.runtime.parameters import local_parts
+from autopar.runtime.stage import programs_in
 from autopar.runtime.state import RunState
-from autopar.runtime.step import Step, programs_in
+from autopar.runtime.step import Step
 from planner.errors import InputError, PlanError
 from planner.layout import I, Layout, Mesh, R, local_shape
 

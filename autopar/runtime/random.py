@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 
 import torch
 from torch.distributed._local_tensor import enabled_local_tensor_mode
@@ -80,26 +79,6 @@ class RandomState:
             yield
         finally:
             self._replay = before
-
-    def recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """``context_fn`` for :func:`torch.utils.checkpoint.checkpoint`: recomputing draws what was drawn before."""
-        calls = 0
-
-        @contextlib.contextmanager
-        def first() -> Iterator[None]:
-            nonlocal calls
-            calls = self.calls
-            yield
-
-        @contextlib.contextmanager
-        def again() -> Iterator[None]:
-            now, self.calls = self.calls, calls
-            try:
-                yield
-            finally:
-                self.calls = now
-
-        return first(), again()
 
     def _coordinate(self, groups: GroupsOrTurns) -> int:
         turns = tuple(group.now for group in groups if isinstance(group, Turns))

@@ -42,3 +42,8 @@ class Stage:
     count: GraphModule | None
     program: GraphModule
     draws: int
+
+
+def programs_in(program: GraphModule) -> list[tuple[str, GraphModule]]:
+    """The programs of blocks that a program calls, by name."""
+    return [(name, module) for name, module in program.named_children() if isinstance(module, GraphModule)]

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from autopar.runtime.mail import Mail
 from autopar.runtime.split import Later, backward_of_inputs
-from autopar.runtime.stage import Stage
+from autopar.runtime.stage import Stage, programs_in
 from autopar.runtime.state import RunState
 from autopar.runtime.turns import Turns
 from planner.errors import InputError
@@ -68,7 +68,7 @@ class Step:
         stages: those of this process.
         actions: its actions in order.
         leaves: the names of all leaves, in the order in which they are given.
-        cut: the leaves of which a turn takes a part -> the dim along which turns lie behind one another.
+        turned: the leaves of which a turn takes a part -> the dim along which turns lie behind one another.
         outputs: the outputs of the model.
         loss: the position of the output that backward starts at, if there is one.
         draws: how often each stage of the model draws random numbers for a micro-batch.
@@ -81,7 +81,7 @@ class Step:
         stages: Sequence[Stage],
         actions: Sequence[Action],
         leaves: Sequence[str],
-        cut: Mapping[str, int],
+        turned: Mapping[str, int],
         outputs: Sequence[Leaving],
         loss: int | None,
         turns: Turns,
@@ -92,7 +92,7 @@ class Step:
         ties: Sequence[Tie] = (),
     ):
         self.stages = {stage.number: stage for stage in stages}
-        self.actions, self.leaves, self.cut, self.outputs, self.loss = actions, leaves, cut, outputs, loss
+        self.actions, self.leaves, self.turned, self.outputs, self.loss = actions, leaves, turned, outputs, loss
         self.turns, self.state, self.mail, self.draws = turns, state, mail, draws
         self.trained, self.ties = trained, ties
 
@@ -139,11 +139,6 @@ class Step:
         return tuple(results)
 
 
-def programs_in(program: GraphModule) -> list[tuple[str, GraphModule]]:
-    """The programs of blocks that a program calls, by name."""
-    return [(name, module) for name, module in program.named_children() if isinstance(module, GraphModule)]
-
-
 class _HandOver(torch.autograd.Function):
     """The loss, whose backward gives gradients that are known."""
 
@@ -186,11 +181,13 @@ class _Run:
 
     Attributes:
         local: the leaves, apart from what made them.
+        turned: of those of which a turn takes a part, the parts.
     """
 
     def __init__(self, step: Step, given: Mapping[str, Tensor], trains: bool):
         self.step, self.trains = step, trains
         self.local = {name: leaf.detach().requires_grad_(leaf.requires_grad and trains) for name, leaf in given.items()}
+        self.turned = {name: self.local[name].chunk(step.turns.count, dim) for name, dim in step.turned.items()}
         self.used: dict[int, tuple[Tensor, ...]] = {}
         self.made: dict[int, tuple[Tensor, ...]] = {}
         self.counts: dict[int, tuple[Tensor, ...]] = {}
@@ -235,11 +232,7 @@ class _Run:
         return tuple(torch.stack(each).sum(0) for each in zip(*found, strict=True))
 
     def _leaves(self, stage: Stage, turn: int) -> list[Tensor]:
-        found = []
-        for name in stage.leaves:
-            leaf, dim = self.local[name], self.step.cut.get(name)
-            found.append(leaf if dim is None else leaf.chunk(self.step.turns.count, dim)[turn])
-        return found
+        return [self.turned[name][turn] if name in self.turned else self.local[name] for name in stage.leaves]
 
     def _forward(self, stage: Stage, turn: int) -> None:
         received: list[Tensor] = []

@@ -385,12 +385,12 @@ def test_recomputation_draws_what_was_drawn() -> None:
             masks.append((y != 0).detach())
             return y * y
 
-        x = torch.ones(64, dtype=torch.float64, requires_grad=True)
-        y = torch.utils.checkpoint.checkpoint(
-            block, x, use_reentrant=False, context_fn=state.recompute_contexts, preserve_rng_state=False
-        )
+        x = torch.ones(64, dtype=torch.float64)
+        with state.recorded() as seeds:
+            block(x)
         later = draw(aten.rand.default, RunState(state), (group,), [3])
-        y.sum().backward()
+        with state.replayed(enumerate(seeds)):
+            block(x)
         assert len(masks) == 2 and torch.equal(masks[0], masks[1])
         assert state.calls == 2 and later is not None
 

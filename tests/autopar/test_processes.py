@@ -96,7 +96,7 @@ def test_stages_draw_as_one_does(pool: LocalProcesses) -> None:
 
 def test_stages_run_in_low_precision(pool: LocalProcesses) -> None:
     document = workers.plan_of("llama", {"micro_batches": 2, "pipeline": 2, "tensor": 2}, 4, dtype=torch.float32)
-    pool.run(workers.runs_stages_in_low_precision, "llama", document)
+    pool.run(workers.runs_in_low_precision, "llama", document)
 
 
 def test_copies_stages(pool: LocalProcesses) -> None:
