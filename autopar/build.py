@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.body import STATE
@@ -142,6 +143,7 @@ def _step(
         draws=[stage.draws for stage in stages],
         trained=any(leaf.results[0].grad for leaf in space.graph.leaves),
         ties=[] if in_turns.pipeline is None else _ties(assignment, stages, schedule, in_turns.pipeline),
+        trainers=None if in_turns.pipeline is None else _trainers(assignment, stages, schedule, in_turns.pipeline),
     )
 
 
@@ -170,6 +172,15 @@ def _ties(assignment: Assignment, stages: Sequence[Stage], schedule: Schedule, p
         if group is not None:
             found.append(Tie(tuple(names), group, pipeline.rank == holders[0]))
     return found
+
+
+def _trainers(
+    assignment: Assignment, stages: Sequence[Stage], schedule: Schedule, pipeline: Pipeline
+) -> ProcessGroup | None:
+    """The ranks that hold parameters that are trained; every process takes part in making their group."""
+    trained = assignment.space.graph.differentiated
+    holders = {schedule.rank_of[s.number] for s in stages if any(Ref(name) in trained for name in s.parameters)}
+    return pipeline.ranks if len(holders) == pipeline.size else pipeline.group(holders)
 
 
 def _turned(mesh: Mesh, layout: Layout) -> int | None:

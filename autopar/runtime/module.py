@@ -7,7 +7,6 @@ inputs (:meth:`ParallelModule.shard` cuts a global batch) and gets what the mode
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule
 
 from autopar.runtime.buckets import Buckets
+from autopar.runtime.gradients import Holders, know_each_other
 from autopar.runtime.mail import Pipeline
 from autopar.runtime.mesh import groups_of, part_of, placements
 from autopar.runtime.parameters import local_parts
@@ -121,6 +121,7 @@ class ParallelModule(nn.Module):
                 _register(self, name, tensors[first], name not in not_saved)
         self._leaf_names = {leaf.name: leaf for leaf in interface.leaves if leaf.kind in ("param", "buffer")}
         self.buckets = Buckets()
+        self._let_gradients_know()
         self.train(interface.captured_training)
 
     def _stored(self, leaf: LeafSpec, part: Tensor) -> Tensor:
@@ -135,6 +136,21 @@ class ParallelModule(nn.Module):
             stride=_strides(leaf.shape),
         )
         return nn.Parameter(stored, requires_grad=leaf.trainable)
+
+    def _let_gradients_know(self) -> None:
+        """Of each other, where torch's functions over all of them would not see all; see :mod:`gradients`."""
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        step = self.program if isinstance(self.program, Step) else None
+        stages = None if step is None else step.trainers
+        ways = {p.placements for p in trained if isinstance(p, DTensor)}
+        if stages is None and len(ways) < 2:
+            return
+        held_before: list[Tensor] = []
+        if step is not None:
+            specs = dict(zip(step.leaves, self.interface.leaves, strict=True))
+            names = [specs[leaf].name for tie in step.ties if not tie.first for leaf in tie.leaves]
+            held_before = [_lookup(self, name) for name in names]
+        know_each_other(trained, held_before, Holders(tuple(groups_of(self.device_mesh).values()), stages))
 
     @property
     def program(self) -> Program:
@@ -166,11 +182,13 @@ class ParallelModule(nn.Module):
         groups = list(groups_of(self.device_mesh).values())
         if isinstance(self.program, Step):
             groups += [tie.group for tie in self.program.ties]
+            groups += [self.program.trainers] if self.program.trainers is not None else []
         shared = (self.interface, self.mesh, self.device_mesh, self.pipeline, *groups)
         memo.update({id(value): value for value in shared})
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
         made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        made._let_gradients_know()
         return made
 
     def shard(self, batch: Any) -> Any:
@@ -294,40 +312,6 @@ class ParallelModule(nn.Module):
             dist.broadcast(value, self.pipeline.global_rank(home), self.pipeline.ranks)
             found[name] = value.cpu()
         return found
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """:func:`torch.nn.utils.clip_grad_norm_` over the gradients of the whole model; returns their norm.
-
-        Where stages are on several ranks, that function only sees those of this rank's.
-        """
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        repeated = {id(p.grad) for p in self._held_before()}
-        counted = [g for g in gradients if id(g) not in repeated]
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        if counted:
-            norm = torch.nn.utils.get_total_norm(counted, norm_type)
-            total.copy_(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if self.pipeline is not None:
-            if math.isinf(norm_type):
-                dist.all_reduce(total, dist.ReduceOp.MAX, group=self.pipeline.ranks)
-            else:
-                total = total**norm_type
-                dist.all_reduce(total, group=self.pipeline.ranks)
-                total = total ** (1 / norm_type)
-        if error_if_nonfinite and not torch.isfinite(total):
-            raise RuntimeError(
-                f"the norm of order {norm_type} of the gradients is {total.item()}, so it cannot be clipped"
-            )
-        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
-        return total
-
-    def _held_before(self) -> list[Tensor]:
-        """Parameters that an earlier rank of the pipeline holds too."""
-        if not isinstance(self.program, Step):
-            return []
-        leaves = dict(zip(self.program.leaves, self.interface.leaves, strict=True))
-        names = [leaves[leaf].name for tie in self.program.ties if not tie.first for leaf in tie.leaves]
-        return [_lookup(self, name) for name in names]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors (the original model's dict) or DTensors (another plan's, on this mesh)."""

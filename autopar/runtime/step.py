@@ -1,8 +1,9 @@
 """Step: a step in turns, forward and backward of every micro-batch in the order of a schedule.
 
 A pipeline is only full if the backward of one micro-batch runs beside the forward of another. So all of it happens when
-the model is called: gradients are found then for a loss whose gradient is 1, and ``loss.backward()`` hands them over,
-scaled. Where nobody wants gradients only forwards run.
+the model is called, and ``loss.backward()`` hands the gradients over. By how much the loss is scaled is known only
+then, so a step assumes the scale of the one before (a power of two close to it) and puts right what differs: a loss
+scale keeps small gradients of half precision from vanishing. Where nobody wants gradients only forwards run.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Step:
         draws: how often each stage of the model draws random numbers for a micro-batch.
         trained: whether the model has parameters that are trained, on this process or another.
         ties: the parameters that other processes hold too.
+        trainers: the ranks of the pipeline that hold parameters that are trained, of which this one is.
     """
 
     def __init__(
@@ -90,11 +92,13 @@ class Step:
         draws: Sequence[int],
         trained: bool,
         ties: Sequence[Tie] = (),
+        trainers: ProcessGroup | None = None,
     ):
         self.stages = {stage.number: stage for stage in stages}
         self.actions, self.leaves, self.turned, self.outputs, self.loss = actions, leaves, turned, outputs, loss
         self.turns, self.state, self.mail, self.draws = turns, state, mail, draws
-        self.trained, self.ties = trained, ties
+        self.trained, self.ties, self.trainers = trained, ties, trainers
+        self.seed = torch.ones(())
 
     @property
     def programs(self) -> list[tuple[str, GraphModule]]:
@@ -133,7 +137,7 @@ class Step:
             gradients = [run.local[name].grad for name, leaf in given.items() if leaf.requires_grad]
             for position, leaving in enumerate(self.outputs):
                 if position == self.loss:
-                    results[position] = _HandOver.apply(results[position], gradients, anchor, *parts)
+                    results[position] = _HandOver.apply(self, results[position], gradients, anchor, *parts)
                 elif leaving.differentiable and results[position] is not None:
                     results[position] = _Apart.apply(results[position], anchor)
         return tuple(results)
@@ -143,8 +147,8 @@ class _HandOver(torch.autograd.Function):
     """The loss, whose backward gives gradients that are known."""
 
     @staticmethod
-    def forward(ctx, loss, gradients, anchor, *parts):  # type: ignore[no-untyped-def]
-        ctx.gradients = gradients
+    def forward(ctx, step, loss, gradients, anchor, *parts):  # type: ignore[no-untyped-def]
+        ctx.step, ctx.gradients, ctx.seed = step, gradients, step.seed
         return loss.detach()
 
     @staticmethod
@@ -157,8 +161,19 @@ class _HandOver(torch.autograd.Function):
             )
         present = [gradient for gradient in found if gradient is not None]
         if present:
-            torch._foreach_mul_(present, grad)
-        return None, None, None, *found
+            torch._foreach_mul_(present, grad / ctx.seed.to(grad))
+        ctx.step.seed = _power_of_two(grad)
+        return None, None, None, None, *found
+
+
+def _power_of_two(number: Tensor) -> Tensor:
+    """One close to it, by which numbers are multiplied without rounding; 1 for what is zero or not finite."""
+    _, exponent = torch.frexp(number.double())
+    return torch.where(
+        torch.isfinite(number) & (number != 0),
+        torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent - 1),
+        1.0,
+    )
 
 
 class _Apart(torch.autograd.Function):
@@ -262,7 +277,7 @@ class _Run:
         came = self.step.mail.take((stage.number, "B", turn)) if stage.number + 1 < len(self.step.draws) else []
         for loss in made[len(stage.sent) :]:
             roots.append(loss)
-            came.append(torch.full_like(loss, self.step.share_of_loss))
+            came.append((self.step.share_of_loss * self.step.seed).to(loss))
         pairs = [(t, grad.to(t.dtype)) for t, grad in zip(roots, came, strict=True) if t.requires_grad]
         inputs = [t for t, passed in zip(received, stage.received, strict=True) if passed.differentiable]
         if pairs:

@@ -187,6 +187,13 @@ def test_saves_and_loads(
     pool.run(workers.saves_and_loads, model, documents(model, pin, 4))
 
 
+@pytest.mark.parametrize(
+    "model, pin", [("llama", {"tensor": 2, "pipeline": 2, "micro_batches": 2}), ("mlp", {"tensor": 4})], ids=str
+)
+def test_an_overflow_on_one_rank_is_one_on_all(pool: LocalProcesses, model: str, pin: dict[str, Any]) -> None:
+    pool.run(workers.scales_and_skips_together, model, workers.plan_exactly(model, pin, 4))
+
+
 @pytest.mark.parametrize("pin", [DATA_TENSOR, {"data": 4, "zero": 3}], ids=name_of)
 def test_takes_any_optimizer(
     pool: LocalProcesses, documents: Callable[..., dict[str, Any]], pin: dict[str, Any]

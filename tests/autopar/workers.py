@@ -249,8 +249,9 @@ def trains_in_turns(name: str, document: Mapping[str, Any]) -> float:
     same("loss", ploss, loss)
     same_own_gradients(pmodel, model)
 
+    same_norms(pmodel, model)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    same("norm of the gradients", pmodel.clip_grad_norm_(0.5), norm)
+    same("norm of the gradients", nn.utils.clip_grad_norm_(pmodel.parameters(), 0.5), norm)
     same_own_gradients(pmodel, model)
 
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
@@ -263,7 +264,7 @@ def trains_in_turns(name: str, document: Mapping[str, Any]) -> float:
             for found in losses:
                 found.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        pmodel.clip_grad_norm_(0.5)
+        nn.utils.clip_grad_norm_(pmodel.parameters(), 0.5)
         for optimizer in optimizers:
             optimizer.step()
     same_state(pmodel, model)
@@ -283,6 +284,53 @@ def same_own_gradients(pmodel: ParallelModule, model: nn.Module, rtol: float = 1
         expected = theirs[name].grad
         assert parameter.grad is not None and expected is not None, name
         same(f"gradient of {name}", parameter.grad, expected, rtol)
+
+
+def same_norms(pmodel: nn.Module, model: nn.Module) -> None:
+    """Norms over all gradients, by torch's function and by hand."""
+    for order in (1.0, 2.0, 3.0, math.inf):
+        for foreach in (True, False):
+            grads = [[p.grad for p in m.parameters() if p.grad is not None] for m in (pmodel, model)]
+            totals = [nn.utils.get_total_norm(each, order, foreach=foreach) for each in grads]
+            same(f"norm of order {order}", totals[0], totals[1])
+        norms = [torch.stack([torch.norm(grad, order) for grad in each]) for each in grads]
+        same(f"norm by hand of order {order}", torch.norm(norms[0], order), totals[1])
+
+
+def scales_and_skips_together(name: str, document: Mapping[str, Any]) -> None:
+    """A gradient scaler gives what it gives the original; an overflow on one rank is one on all."""
+    with exact():
+        model, batch = model_of(name), batch_of(name)
+        pmodel = parallel(model, document, batch)
+    both: list[nn.Module] = [model, pmodel]
+    # Replicated parameters first: their gradients alone do not show what happens on other ranks.
+    own = sorted(pmodel.parameters(), key=lambda p: any(at.is_shard() for at in p.placements))  # type: ignore[attr-defined]
+    optimizers = [torch.optim.SGD(parameters, lr=1e-2) for parameters in (list(model.parameters()), own)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=3.0e4, growth_interval=2) for _ in both]  # type: ignore[attr-defined]
+    for seed in range(3):  # the scale changes after the second
+        for m, optimizer, scaler in zip(both, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            with exact():
+                loss = loss_of(m, batch_of(name, seed))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+    same_state(pmodel, model, 1e-6)  # the inverse of the scale is rounded to float32
+    scaled = scalers[1].get_scale()
+    assert scaled == scalers[0].get_scale() == 6e4
+    with exact():
+        loss = loss_of(pmodel, batch)
+    scalers[1].scale(loss).backward()
+    kept = pmodel.full_state_dict()
+    parts = [p.grad for p in pmodel.parameters() if isinstance(p.grad, DTensor) and p.grad.placements[-1].is_shard()]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        parts[0].to_local().fill_(math.inf)
+    scalers[1].step(optimizers[1])
+    scalers[1].update()
+    assert scalers[1].get_scale() == scaled / 2
+    assert all(torch.equal(value, kept[key]) for key, value in pmodel.full_state_dict().items())
 
 
 def drops_alike_in_stages(name: str, documents: list[Mapping[str, Any]]) -> list[float]:
@@ -347,9 +395,7 @@ def runs_in_low_precision(name: str, document: Mapping[str, Any]) -> None:
         assert parameter.grad is not None and parameter.grad.dtype == torch.float32, key
         assert torch.isfinite(whole(parameter.grad)).all(), key
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    same("norm of the gradients", pmodel.clip_grad_norm_(1e9), norm, 5e-2)
-    if pmodel.pipeline is None:
-        same("norm of the gradients", nn.utils.clip_grad_norm_(pmodel.parameters(), 1e9), norm, 5e-2)
+    same("norm of the gradients", nn.utils.clip_grad_norm_(pmodel.parameters(), 1e9), norm, 5e-2)
 
 
 LOW_PRECISION_PINS: tuple[dict[str, Any], ...] = (

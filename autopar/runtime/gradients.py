@@ -1,0 +1,167 @@
+"""Gradients of which a rank holds some: what torch's own functions say of all of them.
+
+``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` go through the gradients that a rank has. Of a DTensor
+they know that other ranks of its mesh have other parts of it, but nothing of other stages, and the scaler asks only
+those ranks that hold other parts of the first one. So where that could differ, a gradient knows who else holds some: a
+norm over several of them is one over those of all stages, and an overflow anywhere is found on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Holders:
+    """The ranks that hold gradients of a model.
+
+    Attributes:
+        axes: the groups along the axes of the mesh of a stage.
+        stages: the ranks of the pipeline that hold any; ``None``: all stages are on the mesh.
+    """
+
+    axes: tuple[ProcessGroup, ...]
+    stages: ProcessGroup | None = None
+
+
+class _Shared(DTensor):
+    """Attributes:
+    holders: who holds gradients of the same model.
+    counts: whether this one counts here; not so where an earlier stage holds it too.
+    """
+
+    holders: Holders
+    counts: bool
+
+    @classmethod
+    def of(cls, value: DTensor, holders: Holders, counts: bool) -> _Shared:
+        """The same tensor, which knows."""
+        made = cls(value._local_tensor, value._spec, requires_grad=False)
+        made.holders, made.counts = holders, counts
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        special = cls.special().get(func, _plain)
+        with torch._C.DisableTorchFunctionSubclass():
+            return special(func, *args, **(kwargs or {}))
+
+    @classmethod
+    def special(cls) -> Mapping[Any, Any]:
+        """What is done for some functions of torch in their place, given the function and its arguments."""
+        raise NotImplementedError
+
+
+class Gradient(_Shared):
+    """A gradient."""
+
+    @classmethod
+    def special(cls) -> Mapping[Any, Any]:
+        return {
+            **dict.fromkeys(_NORMS, _norm),
+            torch._foreach_norm: _norm_of_each,
+            torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+        }
+
+
+class _Norm(_Shared):
+    """The norm of a gradient."""
+
+    @classmethod
+    def special(cls) -> Mapping[Any, Any]:
+        return {Tensor.to: _moved, torch.stack: _stacked}
+
+
+class _Norms(_Shared):
+    """Norms of several gradients, behind one another."""
+
+    @classmethod
+    def special(cls) -> Mapping[Any, Any]:
+        return {**dict.fromkeys(_NORMS, _norm_of_all), Tensor.to: _moved}
+
+
+_NORMS = (torch.linalg.vector_norm, torch.norm, Tensor.norm)
+
+
+def _plain(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _norm(func: Any, gradient: Gradient, *args: Any, **kwargs: Any) -> Any:
+    found = func(gradient, *args, **kwargs)
+    return (
+        _Norm.of(found, gradient.holders, gradient.counts) if isinstance(found, DTensor) and not found.ndim else found
+    )
+
+
+def _norm_of_each(func: Any, gradients: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+    return [
+        _Norm.of(norm, gradient.holders, gradient.counts) if isinstance(gradient, Gradient) else norm
+        for norm, gradient in zip(func(gradients, *args, **kwargs), gradients, strict=True)
+    ]
+
+
+def _moved(func: Any, value: _Shared, *args: Any, **kwargs: Any) -> Any:
+    return type(value).of(func(value, *args, **kwargs), value.holders, value.counts)
+
+
+def _stacked(func: Any, norms: list[Any], *args: Any, **kwargs: Any) -> Any:
+    if not all(isinstance(norm, _Norm) for norm in norms):
+        return func(norms, *args, **kwargs)
+    found = func([norm if norm.counts else torch.zeros_like(norm) for norm in norms], *args, **kwargs)
+    return _Norms.of(found, norms[0].holders, True)
+
+
+def _norm_of_all(func: Any, norms: _Norms, *args: Any, **kwargs: Any) -> Any:
+    found = func(norms, *args, **kwargs)
+    order = args[0] if args else kwargs.get("ord", kwargs.get("p", 2.0))
+    order = 2.0 if order in (None, "fro") else order
+    if norms.holders.stages is None or not isinstance(found, DTensor) or found.ndim:
+        return found
+    total = found.full_tensor().double()
+    if math.isinf(order):
+        dist.all_reduce(total, dist.ReduceOp.MAX, group=norms.holders.stages)
+    else:
+        total = total**order
+        dist.all_reduce(total, group=norms.holders.stages)
+        total = total ** (1 / order)
+    mesh = found.device_mesh
+    return DTensor.from_local(total.to(found.dtype), mesh, run_check=False)
+
+
+def _unscale(func: Any, gradients: list[Any], found_inf: Tensor, inv_scale: Tensor) -> None:
+    func([g.to_local() if isinstance(g, DTensor) else g for g in gradients], found_inf, inv_scale)
+    holders = next(g.holders for g in gradients if isinstance(g, Gradient))
+    for group in (*holders.axes, *([] if holders.stages is None else [holders.stages])):
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+
+
+def know_each_other(parameters: Iterable[nn.Parameter], held_before: Iterable[Tensor], holders: Holders) -> None:
+    """Let gradients of these parameters know who holds others.
+
+    Args:
+        parameters: those of a module, with DTensors.
+        held_before: those among them that an earlier rank of the pipeline holds too.
+    """
+    repeated = {id(parameter) for parameter in held_before}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(
+                partial(_know, holders=holders, counts=id(parameter) not in repeated)
+            )
+
+
+def _know(parameter: Tensor, holders: Holders, counts: bool) -> None:
+    """Autograd hands over a plain DTensor, and adds to what is there in place."""
+    if isinstance(parameter.grad, DTensor) and not isinstance(parameter.grad, Gradient):
+        parameter.grad = Gradient.of(parameter.grad, holders, counts)
