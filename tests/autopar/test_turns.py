@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.api import assign, plan_traced, staged
+from autopar.api import assign, plan_traced, staged, trace
 from autopar.body import Body
 from autopar.build import InTurns
 from autopar.exact import exact
@@ -114,6 +114,30 @@ def test_a_loss_is_handed_over_once_and_scaled() -> None:
             assert mine is not None
             got = simulation.whole(mine, layouts[name], tuple(gradient.shape))
             assert torch.allclose(got, 4 * gradient, rtol=1e-9, atol=1e-12), name
+
+
+def test_a_scale_keeps_small_gradients_of_half_precision() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    batch, scale = {"input": torch.randn(8, 16)}, 2.0**16
+    traced = trace(model, None, batch, lambda out, kwargs: out.float().pow(2).mean() * 1e-7)
+    plan = plan_traced(traced, workers.cluster_of(1), Pins.parse({"micro_batches": 2}), Training())
+    assignment, in_turns = staged(plan, assign(traced, plan))
+    (model(**batch).pow(2).mean() * 1e-7).backward()
+    expected, found = model[0].weight.grad, []
+    with Simulation(model, traced.captured, assignment, 0, in_turns) as simulation:
+        args, kwargs = simulation.inputs((), batch)
+        for _ in range(2):
+            simulation.module.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = simulation.module(*args, **kwargs)
+            (loss * scale).backward()
+            grad = simulation.module.get_parameter("0.weight").grad
+            assert grad is not None and expected is not None
+            layout = next(leaf.layout for leaf in simulation.module.interface.leaves if leaf.name == "0.weight")
+            found.append(simulation.whole(grad, layout, (32, 16)) / scale)
+    assert not found[0].any()  # before a scale is known they vanish
+    assert torch.allclose(found[1], expected, rtol=0.02, atol=0.01 * expected.abs().max().item())
 
 
 def test_verify_runs_all_stages() -> None:
