@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from autopar.runtime.state import RunState
 from autopar.runtime.step import Leaving, Step, Tie
 from autopar.runtime.turns import Turns
 from autopar.stages import stages_of
+from planner.exchange import ties
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
@@ -128,7 +128,6 @@ def _step(
     kept = _kept(space.graph.leaves, stages, here)
     leaves = [leaf for leaf in space.graph.leaves if leaf.name in kept or leaf.op == "input"]
     home = {position: stage.number for stage in stages for position in stage.outputs}
-    loss = [position for position in space.graph.roots if not space.graph.type_of(space.leaving[position]).shape]
     turned = {leaf.name: _turned(space.mesh, assignment.produced(Ref(leaf.name))) for leaf in leaves}
     return Step(
         here,
@@ -136,13 +135,13 @@ def _step(
         leaves=[leaf.name for leaf in leaves],
         turned={name: dim for name, dim in turned.items() if dim is not None},
         outputs=[_leaving(assignment, position, home[position]) for position in range(len(space.leaving))],
-        loss=loss[0] if loss else None,
+        loss=space.graph.loss,
         turns=turns,
         state=holder[STATE],
         mail=mail,
         draws=[stage.draws for stage in stages],
         trained=any(leaf.results[0].grad for leaf in space.graph.leaves),
-        ties=[] if in_turns.pipeline is None else _ties(assignment, stages, schedule, in_turns.pipeline),
+        ties=[] if in_turns.pipeline is None else _ties(assignment, in_turns.bounds, schedule, in_turns.pipeline),
         trainers=None if in_turns.pipeline is None else _trainers(assignment, stages, schedule, in_turns.pipeline),
     )
 
@@ -156,18 +155,10 @@ def _kept(leaves: Sequence[Node], stages: Sequence[Stage], here: Sequence[Stage]
     return own
 
 
-def _ties(assignment: Assignment, stages: Sequence[Stage], schedule: Schedule, pipeline: Pipeline) -> list[Tie]:
+def _ties(assignment: Assignment, bounds: Sequence[int], schedule: Schedule, pipeline: Pipeline) -> list[Tie]:
     """Parameters that stages of several ranks read; every process takes part in making their groups."""
-    readers: dict[str, set[int]] = defaultdict(set)
-    for stage in stages:
-        for name in (name for name in stage.parameters if Ref(name) in assignment.space.graph.differentiated):
-            readers[name].add(schedule.rank_of[stage.number])
-    together: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for name, ranks in readers.items():
-        if len(ranks) > 1:
-            together[tuple(sorted(ranks))].append(name)
     found = []
-    for holders, names in together.items():
+    for holders, names in ties(assignment, schedule.rank_of, bounds).items():
         group = pipeline.group(holders)
         if group is not None:
             found.append(Tie(tuple(names), group, pipeline.rank == holders[0]))

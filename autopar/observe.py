@@ -1,25 +1,33 @@
-"""Observe: count the collectives that a program really makes, in the words of the plan's prediction.
+"""Observe: count the calls that a program really makes, in the words of the plan's prediction.
 
-Works wherever torch dispatches: real process groups (gloo, nccl), and all ranks simulated in one process
-(there a call by all ranks together counts once, as on one rank).
+:func:`observe` counts collectives along the axes of a mesh, :func:`observe_exchanges` what the ranks of a pipeline pass
+one another. Both work wherever torch dispatches: real process groups (gloo, nccl), and all ranks simulated in one
+process (there a call by all ranks together counts once, as on one rank). :func:`observe_messages` counts what stages
+that are all in one process pass one another.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.runtime.mail import Mail, Message, Pipeline, crossed_by, tag_of
+from autopar.runtime.step import Step
 from planner.conversion import Collective
+from planner.exchange import Exchange
+
+Call = TypeVar("Call", Collective, Exchange)
 
 UNKNOWN_AXIS = "?"
 """The axis of a call on a process group that belongs to no axis."""
@@ -36,9 +44,74 @@ def observe(groups: Mapping[str, ProcessGroup]) -> Iterator[Counter[Collective]]
         The counts so far; comparable with :func:`planner.predict.collectives` and with
         ``Counter(dict(plan.predicted.collectives))``. A call is in the phase ``backward`` while autograd runs.
     """
-    counter = _Counter(groups)
-    with counter:
-        yield counter.calls
+    calls = Counter[Collective]()
+    axis_of = _Axes(groups)
+
+    def note(made: _Call) -> None:
+        calls[Collective(made.kind, axis_of(made.group), made.bytes_in, made.phase)] += 1
+
+    with _Watch(note):
+        yield calls
+
+
+@contextlib.contextmanager
+def observe_exchanges(pipeline: Pipeline) -> Iterator[Counter[Exchange]]:
+    """Count every call inside the context by which this rank passes something to others of a pipeline.
+
+    Yields:
+        The counts so far; comparable with those of :func:`planner.exchange.exchanges` that this rank makes.
+    """
+    calls, members = Counter[Exchange](), dist.get_process_group_ranks(pipeline.ranks)
+
+    def note(made: _Call) -> None:
+        group = _group(made.group)
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1 or not {*ranks} <= {*members}:
+            return
+        if made.kind == "send":
+            boundary, phase = crossed_by(made.tag)
+            way = pipeline.rank, members.index(dist.get_global_rank(group, made.receiver))
+            calls[Exchange("send", way, made.bytes_in, phase, boundary)] += 1
+        else:
+            phase = "backward" if made.kind == "all_reduce" else "forward"  # only gradients are summed
+            calls[Exchange(made.kind, tuple(sorted(map(members.index, ranks))), made.bytes_in, phase)] += 1
+
+    with _Watch(note):
+        yield calls
+
+
+@contextlib.contextmanager
+def observe_messages(step: Step, placed: Sequence[int]) -> Iterator[Counter[Exchange]]:
+    """Count what the stages of a step that are all in one process pass one another, as if they were on several ranks.
+
+    Args:
+        placed: the rank of every stage.
+
+    Yields:
+        The counts so far; comparable with the sends of :func:`planner.exchange.exchanges`.
+    """
+    calls, mail = Counter[Exchange](), step.mail
+    step.mail = _Noted(mail, placed, calls)
+    try:
+        yield calls
+    finally:
+        step.mail = mail
+
+
+class _Noted:
+    """Mail that notes what goes from rank to rank."""
+
+    def __init__(self, mail: Mail, placed: Sequence[int], calls: Counter[Exchange]):
+        self.open, self.take, self.share, self.close = mail.open, mail.take, mail.share, mail.close
+        self._mail, self._placed, self._calls = mail, placed, calls
+
+    def put(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        boundary, phase = crossed_by(tag_of(message))
+        ranks = self._placed[boundary], self._placed[boundary + 1]
+        way = ranks if phase == "forward" else ranks[::-1]
+        for tensor in tensors if way[0] != way[1] else ():
+            self._calls[Exchange("send", way, tensor.numel() * tensor.element_size(), phase, boundary)] += 1
+        self._mail.put(message, tensors)
 
 
 @dataclass(frozen=True)
@@ -65,6 +138,7 @@ _FORMS: dict[str, _Form] = {
     "c10d.reduce_.default": _Form("reduce", "tensors", "process_group"),
     "c10d.gather_.default": _Form("gather", "input_tensors", "process_group"),
     "c10d.scatter_.default": _Form("scatter", "input_tensors", "process_group"),
+    "c10d.send.default": _Form("send", "tensors", "process_group"),
     "_c10d_functional.all_reduce.default": _Form("all_reduce", "input", "group_name"),
     "_c10d_functional.all_reduce_.default": _Form("all_reduce", "input", "group_name"),
     "_c10d_functional.all_reduce_coalesced.default": _Form("all_reduce", "inputs", "group_name"),
@@ -79,12 +153,24 @@ _FORMS: dict[str, _Form] = {
 }
 
 
-class _Counter(TorchDispatchMode):
-    def __init__(self, groups: Mapping[str, ProcessGroup]):
+@dataclass(frozen=True)
+class _Call:
+    """One call, its group as the operator names it; ``receiver`` (in the group) and ``tag`` of a send."""
+
+    kind: str
+    group: Any
+    bytes_in: int
+    phase: str
+    receiver: int = -1
+    tag: int = -1
+
+
+class _Watch(TorchDispatchMode):
+    """Tells of every call."""
+
+    def __init__(self, note: Callable[[_Call], None]):
         super().__init__()
-        self.calls: Counter[Collective] = Counter()
-        self._by_name: dict[str, str] = {group.group_name: axis for axis, group in groups.items()}
-        self._by_ranks = {tuple(dist.get_process_group_ranks(group)): axis for axis, group in groups.items()}
+        self._note = note
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,26 +184,38 @@ class _Counter(TorchDispatchMode):
             tensors = [t for t in pytree.tree_leaves(given[form.tensors]) if isinstance(t, torch.Tensor)]
             bytes_in = sum(t.numel() * t.element_size() for t in tensors)
             phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
-            self.calls[Collective(form.kind, self._axis(given[form.group]), bytes_in, phase)] += 1
+            to = (given["dst"], given["tag"]) if form.kind == "send" else ()
+            self._note(_Call(form.kind, given[form.group], bytes_in, phase, *to))
         return func(*args, **kwargs)
 
-    def _axis(self, given: Any) -> str:
-        """The mesh axis of a group, however the operator names it."""
-        if isinstance(given, torch.ScriptObject):
-            given = ProcessGroup.unbox(given)
-        name = given if isinstance(given, str) else given.group_name
-        if name in self._by_name:
-            return self._by_name[name]
-        group = dist.distributed_c10d._resolve_process_group(GroupName(name)) if isinstance(given, str) else given
-        return self._by_ranks.get(tuple(dist.get_process_group_ranks(group)), UNKNOWN_AXIS)
+
+class _Axes:
+    """The mesh axis of a group, however an operator names it."""
+
+    def __init__(self, groups: Mapping[str, ProcessGroup]):
+        self._by_name: dict[str, str] = {group.group_name: axis for axis, group in groups.items()}
+        self._by_ranks = {tuple(dist.get_process_group_ranks(group)): axis for axis, group in groups.items()}
+
+    def __call__(self, given: Any) -> str:
+        if isinstance(given, str) and given in self._by_name:
+            return self._by_name[given]
+        group = _group(given)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return self._by_name.get(group.group_name, self._by_ranks.get(ranks, UNKNOWN_AXIS))
 
 
-def differences(predicted: Mapping[Collective, int], observed: Mapping[Collective, int]) -> list[str]:
+def _group(given: Any) -> ProcessGroup:
+    """A group that an operator names."""
+    if isinstance(given, torch.ScriptObject):
+        return ProcessGroup.unbox(given)
+    return dist.distributed_c10d._resolve_process_group(GroupName(given)) if isinstance(given, str) else given
+
+
+def differences(predicted: Mapping[Call, int], observed: Mapping[Call, int]) -> list[str]:
     """One line for every call that is not as often observed as predicted; empty when all are."""
-    calls = sorted({*predicted, *observed}, key=lambda c: (c.phase, c.axis, c.kind, c.bytes_in))
+    calls = set(predicted) | set(observed)
     return [
-        f"{call.phase} {call.kind} of {call.bytes_in:,} bytes on axis {call.axis!r}: "
-        f"predicted {predicted.get(call, 0)}, observed {observed.get(call, 0)}"
-        for call in calls
+        f"{call}: predicted {predicted.get(call, 0)}, observed {observed.get(call, 0)}"
+        for call in sorted(calls, key=lambda call: (call.phase, str(call)))
         if predicted.get(call, 0) != observed.get(call, 0)
     ]

@@ -87,6 +87,11 @@ class Simulation:
         """Where the blocks are cut into stages, if they are."""
         return () if self._in_turns is None else self._in_turns.bounds
 
+    @property
+    def placed(self) -> tuple[int, ...]:
+        """The rank of every stage, as if they were not all in this process."""
+        return (0,) if self._in_turns is None else self._in_turns.schedule.rank_of
+
     def parts(self, full: Tensor, layout: Layout) -> Tensor:
         """Every rank's part of a global tensor."""
         return self.mode.rank_map(lambda rank: part_of(full.detach(), layout, self.mesh, rank))

@@ -25,6 +25,7 @@ from autopar.runtime.draws import draw, draw_attention
 from autopar.runtime.layers.loss import token_count
 from autopar.runtime.stage import Passed, Stage, programs_in
 from planner.errors import PlanError
+from planner.exchange import crossing
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import MICRO, I, Layout, R, local_shape
@@ -93,12 +94,11 @@ class _Cut:
     def __init__(self, assignment: Assignment, bounds: Sequence[int]):
         self.assignment, self.space = assignment, assignment.space
         self.numbers = [range(low, high) for low, high in pairwise(bounds)]
-        instances = self.space.folded.instances
+        instances, behind = self.space.folded.instances, crossing(self.space.folded)
         home = {number: stage for stage, numbers in enumerate(self.numbers) for number in numbers}
         made = {ref: home[number] for number, each in enumerate(instances) for ref in each.block.outputs}
-        last = {ref: home[number] for number, each in enumerate(instances) for ref in each.block.inputs}
         count = len(self.numbers)
-        self.crossing = [[ref for ref, at in made.items() if at <= s < last.get(ref, at)] for s in range(count)]
+        self.crossing = [behind[numbers[-1]] for numbers in self.numbers]
         self.outputs = [
             [position for position, ref in enumerate(self.space.leaving) if made.get(ref, count - 1) == stage]
             for stage in range(count)

@@ -8,6 +8,7 @@ against the plan's prediction.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import Counter
@@ -26,14 +27,16 @@ from autopar.build import InTurns
 from autopar.capture import LossFn, _caches_off, _example_inputs, _WithLoss
 from autopar.compare import first_divergence, reference_values
 from autopar.exact import exact, twin, widen, widened
-from autopar.observe import differences, observe
+from autopar.observe import differences, observe, observe_messages
 from autopar.runtime.mesh import groups_of
+from autopar.runtime.step import Step
 from autopar.simulate import DivergedError, Simulation
 from autopar.typecheck import TypeReport, typecheck
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.cost import CostModel
 from planner.errors import PinError, VerificationError
+from planner.exchange import Exchange, exchanges
 from planner.fold import Folded, Instance, fold
 from planner.formulate import Assignment, Role, Space, Training, rules_of
 from planner.graph import Graph, Ref
@@ -137,12 +140,16 @@ def _loss_position(outputs: tuple[Any, ...]) -> int | None:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a simulated step is from the original's: relative errors by name, and calls not as predicted."""
+    """How far a simulated step is from the original's: relative errors by name, and calls not as predicted.
+
+    ``sent`` is what would go between stages on different ranks, if they all were not in one process.
+    """
 
     outputs: Mapping[str, float]
     gradients: Mapping[str, float]
     buffers: Mapping[str, float]
     calls: Counter[Collective]
+    sent: Counter[Exchange]
     miscounted: tuple[str, ...]
 
     @property
@@ -180,13 +187,19 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
     module = simulation.module
     specs = module.interface.outputs
     args, kwargs = simulation.inputs(reference.args, reference.kwargs)
-    with observe(groups_of(module.device_mesh)) as calls:
+    messages: contextlib.AbstractContextManager[Counter[Exchange]] = contextlib.nullcontext(Counter())
+    if isinstance(module.program, Step):
+        messages = observe_messages(module.program, simulation.placed)
+    with observe(groups_of(module.device_mesh)) as calls, messages as sent:
         returned = pytree.tree_leaves(module(*args, **kwargs))
         if reference.loss is not None:
             returned[reference.loss].backward()
     predicted = collectives(assignment, simulation.bounds)
+    between = exchanges(assignment, simulation.placed, simulation.bounds)
+    between = Counter({call: count for call, count in between.items() if call.kind == "send"})
     if reference.loss is None:
         predicted = Counter({call: count for call, count in predicted.items() if call.phase == "forward"})
+        between = Counter({call: count for call, count in between.items() if call.phase == "forward"})
     outputs = {}
     for name, expected, got, spec in zip(reference.names, reference.outputs, returned, specs, strict=True):
         if isinstance(expected, Tensor):
@@ -213,7 +226,8 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
         for name, value in module.named_buffers()
         if name in layouts
     }
-    return Agreement(outputs, gradients, buffers, calls, tuple(differences(predicted, calls)))
+    wrong = (*differences(predicted, calls), *differences(between, sent))
+    return Agreement(outputs, gradients, buffers, calls, sent, wrong)
 
 
 def _any_nonzero(gradient: Tensor) -> bool:
@@ -314,7 +328,9 @@ class Verification:
                         f"  {what:<12} {len(errors)} equal on {_describe(self.simulated)}, "
                         f"largest relative error {errors[name]:.1e} ({name})"
                     )
-            lines.append(f"  collectives  {sum(self.agreement.calls.values())} calls, all as predicted")
+            lines.append(f"  collectives  {self.agreement.calls.total()} calls, all as predicted")
+            if self.agreement.sent:
+                lines.append(f"  sent         {self.agreement.sent.total()} tensors between stages, all as predicted")
         return "\n".join([*lines, *(f"  note         {note}" for note in self.notes)])
 
 
@@ -413,7 +429,7 @@ def _agree(ref: Reference, assignment: Assignment, rtol: float, seed: int, in_tu
             f"the {where} differs from the model's by {worst:.2g}, relative ({rtol:.0e} is allowed){located()}"
         )
     if agreement.miscounted:
-        raise VerificationError("collectives are not as predicted:\n  " + "\n  ".join(agreement.miscounted))
+        raise VerificationError("communication is not as predicted:\n  " + "\n  ".join(agreement.miscounted))
     return agreement
 
 

@@ -45,6 +45,9 @@ class Collective:
     bytes_in: int
     phase: str
 
+    def __str__(self) -> str:
+        return f"{self.phase} {self.kind} of {self.bytes_in:,} bytes on axis {self.axis!r}"
+
 
 @dataclass(frozen=True)
 class Step:

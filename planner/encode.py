@@ -16,6 +16,7 @@ from planner.conversion import Collective
 from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
 from planner.document import BlockPlan, Document, PipelinePlan, Search
 from planner.errors import ClusterError, PlanError
+from planner.exchange import Exchange
 from planner.layout import Axis, Mesh
 from planner.names import parse_runs, runs
 from planner.predict import Prediction
@@ -35,7 +36,7 @@ def encode(document: Document) -> dict[str, Any]:
         "cluster": document.cluster.to_dict(),
         **decisions(document),
         "search": {**asdict(search), "candidates": list(search.candidates)},
-        "predicted": {**asdict(predicted), "collectives": _calls(predicted.collectives)},
+        "predicted": _prediction(predicted),
         "details": [
             {"ops": {name: _sparse(op) for name, op in d.ops.items()}, "collectives": _calls(d.collectives)}
             for d in account.blocks
@@ -88,6 +89,14 @@ def decode(data: Any) -> dict[str, Any]:
     if ranks != devices:
         raise PlanError(f"the plan's mesh has {ranks} ranks, but its cluster has {devices} devices: plan again for it")
     return fields
+
+
+def _prediction(predicted: Prediction) -> dict[str, Any]:
+    """A prediction as JSON; only a pipeline has exchanges."""
+    found = {field.name: getattr(predicted, field.name) for field in fields(predicted)}
+    found["collectives"] = _calls(predicted.collectives)
+    found["exchanges"] = [{**_sparse(each), "calls": count} for each, count in predicted.exchanges]
+    return found if found["exchanges"] else {name: value for name, value in found.items() if name != "exchanges"}
 
 
 def _pipeline(pipeline: PipelinePlan) -> dict[str, Any]:
@@ -231,6 +240,7 @@ def _read_prediction(data: Any) -> Prediction:
         _read_calls(data["collectives"]),
         data.get("fullest_at", ""),
         tuple((name, size) for name, size in data.get("largest", ())),
+        tuple((_read_exchange(each), each["calls"]) for each in data.get("exchanges", ())),
     )
 
 
@@ -249,6 +259,11 @@ def _read_calls(calls: Iterable[Mapping[str, Any]]) -> tuple[tuple[Collective, i
 
 def _read_call(call: Mapping[str, Any]) -> Collective:
     return Collective(call["kind"], call["axis"], call["bytes_in"], call["phase"])
+
+
+def _read_exchange(data: Mapping[str, Any]) -> Exchange:
+    ranks = tuple(data["ranks"])
+    return Exchange(data["kind"], ranks, data["bytes_in"], data["phase"], data.get("boundary"))
 
 
 def _read_move(data: Mapping[str, Any]) -> Move:

@@ -141,6 +141,11 @@ class Graph:
         found = [i for i, ref in enumerate(self.outputs) if self.type_of(ref).grad]
         return tuple([i for i in found if not self.type_of(self.outputs[i]).shape][:1] or found)
 
+    @property
+    def loss(self) -> int | None:
+        """The position of the loss, if there is one."""
+        return next((position for position in self.roots if not self.type_of(self.outputs[position]).shape), None)
+
     @cached_property
     def differentiated(self) -> frozenset[Ref]:
         """Values whose gradient a training step computes: those that reach a root."""

@@ -66,6 +66,8 @@ Layout = tuple[LocalType, ...]
 
 MICRO = "micro"
 """The axis of micro-batches: turns of the same devices instead of devices."""
+PIPELINE = "pipeline"
+"""The axis of stages; no mesh of the planner has it, since each stage has a mesh."""
 
 
 @dataclass(frozen=True)

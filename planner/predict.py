@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from planner.conversion import Collective, Route, local_bytes
+from planner.exchange import Exchange, exchanges
 from planner.fold import Instance
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
-from planner.layout import MICRO, Layout
+from planner.layout import MICRO, PIPELINE, Layout
 from planner.memory import Timeline, timeline
 from planner.recompute import Level
 from planner.strategy import Choice
@@ -41,9 +42,10 @@ class Prediction:
         memory_bytes: bytes at the fullest moment by use: ``parameters``, ``gradients``, ``optimizer``, ``gathered``
             (parameters that are used in a larger layout than they are stored in), ``activations`` (inputs, and what
             forward made), ``temporary`` (gradients of activations, and what operators need while they run).
-        collectives: each distinct call and how often a step makes it.
+        collectives: each distinct call and how often a step makes it; in turns, by one rank of every stage together.
         fullest_at: what runs at the fullest moment; in turns, which rank of the pipeline is fullest.
         largest: the largest tensors alive then, and their bytes.
+        exchanges: each distinct call among the ranks of a pipeline, and how often a step makes it.
     """
 
     step_time_s: float
@@ -53,6 +55,7 @@ class Prediction:
     collectives: tuple[tuple[Collective, int], ...]
     fullest_at: str = ""
     largest: tuple[tuple[str, int], ...] = ()
+    exchanges: tuple[tuple[Exchange, int], ...] = ()
 
     def __str__(self) -> str:
         rows = [
@@ -70,6 +73,15 @@ class Prediction:
         """When or where memory is fullest, and with what."""
         largest = ", ".join(f"{name} {in_bytes(size)}" for name, size in self.largest[:3])
         return f"fullest in {self.fullest_at}" + (f"\nwith {largest}, ..." if largest else "")
+
+    @property
+    def calls(self) -> tuple[tuple[Collective, int], ...]:
+        """Collectives and exchanges, the latter on the axis of stages: what one rank of every stage passes in."""
+        found = Counter(dict(self.collectives))
+        for each, count in self.exchanges:
+            passing = 1 if each.kind == "send" else len(each.ranks)
+            found[Collective(each.kind, PIPELINE, each.bytes_in, each.phase)] += count * passing
+        return tuple(sorted_calls(found))
 
 
 Calls = Counter[Collective]
@@ -288,6 +300,7 @@ def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
         staged.memory_bytes,
         tuple(sorted_calls(collectives(recomputing, staged.cut.bounds))),
         f"pipeline rank {fullest}" if staged.pipeline.ranks > 1 else "",
+        exchanges=tuple(exchanges(assignment, staged.pipeline.placed, staged.cut.bounds).items()),
     )
 
 

@@ -22,10 +22,11 @@ import numpy as np
 
 from planner.conversion import local_bytes
 from planner.errors import InfeasibleError
+from planner.exchange import crossing
 from planner.fold import Folded
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
-from planner.layout import MICRO, Axis, Layout
+from planner.layout import MICRO, PIPELINE, Axis, Layout
 from planner.memory import USES
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
@@ -192,15 +193,13 @@ class _Chain:
 
     def _sent_s(self) -> list[float]:
         """Seconds to send on, after each block, all values of it and earlier ones that later ones read."""
-        space, instances = self.space, self.folded.instances
-        made = {ref: number for number, instance in enumerate(instances) for ref in instance.block.outputs}
-        last = {ref: number for number, instance in enumerate(instances) for ref in instance.block.inputs}
-        crossing = [0] * len(instances)
-        for ref, number in made.items():
-            for at in range(number, last.get(ref, number)):
-                crossing[at] += local_bytes(self.graph.type_of(ref), self.assignment.delivered(ref), space.mesh)
-        axis = Axis("pipeline", space.stages, space.mesh.size)
-        return [space.cost.collective_s("send", axis, each) if each else 0.0 for each in crossing]
+        space, graph, delivered = self.space, self.graph, self.assignment.delivered
+        axis = Axis(PIPELINE, space.stages, space.mesh.size)
+        sizes = (
+            sum(local_bytes(graph.type_of(ref), delivered(ref), space.mesh) for ref in refs)
+            for refs in crossing(self.folded)
+        )
+        return [space.cost.collective_s("send", axis, size) if size else 0.0 for size in sizes]
 
     def _link(self, number: int, send_s: float) -> Link:
         instance = self.folded.instances[number]

@@ -20,6 +20,18 @@ Message = tuple[int, str, int]
 """The stage that it is for, the kind of action that waits for it, the micro-batch."""
 
 
+def tag_of(message: Message) -> int:
+    """The number that marks a message, of every micro-batch: a receiver that knows tags takes no other one for it."""
+    stage, kind, _ = message
+    return 2 * stage + (kind == "B")
+
+
+def crossed_by(tag: int) -> tuple[int, str]:
+    """What a message crosses: the boundary behind this stage, ``forward`` or ``backward``."""
+    stage, is_gradient = divmod(tag, 2)
+    return (stage, "backward") if is_gradient else (stage - 1, "forward")
+
+
 class Mail(Protocol):
     """Carries messages."""
 
@@ -195,7 +207,7 @@ class Between:
         forms = self._forms[message[0], message[1]]
         tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms]
         group, source = self.pipeline.ways[sender, self.pipeline.rank], self.pipeline.global_rank(sender)
-        works = [dist.irecv(tensor, source, group) for tensor in tensors]
+        works = [dist.irecv(tensor, source, group, tag_of(message)) for tensor in tensors]
         self._coming[sender] = _Coming(message, tensors, [work for work in works if work is not None])
 
     def put(self, message: Message, tensors: Sequence[Tensor]) -> None:
@@ -208,7 +220,7 @@ class Between:
         for tensor in tensors:
             sent = tensor.contiguous()
             with self._naming(receiver, message):
-                work = dist.isend(sent, target, group)
+                work = dist.isend(sent, target, group, tag_of(message))
             assert work is not None
             self._pending.append((work, sent))
 

@@ -15,10 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from autopar.runtime.mail import Pipeline
 from planner import layout as planner_layout
 from planner.errors import PlanError
-from planner.layout import Layout, Mesh
-
-PIPELINE = "pipeline"
-"""The axis of stages."""
+from planner.layout import PIPELINE, Layout, Mesh
 
 
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:

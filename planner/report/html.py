@@ -345,7 +345,7 @@ def _traffic_table(calls: Iterable[tuple[Collective, int]]) -> str:
 
 
 def _collectives(document: Document) -> str:
-    calls = document.predicted.collectives
+    calls = document.predicted.calls
     body = _traffic_table(calls) if calls else '<p class="soft">None: one device computes everything.</p>'
     return f'<div class="card"><h2>Collectives of one step</h2>{body}</div>'
 

@@ -118,11 +118,12 @@ def _plain_row(document: Document, name: str, label: str) -> Sequence[str]:
 def _collectives(document: Document) -> str:
     rows = [
         [f"  {row.phase}", row.kind, row.axis, f"{row.calls:,}", in_bytes(row.bytes_in)]
-        for row in traffic(document.predicted.collectives)
+        for row in traffic(document.predicted.calls)
     ]
     if not rows:
         return "collectives per step: none"
-    return _table(["collectives per step", "kind", "axis", "calls", "bytes from each rank"], rows, right=(3, 4))
+    passed = "bytes from each rank" if document.pipeline is None else "bytes from a rank of every stage"
+    return _table(["collectives per step", "kind", "axis", "calls", passed], rows, right=(3, 4))
 
 
 def _candidates(document: Document) -> str:

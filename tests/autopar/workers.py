@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.exact import exact
 from autopar.meter import LiveBytes
-from autopar.observe import differences, observe
+from autopar.observe import differences, observe, observe_exchanges
 from autopar.runtime.draws import draw
 from autopar.runtime.layers import attention, batch_norm, cross_entropy_loss, vocab_embedding
 from autopar.runtime.mesh import groups_of
@@ -235,9 +235,15 @@ def trains_in_turns(name: str, document: Mapping[str, Any]) -> float:
 
     loss = loss_of(model, batch)
     loss.backward()
-    with observe(groups_of(pmodel.device_mesh)) as calls:
+    predicted = Plan.from_dict(document).predicted
+    passed: contextlib.AbstractContextManager[Counter[Any]] = contextlib.nullcontext(Counter())
+    if pmodel.pipeline is not None:
+        passed = observe_exchanges(pmodel.pipeline)
+    with observe(groups_of(pmodel.device_mesh)) as calls, passed as exchanged:
         ploss = loss_of(pmodel, batch)
         ploss.backward()
+    rank = 0 if pmodel.pipeline is None else pmodel.pipeline.rank
+    assert not differences({call: n for call, n in predicted.exchanges if call.is_made_by(rank)}, exchanged)
     stages: list[Any] = [None] * (pmodel.pipeline.size if pmodel.pipeline is not None else 1)
     stages[0] = calls
     if pmodel.pipeline is not None:
@@ -245,7 +251,7 @@ def trains_in_turns(name: str, document: Mapping[str, Any]) -> float:
     made: Counter[Any] = Counter()
     for found in stages:
         made.update({call: n for call, n in found.items() if call.axis in pmodel.mesh.names})
-    assert not differences(dict(Plan.from_dict(document).predicted.collectives), made)
+    assert not differences(dict(predicted.collectives), made)
     same("loss", ploss, loss)
     same_own_gradients(pmodel, model)
 

@@ -55,8 +55,9 @@ ROOMS: dict[str, set[str]] = {
     "pins": {*BASE, "rules", "ops", "mesh", "pipeline", "strategy", "recompute", "formulate"},
     "memory": {*BASE, "fold", "conversion", "recompute", "formulate", "ops"},
     "words": {"layout"},
+    "exchange": {"graph", "fold", "conversion", "formulate"},
 }
-ROOMS["turns"] = ROOMS["memory"] | {"memory", "pipeline", "problem"}
+ROOMS["turns"] = ROOMS["memory"] | {"memory", "pipeline", "problem", "exchange"}
 ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "skeleton", "turns"}
 ROOMS["predict"] = ROOMS["turns"] | {"cost", "strategy", "words", "turns"}
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
@@ -71,7 +72,7 @@ ROOMS["follow"] = {"errors", "graph", "rules", "strategy", "polynomial"}
 ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "memory", "predict", "follow"}
 ROOMS["capacity"] = {"errors", "polynomial", "scale"}
 ROOMS["formulas"] = {*ROOMS["scale"], "ops", "kernel", "cost", "conversion", "pins", "scale"}
-ROOMS["encode"] = {*BASE, "cluster", "conversion", "predict", "detail", "document", "names"}
+ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "predict", "detail", "document", "names"}
 VIEWS = {*ROOMS} - {"search"}
 ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}
