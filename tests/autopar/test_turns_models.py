@@ -310,7 +310,8 @@ def name_of(value: object) -> str:
     return "+".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
-def check(name: str, pin: Pin, training: bool = True) -> None:
+def check(name: str, pin: Pin, training: bool = True) -> float:
+    """Returns the largest relative error of any output or gradient."""
     ref, assignment, found_turns = in_turns(name, pin, training)
     with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, found_turns) as simulation:
         found = observed_step(ref, assignment, simulation)
@@ -320,6 +321,7 @@ def check(name: str, pin: Pin, training: bool = True) -> None:
     assert not found.miscounted
     assert names == set(ref.model.state_dict())
     assert typecheck(ref.traced.captured, assignment, found_turns).operators > 0
+    return found.worst[0]
 
 
 @pytest.mark.parametrize("name, pin", CASES, ids=name_of)
