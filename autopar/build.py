@@ -23,7 +23,7 @@ from autopar.runtime.stage import Stage
 from autopar.runtime.state import RunState
 from autopar.runtime.step import Leaving, Step, Tie
 from autopar.runtime.turns import Turns
-from autopar.stages import stages_of
+from autopar.stages import Outline, stages_of
 from planner.exchange import ties
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
@@ -121,9 +121,8 @@ def _step(
     """What this process runs of a step in turns."""
     space, schedule, rank = assignment.space, in_turns.schedule, in_turns.rank
     turns = Turns(space.mesh.micro_batches)
-    emitted = stages_of(captured, assignment, in_turns.bounds, {**holder, MICRO: turns}, device)
-    stages = [stage for stage, _ in emitted]
-    here = [stage for stage in stages if rank is None or schedule.rank_of[stage.number] == rank]
+    stages = stages_of(captured, assignment, in_turns.bounds, {**holder, MICRO: turns}, device)
+    here = [each.stage() for each in stages if rank is None or schedule.rank_of[each.number] == rank]
     mail = Within() if in_turns.pipeline is None else Between(schedule, here, in_turns.pipeline, device)
     kept = _kept(space.graph.leaves, stages, here)
     leaves = [leaf for leaf in space.graph.leaves if leaf.name in kept or leaf.op == "input"]
@@ -146,7 +145,7 @@ def _step(
     )
 
 
-def _kept(leaves: Sequence[Node], stages: Sequence[Stage], here: Sequence[Stage]) -> set[str]:
+def _kept(leaves: Sequence[Node], stages: Sequence[Outline], here: Sequence[Stage]) -> set[str]:
     """The leaves that stages of this process read; those that none reads are with the first stage."""
     reads = {stage.number: {*stage.parameters, *stage.leaves} for stage in stages}
     own = {name for stage in here for name in reads[stage.number]}
@@ -166,7 +165,7 @@ def _ties(assignment: Assignment, bounds: Sequence[int], schedule: Schedule, pip
 
 
 def _trainers(
-    assignment: Assignment, stages: Sequence[Stage], schedule: Schedule, pipeline: Pipeline
+    assignment: Assignment, stages: Sequence[Outline], schedule: Schedule, pipeline: Pipeline
 ) -> ProcessGroup | None:
     """The ranks that hold parameters that are trained; every process takes part in making their group."""
     trained = assignment.space.graph.differentiated

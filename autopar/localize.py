@@ -102,7 +102,7 @@ def local_form(call: Call) -> fx.Node:
     form = LOCAL_FORMS.get(call.node.op)
     groups = _layer_groups(call, form) if form is not None else {}
     attends = call.node.op == ATTENTION
-    if _draws(call):
+    if draws(call.node, call.target):
         varying = call.groups(
             tuple(i for i, s in enumerate(call.choice.axes) if s.factor and call.mesh.axes[i].size > 1)
         )
@@ -137,12 +137,12 @@ def is_random(node: Node, target: torch._ops.OpOverload) -> bool:
     return row.random if row is not None else torch.Tag.nondeterministic_seeded in target.tags
 
 
-def _draws(call: Call) -> bool:
-    """Whether the operator draws random numbers, as it is called here."""
-    if not is_random(call.node, call.target):
+def draws(node: Node, target: torch._ops.OpOverload) -> bool:
+    """Whether an operator draws random numbers, as it is called here."""
+    if not is_random(node, target):
         return False
-    rate = call.args.get("dropout_p", call.args.get("p"))
-    return bool(rate) if call.node.op == ATTENTION or "dropout" in call.node.op else True
+    rate = node["dropout_p"] if node.op == ATTENTION else node["p"]
+    return bool(rate) if node.op == ATTENTION or "dropout" in node.op else True
 
 
 def _ask_whether_training(call: Call) -> None:

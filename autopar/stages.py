@@ -19,11 +19,10 @@ from torch import fx
 
 from autopar.body import Body, entries_of, is_param, known_before, module_of, parameters_of, sums_early
 from autopar.capture import Captured
-from autopar.localize import is_random
+from autopar.localize import draws, is_random
 from autopar.rewrite import Root, targets_of
-from autopar.runtime.draws import draw, draw_attention
 from autopar.runtime.layers.loss import token_count
-from autopar.runtime.stage import Passed, Stage, programs_in
+from autopar.runtime.stage import Passed, Stage
 from planner.errors import PlanError
 from planner.exchange import crossing
 from planner.formulate import Assignment
@@ -51,8 +50,8 @@ def stages_of(
     bounds: Sequence[int],
     groups: Mapping[str, Any],
     device: torch.device,
-) -> list[tuple[Stage, Joints]]:
-    """The programs of every stage, in order, and what they take and give.
+) -> list[Outline]:
+    """Every stage in order; a process emits the programs of those that it runs.
 
     Args:
         captured, groups, device: as in :func:`autopar.rewrite.rewrite`; ``"micro"`` names the micro-batches.
@@ -65,8 +64,7 @@ def stages_of(
     _check(captured, assignment)
     cut = _Cut(assignment, bounds)
     targets = targets_of(captured)
-    emitted = [_Emitted(targets, cut, number, groups, device) for number in range(len(bounds) - 1)]
-    return [(each.stage(), each.joints) for each in emitted]
+    return [Outline(targets, cut, number, groups, device) for number in range(len(bounds) - 1)]
 
 
 def _check(captured: Captured, assignment: Assignment) -> None:
@@ -105,8 +103,12 @@ class _Cut:
         ]
 
 
-class _Emitted:
-    """The programs of one stage under construction."""
+class Outline:
+    """What a stage has of the model; its programs are emitted from that.
+
+    Attributes:
+        parameters, leaves, outputs, draws: as in :class:`autopar.runtime.stage.Stage`.
+    """
 
     def __init__(
         self, targets: Mapping[str, Any], cut: _Cut, number: int, groups: Mapping[str, Any], device: torch.device
@@ -117,10 +119,18 @@ class _Emitted:
         self.blocks = [self.space.folded.instances[at].block for at in cut.numbers[number]]
         self.received = cut.crossing[number - 1] if number else []
         self.sent = cut.crossing[number]
+        self.outputs = tuple(cut.outputs[number])
         self.known: dict[str, Node | Ref] = {}
         for block in self.blocks:
             self.known |= known_before(block, self.assignment)
         self.behind = {name: self._behind(each) for name, each in self.known.items()}
+        read = [ref for block in self.blocks for ref in entries_of(block, self.assignment) if isinstance(ref, Ref)]
+        read += [self.space.leaving[position] for position in self.outputs]
+        taken = {ref.node for ref in read}.union(*self.behind.values())
+        stored = {ref.node for block in self.blocks for ref, _ in parameters_of(block, self.assignment)}
+        self.leaves = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in taken)
+        self.parameters = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in stored)
+        self.draws = sum(draws(node, targets[node.name]) for block in self.blocks for node in block.nodes)
 
     @property
     def joints(self) -> Joints:
@@ -137,25 +147,17 @@ class _Emitted:
         return tuple(R if is_taken else each for is_taken, each in zip(taken, layout, strict=True))
 
     def stage(self) -> Stage:
-        """All of it."""
-        read = [ref for block in self.blocks for ref in entries_of(block, self.assignment) if isinstance(ref, Ref)]
-        read += [self.space.leaving[position] for position in self.cut.outputs[self.number]]
-        taken = {ref.node for ref in read}.union(*self.behind.values())
-        stored = {ref.node for block in self.blocks for ref, _ in parameters_of(block, self.assignment)}
-        leaves = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in taken)
-        parameters = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in stored)
-        program, drawn = self._program(leaves)
+        """All of it, with programs."""
         return Stage(
             number=self.number,
-            parameters=parameters,
-            leaves=leaves,
+            parameters=self.parameters,
+            leaves=self.leaves,
             received=tuple(map(self._passed, self.received)),
             sent=tuple(map(self._passed, self.sent)),
-            outputs=tuple(self.cut.outputs[self.number]),
-            gather=self._gather(parameters),
-            count=self._count(leaves) if self.known else None,
-            program=program,
-            draws=drawn,
+            outputs=self.outputs,
+            gather=self._gather(),
+            count=self._count() if self.known else None,
+            program=self._program(),
         )
 
     def _passed(self, ref: Ref) -> Passed:
@@ -173,9 +175,9 @@ class _Emitted:
             body.relay(Ref(name))
         return body
 
-    def _gather(self, parameters: Sequence[str]) -> fx.GraphModule:
+    def _gather(self) -> fx.GraphModule:
         """Parameters as they are stored -> as the blocks use them, block by block."""
-        body = self._entered(parameters, is_of_a_turn=False)
+        body = self._entered(self.parameters, is_of_a_turn=False)
         results = []
         for block in self.blocks:
             body.ready.clear()
@@ -190,9 +192,9 @@ class _Emitted:
         body.graph.output(tuple(results))
         return module_of(dict(self.groups), body.graph, "Gather")
 
-    def _count(self, leaves: Sequence[str]) -> fx.GraphModule:
+    def _count(self) -> fx.GraphModule:
         """Leaves -> what one micro-batch adds to each number that is known before."""
-        body = self._entered(leaves, is_of_a_turn=True)
+        body = self._entered(self.leaves, is_of_a_turn=True)
         done: set[str] = set()
         results = []
         for name, each in self.known.items():
@@ -257,8 +259,8 @@ class _Emitted:
             return f"another sum over the batch, which {node.name} ({node.op}) reads"
         return ""
 
-    def _program(self, leaves: Sequence[str]) -> tuple[fx.GraphModule, int]:
-        """(used parameters, leaves, received values, counts) -> (sent values, outputs); and how often it draws."""
+    def _program(self) -> fx.GraphModule:
+        """(used parameters, leaves, received values, counts) -> (sent values, outputs)."""
         root = Root(self.targets, self.assignment, self.groups, self.device)
         body = root.body
         used = []
@@ -267,21 +269,16 @@ class _Emitted:
             for key in parameters_of(block, self.assignment):
                 body.enter(key)
             used.append(body.ready)
-        for ref in (*map(Ref, leaves), *self.received):
+        for ref in (*map(Ref, self.leaves), *self.received):
             body.enter(ref)
         for name in self.known:
             body.enter(name)
-        for name in leaves:
+        for name in self.leaves:
             body.relay(Ref(name))
         for number, ready in zip(self.cut.numbers[self.number], used, strict=True):
             body.ready = ready
             root.call(number)
         results = [body.values[ref] for ref in self.sent]
-        results += [root.leaving(position) for position in self.cut.outputs[self.number]]
+        results += [root.leaving(position) for position in self.outputs]
         body.graph.output(tuple(results))
-        program = root.module("Stage")
-        drawing = {
-            name: sum(node.target in (draw, draw_attention) for node in block.graph.nodes)
-            for name, block in programs_in(program)
-        }
-        return program, sum(drawing[name] * times for name, times in root.calls.items())
+        return root.module("Stage")

@@ -103,7 +103,8 @@ def _check_stages(captured: Captured, assignment: Assignment, in_turns: InTurns)
     state = RunState(RandomState(0), captured.training)
     holder = {**groups, STATE: state, MICRO: Turns(mesh.micro_batches)}
     checker = _Checker(groups, mesh, space.graph)
-    for stage, joints in stages_of(captured, assignment, in_turns.bounds, holder, torch.device("meta")):
+    for outline in stages_of(captured, assignment, in_turns.bounds, holder, torch.device("meta")):
+        stage, joints = outline.stage(), outline.joints
         stored = [checker.made(Ref(name), assignment.produced(Ref(name))) for name in stage.parameters]
         with spmd_typecheck():
             gathered = _Root(stage.gather, checker).run(*stored)

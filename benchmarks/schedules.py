@@ -150,5 +150,4 @@ def _stage(number: int, stages: int, nap_s: float) -> Stage:
         gather=fx.GraphModule(holder, gather),
         count=None,
         program=fx.GraphModule(holder, program),
-        draws=0,
     )

@@ -29,7 +29,6 @@ class Stage:
         count: (leaves) -> what a micro-batch adds to what is known of all before the first, such as of how many tokens
             a loss is the mean; ``None`` where nothing is.
         program: (used parameters, leaves, received, counts) -> (sent, outputs); once for each micro-batch.
-        draws: how often the program draws random numbers.
     """
 
     number: int
@@ -41,7 +40,6 @@ class Stage:
     gather: GraphModule
     count: GraphModule | None
     program: GraphModule
-    draws: int
 
 
 def programs_in(program: GraphModule) -> list[tuple[str, GraphModule]]:
