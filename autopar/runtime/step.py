@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
 
@@ -197,6 +198,8 @@ class _Run:
     Attributes:
         local: the leaves, apart from what made them.
         turned: of those of which a turn takes a part, the parts.
+        alive: of a stage and a micro-batch in flight: what came in, where its values went out (these themselves are
+            the next stage's to keep) and the loss, if it is there.
     """
 
     def __init__(self, step: Step, given: Mapping[str, Tensor], trains: bool):
@@ -206,7 +209,7 @@ class _Run:
         self.used: dict[int, tuple[Tensor, ...]] = {}
         self.made: dict[int, tuple[Tensor, ...]] = {}
         self.counts: dict[int, tuple[Tensor, ...]] = {}
-        self.alive: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self.alive: dict[tuple[int, int], tuple[list[Tensor], list[GradientEdge | None], list[Tensor]]] = {}
         self.later: dict[tuple[int, int], Later] = {}
         self.outputs: dict[int, list[Tensor]] = defaultdict(list)
         self.started = step.state.random.calls
@@ -260,39 +263,38 @@ class _Run:
         results = stage.program(*self.used[stage.number], *self._leaves(stage, turn), *received, *counts)
         sent, leaving = results[: len(stage.sent)], results[len(stage.sent) :]
         if stage.number + 1 < len(self.step.draws):
-            passed = [value.detach().to(form.dtype) for value, form in zip(sent, stage.sent, strict=True)]
-            self.step.mail.put((stage.number + 1, "F", turn), passed)
+            sent = [value.to(form.dtype) for value, form in zip(sent, stage.sent, strict=True)]
+            self.step.mail.put((stage.number + 1, "F", turn), [value.detach() for value in sent])
         roots = []
         for position, value in zip(stage.outputs, leaving, strict=True):
             self.outputs[position].append(value.detach())
             if position == self.step.loss:
                 roots.append(value)
         if self.trains:
-            self.alive[stage.number, turn] = received, [*sent, *roots]
+            ends = [_edge(value) for value, form in zip(sent, stage.sent, strict=True) if form.differentiable]
+            self.alive[stage.number, turn] = received, ends, roots
 
     def _backward(self, stage: Stage, turn: int, split: bool) -> None:
         """Backward of one micro-batch; ``split``: gradients of weights later, where something waits for the others."""
-        received, made = self.alive.pop((stage.number, turn))
-        roots = [t for t, passed in zip(made, stage.sent, strict=False) if passed.differentiable]
+        received, ends, roots = self.alive.pop((stage.number, turn))
         came = self.step.mail.take((stage.number, "B", turn)) if stage.number + 1 < len(self.step.draws) else []
-        for loss in made[len(stage.sent) :]:
-            roots.append(loss)
-            came.append((self.step.share_of_loss * self.step.seed).to(loss))
-        pairs = [(t, grad.to(t.dtype)) for t, grad in zip(roots, came, strict=True) if t.requires_grad]
+        pairs = [(edge, grad) for edge, grad in zip(ends, came, strict=True) if edge is not None]
+        seed = self.step.share_of_loss * self.step.seed
+        pairs += [(edge, seed.to(loss)) for loss in roots if (edge := _edge(loss)) is not None]
         inputs = [t for t, passed in zip(received, stage.received, strict=True) if passed.differentiable]
+        found: tuple[Tensor | None, ...] = (None,) * len(inputs)
         if pairs:
             starts, gradients = zip(*pairs, strict=True)
-            with torch.autocast(starts[0].device.type, enabled=False):
+            with torch.autocast(gradients[0].device.type, enabled=False):
                 if split:
                     weights = tuple(t for t in self.used[stage.number] if t.requires_grad)
                     found, later = backward_of_inputs(tuple(pairs), inputs, weights)
                     self.later[stage.number, turn] = later
-                    for t, gradient in zip(inputs, found, strict=True):
-                        t.grad = gradient
                 else:
                     torch.autograd.backward(starts, gradients)
+                    found = tuple(t.grad for t in inputs)
         if stage.number:
-            back = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
+            back = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(inputs, found, strict=True)]
             self.step.mail.put((stage.number - 1, "B", turn), back)
 
     def _backward_of_weights(self, stage: Stage, turn: int) -> None:
@@ -334,6 +336,11 @@ class _Run:
                 whole = self.step.mail.share(whole, leaving.stage, leaving.dtype)
             found.append(whole)
         return found
+
+
+def _edge(value: Tensor) -> GradientEdge | None:
+    """Where the gradient of a value arrives, if it has one."""
+    return get_gradient_edge(value) if value.requires_grad else None
 
 
 def _together(values: list[Tensor], leaving: Leaving) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from autopar.runtime.split import backward_of_inputs
 
@@ -29,12 +30,15 @@ def leaves() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_both_parts_are_one_backward(name: str) -> None:
+@pytest.mark.parametrize("by_edge", [False, True], ids=["tensors", "edges"])
+def test_both_parts_are_one_backward(name: str, by_edge: bool) -> None:
     whole, parts = leaves(), leaves()
     outputs, expected = MODELS[name](*parts), MODELS[name](*whole)
     gradients = [torch.randn_like(t) for t in outputs]
     torch.autograd.backward(expected, gradients)
-    found, later = backward_of_inputs(tuple(zip(outputs, gradients, strict=True)), parts[:1], parts[1:])
+    starts = [get_gradient_edge(t) if by_edge else t for t in outputs]
+    del outputs
+    found, later = backward_of_inputs(tuple(zip(starts, gradients, strict=True)), parts[:1], parts[1:])
     assert all(weight.grad is None for weight in parts[1:])
     later.run()
     for mine, theirs in zip((found[0], *(weight.grad for weight in parts[1:])), whole, strict=True):

@@ -28,6 +28,7 @@ from autopar.meter import LiveBytes
 from autopar.observe import differences, observe, observe_exchanges
 from autopar.runtime.draws import draw
 from autopar.runtime.layers import attention, batch_norm, cross_entropy_loss, vocab_embedding
+from autopar.runtime.mail import Between
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.random import RandomState
@@ -36,6 +37,7 @@ from autopar.runtime.step import Step
 from planner.cluster import ClusterSpec
 from planner.errors import InputError, PinError, PlanError
 from planner.plan import Plan
+from tests.autopar.in_flight import InFlight
 
 Batch = dict[str, Tensor]
 Pin = Mapping[str, Any] | None
@@ -239,10 +241,16 @@ def trains_in_turns(name: str, document: Mapping[str, Any]) -> float:
     passed: contextlib.AbstractContextManager[Counter[Any]] = contextlib.nullcontext(Counter())
     if pmodel.pipeline is not None:
         passed = observe_exchanges(pmodel.pipeline)
+    assert isinstance(pmodel.program, Step)
+    mail = pmodel.program.mail
+    watch = InFlight(pmodel.program, mail.schedule.rank_of) if isinstance(mail, Between) else None
     with observe(groups_of(pmodel.device_mesh)) as calls, passed as exchanged:
         ploss = loss_of(pmodel, batch)
         ploss.backward()
     rank = 0 if pmodel.pipeline is None else pmodel.pipeline.rank
+    if isinstance(mail, Between) and watch is not None:
+        assert watch.now == 0
+        assert watch.fullest(rank) == mail.schedule.held[rank]
     assert not differences({call: n for call, n in predicted.exchanges if call.is_made_by(rank)}, exchanged)
     stages: list[Any] = [None] * (pmodel.pipeline.size if pmodel.pipeline is not None else 1)
     stages[0] = calls

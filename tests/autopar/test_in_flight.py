@@ -1,0 +1,112 @@
+"""In flight: stages hold as many micro-batches as their schedule says, and never more; of what they sent, nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.api import Traced, assign, plan_traced, staged, trace
+from autopar.build import InTurns, build
+from autopar.runtime.mail import Message, Within
+from autopar.runtime.mesh import device_mesh
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.step import Step
+from autopar.simulate import fake_process_group
+from planner.formulate import Assignment, Training
+from planner.pins import Pins
+from planner.pipeline.schedule import Schedule, schedule
+from tests.autopar import workers
+from tests.autopar.in_flight import InFlight
+
+BATCH, LAYERS = 28, 8
+VIRTUAL = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1, "interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(LAYERS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@functools.cache
+def chain() -> tuple[nn.Module, Traced]:
+    torch.manual_seed(0)
+    model = Chain()
+    return model, trace(model, (torch.randn(BATCH, 4),), None)
+
+
+@functools.cache
+def decided(turns: int) -> tuple[Assignment, InTurns]:
+    _, traced = chain()
+    plan = plan_traced(traced, workers.cluster_of(2), Pins.parse({"pipeline": 2, "micro_batches": turns}), Training())
+    assignment, in_turns = staged(plan, assign(traced, plan))
+    assert in_turns is not None and len(assignment.space.folded.instances) >= LAYERS
+    return assignment, in_turns
+
+
+@contextlib.contextmanager
+def running(name: str, ranks: int, turns: int) -> Iterator[tuple[ParallelModule, Step, Schedule]]:
+    """The chain in stages of about as many blocks, all in this process, each on one rank."""
+    model, traced = chain()
+    assignment, in_turns = decided(turns)
+    order, blocks = schedule(name, ranks, turns, VIRTUAL[name]), len(assignment.space.folded.instances)
+    bounds = tuple(blocks * stage // order.stages for stage in range(order.stages + 1))
+    whole = dict(model.named_parameters())
+    with fake_process_group(1):
+        mesh = device_mesh(assignment.space.mesh.in_turns(1), "cpu")
+        found = replace(in_turns, schedule=order, bounds=bounds)
+        module = build(
+            model, traced.captured, assignment, mesh, 0, lambda leaf: whole[leaf.name].detach().clone(), 0, found
+        )
+        assert isinstance(module.program, Step)
+        yield module, module.program, order
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", VIRTUAL)
+def test_as_many_as_the_schedule_says(name: str, ranks: int) -> None:
+    for turns in (1, 4, 7):
+        with running(name, ranks, turns) as (module, step, order):
+            watch = InFlight(step, order.rank_of)
+            loss = module(torch.randn(BATCH, 4))
+            assert watch.now == 0
+            loss.backward()
+        assert tuple(map(watch.fullest, range(ranks))) == order.held, turns
+
+
+class Copying(Within):
+    """Mail whose receivers are elsewhere and get copies; notes at each message what is still there of earlier ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[int] = []
+        self._sent: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def put(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        self.kept.append(sum(ref() is not None for ref in self._sent))
+        self._sent += [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+        super().put(message, [tensor.clone() for tensor in tensors])
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zero_bubble"])
+def test_what_is_sent_is_not_kept(name: str) -> None:
+    with running(name, 4, 7) as (module, step, _):
+        step.mail = mail = Copying()
+        x = torch.randn(BATCH, 4)
+        loss = module(x)
+        loss.backward()
+    assert len(mail.kept) == 2 * 3 * 7
+    assert set(mail.kept) == {0}
+    assert torch.allclose(loss, chain()[0](x))
