@@ -19,7 +19,11 @@ from planner.division import Division
 from planner.errors import PlanError
 from planner.formulate import Assignment
 from planner.layout import Mesh
+from planner.pipeline.schedule import schedule
+from planner.pipeline.simulate import simulate
 from planner.predict import Prediction
+from planner.timeline import StepTimeline, predicted
+from planner.turns import TurnTimes
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,38 @@ class Document:
                 "autopar.evaluate(model, plan), and ask the plan that returns"
             )
         return certify(self.assignment, self.predicted.step_time_s * (1 - self.search.gap))
+
+    @property
+    def times(self) -> TurnTimes | None:
+        """What each stage takes; ``None``: the plan does not say, or says it of other stages than it has since."""
+        times, pipeline = self.predicted.turns, self.pipeline
+        if times is None or pipeline is None:
+            return None
+        counted = len(times.forward_s) == pipeline.ranks * pipeline.virtual_stages == len(times.send_s) + 1
+        return times if counted and len(times.update_s) == pipeline.ranks else None
+
+    def timeline(self) -> StepTimeline:
+        """The step as it is simulated: every rank's actions, what it waits for, and what comes once a step.
+
+        Raises:
+            PlanError: the plan runs in one turn, or has no :attr:`times`.
+            ScheduleError: it was edited, and its schedule does not exist or fit.
+        """
+        if self.pipeline is None:
+            raise PlanError(
+                "this plan runs in one turn, forward once and backward once, so that it has no schedule to draw: "
+                "print(plan) says what its step takes by use and by block; plan with pipelines=True or "
+                'pin={"micro_batches": 4} for one in turns'
+            )
+        times, pipeline = self.times, self.pipeline
+        if times is None:
+            raise PlanError(
+                "this plan was read from a file that does not say what its stages take, or was edited since: price it "
+                "with autopar.evaluate(model, plan), and ask the plan that returns"
+            )
+        actions = schedule(pipeline.schedule, pipeline.ranks, self.mesh.micro_batches, pipeline.virtual_stages)
+        found = simulate(actions, times.of_stages)
+        return predicted(found, times.gather_s, times.reduce_s, times.update_s)
 
     @cached_property
     def account(self) -> Account:

@@ -20,6 +20,7 @@ from planner.exchange import Exchange
 from planner.layout import Axis, Mesh
 from planner.names import parse_runs, runs
 from planner.predict import Prediction
+from planner.turns import TurnTimes
 
 FORMAT, VERSION = "autopar-plan", 1
 WIDTH = 110
@@ -92,11 +93,12 @@ def decode(data: Any) -> dict[str, Any]:
 
 
 def _prediction(predicted: Prediction) -> dict[str, Any]:
-    """A prediction as JSON; only a pipeline has exchanges."""
+    """A prediction as JSON; only a step in turns has its times, and only a pipeline exchanges."""
     found = {field.name: getattr(predicted, field.name) for field in fields(predicted)}
     found["collectives"] = _calls(predicted.collectives)
     found["exchanges"] = [{**_sparse(each), "calls": count} for each, count in predicted.exchanges]
-    return found if found["exchanges"] else {name: value for name, value in found.items() if name != "exchanges"}
+    found["turns"] = None if predicted.turns is None else asdict(predicted.turns)
+    return {name: value for name, value in found.items() if value or name not in ("exchanges", "turns")}
 
 
 def _pipeline(pipeline: PipelinePlan) -> dict[str, Any]:
@@ -241,7 +243,12 @@ def _read_prediction(data: Any) -> Prediction:
         data.get("fullest_at", ""),
         tuple((name, size) for name, size in data.get("largest", ())),
         tuple((_read_exchange(each), each["calls"]) for each in data.get("exchanges", ())),
+        _read_turns(data["turns"]) if "turns" in data else None,
     )
+
+
+def _read_turns(data: Mapping[str, Any]) -> TurnTimes:
+    return TurnTimes(*(tuple(map(float, data[each.name])) for each in fields(TurnTimes)))
 
 
 def _read_search(data: Any) -> Search:

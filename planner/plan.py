@@ -131,6 +131,12 @@ class Plan(Document):
         """Write :meth:`to_html`, atomically."""
         _save(Path(path), self.to_html())
 
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the simulated step for https://ui.perfetto.dev, atomically; raises as :meth:`timeline` does, and
+        :class:`planner.errors.InputError` where the file cannot be written.
+        """
+        self.timeline().save_trace(path)
+
     def explain(self, name: str, *, time_limit_s: float = 10.0) -> Explanation:
         """Why a module, operator or parameter is laid out as it is, and what the next best would cost.
 

@@ -21,7 +21,7 @@ from planner.layout import MICRO, PIPELINE, Layout
 from planner.memory import Timeline, timeline
 from planner.recompute import Level
 from planner.strategy import Choice
-from planner.turns import Staged
+from planner.turns import Staged, TurnTimes
 from planner.words import in_bytes, in_seconds, in_shares, labelled
 
 LARGEST = 5
@@ -46,6 +46,7 @@ class Prediction:
         fullest_at: what runs at the fullest moment; in turns, which rank of the pipeline is fullest.
         largest: the largest tensors alive then, and their bytes.
         exchanges: each distinct call among the ranks of a pipeline, and how often a step makes it.
+        turns: what a step in turns is simulated from.
     """
 
     step_time_s: float
@@ -56,6 +57,7 @@ class Prediction:
     fullest_at: str = ""
     largest: tuple[tuple[str, int], ...] = ()
     exchanges: tuple[tuple[Exchange, int], ...] = ()
+    turns: TurnTimes | None = None
 
     def __str__(self) -> str:
         rows = [
@@ -301,6 +303,7 @@ def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
         tuple(sorted_calls(collectives(recomputing, staged.cut.bounds))),
         f"pipeline rank {fullest}" if staged.pipeline.ranks > 1 else "",
         exchanges=tuple(exchanges(assignment, staged.pipeline.placed, staged.cut.bounds).items()),
+        turns=staged.times,
     )
 
 

@@ -32,6 +32,7 @@ from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.pipeline.partition import cut
 from planner.pipeline.schedule import VIRTUAL_STAGES
+from planner.pipeline.simulate import Times, bubble
 from planner.pipeline.simulate import step_s as simulated_s
 from planner.pipeline.stages import Block, Chain, Cut, Pipeline, Saving, blocks_of, bound_s, stage_times
 from planner.problem import Evaluation
@@ -90,6 +91,36 @@ class Link:
 
 
 @dataclass(frozen=True)
+class TurnTimes:
+    """What a step in turns is simulated from: seconds of a micro-batch by stage, and once a step by rank.
+
+    See :class:`planner.pipeline.simulate.Times` and :class:`Link`.
+    """
+
+    forward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    send_s: tuple[float, ...]
+    gather_s: tuple[float, ...]
+    reduce_s: tuple[float, ...]
+    update_s: tuple[float, ...]
+
+    @property
+    def of_stages(self) -> Times:
+        """The part that the schedule is simulated with."""
+        return Times(*(np.array(each) for each in (self.forward_s, self.input_s, self.weight_s, self.send_s)))
+
+    def bubble(self, micro_batches: int, step_s: float) -> float:
+        """The part of the schedule's time in which ranks compute nothing, of all ranks together.
+
+        Args:
+            step_s: of the whole step, with what happens once.
+        """
+        once_s = max(map(sum, zip(self.gather_s, self.reduce_s, self.update_s, strict=True)))
+        return bubble(micro_batches, self.of_stages, len(self.update_s), step_s - once_s)
+
+
+@dataclass(frozen=True)
 class Staged:
     """A chain on a pipeline: the cut, and what all of a step takes.
 
@@ -138,6 +169,21 @@ class Staged:
             ranks[rank] += (turns * work_s, turns * again_s, communication_s, link.reduce_s, link.update_s)
         busiest = ranks[ranks.sum(axis=1).argmax()].tolist()
         return {**dict(zip(names, busiest, strict=True)), "bubble": self.step_s - math.fsum(busiest)}
+
+    @cached_property
+    def times(self) -> TurnTimes:
+        """What the step is simulated from."""
+        once = np.zeros((3, self.pipeline.ranks))
+        for rank, link, _ in self._placed:
+            once[:, rank] += link.gather_s, link.reduce_s, link.update_s
+        found = stage_times(chain_of(self.links), self.cut.bounds, self.cut.savings)
+        stages = (found.forward_s, found.input_s, found.weight_s, found.send_s)
+        return TurnTimes(*(tuple(each.tolist()) for each in (*stages, *once)))
+
+    @property
+    def bubble(self) -> float:
+        """See :meth:`TurnTimes.bubble`."""
+        return self.times.bubble(self.pipeline.micro_batches, self.step_s)
 
     @cached_property
     def memory_bytes(self) -> dict[str, int]:

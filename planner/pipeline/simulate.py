@@ -10,11 +10,9 @@ of a schedule is a lower bound on the step for any durations, which :mod:`planne
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +75,7 @@ class Path:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each action runs: what a picture of a schedule is drawn from. Arrays have an entry per action.
+    """When each action runs: what :mod:`planner.timeline` draws. Arrays have an entry per action.
 
     ``step_s`` is the time from one step to the next. Where steps overlap (2bw) it is that of a long run, and the
     timeline shows the first two steps from an empty to an empty pipeline.
@@ -90,31 +88,6 @@ class Timeline:
     end_s: Floats
     step_s: float
     bubble: float
-
-    def trace(self) -> dict[str, Any]:
-        """Chrome's trace format, as Perfetto opens it once written as JSON: a row per rank, microseconds."""
-        names: list[Mapping[str, Any]] = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
-            for rank in range(self.schedule.ranks)
-        ]
-        colours = {"F": "good", "B": "bad", "I": "bad", "W": "terrible"}
-        events = [
-            {
-                "name": str(action),
-                "cat": action.kind,
-                "ph": "X",
-                "pid": 0,
-                "tid": rank,
-                "ts": start * 1e6,
-                "dur": (end - start) * 1e6,
-                "cname": colours[action.kind],
-                "args": {"stage": action.stage, "micro_batch": action.micro_batch},
-            }
-            for action, rank, start, end in zip(
-                self.actions, self.ranks, self.start_s.tolist(), self.end_s.tolist(), strict=True
-            )
-        ]
-        return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
 
 
 def simulate(found: Schedule, times: Times) -> Timeline:
@@ -133,7 +106,7 @@ def simulate(found: Schedule, times: Times) -> Timeline:
 
 def bubble(micro_batches: int, times: Times, ranks: int, step_s: float) -> float:
     """The part of a step in which ranks do nothing, of all ranks together."""
-    return 1 - micro_batches * float(times.work_s.sum()) / (ranks * step_s) if step_s > 0 else 0.0
+    return max(0.0, 1 - micro_batches * float(times.work_s.sum()) / (ranks * step_s)) if step_s > 0 else 0.0
 
 
 def longest(found: Schedule, times: Times) -> tuple[float, Path]:

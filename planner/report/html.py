@@ -16,6 +16,7 @@ from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.detail import LeafDetail, OpDetail
 from planner.document import Document
+from planner.errors import PlanError, ScheduleError
 from planner.layout import Mesh
 from planner.report.summary import (
     BlockSummary,
@@ -69,6 +70,7 @@ def fragment(document: Document) -> str:
         _head(document),
         _note(document),
         f'<div class="top">{_mesh(document)}<div class="bars">{_step(document)}{_memory(document)}</div></div>',
+        _timeline(document),
         _blocks(document),
         f'<div class="two">{_collectives(document)}{_search(document)}</div>',
         _leaves(document),
@@ -219,6 +221,15 @@ def _memory(document: Document) -> str:
         f'{_bar(predicted.memory_bytes, max(limit, peak), thin)}<div class="scale">{scale}</div>'
         f"{_legend(predicted.memory_bytes, peak, in_bytes, MEMORY_USES)}</div>"
     )
+
+
+def _timeline(document: Document) -> str:
+    """The schedule, where the step runs in turns; a plan that was edited may name one that there is not."""
+    try:
+        drawn = document.timeline().to_svg()
+    except (PlanError, ScheduleError):
+        return ""
+    return f'<div class="card"><h2>Timeline</h2>{drawn}</div>'
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------

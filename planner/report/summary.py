@@ -162,6 +162,9 @@ def in_turns(document: Document) -> str:
         sizes = [high - low for low, high in pairwise(pipeline.bounds)]
         blocks_ = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
         parts.append(f"{pipeline.ranks} pipeline ranks{each}, {pipeline.schedule}, {blocks_} blocks a stage")
+    if document.times is not None:
+        bubble = document.times.bubble(turns, document.predicted.step_time_s)
+        parts.append(f"bubble {bubble * 100:.1f} % of all ranks' time")
     words = {"full": "in full", "selective": "selectively"}
     again = [f"{len(pipeline.recompute[level])} {words[level]}" for level in words if level in pipeline.recompute]
     if again:

@@ -56,6 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "memory": {*BASE, "fold", "conversion", "recompute", "formulate", "ops"},
     "words": {"layout"},
     "exchange": {"graph", "fold", "conversion", "formulate"},
+    "timeline": {"errors", "files", "pipeline", "words"},
 }
 ROOMS["turns"] = ROOMS["memory"] | {"memory", "pipeline", "problem", "exchange"}
 ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "skeleton", "turns"}
@@ -66,13 +67,13 @@ ROOMS["detail"] = {"conversion"}
 ROOMS["names"] = {"graph", "formulate"}
 ROOMS["account"] = ROOMS["pins"] | {"conversion", "pins", "predict", "detail", "names"}
 ROOMS["document"] = {"errors", "layout", "cluster", "formulate", "division", "predict", "detail", "account"}
-ROOMS["document"] |= {"certificate"}
+ROOMS["document"] |= {"certificate", "pipeline", "timeline", "turns"}
 ROOMS["polynomial"] = set()
 ROOMS["follow"] = {"errors", "graph", "rules", "strategy", "polynomial"}
 ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "memory", "predict", "follow"}
 ROOMS["capacity"] = {"errors", "polynomial", "scale"}
 ROOMS["formulas"] = {*ROOMS["scale"], "ops", "kernel", "cost", "conversion", "pins", "scale"}
-ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "predict", "detail", "document", "names"}
+ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
 VIEWS = {*ROOMS} - {"search"}
 ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}

@@ -6,6 +6,8 @@ import functools
 import json
 import math
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.division import Division, in_turns
-from planner.errors import InfeasibleError, PinError, PlanError
+from planner.errors import InfeasibleError, PinError, PlanError, ScheduleError
 from planner.fold import fold
 from planner.formulate import Space, Training, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
@@ -23,7 +25,8 @@ from planner.plan import Plan, Search, describe, model_facts, reprice
 from planner.predict import predict_in_turns
 from planner.search import Searched, search
 from planner.solve import lower_bounds
-from tests.planner.plans import cluster, residual_mlp
+from planner.timeline import bubble_of
+from tests.planner.plans import cluster, plan_of, residual_mlp
 from tests.planner.test_exact import random_cluster, with_memory
 
 GRAPH = residual_mlp(layers=6, batch=64)
@@ -109,11 +112,44 @@ def test_a_pipelined_plan_reads_shows_and_comes_back() -> None:
     assert again.pipeline == plan.pipeline
     text = str(again)
     assert "pipeline 4 x micro 8" in text and "4 pipeline ranks" in text and "8 micro-batches" in text
-    assert "4 pipeline ranks" in plan.to_html()
+    page = again.to_html()
+    assert "4 pipeline ranks" in page
     assert plan.assignment is not None
     priced = reprice(again, plan.assignment)
     assert priced.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-12)
     assert priced.predicted.peak_bytes == plan.predicted.peak_bytes
+
+
+def test_a_plan_draws_the_step_that_it_predicts(tmp_path: Path) -> None:
+    plan = planned('{"pipeline": 4, "micro_batches": 8, "recompute": "full"}')
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    drawn = again.timeline()
+    assert drawn.step_s == drawn.end_s == pytest.approx(plan.predicted.step_time_s, rel=1e-12)
+    assert drawn.bubble == pytest.approx(bubble_of(drawn.events, 4), rel=1e-9)
+    told = f"bubble {drawn.bubble * 100:.1f} %"
+    assert told in str(again) and again.to_html().count(told) == 3  # in words, and as the picture's name and title
+    again.save_trace(tmp_path / "step.json")
+    assert json.loads((tmp_path / "step.json").read_text()) == drawn.trace()
+
+
+def test_a_plan_that_has_no_timeline_says_why() -> None:
+    plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
+    document = plan.to_dict()
+    del document["predicted"]["turns"]
+    old = Plan.from_dict(document)
+    with pytest.raises(PlanError, match=r"does not say what its stages take.*autopar\.evaluate"):
+        old.timeline()
+    assert "Timeline" not in old.to_html() and "of all ranks' time" not in str(old)
+    assert plan.pipeline is not None
+    recut = replace(plan, pipeline=replace(plan.pipeline, virtual_stages=3))
+    with pytest.raises(PlanError, match="or was edited since"):
+        recut.timeline()
+    misnamed = replace(plan, pipeline=replace(plan.pipeline, schedule="1f2b"))
+    assert "Timeline" not in misnamed.to_html()
+    with pytest.raises(ScheduleError, match="no schedule '1f2b'"):
+        misnamed.timeline()
+    with pytest.raises(PlanError, match=r"one turn.*print\(plan\)"):
+        plan_of(GRAPH, cluster(8)).timeline()
 
 
 @pytest.mark.parametrize(

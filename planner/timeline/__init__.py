@@ -1,0 +1,7 @@
+"""Timeline: a step in turns as it is predicted or was observed, as a picture, as text and as a trace."""
+
+from __future__ import annotations
+
+from planner.timeline.step import Event, StepTimeline, bubble_of, predicted
+
+__all__ = ["Event", "StepTimeline", "bubble_of", "predicted"]
