@@ -279,7 +279,7 @@ def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, InTurns | No
             "nothing keeps two versions of them; pin another schedule"
         )
     recomputing = replace(assignment, recompute=found.recompute(assignment.space.folded))
-    return recomputing, InTurns(actions, found.cut.bounds)
+    return recomputing, InTurns(actions, found.cut.bounds, bubble=found.bubble)
 
 
 def start_process_group(cluster: ClusterSpec) -> torch.device:

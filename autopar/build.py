@@ -22,6 +22,7 @@ from autopar.runtime.random import RandomState
 from autopar.runtime.stage import Stage
 from autopar.runtime.state import RunState
 from autopar.runtime.step import Leaving, Step, Tie
+from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from autopar.stages import Outline, stages_of
 from planner.exchange import ties
@@ -42,11 +43,13 @@ class InTurns:
         schedule: the actions of every rank of the pipeline.
         bounds: where the blocks are cut into stages.
         pipeline: the ranks that hold the same part of every stage; ``None``: all stages are in this process.
+        bubble: as it was predicted.
     """
 
     schedule: Schedule
     bounds: tuple[int, ...]
     pipeline: Pipeline | None = None
+    bubble: float | None = None
 
     @property
     def rank(self) -> int | None:
@@ -140,6 +143,7 @@ def _step(
         mail=mail,
         draws=[stage.draws for stage in stages],
         trained=any(leaf.results[0].grad for leaf in space.graph.leaves),
+        recorder=Recorder(schedule, device, in_turns.bubble),
         ties=[] if in_turns.pipeline is None else _ties(assignment, in_turns.bounds, schedule, in_turns.pipeline),
         trainers=None if in_turns.pipeline is None else _trainers(assignment, stages, schedule, in_turns.pipeline),
     )

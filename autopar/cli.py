@@ -56,6 +56,10 @@ Inputs = Annotated[
 ]
 BATCH, SEQUENCE = "Global batch of a Transformers model.", "Sequence length of a Transformers model."
 TimeLimit = Annotated[float, typer.Option(min=1, help="Seconds after which the search returns the best so far.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write the step of a plan in turns here, as a trace that Perfetto opens."),
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that autopar plan --out wrote.")]
 
 
@@ -84,13 +88,14 @@ def plan(
     pin: Pins = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
+    trace: Trace = None,
     pipelines: Annotated[
         bool, typer.Option("--pipelines", help="Also look at pipeline stages and micro-batches.")
     ] = False,
     time_limit: TimeLimit = 60.0,
 ) -> None:
     """Find the fastest plan for training a model; needs neither the cluster nor a GPU."""
-    _check_writable(out, html)
+    _check_writable(out, html, trace)
     with _status("reading the model") as say:
         from autopar import api, arguments
 
@@ -106,7 +111,7 @@ def plan(
             progress=say,
         )
     typer.echo(str(found), nl=False)
-    _write(found, out, html)
+    _write(found, out, html, trace)
 
 
 @app.command()
@@ -118,7 +123,9 @@ def show(
     block: Annotated[
         str | None, typer.Option(metavar="NAME", help="List every operator of this distinct block.")
     ] = None,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Draw the step of a plan in turns.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
+    trace: Trace = None,
 ) -> None:
     """Print a plan."""
     from planner.plan import Plan
@@ -128,9 +135,11 @@ def show(
         typer.echo(str(found.explain(explain)))
     elif block is not None:
         typer.echo(_block(found, block))
+    elif timeline:
+        typer.echo(str(found.timeline()))
     else:
         typer.echo(str(found), nl=False)
-    _write(found, None, html)
+    _write(found, None, html, trace)
 
 
 @app.command()
@@ -250,14 +259,17 @@ def _check_writable(*paths: Path | None) -> None:
             raise InputError(f"cannot write {str(path)!r}: there is no directory {str(path.absolute().parent)!r}")
 
 
-def _write(plan: Plan, out: Path | None, html: Path | None) -> None:
-    _check_writable(out, html)
+def _write(plan: Plan, out: Path | None, html: Path | None, trace: Path | None) -> None:
+    _check_writable(out, html, trace)
     if out is not None:
         plan.save(out)
         typer.echo(f"written: {out}", err=True)
     if html is not None:
         plan.save_html(html)
         typer.echo(f"written: {html}", err=True)
+    if trace is not None:
+        plan.save_trace(trace)
+        typer.echo(f"written: {trace}; https://ui.perfetto.dev opens it", err=True)
 
 
 def _block(plan: Plan, name: str) -> str:

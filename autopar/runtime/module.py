@@ -7,6 +7,7 @@ inputs (:meth:`ParallelModule.shard` cuts a global batch) and gets what the mode
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,10 @@ from autopar.runtime.parameters import local_parts
 from autopar.runtime.stage import programs_in
 from autopar.runtime.state import RunState
 from autopar.runtime.step import Step
+from autopar.runtime.trace import observed, save_together
 from planner.errors import InputError, PlanError
 from planner.layout import I, Layout, Mesh, R, local_shape
+from planner.timeline import StepTimeline
 
 Program = GraphModule | Step
 """Leaves -> outputs and updates."""
@@ -168,6 +171,31 @@ class ParallelModule(nn.Module):
         else:
             programs = [*programs_in(self.program), ("root", self.program)]
         return "\n\n\n".join(_readable(module.code, name) for name, module in programs) + "\n"
+
+    def timeline(self) -> StepTimeline:
+        """What every rank of the pipeline was seen to do in the last step, beside the bubble that was predicted.
+
+        All ranks must call it. A step is a call of the model: what follows it, such as the optimizer's update, is not
+        part of it. Clocks of ranks are compared by messages, see :func:`autopar.runtime.trace.ahead_s`.
+
+        Raises:
+            InputError: there was no step yet, or the plan runs in one turn.
+        """
+        if not isinstance(self.program, Step):
+            raise InputError(
+                "this module runs in one turn: its backward is autograd's, of which it does not see when it runs. "
+                "torch.profiler records such a step; pin micro_batches for a step in turns"
+            )
+        return observed(self.program.recorder, self.pipeline)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`timeline` for https://ui.perfetto.dev, as :meth:`planner.plan.Plan.save_trace` writes the
+        predicted one. All ranks must call it; rank 0 writes, of the pipeline that it is in.
+
+        Raises:
+            InputError: as :meth:`timeline`; or the file cannot be written, on every rank.
+        """
+        save_together(self.timeline(), path)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Set training mode; a program that was captured in eval mode cannot train."""

@@ -24,6 +24,7 @@ from autopar.runtime.mail import Mail
 from autopar.runtime.split import Later, backward_of_inputs
 from autopar.runtime.stage import Stage, programs_in
 from autopar.runtime.state import RunState
+from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from planner.errors import InputError
 from planner.pipeline.schedule import Action
@@ -75,6 +76,7 @@ class Step:
         loss: the position of the output that backward starts at, if there is one.
         draws: how often each stage of the model draws random numbers for a micro-batch.
         trained: whether the model has parameters that are trained, on this process or another.
+        recorder: of what is done when.
         ties: the parameters that other processes hold too.
         trainers: the ranks of the pipeline that hold parameters that are trained, of which this one is.
     """
@@ -92,6 +94,7 @@ class Step:
         mail: Mail,
         draws: Sequence[int],
         trained: bool,
+        recorder: Recorder,
         ties: Sequence[Tie] = (),
         trainers: ProcessGroup | None = None,
     ):
@@ -99,7 +102,7 @@ class Step:
         self.actions, self.leaves, self.turned, self.outputs, self.loss = actions, leaves, turned, outputs, loss
         self.turns, self.state, self.mail, self.draws = turns, state, mail, draws
         self.trained, self.ties, self.trainers = trained, ties, trainers
-        self.seed = torch.ones(())
+        self.recorder, self.seed = recorder, torch.ones(())
 
     @property
     def programs(self) -> list[tuple[str, GraphModule]]:
@@ -216,11 +219,14 @@ class _Run:
 
     def forward_and_backward(self) -> None:
         """Everything, in order."""
+        self.step.recorder.open()
         self.step.mail.open(self.trains)
+        self.step.recorder.begin()
         for number, stage in self.step.stages.items():
             self.made[number] = stage.gather(*(self.local[name] for name in stage.parameters))
             self.used[number] = tuple(t.detach().requires_grad_(t.requires_grad) for t in self.made[number])
             self.counts[number] = self._counted(stage)
+        self.step.recorder.end("gather")
         try:
             for number, kind, turn in self.step.actions:
                 self._act(self.step.stages[number], kind, turn)
@@ -229,16 +235,23 @@ class _Run:
             torch.clear_autocast_cache()  # of the used parameters, which are others in every step
         self.step.mail.close()
         if self.trains:
+            self.step.recorder.begin()
             self._spread()
+            self.step.recorder.end("reduce")
+        self.step.recorder.close()
 
     def _act(self, stage: Stage, kind: str, turn: int) -> None:
+        if kind != "F" and not self.trains:
+            return
         self.step.turns.now = turn
+        self.step.recorder.begin()
         if kind == "F":
             self._forward(stage, turn)
-        elif self.trains and kind == "W":
+        elif kind == "W":
             self._backward_of_weights(stage, turn)
-        elif self.trains:
+        else:
             self._backward(stage, turn, split=kind == "I")
+        self.step.recorder.end(kind, Action(stage.number, kind, turn))
 
     def _counted(self, stage: Stage) -> tuple[Tensor, ...]:
         if stage.count is None:
@@ -256,6 +269,7 @@ class _Run:
         received: list[Tensor] = []
         if stage.number:
             received = self.step.mail.take((stage.number, "F", turn))
+            self.step.recorder.arrived(Action(stage.number, "F", turn))
             wanted = zip(received, stage.received, strict=True)
             received = [t.detach().requires_grad_(self.trains and passed.differentiable) for t, passed in wanted]
         counts = self.counts[stage.number]
@@ -264,6 +278,7 @@ class _Run:
         sent, leaving = results[: len(stage.sent)], results[len(stage.sent) :]
         if stage.number + 1 < len(self.step.draws):
             sent = [value.to(form.dtype) for value, form in zip(sent, stage.sent, strict=True)]
+            self.step.recorder.made()
             self.step.mail.put((stage.number + 1, "F", turn), [value.detach() for value in sent])
         roots = []
         for position, value in zip(stage.outputs, leaving, strict=True):
@@ -277,7 +292,10 @@ class _Run:
     def _backward(self, stage: Stage, turn: int, split: bool) -> None:
         """Backward of one micro-batch; ``split``: gradients of weights later, where something waits for the others."""
         received, ends, roots = self.alive.pop((stage.number, turn))
-        came = self.step.mail.take((stage.number, "B", turn)) if stage.number + 1 < len(self.step.draws) else []
+        came: list[Tensor] = []
+        if stage.number + 1 < len(self.step.draws):
+            came = self.step.mail.take((stage.number, "B", turn))
+            self.step.recorder.arrived(Action(stage.number, "I" if split else "B", turn))
         pairs = [(edge, grad) for edge, grad in zip(ends, came, strict=True) if edge is not None]
         seed = self.step.share_of_loss * self.step.seed
         pairs += [(edge, seed.to(loss)) for loss in roots if (edge := _edge(loss)) is not None]
@@ -295,6 +313,7 @@ class _Run:
                     found = tuple(t.grad for t in inputs)
         if stage.number:
             back = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(inputs, found, strict=True)]
+            self.step.recorder.made()
             self.step.mail.put((stage.number - 1, "B", turn), back)
 
     def _backward_of_weights(self, stage: Stage, turn: int) -> None:

@@ -95,6 +95,19 @@ def test_plans_a_function(tmp_path: Path) -> None:
     assert html.read_text().lstrip().lower().startswith("<!doctype html")
 
 
+def test_a_plan_in_turns_is_drawn_and_written_as_a_trace(tmp_path: Path, plan_file: Path) -> None:
+    out, traces = tmp_path / "turns.json", [tmp_path / "planned.json", tmp_path / "shown.json"]
+    words = ("-c", "local:1", "--pin", "micro_batches=4", "--out", out, "--trace", traces[0])
+    result = invoke("plan", f"{HERE}:small", *words)
+    assert result.exit_code == 0, result.output
+    result = invoke("show", out, "--timeline", "--trace", traces[1])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{Plan.load(out).timeline()}\n" and "rank 0" in result.stdout
+    assert traces[0].read_text() == traces[1].read_text()
+    refused = invoke("show", plan_file, "--timeline")
+    assert refused.exit_code == 2 and "this plan runs in one turn" in refused.output
+
+
 def test_plans_a_function_whose_inputs_are_given() -> None:
     result = invoke("plan", f"{HERE}:bare", "--cluster", "local:2", "--input", "x=8x16:float32")
     assert result.exit_code == 0, result.output

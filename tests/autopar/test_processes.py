@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from autopar.processes import LocalProcesses, RankError
+from planner.plan import Plan
 from tests.autopar import workers
 
 pytestmark = pytest.mark.processes
@@ -83,6 +84,24 @@ def test_trains_in_turns(pool: LocalProcesses, model: str, pin: dict[str, Any], 
     document = workers.plan_exactly(model, pin, ranks)
     losses = pool.run(workers.trains_in_turns, model, document, ranks=ranks)
     assert len(set(losses)) == 1
+
+
+def test_an_observed_step_is_written_as_a_predicted_one(pool: LocalProcesses, tmp_path: Path) -> None:
+    pin = {"micro_batches": 4, "pipeline": 2, "data": 2, "schedule": "zero_bubble", "virtual_stages": 1}
+    document = workers.plan_of("gpt2", pin, 4)
+    said = pool.run(workers.saves_traces, document, str(tmp_path))
+    for early, unwritable in said:
+        assert "no step was seen yet" in early
+        assert "cannot write the trace" in unwritable and "nowhere/observed.json" in unwritable
+    assert [path.name for path in tmp_path.iterdir()] == ["observed.json"]
+    traces = [Plan.from_dict(document).timeline().trace(), json.loads((tmp_path / "observed.json").read_text())]
+    named, done = ([[e for e in trace["traceEvents"] if e["ph"] == phase] for trace in traces] for phase in "MX")
+    assert named[0] == named[1]
+    forms = [{(e["pid"], e["tid"], e["name"], e["cat"]) for e in events if e["cat"] != "update"} for events in done]
+    once = [{form for form in each if form[3] not in ("wait", "gather", "reduce")} for each in forms]
+    assert once[0] == once[1] and len(once[0]) == 2 * 3 * 4
+    assert {e["name"] for e in done[0]} - {e["name"] for e in done[1]} <= {"update"}
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 and e["args"]["kind"] for e in done[1])
 
 
 def test_stages_draw_as_one_does(pool: LocalProcesses) -> None:

@@ -13,6 +13,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,7 @@ def trains_in_turns(name: str, document: Mapping[str, Any]) -> float:
         for optimizer in optimizers:
             optimizer.step()
     same_state(pmodel, model)
+    was_seen(pmodel, document)
 
     with torch.no_grad():
         losses = [loss_of(m, batch) for m in (model, pmodel)]
@@ -289,6 +291,44 @@ def trains_in_turns(name: str, document: Mapping[str, Any]) -> float:
     pmodel.load_state_dict(started)
     same_state(pmodel, model_of(name))
     return losses[1].item()
+
+
+def was_seen(pmodel: ParallelModule, document: Mapping[str, Any]) -> None:
+    """The last step was seen to do every action of the plan's schedule once, each rank its own, one after the other."""
+    planned, seen = Plan.from_dict(document).timeline(), pmodel.timeline()
+    assert seen.expected == pytest.approx(planned.bubble, abs=1e-9) and 0 <= seen.bubble < 1
+    assert (seen.schedule, seen.ranks, seen.micro_batches) == (planned.schedule, planned.ranks, planned.micro_batches)
+    for rank in range(seen.ranks):
+        rows = [[each for each in found.events if each.rank == rank] for found in (planned, seen)]
+        done = [[each.name for each in row if each.kind in "FBIW"] for row in rows]
+        assert done[0] == done[1], rank
+        assert rows[1][0].kind == "gather" and rows[1][-1].kind == "reduce"
+        for one, other in pairwise(rows[1]):
+            assert one.start_s <= one.end_s <= other.start_s, (one, other)
+
+
+def saves_traces(document: Mapping[str, Any], folder: str) -> list[str]:
+    """What each rank is told when it asks too early and where nothing can be written; it writes the trace else."""
+    batch, said = batch_of("gpt2"), []
+    pmodel = parallel(model_of("gpt2"), document, batch)
+    with pytest.raises(InputError) as told:
+        pmodel.timeline()
+    said.append(str(told.value))
+    for at in ("nowhere/observed.json", "observed.json"):
+        loss_of(pmodel, batch).backward()
+        try:
+            pmodel.save_trace(f"{folder}/{at}")
+        except InputError as error:
+            said.append(str(error))
+    pmodel.zero_grad()
+    with pytest.raises(InputError, match="no step was seen yet"):
+        copy.deepcopy(pmodel).timeline()
+    with torch.no_grad():
+        loss_of(pmodel, batch)
+    seen = pmodel.timeline()
+    assert {each.kind for each in seen.events} == {"gather", "wait", "F"} and seen.expected is None
+    assert "predicted" not in str(seen)
+    return said
 
 
 def same_own_gradients(pmodel: ParallelModule, model: nn.Module, rtol: float = 1e-10) -> None:
