@@ -221,12 +221,12 @@ class _Run:
         """Everything, in order."""
         self.step.recorder.open()
         self.step.mail.open(self.trains)
-        self.step.recorder.begin()
+        self.step.recorder.begin("gather")
         for number, stage in self.step.stages.items():
             self.made[number] = stage.gather(*(self.local[name] for name in stage.parameters))
             self.used[number] = tuple(t.detach().requires_grad_(t.requires_grad) for t in self.made[number])
             self.counts[number] = self._counted(stage)
-        self.step.recorder.end("gather")
+        self.step.recorder.end()
         try:
             for number, kind, turn in self.step.actions:
                 self._act(self.step.stages[number], kind, turn)
@@ -235,23 +235,23 @@ class _Run:
             torch.clear_autocast_cache()  # of the used parameters, which are others in every step
         self.step.mail.close()
         if self.trains:
-            self.step.recorder.begin()
+            self.step.recorder.begin("reduce")
             self._spread()
-            self.step.recorder.end("reduce")
+            self.step.recorder.end()
         self.step.recorder.close()
 
     def _act(self, stage: Stage, kind: str, turn: int) -> None:
         if kind != "F" and not self.trains:
             return
         self.step.turns.now = turn
-        self.step.recorder.begin()
+        self.step.recorder.begin(kind, Action(stage.number, kind, turn))
         if kind == "F":
             self._forward(stage, turn)
         elif kind == "W":
             self._backward_of_weights(stage, turn)
         else:
             self._backward(stage, turn, split=kind == "I")
-        self.step.recorder.end(kind, Action(stage.number, kind, turn))
+        self.step.recorder.end()
 
     def _counted(self, stage: Stage) -> tuple[Tensor, ...]:
         if stage.count is None:
@@ -269,7 +269,7 @@ class _Run:
         received: list[Tensor] = []
         if stage.number:
             received = self.step.mail.take((stage.number, "F", turn))
-            self.step.recorder.arrived(Action(stage.number, "F", turn))
+            self.step.recorder.arrived()
             wanted = zip(received, stage.received, strict=True)
             received = [t.detach().requires_grad_(self.trains and passed.differentiable) for t, passed in wanted]
         counts = self.counts[stage.number]
@@ -295,7 +295,7 @@ class _Run:
         came: list[Tensor] = []
         if stage.number + 1 < len(self.step.draws):
             came = self.step.mail.take((stage.number, "B", turn))
-            self.step.recorder.arrived(Action(stage.number, "I" if split else "B", turn))
+            self.step.recorder.arrived()
         pairs = [(edge, grad) for edge, grad in zip(ends, came, strict=True) if edge is not None]
         seed = self.step.share_of_loss * self.step.seed
         pairs += [(edge, seed.to(loss)) for loss in roots if (edge := _edge(loss)) is not None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ class Recorder:
         self.schedule, self.device, self.bubble = schedule, device, bubble
         self._last: list[tuple[str, Action | None, Moment, Moment]] = []
         self._running: list[tuple[str, Action | None, Moment, Moment]] = []
+        self._now: Callable[[], Moment] = self._on_stream if device.type == "cuda" else time.perf_counter
+        self._kind = ""
+        self._action: Action | None = None
         self._began: Moment = None
         self._ended: Moment = None
 
@@ -50,31 +54,32 @@ class Recorder:
         """A step begins."""
         self._running = []
 
-    def begin(self) -> None:
-        """An action begins, or what is done once a step."""
+    def begin(self, kind: str, action: Action | None = None) -> None:
+        """An action begins, or what is done once a step; kinds are :data:`planner.timeline.step.KINDS`."""
+        self._kind, self._action = kind, action
         self._began, self._ended = self._now(), None
 
-    def arrived(self, action: Action) -> None:
-        """What the action waited for is there."""
+    def arrived(self) -> None:
+        """What it waited for is there."""
         now = self._now()
-        self._running.append(("wait", action, self._began, now))
+        self._running.append(("wait", self._action, self._began, now))
         self._began = now
 
     def made(self) -> None:
-        """The action is done but for sending its result."""
+        """It is done but for sending its result."""
         self._ended = self._now()
 
-    def end(self, kind: str, action: Action | None = None) -> None:
-        """It is over; see :data:`planner.timeline.step.KINDS`."""
-        self._running.append((kind, action, self._began, self._now() if self._ended is None else self._ended))
+    def end(self) -> None:
+        """It is over."""
+        ended = self._now() if self._ended is None else self._ended
+        self._running.append((self._kind, self._action, self._began, ended))
 
     def close(self) -> None:
         """The step is over."""
         self._last, self._running = self._running, []
 
-    def _now(self) -> Moment:
-        if self.device.type != "cuda":
-            return time.perf_counter()
+    @staticmethod
+    def _on_stream() -> Moment:
         moment = torch.cuda.Event(enable_timing=True)
         moment.record()
         return moment

@@ -34,14 +34,14 @@ COLOURS = {
     "B": "var(--u3,#34a88a)",
     "I": "var(--u4,#9576cf)",
     "W": "var(--u1,#e0923c)",
-    "gather": "var(--ink,#5a6678)",
+    "gather": "var(--ink,#6d798c)",
     "reduce": "var(--u2,#cf6250)",
     "update": "var(--u5,#8a94a3)",
 }
 STYLE = (
     ".autopar-steps{width:100%;max-width:1160px;height:auto;display:block}"
     ".autopar-steps text{fill:var(--soft,#7b8698);font:11px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif}"
-    ".autopar-steps .title{fill:var(--ink,#5a6678);font-size:13px;font-weight:600}"
+    ".autopar-steps .title{fill:var(--ink,#6d798c);font-size:13px;font-weight:600}"
     ".autopar-steps .number{fill:#fff;font-size:10px;font-weight:600;text-anchor:middle;pointer-events:none}"
     ".autopar-steps .label{text-anchor:end}.autopar-steps .tick{text-anchor:middle}"
     ".autopar-steps .idle{fill:var(--well,#8a94a626)}.autopar-steps .grid{stroke:var(--line,#8a94a640)}"
