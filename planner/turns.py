@@ -35,7 +35,7 @@ from planner.pipeline.schedule import VIRTUAL_STAGES
 from planner.pipeline.simulate import Times, bubble
 from planner.pipeline.simulate import step_s as simulated_s
 from planner.pipeline.stages import Block, Chain, Cut, Pipeline, Saving, blocks_of, bound_s, stage_times
-from planner.problem import Evaluation
+from planner.problem import Evaluation, Floats
 from planner.recompute import LEVELS, Amount, Level, Recompute, ladder
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
@@ -51,6 +51,23 @@ TRIES = 3
 
 
 @dataclass(frozen=True)
+class Shared:
+    """What a rank of a pipeline has to do with a leaf that blocks of another one read too.
+
+    Attributes:
+        held: bytes by use.
+        gather_s, reduce_s, update_s: once a step, as in :class:`Link`.
+        sum_s: adding up its gradients, those of two ranks; of more it is hardly more.
+    """
+
+    held: Mapping[str, int]
+    gather_s: float
+    reduce_s: float
+    update_s: float
+    sum_s: float
+
+
+@dataclass(frozen=True)
 class Link:
     """One block of the chain, and what :class:`planner.pipeline.stages.Block` leaves out.
 
@@ -61,6 +78,7 @@ class Link:
         held: what of the block's held bytes is of which use, see :data:`planner.memory.USES`.
         levels: for each way to save, the level of recomputation that it is.
         working_bytes: for each way to save, what its operators need while they run and what it has made again.
+        shared: the leaves that other blocks read too, by name. The first block that reads one counts it as its own.
     """
 
     block: Block
@@ -71,6 +89,7 @@ class Link:
     held: Mapping[str, int]
     levels: tuple[Level, ...]
     working_bytes: tuple[int, ...]
+    shared: tuple[tuple[str, Shared], ...] = ()
 
     @property
     def once_s(self) -> float:
@@ -165,17 +184,15 @@ class Staged:
             block = link.block
             work_s = block.forward_s + block.input_s + block.weight_s - link.communication_s
             again_s = block.savings[way].recompute_s
-            communication_s = turns * link.communication_s + link.gather_s
-            ranks[rank] += (turns * work_s, turns * again_s, communication_s, link.reduce_s, link.update_s)
+            ranks[rank, :3] += (turns * work_s, turns * again_s, turns * link.communication_s)
+        ranks[:, 2:] += _once_s(self.links, self.pipeline, self.cut.bounds)
         busiest = ranks[ranks.sum(axis=1).argmax()].tolist()
         return {**dict(zip(names, busiest, strict=True)), "bubble": self.step_s - math.fsum(busiest)}
 
     @cached_property
     def times(self) -> TurnTimes:
         """What the step is simulated from."""
-        once = np.zeros((3, self.pipeline.ranks))
-        for rank, link, _ in self._placed:
-            once[:, rank] += link.gather_s, link.reduce_s, link.update_s
+        once = _once_s(self.links, self.pipeline, self.cut.bounds).T
         found = stage_times(chain_of(self.links), self.cut.bounds, self.cut.savings)
         stages = (found.forward_s, found.input_s, found.weight_s, found.send_s)
         return TurnTimes(*(tuple(each.tolist()) for each in (*stages, *once)))
@@ -194,6 +211,9 @@ class Staged:
             if rank == fullest:
                 found.update(link.held)
                 working = max(working, link.working_bytes[way])
+        for rank, each in _also_read(self.links, self.pipeline, self.cut.bounds):
+            if rank == fullest:
+                found.update(each.held)
         found["activations"] += self.peak_bytes - working - found.total()
         found["temporary"] = working
         return {use: found[use] for use in USES}
@@ -256,7 +276,32 @@ class _Chain:
         key = (instance.kind, entered, left, shared, send_s)
         if key not in self._known:
             self._known[key] = self._work_out(number, leaves, send_s)
-        return self._known[key]
+        read = dict.fromkeys(ref.node for ref in instance.block.inputs if ref.node in self._shared)
+        return replace(self._known[key], shared=tuple((name, self._shared[name]) for name in read))
+
+    @cached_property
+    def _shared(self) -> dict[str, Shared]:
+        """The leaves that several blocks read."""
+        readers = Counter(name for each in self.folded.instances for name in {ref.node for ref in each.block.inputs})
+        pair = Axis(PIPELINE, 2, self.space.stages * self.space.mesh.size // 2)
+        found: dict[str, Shared] = {}
+        for name in (leaf.name for leaf in self.graph.leaves if readers[leaf.name] > 1 and self.space.stages > 1):
+            layout, delivered = self.assignment.produced(Ref(name)), self.assignment.delivered(Ref(name))
+            update_s, held = self._stored(name)
+            gather_s, reduce_s, gathered = self._conversion(Ref(name), layout, delivered)
+            held["gathered"] += gathered
+            sum_s = self.space.cost.collective_s("all_reduce", pair, held["gradients"]) if held["gradients"] else 0.0
+            found[name] = Shared(held, gather_s, reduce_s, update_s, sum_s)
+        return found
+
+    def _stored(self, name: str) -> tuple[float, Counter[str]]:
+        """Seconds to update a leaf, and the bytes that are held of it, by use."""
+        node, layout = self.graph.by_name[name], self.assignment.produced(Ref(name))
+        update_s, all_bytes = self.space.storage(node, layout)
+        if node.op != "param" or not node.results[0].grad:
+            return update_s, Counter({"parameters" if node.op in ("param", "buffer") else "activations": all_bytes})
+        size = local_bytes(node.results[0], layout, self.space.mesh)
+        return update_s, Counter(parameters=size, gradients=size, optimizer=all_bytes - 2 * size)
 
     @cached_property
     def _leaves(self) -> list[list[str]]:
@@ -275,14 +320,10 @@ class _Chain:
         forward = input_ = weight = communication = gather = reduce = hidden = update = 0.0
         held, working = Counter[str](), 0
         for name in leaves:
-            node, layout = self.graph.by_name[name], self.assignment.produced(Ref(name))
-            update_s, all_bytes = space.storage(node, layout)
-            size = local_bytes(node.results[0], layout, space.mesh)
+            layout = self.assignment.produced(Ref(name))
+            update_s, stored = self._stored(name)
             update += update_s
-            if node.op == "param" and node.results[0].grad:
-                held.update(parameters=size, gradients=size, optimizer=all_bytes - 2 * size)
-            else:
-                held["parameters" if node.op in ("param", "buffer") else "activations"] += all_bytes
+            held.update(stored)
             delivered = self.assignment.delivered(Ref(name))
             there, back, gathered = self._conversion(Ref(name), layout, delivered)
             summed = self._summed_s(Ref(name), layout, delivered)
@@ -494,10 +535,36 @@ def _cut(
 
 def price(links: Sequence[Link], pipeline: Pipeline, found: Cut) -> Staged:
     """All that a step of a cut takes."""
-    once, working = [0.0] * pipeline.ranks, [0] * pipeline.ranks
+    working = [0] * pipeline.ranks
     for home, (low, high) in zip(pipeline.placed, pairwise(found.bounds), strict=True):
         for link, way in zip(links[low:high], found.savings[low:high], strict=True):
-            once[home] += link.once_s
             working[home] = max(working[home], link.working_bytes[way])
-    held = tuple(held + more for held, more in zip(found.rank_bytes, working, strict=True))
-    return Staged(pipeline, tuple(links), found, found.step_s + max(once), held)
+    beside = list(working)
+    for home, each in _also_read(links, pipeline, found.bounds):
+        beside[home] += sum(each.held.values())
+    held = tuple(held + more for held, more in zip(found.rank_bytes, beside, strict=True))
+    once_s = float(_once_s(links, pipeline, found.bounds).sum(axis=1).max())
+    return Staged(pipeline, tuple(links), found, found.step_s + once_s, held)
+
+
+def _once_s(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> Floats:
+    """Seconds once a step of every rank [rank, what]: gathering, reducing and the update."""
+    found = np.zeros((pipeline.ranks, 3))
+    for home, (low, high) in zip(pipeline.placed, pairwise(bounds), strict=True):
+        for link in links[low:high]:
+            found[home] += link.gather_s, link.reduce_s, link.update_s
+    for home, each in _also_read(links, pipeline, bounds):
+        found[home] += each.gather_s, each.reduce_s + each.sum_s, each.update_s
+    return found
+
+
+def _also_read(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> Iterator[tuple[int, Shared]]:
+    """What ranks have to do with leaves that blocks of others read too, beside what the first such block counts."""
+    readers: dict[str, dict[int, Shared]] = {}
+    for home, (low, high) in zip(pipeline.placed, pairwise(bounds), strict=True):
+        for link in links[low:high]:
+            for name, each in link.shared:
+                readers.setdefault(name, {})[home] = each
+    for ranks in (found for found in readers.values() if len(found) > 1):
+        for number, (rank, each) in enumerate(ranks.items()):
+            yield rank, each if number else Shared({}, 0.0, 0.0, 0.0, each.sum_s)

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 
+from planner.cost import CostModel
 from planner.exchange import Exchange, crossing
 from planner.fold import fold
 from planner.formulate import Training
 from planner.graph import Graph, Node, Ref, TensorType
+from planner.layout import Axis
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe, model_facts
 from planner.predict import predict_in_turns
 from planner.report import text
-from planner.search import search
+from planner.search import Searched, search
+from planner.turns import Staged, price
 from tests.planner.plans import cluster, residual_mlp
 
 BATCH, WIDTH, LAYERS, TURNS = 64, 256, 6, 8
@@ -42,12 +45,17 @@ def skipping() -> Graph:
     return Graph((*leaves, mask, stem, *layers, again, joined, masked, replace(head, args=args), loss), plain.outputs)
 
 
-def planned(graph: Graph, pin: dict[str, Any], ranks: int) -> Plan:
+def searched(graph: Graph, pin: dict[str, Any], ranks: int) -> tuple[Searched, Staged]:
     found = search(graph, cluster(ranks), Pins.parse(pin), Training(), pipelines=True)
     assert found.staged is not None
-    predicted = predict_in_turns(found.assignment, found.staged)
+    return found, found.staged
+
+
+def planned(graph: Graph, pin: dict[str, Any], ranks: int) -> Plan:
+    found, in_turns = searched(graph, pin, ranks)
+    predicted = predict_in_turns(found.assignment, in_turns)
     looked = Search(found.status, found.gap, found.seconds)
-    return describe(found.assignment, model_facts(graph, "MLP"), pin, predicted, looked, found.staged)
+    return describe(found.assignment, model_facts(graph, "MLP"), pin, predicted, looked, in_turns)
 
 
 def test_what_later_blocks_read_crosses_all_between() -> None:
@@ -80,6 +88,27 @@ def test_values_gradients_the_loss_and_ties(schedule: str, ranks: tuple[int, ...
         sent = {call for call in expected if call.is_made_by(rank)}
         assert {call.ranks[0] for call in sent if call.kind == "send"} == {rank}
         assert Exchange("broadcast", everybody, 8, "forward") in sent
+
+
+def test_all_that_read_a_parameter_hold_update_and_sum_it() -> None:
+    pin = {"pipeline": 4, "micro_batches": TURNS, "schedule": "1f1b", "zero": 0}
+    _, found = searched(skipping(), pin, 4)
+    alone = price([replace(link, shared=()) for link in found.links], found.pipeline, found.cut)
+    size = WIDTH * WIDTH * 4
+    more = [held - before for held, before in zip(found.rank_bytes, alone.rank_bytes, strict=True)]
+    assert more == [0, 0, 0, 4 * size]  # with its gradient and Adam's two moments
+    (tied,) = [each for name, each in found.links[0].shared if name == "stem_w"]
+    pair = Axis("pipeline", 2, 2)
+    assert tied.sum_s == CostModel(cluster(4)).collective_s("all_reduce", pair, size) > 0
+    assert tied.update_s > 0
+    once = [sum(link.once_s for link in found.links[low:high]) for low, high in pairwise(found.cut.bounds)]
+    once[0] += tied.sum_s
+    once[3] += tied.gather_s + tied.reduce_s + tied.sum_s + tied.update_s
+    assert found.step_s == pytest.approx(found.cut.step_s + max(once), rel=1e-12)
+    times = found.times
+    by_rank = map(sum, zip(times.gather_s, times.reduce_s, times.update_s, strict=True))
+    assert list(by_rank) == pytest.approx(once, rel=1e-12)
+    assert sum(found.memory_bytes.values()) == found.peak_bytes
 
 
 def test_exchanges_are_read_and_shown() -> None:
