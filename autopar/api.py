@@ -228,8 +228,8 @@ def parallelize(
         progress: called on rank 0 with a line of text as the search advances.
 
     Raises:
-        PlanError: the plan does not fit the model, the cluster or the process group; ranks were given different ones;
-            or nothing runs its schedule yet.
+        PlanError: the plan does not fit the model, the cluster or the process group; or ranks were given different
+            ones.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     if plan is not None and pin:
@@ -266,18 +266,13 @@ def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, InTurns | No
     """An assignment as its plan recomputes, and how it runs if it does so in turns.
 
     Raises:
-        PlanError: the plan's pipeline does not fit the model's blocks, or nothing runs its schedule.
+        PlanError: the plan's pipeline does not fit the model's blocks.
     """
     found = restage(plan, assignment)
     if found is None:
         return assignment, None
     pipeline = found.pipeline
     actions = schedule(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
-    if any(actions.ahead):
-        raise PlanError(
-            f"schedule {pipeline.schedule!r} is simulated, but not run yet: it trains with weights one step old, and "
-            "nothing keeps two versions of them; pin another schedule"
-        )
     recomputing = replace(assignment, recompute=found.recompute(assignment.space.folded))
     return recomputing, InTurns(actions, found.cut.bounds, bubble=found.bubble)
 

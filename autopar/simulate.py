@@ -92,6 +92,11 @@ class Simulation:
         """The rank of every stage, as if they were not all in this process."""
         return (0,) if self._in_turns is None else self._in_turns.schedule.rank_of
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a step hands over the gradients of the step before."""
+        return self._in_turns is not None and self._in_turns.schedule.overlaps
+
     def parts(self, full: Tensor, layout: Layout) -> Tensor:
         """Every rank's part of a global tensor."""
         return self.mode.rank_map(lambda rank: part_of(full.detach(), layout, self.mesh, rank))

@@ -19,6 +19,7 @@ from planner.layout import Mesh
 from planner.mesh import candidate_meshes, pinned_mesh
 from planner.ops import OPS
 from planner.pins import Pins
+from planner.pipeline.schedule import versions
 from planner.skeleton import Skeleton
 from planner.turns import SCHEDULES, pipelines_of
 
@@ -77,8 +78,8 @@ class Division:
 
 
 def in_one_turn(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tuple[Division, ...]:
-    """Every division of one stage and one turn that the pins allow."""
-    if (pins.stages or 1) > 1 or (pins.micro_batches or 1) > 1:
+    """Every division of one stage and one turn that the pins allow; steps of one turn have no gradient to leave."""
+    if (pins.stages or 1) > 1 or (pins.micro_batches or 1) > 1 or versions(pins.schedule) > 1:
         return ()
     meshes = (pinned_mesh(cluster, pins.sizes),) if pins.sizes else candidate_meshes(cluster, max_axes)
     return tuple(Division(1, mesh) for mesh in meshes)
@@ -100,6 +101,13 @@ def in_turns(cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_ax
             found += [Division(stages, mesh.in_turns(turns)) for mesh in meshes]
     names, virtual = schedules(pins), pins.virtual_stages
     runs = [s for s in found if s.in_turns and pipelines_of(s.stages, s.mesh.micro_batches, blocks, names, virtual)]
+    if not runs and pins.schedule == "2bw" and found:
+        raise PinError(
+            "pin 'schedule' is '2bw', which needs 2 micro-batches or more, at least as many as stages, and a block for "
+            f"each stage: with the other pins there are at most {max(s.mesh.micro_batches for s in found)} "
+            f"micro-batches, at least {min(s.stages for s in found)} stages, and {blocks} blocks; pin more "
+            "micro-batches, fewer stages, or 1f1b"
+        )
     if not runs and (pins.schedule or pins.virtual_stages):
         raise PinError(
             f"pins 'schedule' and 'virtual_stages' leave no pipeline ({' or '.join(names)}, {virtual or 'any'} stages "

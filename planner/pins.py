@@ -144,14 +144,10 @@ class Pins:
         return {**found, **{name: value for name, value in turns.items() if value is not None}}
 
 
-PLANNED = tuple(name for name in NAMES if name != "2bw")
-"""Schedules that are planned: 2bw changes training, and the second version of its weights is not counted yet."""
-
-
 def _schedule(schedule: object, virtual_stages: int | None) -> str | None:
     """A pinned schedule, if it is one and has so many stages on a rank."""
-    if schedule is not None and (not isinstance(schedule, str) or schedule not in PLANNED):
-        raise PinError(f"pin 'schedule' is {schedule!r}; it is one of {', '.join(map(repr, PLANNED))}")
+    if schedule is not None and (not isinstance(schedule, str) or schedule not in NAMES):
+        raise PinError(f"pin 'schedule' is {schedule!r}; it is one of {', '.join(map(repr, NAMES))}")
     least, most = VIRTUAL_STAGES[schedule or ("interleaved_1f1b" if virtual_stages != 1 else "1f1b")]
     if virtual_stages is not None and not least <= virtual_stages <= (most or virtual_stages):
         number = str(least) if least == most else f"{least} or more"

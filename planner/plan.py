@@ -337,7 +337,7 @@ def restage(plan: Plan, assignment: Assignment) -> Staged | None:
     found = plan.pipeline
     if found is None:
         return None
-    links, size = links_of(assignment), len(assignment.space.folded.instances)
+    links, size = links_of(assignment, schedule=found.schedule), len(assignment.space.folded.instances)
     pipeline = Pipeline(found.schedule, found.ranks, plan.mesh.micro_batches, found.virtual_stages)
     if len(found.bounds) != pipeline.stages + 1 or found.bounds[-1] != size:
         raise PlanError(

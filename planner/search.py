@@ -513,7 +513,7 @@ def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None
     """The look with a pipeline of these choices as its plan, if one is found that fits and is faster."""
     if choices is None:
         return look
-    links = links_of(look.space.assignment(choices), setting.pins.recompute)
+    links = links_of(look.space.assignment(choices), setting.pins.recompute, setting.pins.schedule)
     if not all(math.isfinite(link.block.work_s) for link in links):
         return look
     wanted = _pipelines(setting, look.space, len(links))
@@ -818,7 +818,7 @@ def _peak_bytes(setting: Setting, look: Look, problem: Problem, choices: tuple[i
     """What choices need; in turns, with all that can be made again."""
     if not look.candidate.division.in_turns:
         return evaluate(problem, choices).peak_bytes
-    chain = links_of(look.space.assignment(choices), setting.pins.recompute)
+    chain = links_of(look.space.assignment(choices), setting.pins.recompute, setting.pins.schedule)
     links = [link.leanest for link in chain]
     found = stage(links, _pipelines(setting, look.space, len(links)), None)
     assert found is not None

@@ -31,7 +31,7 @@ from planner.memory import USES
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.pipeline.partition import cut
-from planner.pipeline.schedule import VIRTUAL_STAGES
+from planner.pipeline.schedule import VIRTUAL_STAGES, versions
 from planner.pipeline.simulate import Times, bubble
 from planner.pipeline.simulate import step_s as simulated_s
 from planner.pipeline.stages import Block, Chain, Cut, Pipeline, Saving, blocks_of, bound_s, stage_times
@@ -234,21 +234,22 @@ class Staged:
 # ---- from an assignment to a chain -----------------------------------------------------------------------------------
 
 
-def links_of(assignment: Assignment, level: Level | None = None) -> tuple[Link, ...]:
+def links_of(assignment: Assignment, level: Level | None = None, schedule: str | None = None) -> tuple[Link, ...]:
     """The blocks of an assignment as a chain; its own recomputation aside, which the cut decides anew.
 
     Args:
         level: the only one at which blocks that can recompute may; left out: any.
+        schedule: that of the pipeline, where it is known, since 2bw holds two versions of the weights.
     """
-    links = _Chain(assignment).links
+    links = _Chain(assignment, versions(schedule)).links
     return links if level is None else tuple(link.only(level) for link in links)
 
 
 class _Chain:
     """The links of one assignment; blocks that are entered and left alike are worked out once."""
 
-    def __init__(self, assignment: Assignment):
-        self.assignment, self.space = assignment, assignment.space
+    def __init__(self, assignment: Assignment, versions: int):
+        self.assignment, self.space, self.versions = assignment, assignment.space, versions
         self.graph, self.folded = self.space.graph, self.space.folded
         self.levels = {level: ladder(self.folded, level).steps[0] for level in LEVELS}
         self._known: dict[object, Link] = {}
@@ -289,8 +290,8 @@ class _Chain:
             layout, delivered = self.assignment.produced(Ref(name)), self.assignment.delivered(Ref(name))
             update_s, held = self._stored(name)
             gather_s, reduce_s, gathered = self._conversion(Ref(name), layout, delivered)
-            held["gathered"] += gathered
             sum_s = self.space.cost.collective_s("all_reduce", pair, held["gradients"]) if held["gradients"] else 0.0
+            held.update(self._versions_of(name, gathered))
             found[name] = Shared(held, gather_s, reduce_s, update_s, sum_s)
         return found
 
@@ -302,6 +303,18 @@ class _Chain:
             return update_s, Counter({"parameters" if node.op in ("param", "buffer") else "activations": all_bytes})
         size = local_bytes(node.results[0], layout, self.space.mesh)
         return update_s, Counter(parameters=size, gradients=size, optimizer=all_bytes - 2 * size)
+
+    def _versions_of(self, name: str, gathered: int) -> Counter[str]:
+        """Bytes of all versions of a leaf as operators use it, less what is stored anyway.
+
+        Args:
+            gathered: of what it is gathered into, with its gradient; 0: it is used as it is stored.
+        """
+        node, more = self.graph.by_name[name], self.versions - 1
+        if gathered or node.op != "param" or not node.results[0].grad:
+            return Counter(gathered=self.versions * gathered)
+        size = local_bytes(node.results[0], self.assignment.produced(Ref(name)), self.space.mesh)
+        return Counter(parameters=more * size, gradients=more * size)
 
     @cached_property
     def _leaves(self) -> list[list[str]]:
@@ -318,7 +331,7 @@ class _Chain:
         instance, space = self.folded.instances[number], self.space
         turns = space.mesh.micro_batches
         forward = input_ = weight = communication = gather = reduce = hidden = update = 0.0
-        held, working = Counter[str](), 0
+        held, grown, working = Counter[str](), Counter[str](), 0
         for name in leaves:
             layout = self.assignment.produced(Ref(name))
             update_s, stored = self._stored(name)
@@ -328,7 +341,7 @@ class _Chain:
             there, back, gathered = self._conversion(Ref(name), layout, delivered)
             summed = self._summed_s(Ref(name), layout, delivered)
             weight, gather, reduce = weight + summed, gather + there, reduce + back - turns * summed
-            held["gathered"] += gathered
+            grown[name] += gathered
         for node in instance.block.nodes:
             work = space.work(node, self.assignment.choice(node))
             forward += work.forward_s + work.inner_forward_s
@@ -342,9 +355,11 @@ class _Chain:
                 if self.graph.by_name[ref.node].op == "param":
                     summed = self._summed_s(ref, source, target)
                     weight, gather, reduce = weight + summed, gather + there, reduce + back - turns * summed
-                    held["gathered"] += gathered
+                    grown[ref.node] += gathered
                 else:
                     forward, input_, communication = forward + there, input_ + back, communication + there + back
+        for name in {**dict.fromkeys(leaves), **+grown}:
+            held.update(self._versions_of(name, grown[name]))
         levels = LEVELS if len(self.folded.kinds[instance.kind]) > 1 else LEVELS[:1]
         savings = tuple(Saving(self._again_s(number, level), self._saved(number, level)) for level in levels)
         name = self.folded.names[instance.kind]
@@ -456,12 +471,14 @@ def pipelines_of(
 ) -> list[Pipeline]:
     """The schedules for a chain of so many blocks, with :data:`VIRTUAL` stages a rank unless their number is given.
 
-    One stage has only micro-batch after micro-batch.
+    One stage has only micro-batch after micro-batch; 2bw is another rule of training there too.
     """
-    if stages == 1:
+    if stages == 1 and "2bw" not in names:
         return [Pipeline("1f1b", 1, micro_batches)]
     found = []
     for name in names:
+        if name == "2bw" and micro_batches < stages:
+            continue
         least, most = VIRTUAL_STAGES[name]
         counts = [n for n in VIRTUAL if least <= n <= (most or n)] if virtual_stages is None else [virtual_stages]
         found += [Pipeline(name, stages, micro_batches, v) for v in counts if stages * v <= blocks]

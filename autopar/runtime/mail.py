@@ -18,6 +18,7 @@ from planner.pipeline.schedule import Action, Schedule
 
 Message = tuple[int, str, int]
 """The stage that it is for, the kind of action that waits for it, the micro-batch."""
+Messages = dict[Message, list[Tensor]]
 
 
 def tag_of(message: Message) -> int:
@@ -35,8 +36,13 @@ def crossed_by(tag: int) -> tuple[int, str]:
 class Mail(Protocol):
     """Carries messages."""
 
-    def open(self, trains: bool) -> None:
-        """A step begins, with backward or without."""
+    def open(self, trains: bool, left: Messages | None) -> None:
+        """A step begins.
+
+        Args:
+            trains: with backward.
+            left: what was not taken in the step before, whose last backwards this one does; ``None``: it does none.
+        """
 
     def put(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Send a message on its way; the tensors must stay as they are."""
@@ -47,18 +53,18 @@ class Mail(Protocol):
     def share(self, value: Tensor | None, stage: int, dtype: torch.dtype) -> Tensor:
         """The number that ``stage`` has, on all ranks."""
 
-    def close(self) -> None:
-        """It is over: wait until everything sent has arrived."""
+    def close(self) -> Messages:
+        """It is over: wait until everything sent has arrived. Returns what nobody took."""
 
 
 class Within:
     """All stages are in one process."""
 
     def __init__(self) -> None:
-        self._held: dict[Message, list[Tensor]] = {}
+        self._held: Messages = {}
 
-    def open(self, trains: bool) -> None:
-        self._held.clear()
+    def open(self, trains: bool, left: Messages | None) -> None:
+        self._held = dict(left or {})
 
     def put(self, message: Message, tensors: Sequence[Tensor]) -> None:
         self._held[message] = list(tensors)
@@ -70,8 +76,9 @@ class Within:
         assert value is not None
         return value
 
-    def close(self) -> None:
-        assert not self._held, "a message that nobody took"
+    def close(self) -> Messages:
+        kept, self._held = self._held, {}
+        return kept
 
 
 @dataclass(frozen=True)
@@ -162,14 +169,18 @@ class Between:
         self._forms = {(stage.number, "F"): stage.received for stage in stages}
         self._forms |= {(stage.number, "B"): differentiable(stage.sent) for stage in stages}
         self._within = Within()
-        self._arriving = {trains: self._all_arriving(trains) for trains in (False, True)}
+        self._arriving = {
+            (trains, first): self._all_arriving(schedule.first if first else schedule, trains)
+            for trains in (False, True)
+            for first in (False, True)
+        }
         self._expected: dict[int, deque[Message]] = {}
         self._coming: dict[int, _Coming] = {}
-        self._aside: dict[Message, list[Tensor]] = {}
+        self._aside: Messages = {}
         self._pending: list[tuple[dist.Work, Tensor]] = []
         self._is_open = False
 
-    def open(self, trains: bool) -> None:
+    def open(self, trains: bool, left: Messages | None) -> None:
         """Begin to receive what every other rank is going to send here.
 
         Raises:
@@ -181,15 +192,19 @@ class Between:
                 "processes again, from a checkpoint"
             )
         self._is_open = True
-        self._within.open(trains)
-        self._expected = {sender: deque(messages) for sender, messages in self._arriving[trains].items()}
+        kept = left or {}
+        own = {message for message in kept if self._sender(message) == self.pipeline.rank}
+        self._within.open(trains, {message: kept[message] for message in own})
+        self._aside = {message: tensors for message, tensors in kept.items() if message not in own}
+        arriving = self._arriving[trains, left is None]
+        self._expected = {sender: deque(messages) for sender, messages in arriving.items()}
         for sender in self._expected:
             self._receive(sender)
 
-    def _all_arriving(self, trains: bool) -> dict[int, list[Message]]:
+    def _all_arriving(self, schedule: Schedule, trains: bool) -> dict[int, list[Message]]:
         """The messages of a step that every other rank sends here, in order."""
         found = {}
-        for sender, row in enumerate(self.schedule.rows):
+        for sender, row in enumerate(schedule.rows):
             sent = (_message(action) for action in row if action.kind == "F" or (trains and action.kind in "BI"))
             mine = [m for m in sent if 0 <= m[0] < self.schedule.stages and self._home(m[0]) == self.pipeline.rank]
             if mine and sender != self.pipeline.rank:
@@ -198,6 +213,10 @@ class Between:
 
     def _home(self, stage: int) -> int:
         return self.schedule.rank_of[stage]
+
+    def _sender(self, message: Message) -> int:
+        stage, kind, _ = message
+        return self._home(stage - 1 if kind == "F" else stage + 1)
 
     def _receive(self, sender: int) -> None:
         """Begin to receive a sender's next message, if there is one."""
@@ -238,18 +257,21 @@ class Between:
             ) from error
 
     def take(self, message: Message) -> list[Tensor]:
-        stage, kind, _ = message
-        sender = self._home(stage - 1 if kind == "F" else stage + 1)
+        sender = self._sender(message)
         if sender == self.pipeline.rank:
             return self._within.take(message)
         while message not in self._aside:
-            coming = self._coming.pop(sender)
-            with self._naming(sender, coming.message):
-                for work in coming.works:
-                    work.wait()
-                self._receive(sender)
-            self._aside[coming.message] = coming.tensors
+            self._put_aside(sender)
         return self._aside.pop(message)
+
+    def _put_aside(self, sender: int) -> None:
+        """Wait for the message that is coming from a rank, and begin to receive its next one."""
+        coming = self._coming.pop(sender)
+        with self._naming(sender, coming.message):
+            for work in coming.works:
+                work.wait()
+            self._receive(sender)
+        self._aside[coming.message] = coming.tensors
 
     def share(self, value: Tensor | None, stage: int, dtype: torch.dtype) -> Tensor:
         found = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -258,13 +280,16 @@ class Between:
         dist.broadcast(found, group=self.pipeline.ranks, group_src=self._home(stage))
         return found.to(dtype)
 
-    def close(self) -> None:
-        self._within.close()
-        assert not self._aside and not self._coming, "a message that nobody took"
+    def close(self) -> Messages:
+        while self._coming and self.schedule.overlaps:
+            self._put_aside(next(iter(self._coming)))
+        assert not self._coming, "a message that nobody took"
         for work, _ in self._pending:
             work.wait()
         self._pending.clear()
+        kept, self._aside = {**self._within.close(), **self._aside}, {}
         self._is_open = False
+        return kept
 
 
 def differentiable(passed: Sequence[Passed]) -> tuple[Passed, ...]:

@@ -25,7 +25,7 @@ from autopar.runtime.buckets import Buckets
 from autopar.runtime.gradients import Holders, know_each_other
 from autopar.runtime.mail import Pipeline
 from autopar.runtime.mesh import groups_of, part_of, placements
-from autopar.runtime.parameters import local_parts
+from autopar.runtime.parameters import local_parts, renew
 from autopar.runtime.stage import programs_in
 from autopar.runtime.state import RunState
 from autopar.runtime.step import Step
@@ -273,6 +273,8 @@ class ParallelModule(nn.Module):
         inputs = {name: value for name, value in zip(self.interface.input_names, flat, strict=True) if name}
         held = local_parts({name: _lookup(self, name) for name in self._leaf_names}, self.buckets)
         results = self.program(*(self._leaf(leaf, inputs, held) for leaf in self.interface.leaves))
+        if isinstance(self.program, Step) and torch.is_grad_enabled():
+            self._keep_apart(self.program.borrowed)
         count = len(results) - len(self.interface.updates)
         if self.training:
             for name, value in zip(self.interface.updates, results[count:], strict=True):
@@ -283,6 +285,13 @@ class ParallelModule(nn.Module):
             for spec, static in zip(self.interface.outputs, self.interface.static_outputs, strict=True)
         ]
         return pytree.tree_unflatten(flat_outputs, self.interface.out_spec)
+
+    def _keep_apart(self, leaves: Collection[str]) -> None:
+        """Give these leaves new memory; what the program has of the old one stays as it is."""
+        assert isinstance(self.program, Step)
+        names = dict(zip(self.program.leaves, self.interface.leaves, strict=True))
+        tensors = (_lookup(self, names[leaf].name) for leaf in leaves)
+        renew(tensor for tensor in tensors if isinstance(tensor, DTensor))
 
     def _leaf(self, leaf: LeafSpec, inputs: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Tensor:
         if leaf.kind == "input":
@@ -343,6 +352,8 @@ class ParallelModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors (the original model's dict) or DTensors (another plan's, on this mesh)."""
+        if isinstance(self.program, Step):
+            self.program.left = None  # gradients of other weights
         own = self.state_dict()
         if self.pipeline is None:
             local = {name: self._like(name, v, own[name]) if name in own else v for name, v in state_dict.items()}

@@ -8,7 +8,7 @@ wait there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import spmd_types as spmd
 import torch
@@ -56,6 +56,12 @@ def local_parts(tensors: Mapping[str, Tensor], buckets: Buckets) -> dict[str, Te
     frozen = {name: t._local_tensor.detach() for name, t in tensors.items() if isinstance(t, DTensor)}
     parts = dict(zip(trained, _LocalParts.apply(buckets, *trained.values()), strict=True))
     return {**tensors, **frozen, **parts}
+
+
+def renew(parameters: Iterable[DTensor]) -> None:
+    """Go on in new memory: what :func:`local_parts` gave of them stays as it is, whatever an optimizer does."""
+    for parameter in parameters:
+        parameter._local_tensor = parameter._local_tensor.detach().clone()
 
 
 class _SumGradients(torch.autograd.Function):

@@ -51,15 +51,15 @@ def recompute(program: GraphModule, again: GraphModule, *inputs: Tensor) -> Any:
     with saved_tensors_hooks(pack, _Cell.unpack), state.random.recorded() as seeds:
         outputs, given_up, kept = program(*inputs)
     frame = _Frame(again, kept, state, _entered(program, again, seeds) if seeds else {})
-    places: dict[int, Place] = {_memory(value): place for place, value in reversed([*enumerate(given_up)])}
-    stay = {_memory(value) for value in kept}
+    places: dict[int, Place] = {memory_of(value): place for place, value in reversed([*enumerate(given_up)])}
+    stay = {memory_of(value) for value in kept}
     seen: Counter[int] = Counter()
     for cell in cells:
-        place = places.get(_memory(cell.tensor))
+        place = places.get(memory_of(cell.tensor))
         if cell.region is not None and cell.region in frame.regions:
             place = (cell.region, seen[cell.region]) if place is None else place
             seen[cell.region] += 1
-        if place is not None and _memory(cell.tensor) not in stay:
+        if place is not None and memory_of(cell.tensor) not in stay:
             cell.give_up(frame, place)
     return outputs
 
@@ -181,10 +181,10 @@ def _none(_: None) -> Tensor:
     raise AssertionError("nothing runs backward through what is made again")
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
     """What tensors that share memory have in common."""
     if isinstance(tensor, LocalTensor):
-        return _memory(next(iter(tensor._local_tensors.values())))
+        return memory_of(next(iter(tensor._local_tensors.values())))
     return tensor.untyped_storage()._cdata
 
 

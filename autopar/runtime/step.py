@@ -20,7 +20,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
 
-from autopar.runtime.mail import Mail
+from autopar.runtime.mail import Mail, Messages
+from autopar.runtime.recompute import memory_of
 from autopar.runtime.split import Later, backward_of_inputs
 from autopar.runtime.stage import Stage, programs_in
 from autopar.runtime.state import RunState
@@ -69,7 +70,8 @@ class Step:
 
     Args:
         stages: those of this process.
-        actions: its actions in order.
+        actions: its actions in order; where a step takes over backwards from the one before, those of micro-batches
+            below 0.
         leaves: the names of all leaves, in the order in which they are given.
         turned: the leaves of which a turn takes a part -> the dim along which turns lie behind one another.
         outputs: the outputs of the model.
@@ -79,6 +81,9 @@ class Step:
         recorder: of what is done when.
         ties: the parameters that other processes hold too.
         trainers: the ranks of the pipeline that hold parameters that are trained, of which this one is.
+
+    Attributes:
+        left: where a step leaves backwards to the next one, the step that did.
     """
 
     def __init__(
@@ -103,6 +108,26 @@ class Step:
         self.turns, self.state, self.mail, self.draws = turns, state, mail, draws
         self.trained, self.ties, self.trainers = trained, ties, trainers
         self.recorder, self.seed = recorder, torch.ones(())
+        self.left: _Run | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins with nothing left to do."""
+        return {**self.__dict__, "left": None}
+
+    @property
+    def first(self) -> list[Action]:
+        """The actions of a step that nothing is left to."""
+        return [action for action in self.actions if action.micro_batch >= 0]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step takes over backwards from the one before, and hands over the gradients of that one."""
+        return len(self.first) < len(self.actions)
+
+    @property
+    def borrowed(self) -> set[str]:
+        """The leaves whose memory the backwards that are left need as it is."""
+        return set() if self.left is None else self.left.borrowed()
 
     @property
     def programs(self) -> list[tuple[str, GraphModule]]:
@@ -129,19 +154,27 @@ class Step:
                 "a step in turns runs its own backward, so the model must return its loss, or be given a loss_fn; "
                 "to run it forward only, call it under torch.no_grad()"
             )
-        run = _Run(self, given, trains)
+        before = None
+        if trains:
+            before, self.left = self.left, None
+        run = _Run(self, given, trains, before)
         with torch.set_grad_enabled(trains):
             run.forward_and_backward()
         results = run.results()
         if trains:
             assert self.loss is not None
+            complete = before if self.overlaps else run
+            if self.overlaps:
+                self.left = run.leave()
             # Where all that is trained is on other processes, backward starts here all the same.
             anchor = torch.zeros((), requires_grad=True)
             parts = [leaf for leaf in leaves if leaf.requires_grad]
-            gradients = [run.local[name].grad for name, leaf in given.items() if leaf.requires_grad]
+            seed = self.seed if complete is None else complete.seed
+            found = {} if complete is None else {name: leaf.grad for name, leaf in complete.local.items()}
+            gradients = [found.get(name) for name, leaf in given.items() if leaf.requires_grad]
             for position, leaving in enumerate(self.outputs):
                 if position == self.loss:
-                    results[position] = _HandOver.apply(self, results[position], gradients, anchor, *parts)
+                    results[position] = _HandOver.apply(self, results[position], gradients, seed, anchor, *parts)
                 elif leaving.differentiable and results[position] is not None:
                     results[position] = _Apart.apply(results[position], anchor)
         return tuple(results)
@@ -151,8 +184,8 @@ class _HandOver(torch.autograd.Function):
     """The loss, whose backward gives gradients that are known."""
 
     @staticmethod
-    def forward(ctx, step, loss, gradients, anchor, *parts):  # type: ignore[no-untyped-def]
-        ctx.step, ctx.gradients, ctx.seed = step, gradients, step.seed
+    def forward(ctx, step, loss, gradients, seed, anchor, *parts):  # type: ignore[no-untyped-def]
+        ctx.step, ctx.gradients, ctx.seed = step, gradients, seed
         return loss.detach()
 
     @staticmethod
@@ -167,7 +200,7 @@ class _HandOver(torch.autograd.Function):
         if present:
             torch._foreach_mul_(present, grad / ctx.seed.to(grad))
         ctx.step.seed = _power_of_two(grad)
-        return None, None, None, None, *found
+        return None, None, None, None, None, *found
 
 
 def _power_of_two(number: Tensor) -> Tensor:
@@ -195,24 +228,33 @@ class _Apart(torch.autograd.Function):
         )
 
 
+_InFlight = tuple[list[Tensor], list[GradientEdge | None], list[Tensor]]
+
+
 class _Run:
     """One step.
 
     Attributes:
+        before: the step whose last backwards this one does.
+        seed: the scale of the loss that its backwards assume.
         local: the leaves, apart from what made them.
         turned: of those of which a turn takes a part, the parts.
+        made, used: of each stage, the parameters as operators use them: what the gradients go back through, and the
+            same apart, where they add up.
         alive: of a stage and a micro-batch in flight: what came in, where its values went out (these themselves are
             the next stage's to keep) and the loss, if it is there.
+        messages: what came for backwards that are left.
     """
 
-    def __init__(self, step: Step, given: Mapping[str, Tensor], trains: bool):
-        self.step, self.trains = step, trains
+    def __init__(self, step: Step, given: Mapping[str, Tensor], trains: bool, before: _Run | None):
+        self.step, self.trains, self.before, self.seed = step, trains, before, step.seed
         self.local = {name: leaf.detach().requires_grad_(leaf.requires_grad and trains) for name, leaf in given.items()}
         self.turned = {name: self.local[name].chunk(step.turns.count, dim) for name, dim in step.turned.items()}
         self.used: dict[int, tuple[Tensor, ...]] = {}
         self.made: dict[int, tuple[Tensor, ...]] = {}
         self.counts: dict[int, tuple[Tensor, ...]] = {}
-        self.alive: dict[tuple[int, int], tuple[list[Tensor], list[GradientEdge | None], list[Tensor]]] = {}
+        self.alive: dict[tuple[int, int], _InFlight] = {} if before is None else before.alive
+        self.messages: Messages = {}
         self.later: dict[tuple[int, int], Later] = {}
         self.outputs: dict[int, list[Tensor]] = defaultdict(list)
         self.started = step.state.random.calls
@@ -220,7 +262,7 @@ class _Run:
     def forward_and_backward(self) -> None:
         """Everything, in order."""
         self.step.recorder.open()
-        self.step.mail.open(self.trains)
+        self.step.mail.open(self.trains, None if self.before is None else self.before.messages)
         self.step.recorder.begin("gather")
         for number, stage in self.step.stages.items():
             self.made[number] = stage.gather(*(self.local[name] for name in stage.parameters))
@@ -228,22 +270,24 @@ class _Run:
             self.counts[number] = self._counted(stage)
         self.step.recorder.end()
         try:
-            for number, kind, turn in self.step.actions:
+            for number, kind, turn in self.step.first if self.before is None else self.step.actions:
                 self._act(self.step.stages[number], kind, turn)
         finally:
             self.step.state.random.calls = self.started + sum(self.step.draws)
             torch.clear_autocast_cache()  # of the used parameters, which are others in every step
-        self.step.mail.close()
-        if self.trains:
+        self.messages = self.step.mail.close()
+        assert self.step.overlaps or not self.messages, "a message that nobody took"
+        complete = self.before if self.step.overlaps else self
+        if self.trains and complete is not None:
             self.step.recorder.begin("reduce")
-            self._spread()
+            complete._spread()
             self.step.recorder.end()
         self.step.recorder.close()
 
     def _act(self, stage: Stage, kind: str, turn: int) -> None:
         if kind != "F" and not self.trains:
             return
-        self.step.turns.now = turn
+        self.step.turns.now = turn % self.step.turns.count
         self.step.recorder.begin(kind, Action(stage.number, kind, turn))
         if kind == "F":
             self._forward(stage, turn)
@@ -297,7 +341,8 @@ class _Run:
             came = self.step.mail.take((stage.number, "B", turn))
             self.step.recorder.arrived()
         pairs = [(edge, grad) for edge, grad in zip(ends, came, strict=True) if edge is not None]
-        seed = self.step.share_of_loss * self.step.seed
+        run = self if turn >= 0 or self.before is None else self.before
+        seed = self.step.share_of_loss * run.seed
         pairs += [(edge, seed.to(loss)) for loss in roots if (edge := _edge(loss)) is not None]
         inputs = [t for t, passed in zip(received, stage.received, strict=True) if passed.differentiable]
         found: tuple[Tensor | None, ...] = (None,) * len(inputs)
@@ -344,6 +389,22 @@ class _Run:
                 if leaf.requires_grad:
                     leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                     dist.all_reduce(leaf.grad, group=tie.group)
+
+    def leave(self) -> _Run:
+        """What the next step needs of this one, whose micro-batches it counts below 0."""
+        count = self.step.turns.count
+        self.before = None
+        self.alive = {(stage, turn - count): held for (stage, turn), held in self.alive.items()}
+        self.messages = {(stage, kind, turn - count): sent for (stage, kind, turn), sent in self.messages.items()}
+        for no_longer in (self.turned, self.counts, self.outputs):
+            no_longer.clear()
+        return self
+
+    def borrowed(self) -> set[str]:
+        """The parameters that are used in the memory in which they are stored."""
+        taken = {memory_of(used) for each in self.used.values() for used in each if used.requires_grad}
+        names = {name for stage in self.step.stages.values() for name in stage.parameters}
+        return {name for name in names if memory_of(self.local[name]) in taken}
 
     def results(self) -> list[Any]:
         """The outputs, turns put together."""

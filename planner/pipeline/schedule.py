@@ -11,7 +11,7 @@ interleaved_1f1b    the same with several stages per rank, taken in rounds (Nara
 zero_bubble         with the backward split, W where a rank would wait (ZB-H1: Qi et al., 2023); any virtual stages
 zbv                 two stages per rank, placed as a V (Qi et al., 2023, section 6)
 dualpipev           a V again, forwards of one half next to backwards of the other (DeepSeek, DualPipe)
-2bw                 1f1b without flush: the last forwards of a step belong to the next batch (Narayanan et al., 2021b)
+2bw                 1f1b without flush: the last backwards are left to the next step (Narayanan et al., 2021b)
 ==================  =================================================================================================
 
 Orders and the written form (one line per rank, actions between commas) are those of ``torch.distributed.pipelining``,
@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ class Flow:
     """A schedule's actions so that each comes after all that it waits for.
 
     ``before`` is the action that its rank runs before it, ``needs`` the one on another stage whose result it takes;
-    both are positions in ``actions``, or its length where there is none.
+    both are positions in ``actions``, or its length where there is none, or where the step before did it.
     """
 
     actions: tuple[Action, ...]
@@ -68,15 +68,14 @@ class Flow:
 class Schedule:
     """Each rank's actions of one step, in order.
 
-    ``ahead`` forwards per rank run one step early: in the step's list their micro-batch is ``micro_batches`` or more.
-    The first step is preceded by as many forwards, and the last leaves them out. It is 0 everywhere but for 2bw.
+    A step may take over backwards from the one before, and leave as many to the next: 2bw does. In its list their
+    micro-batch is below 0, counted from the end of the batch before. The :attr:`first` step has none to take over.
     """
 
     name: str
     stages: int
     micro_batches: int
     rows: tuple[tuple[Action, ...], ...]
-    ahead: tuple[int, ...]
 
     @property
     def ranks(self) -> int:
@@ -88,31 +87,55 @@ class Schedule:
         return tuple(rank for _, rank in sorted({(a.stage, rank) for rank, row in enumerate(self.rows) for a in row}))
 
     @cached_property
-    def flow(self) -> Flow:
-        """The actions in an order in which they can run; :class:`ScheduleError` where there is none.
+    def overlaps(self) -> bool:
+        """Whether a step takes over what the one before has left."""
+        return any(map(_is_left_over, self.actions))
 
-        A step that takes over forwards from the one before has none of its own: ask its :meth:`stream`.
-        """
+    @property
+    def actions(self) -> Iterator[Action]:
+        """Those of all ranks, in no order."""
+        return (action for row in self.rows for action in row)
+
+    @cached_property
+    def first(self) -> Schedule:
+        """The step that nothing was left to."""
+        if not self.overlaps:
+            return self
+        return replace(self, rows=tuple(tuple(a for a in row if not _is_left_over(a)) for row in self.rows))
+
+    @cached_property
+    def flow(self) -> Flow:
+        """The actions in an order in which they can run; :class:`ScheduleError` where there is none."""
         return _flow(self)
 
     def check(self) -> None:
-        """Raise :class:`ScheduleError` unless each action is there once, after what it needs, and no rank hangs."""
-        stream = self.stream(2) if any(self.ahead) else self
+        """Raise :class:`ScheduleError` unless each action is there once, after what it needs, and no rank hangs.
+
+        Where steps overlap, each must also run by itself, since whoever runs them waits between two.
+        """
+        stream = self.stream(2) if self.overlaps else self
+        for action in filter(_is_left_over, self.actions):
+            if action.kind != "B":
+                raise ScheduleError(
+                    f"a rank does {action}, left over from the step before; only whole backwards, B, can be left"
+                )
         _check_complete(stream)
         _check_order(stream)
-        stream.flow  # noqa: B018 it raises on a deadlock
+        for each in (stream, self.first, self):
+            each.flow  # noqa: B018 it raises on a deadlock
 
     def stream(self, steps: int) -> Schedule:
         """Several steps after each other as one schedule, from an empty pipeline to an empty pipeline."""
-        count = steps * self.micro_batches
         rows = []
-        for row, ahead in zip(self.rows, self.ahead, strict=True):
-            early = [Action(row[0].stage, "F", i) for i in range(ahead)]
-            later = [
-                a._replace(micro_batch=a.micro_batch + step * self.micro_batches) for step in range(steps) for a in row
+        for row in self.rows:
+            left = tuple(filter(_is_left_over, row))
+            all_ = [
+                a._replace(micro_batch=a.micro_batch + step * self.micro_batches)
+                for step, actions in enumerate((*(steps * (row,)), left))
+                for a in actions
             ]
-            rows.append((*early, *(a for a in later if a.micro_batch < count)))
-        return Schedule(self.name, self.stages, count, tuple(rows), (0,) * self.ranks)
+            rows.append(tuple(action for action in all_ if not _is_left_over(action)))
+        return replace(self, micro_batches=steps * self.micro_batches, rows=tuple(rows))
 
     def text(self) -> str:
         """One line per rank, actions between commas."""
@@ -126,7 +149,7 @@ class Schedule:
         several stages, each may be fullest at another, and moments at which no stage holds more are left out. Since a
         rank does one thing after the other, this follows from the order alone.
         """
-        return tuple(_held(row, ahead) for row, ahead in zip(self.rows, self.ahead, strict=True))
+        return tuple(map(_held, self.rows))
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
@@ -138,7 +161,7 @@ class Schedule:
         return tuple(most.values())
 
 
-def parse(name: str, text: str, micro_batches: int, ahead: tuple[int, ...] | None = None) -> Schedule:
+def parse(name: str, text: str, micro_batches: int) -> Schedule:
     """The schedule that :meth:`Schedule.text` wrote, perhaps edited; checked.
 
     Empty fields are moments of waiting and say nothing.
@@ -147,7 +170,7 @@ def parse(name: str, text: str, micro_batches: int, ahead: tuple[int, ...] | Non
     for rank, line in enumerate(text.splitlines()):
         row = []
         for field in filter(None, map(str.strip, line.split(","))):
-            match = re.fullmatch(r"(\d+)([FBIW])(\d+)", field)
+            match = re.fullmatch(r"(\d+)([FBIW])(-?\d+)", field)
             if match is None:
                 raise ScheduleError(
                     f"rank {rank}: {field!r} is not an action; write stage, kind ({', '.join(KINDS)}) and micro-batch, "
@@ -156,7 +179,7 @@ def parse(name: str, text: str, micro_batches: int, ahead: tuple[int, ...] | Non
             row.append(Action(int(match[1]), match[2], int(match[3])))
         rows.append(tuple(row))
     stages = 1 + max((a.stage for row in rows for a in row), default=-1)
-    found = Schedule(name, stages, micro_batches, tuple(rows), ahead or (0,) * len(rows))
+    found = Schedule(name, stages, micro_batches, tuple(rows))
     found.check()
     return found
 
@@ -173,8 +196,7 @@ def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1)
     """
     check_fits(name, ranks, micro_batches, virtual_stages)
     rows = tuple(tuple(_PATTERNS[name](rank, ranks, micro_batches, virtual_stages)) for rank in range(ranks))
-    ahead = tuple(ranks - 1 - rank if name == "2bw" else 0 for rank in range(ranks))
-    return Schedule(name, ranks * virtual_stages, micro_batches, rows, ahead)
+    return Schedule(name, ranks * virtual_stages, micro_batches, rows)
 
 
 def placed(name: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
@@ -187,7 +209,7 @@ def placed(name: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
 
 def period(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> int | None:
     """Micro-batches after which the middle of a long step repeats itself; ``None`` where it does not."""
-    if name in ("gpipe", "2bw"):
+    if name == "gpipe":
         return None
     in_rounds = virtual_stages > 1 and VIRTUAL_STAGES[name][1] is None
     if in_rounds:
@@ -201,6 +223,11 @@ def fullest(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> t
     if short < micro_batches and period(name, ranks, micro_batches, virtual_stages):
         micro_batches = short
     return schedule(name, ranks, micro_batches, virtual_stages).held
+
+
+def versions(name: str | None) -> int:
+    """How many versions of the weights a schedule keeps; 2bw that of the batch before, whose backwards are left."""
+    return 2 if name == "2bw" else 1
 
 
 def check_fits(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> None:
@@ -234,8 +261,16 @@ def _1f1b(rank: int, ranks: int, count: int, virtual: int) -> Row:
 
 
 def _2bw(rank: int, ranks: int, count: int, virtual: int) -> Row:
-    ahead = ranks - 1 - rank
-    return [action for i in range(count) for action in (Action(rank, "F", i + ahead), Action(rank, "B", i))]
+    """A long run of 1f1b, cut into steps of as many forwards as there are micro-batches.
+
+    A step is over when its last forward is through, since all ranks are then told the loss. Who waits for a first
+    forward longer than a backward takes (twice as long as a forward, about) begins with a backward; the others have
+    time for one more at the end.
+    """
+    begins_forward = rank < min(2, ranks - 1)
+    left = ranks - rank - begins_forward
+    pairs = ((Action(rank, "F", i), Action(rank, "B", i - left)) for i in range(count))
+    return [action for pair in pairs for action in (pair if begins_forward else reversed(pair))]
 
 
 def _in_turn(forwards: Row, backwards: Row, first: int) -> Row:
@@ -422,6 +457,7 @@ def _flow(found: Schedule) -> Flow:
     last = [total] * found.ranks
     at = [0] * found.ranks
     final = found.stages - 1
+    left = {(a.stage, a.micro_batch) for a in found.actions if _is_left_over(a)}
     while len(actions) < total:
         moved = False
         for rank, row in enumerate(found.rows):
@@ -434,7 +470,8 @@ def _flow(found: Schedule) -> Flow:
                     if stage:
                         need = place.get((stage - 1, True, micro_batch), -1)
                 elif kind != "W" and stage < final:
-                    need = place.get((stage + 1, False, micro_batch), -1)
+                    is_done_before = micro_batch < 0 and (stage + 1, micro_batch) not in left
+                    need = total if is_done_before else place.get((stage + 1, False, micro_batch), -1)
                 if need < 0:
                     break
                 if kind != "W":
@@ -463,16 +500,22 @@ def _waiting(found: Schedule, at: list[int]) -> Iterator[str]:
             yield f"rank {rank} waits at {action} for {wanted} of rank {found.rank_of[stage]}"
 
 
-def _held(row: tuple[Action, ...], ahead: int) -> tuple[tuple[int, ...], ...]:
+def _held(row: tuple[Action, ...]) -> tuple[tuple[int, ...], ...]:
     """The fullest moments of a rank: counts per stage, none of them below another throughout."""
     stages = sorted({action.stage for action in row})
-    change = np.zeros((len(row), len(stages)), dtype=np.int64)
     column = {stage: i for i, stage in enumerate(stages)}
-    for i, action in enumerate(row):
+    change = np.zeros((1 + len(row), len(stages)), dtype=np.int64)
+    for i, action in enumerate(row, 1):
         change[i, column[action.stage]] = {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-    counts = sorted(set(map(tuple, (np.cumsum(change, axis=0) + ahead).tolist())), reverse=True)
+        change[0, column[action.stage]] += _is_left_over(action)
+    counts = sorted(set(map(tuple, np.cumsum(change, axis=0).tolist())), reverse=True)
     fullest: list[tuple[int, ...]] = []
     for each in counts:
         if not any(all(map(int.__le__, each, other)) for other in fullest):
             fullest.append(each)
     return tuple(fullest)
+
+
+def _is_left_over(action: Action) -> bool:
+    """Whether it is work on the batch before."""
+    return action.micro_batch < 0

@@ -77,8 +77,7 @@ class Path:
 class Timeline:
     """When each action runs: what :mod:`planner.timeline` draws. Arrays have an entry per action.
 
-    ``step_s`` is the time from one step to the next. Where steps overlap (2bw) it is that of a long run, and the
-    timeline shows the first two steps from an empty to an empty pipeline.
+    Where steps overlap (2bw) it is one in the middle of a run: what the one before has done is there at its start.
     """
 
     schedule: Schedule
@@ -93,13 +92,11 @@ class Timeline:
 def simulate(found: Schedule, times: Times) -> Timeline:
     """When each action of the schedule starts and ends, and what part of the ranks' time is idle."""
     times.check(found.stages)
-    overlaps = any(found.ahead)
-    shown = found.stream(2) if overlaps else found
-    ends = np.array(_ends(shown, times)[:-1])
-    step = _overlapping(found, times)[0] if overlaps else float(ends.max())
-    durations = _durations(times)[_program(shown).work]
+    ends = np.array(_ends(found, times)[:-1])
+    step = float(ends.max())
+    durations = _durations(times)[_program(found).work]
     return Timeline(
-        found, shown.flow.actions, shown.flow.ranks, ends - durations, ends, step,
+        found, found.flow.actions, found.flow.ranks, ends - durations, ends, step,
         bubble(found.micro_batches, times, found.ranks, step),
     )  # fmt: skip
 
@@ -112,8 +109,6 @@ def bubble(micro_batches: int, times: Times, ranks: int, step_s: float) -> float
 def longest(found: Schedule, times: Times) -> tuple[float, Path]:
     """Seconds of a step, and a path that takes as long."""
     times.check(found.stages)
-    if any(found.ahead):
-        return _overlapping(found, times)
     ends = _ends(found, times)
     return max(ends), _counted(found, *_walk(found, times, ends))
 
@@ -132,8 +127,7 @@ def step_s(name: str, ranks: int, micro_batches: int, virtual_stages: int, times
     steady = _steady(name, ranks, micro_batches, virtual_stages, times)
     if steady is not None:
         return max(steady.ends) + steady.shift_s * steady.periods
-    found = schedule(name, ranks, micro_batches, virtual_stages)
-    return _overlapping(found, times)[0] if any(found.ahead) else max(_ends(found, times))
+    return max(_ends(schedule(name, ranks, micro_batches, virtual_stages), times))
 
 
 def critical(name: str, ranks: int, micro_batches: int, virtual_stages: int, times: Times) -> tuple[float, Path]:
@@ -226,8 +220,9 @@ def _counted(found: Schedule, places: list[int], ways: list[int]) -> Path:
 class _Program:
     """Per action of a flow: which duration it takes, and over which way its need comes (the last: no time).
 
-    ``table`` is where each (kind, stage, micro-batch) stands in the flow, kinds F and B or I; ``reach`` the most
-    micro-batches between an action and the one before on its rank.
+    ``table`` is where each (kind, stage, micro-batch) stands in the flow, kinds F and B or I; what is left over from
+    the step before has the place of what is left to the next. ``reach`` is the most micro-batches between an action
+    and the one before on its rank.
     """
 
     work: Ints
@@ -276,24 +271,3 @@ def _gpipe_s(micro_batches: int, times: Times) -> float:
     backward = times.input_s + times.weight_s
     through = times.forward_s.sum() + backward.sum() + 2 * times.send_s.sum()
     return float(through + (micro_batches - 1) * (times.forward_s.max() + backward.max()))
-
-
-def _overlapping(found: Schedule, times: Times) -> tuple[float, Path]:
-    """A step of 1f1b that never empties: its slowest circuit.
-
-    A micro-batch that goes from stage a forward to stage b and back lets stage a start another b - a + 1 later, so that
-    each takes at least a (b - a + 1)th of the way there and back. Every elementary circuit is of this kind, and a long
-    run takes as long as its slowest circuit (Baccelli et al., Synchronization and Linearity, 1992, section 2.3).
-    """
-    stages = found.stages
-    work = np.append(0.0, np.cumsum(times.work_s))
-    sends = np.append(0.0, np.cumsum(2 * times.send_s))
-    first, last = np.triu_indices(stages)
-    seconds = (work[last + 1] - work[first] + sends[last] - sends[first]) / (last - first + 1)
-    slowest = int(np.argmax(seconds))
-    a, b = int(first[slowest]), int(last[slowest])
-    each = found.micro_batches / (b - a + 1)
-    inside = np.arange(stages)
-    counts = np.where((a <= inside) & (inside <= b), each, 0.0)
-    ways = np.where((a <= inside) & (inside < b), 2 * each, 0.0)[:-1]
-    return found.micro_batches * float(seconds[slowest]), Path(np.tile(counts, (3, 1)), ways)

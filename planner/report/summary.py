@@ -11,6 +11,7 @@ from typing import Any
 from planner.conversion import Collective
 from planner.detail import BlockDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
+from planner.pipeline.schedule import versions
 from planner.words import in_seconds, sizes_text
 
 
@@ -165,6 +166,8 @@ def in_turns(document: Document) -> str:
     if document.times is not None:
         bubble = document.times.bubble(turns, document.predicted.step_time_s)
         parts.append(f"bubble {bubble * 100:.1f} % of all ranks' time")
+    if versions(pipeline.schedule) > 1:
+        parts.append("this changes training: an update takes the gradient of the batch before, found one update ago")
     words = {"full": "in full", "selective": "selectively"}
     again = [f"{len(pipeline.recompute[level])} {words[level]}" for level in words if level in pipeline.recompute]
     if again:

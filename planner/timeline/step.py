@@ -71,7 +71,6 @@ class StepTimeline:
         bubble: of the time between the first action of the schedule and the end of the last, the part in which ranks
             compute nothing, of all ranks together.
         expected: the bubble that was predicted for a step that was observed.
-        steps: how many steps the events are of.
     """
 
     what: str
@@ -83,7 +82,6 @@ class StepTimeline:
     step_s: float
     bubble: float
     expected: float | None = None
-    steps: int = 1
 
     def __repr__(self) -> str:
         return f"<StepTimeline: {self.title}>"
@@ -113,7 +111,7 @@ class StepTimeline:
         batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
         return (
             f"{self.what} step {in_seconds(self.step_s)}, bubble {self.bubble * 100:.1f} %{told}: "
-            f"{self.schedule}, {ranks}, {batches}{f'; {self.steps} steps' if self.steps > 1 else ''}"
+            f"{self.schedule}, {ranks}, {batches}"
         )
 
     @cached_property
@@ -170,8 +168,6 @@ def predicted(
 ) -> StepTimeline:
     """A simulated step, and what each rank does once a step, after the last action of all, as plans are priced.
 
-    Where steps overlap (2bw), two of them, as :class:`planner.pipeline.simulate.Timeline` shows them.
-
     Args:
         gather_s, reduce_s, update_s: seconds once a step, by rank.
     """
@@ -200,7 +196,6 @@ def predicted(
         tuple(events),
         found.step_s + once_s,
         found.bubble,
-        steps=2 if any(schedule.ahead) else 1,
     )
 
 

@@ -104,6 +104,14 @@ def test_an_observed_step_is_written_as_a_predicted_one(pool: LocalProcesses, tm
     assert all(e["ts"] >= 0 and e["dur"] >= 0 and e["args"]["kind"] for e in done[1])
 
 
+@pytest.mark.parametrize(
+    "pin", [{"pipeline": 4}, {"pipeline": 2, "data": 2, "zero": 3, "recompute": "full"}], ids=name_of
+)
+def test_trains_one_update_late(pool: LocalProcesses, pin: dict[str, Any]) -> None:
+    document = workers.plan_exactly("gpt2", {"schedule": "2bw", "micro_batches": 4, **pin}, 4)
+    assert len(set(pool.run(workers.trains_one_update_late, "gpt2", document))) == 1
+
+
 def test_stages_draw_as_one_does(pool: LocalProcesses) -> None:
     pins: list[dict[str, Any]] = [{"micro_batches": 4, "pipeline": stages} for stages in (2, 4)]
     pins.append({"micro_batches": 4, "pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "data": 1})

@@ -293,6 +293,43 @@ def trains_in_turns(name: str, document: Mapping[str, Any]) -> float:
     return losses[1].item()
 
 
+@exact()
+def trains_one_update_late(name: str, document: Mapping[str, Any]) -> float:
+    """Schedule 2bw: call t hands over the gradient of batch t - 1, found at the weights of call t - 1."""
+    model = model_of(name)
+    pmodel = parallel(model, document, batch_of(name))
+    assert pmodel.pipeline is not None
+    predicted = Plan.from_dict(document).predicted.exchanges
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
+    late: list[Tensor | None] = [None for _ in model.parameters()]
+    for step in range(6):
+        with observe_exchanges(pmodel.pipeline) as exchanged:
+            losses = [loss_of(m, batch_of(name, step)) for m in (model, pmodel)]
+            losses[1].backward()
+        same(f"loss of step {step}", losses[1], losses[0])
+        if step == 0:
+            assert all(p.grad is None for p in pmodel.parameters())
+        else:
+            wanted = {call: n for call, n in predicted if call.is_made_by(pmodel.pipeline.rank)}
+            assert not differences(wanted, exchanged)
+        found = torch.autograd.grad(losses[0], list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), late, strict=True):
+            parameter.grad = gradient
+        late = list(found)
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, pmodel)]
+        if step:
+            same("norm of the gradients", norms[1], norms[0])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 3:
+            with torch.no_grad():
+                same("loss between steps", *(loss_of(m, batch_of(name, 9)) for m in (pmodel, model)))
+    was_seen(pmodel, document)
+    same_state(pmodel, model)
+    return losses[1].item()
+
+
 def was_seen(pmodel: ParallelModule, document: Mapping[str, Any]) -> None:
     """The last step was seen to do every action of the plan's schedule once, each rank its own, one after the other."""
     planned, seen = Plan.from_dict(document).timeline(), pmodel.timeline()

@@ -59,7 +59,7 @@ ROOMS: dict[str, set[str]] = {
     "timeline": {"errors", "files", "pipeline", "words"},
 }
 ROOMS["turns"] = ROOMS["memory"] | {"memory", "pipeline", "problem", "exchange"}
-ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "skeleton", "turns"}
+ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton", "turns"}
 ROOMS["predict"] = ROOMS["turns"] | {"cost", "strategy", "words", "turns"}
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
 ROOMS["search"] = {*ROOMS}

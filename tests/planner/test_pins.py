@@ -47,7 +47,6 @@ def attention(length: int = 48) -> Graph:
         ({"micro_batches": "8"}, "pin 'micro_batches' is '8'"),
         ({"virtual_stages": True}, "pin 'virtual_stages' is True"),
         ({"schedule": "1f2b"}, "pin 'schedule' is '1f2b'; it is one of 'gpipe', '1f1b'"),
-        ({"schedule": "2bw"}, "pin 'schedule' is '2bw'; it is one of 'gpipe', '1f1b'"),
         ({"schedule": "zbv", "virtual_stages": 3}, "'virtual_stages' is 3, but zbv has 2 of them on each rank"),
         ({"schedule": "interleaved_1f1b", "virtual_stages": 1}, "interleaved_1f1b has 2 or more of them"),
         ({"layers": {"head": "n"}}, "maps a module path"),

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,45 @@ def test_what_mixes_samples_has_no_plan_in_micro_batches(centred: bool) -> None:
         kept = filters(Pins(), graph, rules, mesh)
         space = Space(folded, mesh, CostModel(cluster(2)), Training(), rules, *kept)
         assert math.isinf(lower_bounds(space.problem(None)).time_s) == (centred and turns > 1)
+
+
+def test_2bw_is_planned_by_name_and_says_that_it_changes_training() -> None:
+    plan, usual = (
+        planned(f'{{"pipeline": 4, "data": 2, "micro_batches": 8, "schedule": "{n}"}}') for n in ("2bw", "1f1b")
+    )
+    assert plan.pipeline is not None and plan.pipeline.schedule == "2bw"
+    for text in (str(plan), plan.to_html()):
+        assert "this changes training: an update takes the gradient of the batch before, found one update ago" in text
+    assert "changes training" not in str(usual)
+    assert plan.predicted.time_s["bubble"] < usual.predicted.time_s["bubble"]
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    alone = searched(cluster(8), {"schedule": "2bw"}, pipelines=False)
+    assert alone.staged is not None and alone.staged.pipeline.schedule == "2bw"
+
+
+@pytest.mark.parametrize(
+    "spec, pin", [(cluster(4), {}), (cluster(8), {"data": 2, "zero": 3})], ids=["whole", "sharded"]
+)
+def test_2bw_holds_a_second_version_of_the_weights_and_of_their_gradients(
+    spec: ClusterSpec, pin: dict[str, Any]
+) -> None:
+    found = searched(spec, {"pipeline": 4, "micro_batches": 8, "schedule": "2bw", **pin})
+    assert found.staged is not None and found.staged.peak_bytes == sum(found.staged.memory_bytes.values())
+    sizes = {leaf.name: leaf.results[0].size_bytes for leaf in GRAPH.leaves if leaf.op == "param"}
+    held = Counter[str]()
+    for link in found.staged.links:
+        held.update(link.held)
+    gathered = held["gathered"] // 4  # a version and its gradients, twice
+    assert (gathered > 0) == bool(pin)
+    used_as_stored = sum(sizes.values()) - gathered
+    stored = (gathered // 2 if pin else 0) + used_as_stored
+    assert held["parameters"] == held["gradients"] == stored + used_as_stored
+
+
+@pytest.mark.parametrize("turns, stages", [(2, 4), (1, 1)])
+def test_2bw_needs_as_many_micro_batches_as_stages(turns: int, stages: int) -> None:
+    with pytest.raises(PinError, match=f"at most {turns} micro-batches, at least {stages} stages, and 8 blocks"):
+        searched(cluster(8), {"schedule": "2bw", "pipeline": stages, "micro_batches": turns})
 
 
 def test_shapes_are_every_division() -> None:

@@ -30,30 +30,35 @@ def test_every_schedule_is_valid_for_any_count(size: tuple[str, int, int, int]) 
     found.check()
     assert found.ranks == ranks and found.stages == ranks * virtual
     assert found.rank_of == placed(name, ranks, virtual)
-    for early, row in zip(found.ahead, found.rows, strict=True):
+    for row in found.rows:
         kinds = [action.kind for action in row]
         assert kinds.count("F") == count * virtual == kinds.count("B") + kinds.count("I")
         assert kinds.count("I") == kinds.count("W")
-        assert {a.micro_batch for a in row if a.kind == "F"} == set(range(early, count + early))
+        assert {a.micro_batch for a in row if a.kind == "F"} == set(range(count))
 
 
 @given(sizes())
 def test_what_is_written_is_read(size: tuple[str, int, int, int]) -> None:
     found = schedule(*size)
-    if not any(found.ahead):
-        assert parse(found.name, found.text(), found.micro_batches).rows == found.rows
+    assert parse(found.name, found.text(), found.micro_batches).rows == found.rows
 
 
 def test_1f1b_by_hand() -> None:
     assert schedule("1f1b", 2, 3).text() == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
 
 
-def test_2bw_runs_forwards_of_the_next_step_and_unrolls_to_1f1b() -> None:
+def test_2bw_leaves_backwards_to_the_next_step_and_unrolls_to_1f1b() -> None:
     found = schedule("2bw", 3, 4)
-    assert found.ahead == (2, 1, 0)
-    assert found.text().splitlines()[0] == "0F2,0B0,0F3,0B1,0F4,0B2,0F5,0B3"
+    assert found.overlaps and not found.first.overlaps
+    assert found.text().splitlines() == [
+        "0F0,0B-2,0F1,0B-1,0F2,0B0,0F3,0B1",
+        "1F0,1B-1,1F1,1B0,1F2,1B1,1F3,1B2",
+        "2B-1,2F0,2B0,2F1,2B1,2F2,2B2,2F3",
+    ]
+    assert found.first.text().splitlines()[0] == "0F0,0F1,0F2,0B0,0F3,0B1"
     assert found.stream(5).rows == schedule("1f1b", 3, 20).rows
     assert found.in_flight == (3, 2, 1)
+    assert schedule("1f1b", 3, 4).first is schedule("1f1b", 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +77,10 @@ def test_micro_batches_in_flight(name: str, virtual: int, expected: tuple[int, .
 @given(sizes())
 def test_the_fullest_moments_are_the_largest_of_all(size: tuple[str, int, int, int]) -> None:
     found = schedule(*size)
-    for row, ahead, moments in zip(found.rows, found.ahead, found.held, strict=True):
+    for row, moments in zip(found.rows, found.held, strict=True):
         stages = sorted({action.stage for action in row})
-        counts = dict.fromkeys(stages, ahead)
-        seen = set()
+        counts = dict.fromkeys(stages, sum(action.micro_batch < 0 for action in row))
+        seen = {tuple(counts.values())}
         for action in row:
             counts[action.stage] += {"F": 1, "I": 0}.get(action.kind, -1)
             seen.add(tuple(counts.values()))
@@ -128,6 +133,23 @@ def test_what_does_not_exist_is_refused(size: tuple[str, int, int, int], words: 
 def test_a_wrong_edit_is_refused_by_naming_the_action(text: str, words: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(words)):
         parse("edited", text, 1)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("0F0,0B0,0F1\n1F0,1B0,1F1,1B1", "no rank does B or I of stage 0 for micro-batch 1"),
+        ("0F0,0B-1,0F1,0B0\n1F0,1F1,1B-2,1B-1", "waits at 0B0 for 1B or I0 of rank 1"),  # left to the next step
+        ("0B-1,0F0,0F1,0B0\n1B0,1F0,1F1,1B1", "rank 1 does 1B0 before 1F0"),
+        (
+            "0F0,0B-1,0F1,0B0\n1F-1,1B-1,1F0,1B0",
+            "a rank does 1F-1, left over from the step before; only whole backwards",
+        ),
+    ],
+)
+def test_steps_that_overlap_are_held_to_each_other(text: str, words: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(words)):
+        parse("edited", text, 2)
 
 
 def test_a_deadlock_says_who_waits_for_what() -> None:
