@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -133,9 +134,10 @@ def targets_of(captured: Captured) -> dict[str, Any]:
 def program_names(assignment: Assignment) -> list[str]:
     """A Python identifier for each kind of block."""
     found: list[str] = []
+    taken = (*assignment.space.mesh.names, STATE)
     for path in assignment.space.folded.names:
         name = identifier(path.replace(".*", ""))
-        while name in found or name in (*assignment.space.mesh.names, STATE):
+        while name in found or name in taken or iskeyword(name) or hasattr(fx.GraphModule, name):
             name += "_"
         found.append(name)
     return found

@@ -19,7 +19,7 @@ from planner.layout import Mesh
 from planner.mesh import candidate_meshes, pinned_mesh
 from planner.ops import OPS
 from planner.pins import Pins
-from planner.pipeline.schedule import versions
+from planner.pipeline.schedule import VIRTUAL_STAGES, versions
 from planner.skeleton import Skeleton
 from planner.turns import SCHEDULES, pipelines_of
 
@@ -111,7 +111,7 @@ def in_turns(cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_ax
     if not runs and (pins.schedule or pins.virtual_stages):
         raise PinError(
             f"pins 'schedule' and 'virtual_stages' leave no pipeline ({' or '.join(names)}, {virtual or 'any'} stages "
-            f"a rank): the model has {blocks} blocks to cut between, and every stage needs one; pin fewer stages"
+            f"a rank): every stage needs a block, and this model can be cut into {blocks} at most: pin fewer stages"
         )
     return tuple(runs)
 
@@ -126,10 +126,16 @@ def _stage_counts(cluster: ClusterSpec, pins: Pins, blocks: int) -> list[int]:
         )
     if pins.stages > blocks:
         raise PinError(
-            f"pin 'pipeline' is {pins.stages}, but a model is cut into stages between its blocks, and this one has "
-            f"{blocks}: pin fewer stages"
+            f"pin 'pipeline' is {pins.stages}, but every stage needs a block, and this model can be cut into {blocks} "
+            "at most: pin fewer stages"
         )
     return [pins.stages]
+
+
+def stages_wanted(pins: Pins) -> int:
+    """So many stages, those of all ranks together, the least pipeline that the pins allow has."""
+    least = min(VIRTUAL_STAGES[name][0] for name in schedules(pins))
+    return (pins.stages or 2) * (pins.virtual_stages or least)
 
 
 def schedules(pins: Pins) -> tuple[str, ...]:

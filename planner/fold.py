@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -152,6 +152,32 @@ def relabel(folded: Folded, labels: Sequence[Hashable]) -> Folded:
     )
 
 
+def split(folded: Folded, places: Iterable[tuple[int, int]]) -> Folded:
+    """Cut all instances of some kinds into several blocks, which are kinds of their own.
+
+    Args:
+        places: (kind, position): before which nodes of its blocks a kind is cut. In a kind of several instances none
+            may lie between two readers of a stored leaf that only one instance reads.
+    """
+    cuts: dict[int, set[int]] = {}
+    for kind, position in places:
+        cuts.setdefault(kind, set()).add(position)
+    text = _read(folded.graph)
+    pieces: list[Block] = []
+    labels: list[tuple[int, int]] = []
+    for instance in folded.instances:
+        block, start = instance.block, text.position[instance.block.nodes[0].name]
+        bounds = (0, *sorted(cuts.get(instance.kind, ())), len(block.nodes))
+        is_whole = len(bounds) == 2
+        pieces += [block] if is_whole else [_block(text, start + low, start + high) for low, high in pairwise(bounds)]
+        labels += [(instance.kind, low) for low in bounds[:-1]]
+    numbers: dict[tuple[int, int], int] = {}
+    kinds = [numbers.setdefault(label, len(numbers)) for label in labels]
+    return Folded(
+        folded.graph, tuple(Instance(kind, block) for kind, block in zip(kinds, _align(pieces, kinds), strict=True))
+    )
+
+
 # --- the graph as a text -------------------------------------------------------------------------------
 
 
@@ -160,27 +186,37 @@ class _Text:
     """The non-leaf nodes as a sequence: positions below count these nodes only.
 
     ``last_use`` maps a value to the position of its last reader, or to ``len(nodes)`` if it leaves the
-    model; unread values are absent. ``paths`` are split module paths; a node without one has its
-    predecessor's.
+    model; unread values are absent. ``paths`` are those of :func:`module_paths`.
     """
 
     graph: Graph
     nodes: tuple[Node, ...]
-    tokens: tuple[int, ...]
     position: dict[str, int]
     last_use: dict[Ref, int]
-    paths: tuple[tuple[str, ...], ...]
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        return _tokens(self.graph)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[str, ...], ...]:
+        return module_paths(self.nodes)
 
 
 def _read(graph: Graph) -> _Text:
     nodes = tuple(node for node in graph.nodes if not node.is_leaf)
     last_use = {ref: position for position, node in enumerate(nodes) for ref in node.inputs}
     last_use.update({ref: len(nodes) for ref in (*graph.outputs, *(ref for _, ref in graph.updates))})
+    position = {node.name: at for at, node in enumerate(nodes)}
+    return _Text(graph, nodes, position, last_use)
+
+
+def module_paths(nodes: Iterable[Node]) -> tuple[tuple[str, ...], ...]:
+    """The module path of every node, in parts; one without any has its predecessor's."""
     paths: list[tuple[str, ...]] = []
     for node in nodes:
         paths.append(tuple(node.path.split(".")) if node.path else paths[-1] if paths else ())
-    position = {node.name: at for at, node in enumerate(nodes)}
-    return _Text(graph, nodes, _tokens(graph), position, last_use, tuple(paths))
+    return tuple(paths)
 
 
 def _tokens(graph: Graph) -> tuple[int, ...]:
@@ -359,7 +395,7 @@ def _place(text: _Text, run: _Run, known: set[tuple[int, ...]], minimum: int) ->
 
     def rank(offset: int) -> tuple[int, int, int]:
         before, after = text.paths[middle + offset - 1], text.paths[middle + offset]
-        return int(values[offset]), int(size[offset]), len(_common([before, after]))
+        return int(values[offset]), int(size[offset]), len(shared_path([before, after]))
 
     offsets = [offset for offset in range(period) if (length - offset) // period >= minimum]
     ranks = {offset: rank(offset) for offset in offsets}
@@ -498,7 +534,7 @@ def _block(text: _Text, start: int, end: int) -> Block:
         nodes=nodes,
         inputs=tuple(ref for ref in reads if text.position.get(ref.node, -1) < start),
         outputs=tuple(ref for node in nodes for ref in _results(node) if text.last_use.get(ref, -1) >= end),
-        path=".".join(_common(node.path.split(".") for node in nodes if node.path)),
+        path=".".join(shared_path(node.path.split(".") for node in nodes if node.path)),
     )
 
 
@@ -517,7 +553,7 @@ def _align(blocks: Sequence[Block], kinds: Sequence[int]) -> list[Block]:
 # --- names and checks ----------------------------------------------------------------------------------
 
 
-def _common(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
+def shared_path(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
     """The longest common beginning, in whole path components."""
     first, *others = [tuple(path) for path in paths] or [()]
     for path in others:
@@ -536,7 +572,7 @@ def _pattern(instances: Sequence[Instance]) -> str:
     paths = [_starred([node.path for node in column]) for column in columns if column[0].path]
     stems = Counter(path[: path.index("*") + 1] for path in paths if "*" in path)
     stem = max(stems, key=stems.__getitem__, default=())
-    name = ".".join(_common(path for path in paths if path[: len(stem)] == stem))
+    name = ".".join(shared_path(path for path in paths if path[: len(stem)] == stem))
     first, last = instances[0].block.nodes[0], instances[0].block.nodes[-1]
     return name or "..".join(dict.fromkeys((first.path or first.name, last.path or last.name)))
 

@@ -25,7 +25,7 @@ from planner.encode import parse as parse_json
 from planner.errors import PlanError, ScheduleError
 from planner.files import write_text
 from planner.fold import Folded, fold, fold_off, relabel
-from planner.formulate import Assignment, Role, Space
+from planner.formulate import Assignment, Role, Space, rules_of
 from planner.graph import Graph, Ref
 from planner.layout import Layout, format_layout
 from planner.names import role_names
@@ -35,6 +35,7 @@ from planner.pipeline.stages import evaluate as cut_of
 from planner.predict import Prediction, predict, predict_in_turns
 from planner.problem import evaluate
 from planner.recompute import LEVELS, Amount, Recompute
+from planner.seams import finer
 from planner.strategy import Choice
 from planner.turns import Staged, chain_of, links_of, price
 from planner.words import shape_text
@@ -377,11 +378,12 @@ def refold(plan: Plan, graph: Graph, model: Mapping[str, Any]) -> Folded:
     if plan.model.get("fingerprint") != model["fingerprint"]:
         raise PlanError(_difference(plan, fold(graph), model))
     kind_at = {number: kind for kind, block in enumerate(plan.blocks) for number in block.at}
-    for folded in (fold(graph), fold_off(graph)):
+    coarse = fold(graph)
+    for folded in (coarse, fold_off(graph), finer(coarse, rules_of(graph, coarse), len(kind_at))):
         if sorted(kind_at) == list(range(len(folded.instances))):
             return relabel(folded, [kind_at[number] for number in range(len(folded.instances))])
     raise PlanError(
-        f'the plan numbers {len(kind_at)} blocks ("at"), the model has {len(fold(graph).instances)}: restore them, '
+        f'the plan numbers {len(kind_at)} blocks ("at"), the model has {len(coarse.instances)}: restore them, '
         "or plan again"
     )
 

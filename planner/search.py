@@ -29,7 +29,7 @@ from typing import Any
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
-from planner.division import Arithmetic, Division, in_one_turn, in_turns, schedules, seeds
+from planner.division import Arithmetic, Division, in_one_turn, in_turns, schedules, seeds, stages_wanted
 from planner.errors import ClusterError, InfeasibleError, InputError, PinError
 from planner.fold import Block, Folded, fold, fold_off, relabel
 from planner.formulate import Assignment, Role, Space, Training, rules_of
@@ -41,6 +41,7 @@ from planner.pipeline.stages import Pipeline
 from planner.problem import Evaluation, Problem, evaluate
 from planner.recompute import Ladder, Recompute, ladder, together
 from planner.rules import Rule
+from planner.seams import finer
 from planner.skeleton import Skeleton
 from planner.solve import Bounds, lightest, lower_bound_between, lower_bounds, solve
 from planner.strategy import Choice
@@ -244,18 +245,19 @@ def search(
     """
     check_time_limit(time_limit_s)
     start = time.monotonic()
+    plain = in_one_turn(cluster, pins, max_axes)
+    if not pipelines and plain and (pins.schedule or pins.virtual_stages):
+        raise PinError("pins 'schedule' and 'virtual_stages' are a pipeline's: pin 'pipeline' too, or search pipelines")
     folded = fold(graph) if folding else fold_off(graph)
     rules = rules_of(graph, folded)
+    turned: tuple[Division, ...] = ()
+    if pipelines or not plain:
+        folded = finer(folded, rules, stages_wanted(pins))
+        turned = in_turns(cluster, pins, graph, len(folded.instances), max_axes)
     skeleton = Skeleton(folded, rules)
     skeleton.survey()
     setting = Setting(CostModel(cluster), training, rules, pins, start + time_limit_s, progress)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
-    plain = in_one_turn(cluster, pins, max_axes)
-    turned: tuple[Division, ...] = ()
-    if not pipelines and plain and (pins.schedule or pins.virtual_stages):
-        raise PinError("pins 'schedule' and 'virtual_stages' are a pipeline's: pin 'pipeline' too, or search pipelines")
-    if pipelines or not plain:
-        turned = in_turns(cluster, pins, graph, len(folded.instances), max_axes)
     while True:
         found = _search(setting, skeleton, graph, plain, turned)
         if found.staged is not None:

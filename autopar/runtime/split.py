@@ -6,7 +6,7 @@ there to the weights alone. Found as :mod:`torch.distributed.pipelining` finds i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,16 +57,16 @@ def backward_of_inputs(
     starts: Starts, inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[tuple[Tensor | None, ...], Later]:
     """The gradients of ``inputs``, and what is left to do for ``weights``; both are leaves of the autograd graph."""
-    from torch.distributed.pipelining._backward import construct_reverse_graph, get_param_groups, reverse_closure
+    from torch.distributed.pipelining._backward import construct_reverse_graph, reverse_closure
 
     of_weight, entries = {_node(weight): weight for weight in weights}, [_node(t) for t in inputs]
     reverse = construct_reverse_graph([_node(start) for start, _ in starts])
     reaching, _ = reverse_closure(entries, set(), reverse)
     meeting = [(start, gradient) for start, gradient in starts if _node(start) in reaching]
     apart = tuple((start, gradient) for start, gradient in starts if _node(start) not in reaching)
-    groups = get_param_groups(entries, list(of_weight), reverse)
+    groups = _joined((node, reverse_closure([node], reaching, reverse)[1]) for node in of_weight)
     arrived: dict[Node, tuple[Tensor | None, ...]] = {}
-    nodes = {node for group in groups for node in group["intermediates"]}
+    nodes = {node for _, leaving in groups for node in leaving}
     handles = [node.register_prehook(lambda came, node=node: arrived.__setitem__(node, came)) for node in nodes]
     try:
         found: tuple[Tensor | None, ...] = (None,) * len(inputs)
@@ -77,10 +77,26 @@ def backward_of_inputs(
         for handle in handles:
             handle.remove()
     grouped = tuple(
-        (tuple(of_weight[node] for node in group["params"]), tuple(n for n in group["intermediates"] if n in arrived))
-        for group in groups
+        (tuple(of_weight[node] for node in of), tuple(node for node in leaving if node in arrived))
+        for of, leaving in groups
     )
     return found, Later(grouped, arrived, apart, tuple(weights))
+
+
+def _joined(ways: Iterable[tuple[Node, set[Node]]]) -> list[tuple[list[Node], set[Node]]]:
+    """Weights with the nodes at which their ways leave those of the inputs; what shares one is one group.
+
+    So that each gradient is found once: torch's own ``get_param_groups`` leaves two groups that a third weight joins
+    beside each other, with that weight in both.
+    """
+    found: list[tuple[list[Node], set[Node]]] = []
+    for weight, leaving in ways:
+        same = [group for group in found if not group[1].isdisjoint(leaving)]
+        found = [group for group in found if group[1].isdisjoint(leaving)]
+        if leaving:
+            of = [node for group in same for node in group[0]]
+            found.append(([*of, weight], leaving.union(*(nodes for _, nodes in same))))
+    return found
 
 
 def _node(tensor: Tensor | GradientEdge) -> Node:

@@ -19,6 +19,7 @@ MODELS: dict[str, Model] = {
     "an output that is an input": lambda x, a, b, c: (x, torch.tanh(x @ a) @ b),
     "views": lambda x, a, b, c: ((x @ a).t(), (x @ b).view(-1)),
     "a weight that nothing reads": lambda x, a, b, c: (x @ a,),
+    "a weight that joins the ways of two others": lambda x, a, b, c: (torch.tanh(x @ (a + c)) @ (b + c),),
     "no way to the input": lambda x, a, b, c: (a @ b,),
     "products of what weights make": lambda x, a, b, c: ((x @ (a @ b)) @ (a * c),),
 }

@@ -128,38 +128,54 @@ LOSSES: dict[str, Callable[[Language, Tensor, Tensor], Tensor]] = {
 }
 
 
-class Down(nn.Module):
-    def __init__(self, width: int):
+class Level(nn.Module):
+    def __init__(self, width: int, out: int):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(width, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.conv, self.norm = nn.Conv2d(width, out, 3, padding=1), nn.GroupNorm(2, out)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.silu(self.norm(self.conv(x)))
 
 
 class UNet(nn.Module):
-    """What each level down makes, the level up of the same size reads; and all of them the time."""
+    """What each level down makes, the level up of the same size reads; and all of them the time. No two are alike."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.time, self.into, self.out = nn.Linear(4, 4), nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 1)
-        self.down = nn.ModuleList(nn.ModuleList(Down(4) for _ in range(2)) for _ in range(2))
-        self.up = nn.ModuleList(nn.ModuleList(Down(8) for _ in range(2)) for _ in range(2))
+        self.time, self.into, self.out = nn.Linear(4, 1), nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 1)
+        self.down = nn.ModuleList((Level(4, 4), Level(4, 8), Level(8, 12)))
+        self.up = nn.ModuleList((Level(24, 12), Level(20, 8), Level(12, 4)))
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> dict[str, Tensor]:
         time = self.time(t)[:, :, None, None]
         x, skips = self.into(x), []
         for level in self.down:
-            for layer in level:
-                x = layer(x + time)
-                skips.append(x)
+            x = level(x + time)
+            skips.append(x)
             x = F.avg_pool2d(x, 2)
         for level in self.up:
             x = F.interpolate(x, scale_factor=2.0)
-            for layer in level:
-                x = layer(torch.cat([x, skips.pop() + time], 1))
+            x = level(torch.cat([x, skips.pop() + time], 1))
         out = self.out(x)
         return {"loss": F.mse_loss(out, y), "out": out}
+
+
+class Unlike(nn.Module):
+    """Six layers in a row, of which no two are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 48),
+            nn.Sequential(nn.LayerNorm(48), nn.Tanh()),
+            nn.TransformerEncoderLayer(48, HEADS, 64, dropout=0.0, batch_first=True),
+            nn.Linear(48, 80, bias=False),
+            nn.GLU(),
+            nn.Sequential(nn.Linear(40, 16), nn.GELU(), nn.Linear(16, WIDTH)),
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(x), y)
 
 
 class Perceptron(nn.Module):
@@ -214,7 +230,7 @@ def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"vocab_size": VOCAB, "d_model": WIDTH, "d_ff": 64, "d_kv": 8, "num_heads": HEADS}
-    return T5ForConditionalGeneration(T5Config(num_layers=3, decoder_start_token_id=0, **sizes))
+    return T5ForConditionalGeneration(T5Config(num_layers=2, decoder_start_token_id=0, **sizes))
 
 
 def images() -> Batch:
@@ -237,6 +253,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     "vit": (models.vit, images),
     "unet": (UNet, maps),
     "shared layers": (models.SharedLayers, lambda: {"ids": tokens(), "labels": labels()}),
+    "unlike": (Unlike, lambda: {"x": torch.randn(ROWS, LENGTH, WIDTH), "y": torch.randn(ROWS, LENGTH, WIDTH)}),
     "perceptron": (Perceptron, lambda: {"x": torch.randn(ROWS, WIDTH), "y": torch.randn(ROWS, WIDTH)}),
     "encoder": (
         Encoder,
@@ -287,9 +304,16 @@ CASES: list[tuple[str, Pin]] = [
     ("gpt2", pinned(2, 4, "1f1b")),
     ("llama", pinned(2, 4, "interleaved_1f1b")),
     ("bert", pinned(4, 2, "1f1b")),
-    ("t5", pinned(4, 2, "gpipe")),
+    ("t5", pinned(4, 4, "1f1b")),
+    ("t5", pinned(2, 7, "zero_bubble")),
     ("vit", pinned(2, 2, "1f1b", recompute="full")),
-    ("unet", pinned(2, 2, "interleaved_1f1b")),
+    ("vit", pinned(4, 4, "dualpipev", recompute="selective")),
+    ("unet", pinned(2, 4, "1f1b")),
+    ("unet", pinned(4, 7, "zbv")),
+    ("unet", pinned(4, 1, "gpipe")),
+    ("unlike", pinned(2, 1, "1f1b")),
+    ("unlike", pinned(4, 4, "interleaved_1f1b", tensor=2)),
+    ("unlike", pinned(4, 7, "zbv")),
     ("shared layers", pinned(2, 2, "gpipe")),
     ("perceptron", pinned(4, 7, "1f1b")),
     ("encoder", pinned(2, 2, "1f1b", recompute="selective")),
@@ -383,7 +407,7 @@ def test_the_cut_changes_no_draw(pin: Pin) -> None:
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, Pin, str]] = [
-    ("mean", pinned(8, 4), r"'pipeline' is 8, but .* blocks, and this one has 6"),
+    ("mean", pinned(128, 4), r"'pipeline' is 128, but every stage needs a block, .* into 68 at most"),
     ("mean", pinned(2, 5), r"'micro_batches' is 5, which does not divide the batch of 28"),
     ("mean", pinned(2, 4, "1f2b"), r"'1f2b'; it is one of 'gpipe', '1f1b', 'interleaved_1f1b'"),
     ("perplexity", pinned(2, 4), r"no micro-batches can be cut from this model's batch"),

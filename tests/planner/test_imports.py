@@ -35,6 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "solve": {"errors", "problem"},
     "conversion": {*BASE, "cost", "problem"},
     "strategy": {*BASE, "rules", "ops"},
+    "seams": {"graph", "rules", "ops", "fold"},
     "recompute": {"graph", "ops", "fold"},
     "working": {*BASE, "ops"},
     "charges": {*BASE, "ops", "fold", "recompute"},

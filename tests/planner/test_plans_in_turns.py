@@ -22,8 +22,9 @@ from planner.formulate import Space, Training, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import Mesh
 from planner.pins import Pins, filters
-from planner.plan import Plan, Search, describe, model_facts, reprice
+from planner.plan import Plan, Search, describe, model_facts, refold, reprice
 from planner.predict import predict_in_turns
+from planner.seams import finer
 from planner.search import Searched, search
 from planner.solve import lower_bounds
 from planner.timeline import bubble_of
@@ -183,8 +184,7 @@ def test_an_edited_pipeline_that_cannot_be_is_refused(change: dict[str, Any], me
         ({"pipeline": 3}, "which does not divide the 8 devices"),
         ({"pipeline": 4, "tensor": 4}, "pipeline 4 x tensor 4 = 16 does not divide the 8 devices"),
         ({"pipeline": 2, "micro_batches": 7}, "does not divide the batch of 64"),
-        ({"pipeline": 8, "schedule": "zbv"}, "has 8 blocks to cut between, and every stage needs one"),
-        ({"pipeline": 4, "virtual_stages": 3}, "has 8 blocks to cut between"),
+        ({"pipeline": 8, "virtual_stages": 4}, "every stage needs a block, and this model can be cut into 27 at most"),
     ],
     ids=str,
 )
@@ -194,8 +194,21 @@ def test_a_wrong_pin_is_named(pin: dict[str, Any], message: str) -> None:
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
-    with pytest.raises(PinError, match="this one has 8: pin fewer stages"):
-        searched(cluster(16), {"pipeline": 16})
+    with pytest.raises(PinError, match=r"'pipeline' is 32, .* this model can be cut into 27 at most: pin fewer stages"):
+        searched(cluster(32), {"pipeline": 32})
+
+
+def test_layers_are_cut_where_stages_outnumber_them() -> None:
+    """Eight blocks by repetition; sixteen stages take what a layer consists of, all six alike."""
+    plan, folded = planned('{"pipeline": 8, "schedule": "zbv"}'), fold(GRAPH)
+    assert plan.pipeline is not None and plan.pipeline.bounds[-1] == sum(block.count for block in plan.blocks) > 15
+    assert {block.count for block in plan.blocks} == {1, 6} and len(folded.instances) == 8
+    assert [block.name for block in plan.blocks] == ["stem", "layers.*.up", "layers.*", "layers.*#2", "head"]
+    again, facts = Plan.from_dict(json.loads(json.dumps(plan.to_dict()))), model_facts(GRAPH, "MLP")
+    found = refold(again, GRAPH, facts)
+    assert [instance.block for instance in found.instances] == [
+        instance.block for instance in finer(folded, rules_of(GRAPH), plan.pipeline.bounds[-1]).instances
+    ]
 
 
 def test_a_pipeline_that_does_not_fit_says_by_how_much() -> None:
