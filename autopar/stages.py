@@ -107,7 +107,8 @@ class Outline:
     """What a stage has of the model; its programs are emitted from that.
 
     Attributes:
-        parameters, leaves, outputs, draws: as in :class:`autopar.runtime.stage.Stage`.
+        parameters, leaves, outputs: as in :class:`autopar.runtime.stage.Stage`.
+        draws: how often its program draws random numbers.
     """
 
     def __init__(
