@@ -152,14 +152,19 @@ def batch_of(graph: Graph) -> int:
 
 
 def _turn_counts(pins: Pins, graph: Graph) -> list[int]:
-    batch = batch_of(graph) or 1
+    batch, ranks = batch_of(graph) or 1, pins.sizes.get("data", 1)
     if pins.micro_batches is not None:
         if batch % pins.micro_batches:
             raise PinError(
                 f"pin 'micro_batches' is {pins.micro_batches}, which does not divide the batch of {batch}: change one"
             )
+        if pins.micro_batches > 1 and batch // pins.micro_batches % ranks:
+            raise PinError(
+                f"pin 'data' is {ranks}, which does not divide a micro-batch: pin 'micro_batches' cuts the batch of "
+                f"{batch} into {pins.micro_batches} of {batch // pins.micro_batches}: change one"
+            )
         return [pins.micro_batches]
-    found = [n for n in range(1, batch + 1) if batch % n == 0]
+    found = [n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or batch // n % ranks == 0)]
     if len(found) > MOST_TURNS:
         found = [n for n in found if n & (n - 1) == 0][:MOST_TURNS]
     return found

@@ -184,6 +184,7 @@ def test_an_edited_pipeline_that_cannot_be_is_refused(change: dict[str, Any], me
         ({"pipeline": 3}, "which does not divide the 8 devices"),
         ({"pipeline": 4, "tensor": 4}, "pipeline 4 x tensor 4 = 16 does not divide the 8 devices"),
         ({"pipeline": 2, "micro_batches": 7}, "does not divide the batch of 64"),
+        ({"micro_batches": 32, "data": 8}, "'data' is 8, which does not divide a micro-batch: .* 64 into 32 of 2"),
         ({"pipeline": 8, "virtual_stages": 4}, "every stage needs a block, and this model can be cut into 27 at most"),
     ],
     ids=str,
@@ -191,6 +192,12 @@ def test_an_edited_pipeline_that_cannot_be_is_refused(change: dict[str, Any], me
 def test_a_wrong_pin_is_named(pin: dict[str, Any], message: str) -> None:
     with pytest.raises(PinError, match=message):
         searched(cluster(8), pin)
+
+
+def test_micro_batches_leave_a_sample_to_every_rank() -> None:
+    found = searched(cluster(8), {"pipeline": 4, "data": 2, "schedule": "1f1b"})
+    counts = {candidate.division.mesh.micro_batches for candidate in found.candidates}
+    assert max(counts) == 32
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
