@@ -1,13 +1,15 @@
 """The zoo in turns: models of all kinds in 2 and 4 stages under every schedule, against the original in float64.
 
-``python -m benchmarks.zoo_turns [MODEL ...]`` runs all ranks in one process, prints progress and writes
-``results/zoo_turns.md`` and ``results/zoo_turns.json``.
+``python -m benchmarks.zoo_turns [MODEL ...]`` prints progress and writes ``results/zoo_turns.md`` and
+``results/zoo_turns.json``. One step of each cell runs with all ranks in one process; then every model is trained for
+three steps, clipped, on 4 and on 8 gloo processes.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import multiprocessing
 import sys
 import time
@@ -17,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
+from autopar.processes import LocalProcesses
 from benchmarks import record
 
 MODELS = ("gpt2", "llama", "t5", "vit", "bert", "unet")
@@ -27,6 +30,11 @@ COMPOSED: tuple[Mapping[str, Any], ...] = (
     {"pipeline": 2, "micro_batches": 7, "schedule": "zero_bubble", "data": 2, "zero": 3},
     {"pipeline": 2, "micro_batches": 7, "schedule": "1f1b", "data": 2, "tensor": 2},
     {"pipeline": 2, "micro_batches": 7, "schedule": "interleaved_1f1b", "data": 2, "recompute": "full"},
+)
+TRAINED: tuple[Mapping[str, Any], ...] = (
+    {"pipeline": 4, "micro_batches": 4, "schedule": "1f1b"},
+    {"pipeline": 2, "micro_batches": 7, "schedule": "zero_bubble", "tensor": 2},
+    {"pipeline": 2, "micro_batches": 7, "schedule": "1f1b", "data": 2, "tensor": 2},
 )
 
 
@@ -50,12 +58,20 @@ def main(models: Sequence[str]) -> int:
             print(f"[{time.monotonic() - start:5.0f} s] {len(rows)} cells, {len(failed)} failed", flush=True)
             for row in (row for row in done.result() if row["status"] == "FAILED"):
                 print(f"  FAILED {row['model']} {row['pin']}: {row['why']}", flush=True)
+    with LocalProcesses(8, ("torch", "tests.autopar.test_turns_models")) as processes:
+        for name, pin in itertools.product(chosen, TRAINED):
+            rows.append(train(processes, name, pin))
+            print(
+                f"[{time.monotonic() - start:5.0f} s] {name}, trained with {dict(pin)}: {rows[-1]['status']}",
+                flush=True,
+            )
     said = summary(rows)
     if not models:
         notes = (
             "Models of the tests, all ranks in one process, in float64: the largest relative error of the loss and of "
             "every gradient over the global batch, whose micro-batches ignore different numbers of tokens. The emitted "
-            f"programs are type-checked, and collectives counted, as well. {said}"
+            "programs are type-checked, and collectives counted, as well. With *processes*: the largest error of any "
+            f"loss or weight in three steps of AdamW with clipping, on so many gloo processes. {said}"
         )
         record.write("zoo_turns", "The zoo in turns", notes, table(rows), rows, facts)
     print(said)
@@ -89,6 +105,54 @@ def run(model: str) -> list[dict[str, Any]]:
     return rows
 
 
+def train(processes: LocalProcesses, model: str, pin: Mapping[str, Any]) -> dict[str, Any]:
+    """Three steps of a model on as many processes as the pins ask for."""
+    from autopar.processes import RankError
+    from tests.autopar.test_turns_models import planned
+
+    ranks = math.prod(pin.get(axis, 1) for axis in ("pipeline", "data", "tensor"))
+    row: dict[str, Any] = {"model": model, "pin": {**pin, "processes": ranks}, "status": "equal", "why": ""}
+    try:
+        document = planned(model, pin)[1].to_dict()
+        row["error"] = max(processes.run(trained, model, document, ranks=ranks))
+        if not row["error"] <= 1e-10:
+            row |= {"status": "FAILED", "why": f"relative error {row['error']:.1e}"}
+    except RankError as error:
+        row |= {"status": "FAILED", "why": str(error)}
+    return row
+
+
+def trained(name: str, document: Mapping[str, Any]) -> float:
+    """On a rank: the largest relative error of a loss or a weight in three steps of AdamW with clipping."""
+    import torch
+    from torch import nn
+
+    import autopar
+    from autopar.exact import exact, widen
+    from tests.autopar.test_turns_models import made
+
+    model, batch = made(name)
+    batch, plan, worst = widen(batch), autopar.Plan.from_dict(document), 0.0
+    with exact():
+        model = model.double()
+        pmodel = autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch)
+        both = (model, pmodel)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in both]
+        for step in range(3):
+            given = {key: value.roll(step, -1) for key, value in batch.items()}
+            losses = [m(**inputs)["loss"] for m, inputs in ((model, given), (pmodel, pmodel.shard(given)))]
+            worst = max(worst, ((losses[1] - losses[0]) / losses[0]).abs().item())
+            for m, loss, optimizer in zip(both, losses, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+                optimizer.step()
+    state = pmodel.full_state_dict()
+    for key, value in model.state_dict().items():
+        worst = max(worst, ((state[key] - value).abs().max() / value.abs().max().clamp_min(1e-30)).item())
+    return worst
+
+
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """One line about everything."""
     count = {status: sum(row["status"] == status for row in rows) for status in ("equal", "n/a", "FAILED")}
@@ -103,7 +167,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """A row for each pin, a column for each model."""
     found = {(row["model"], str(row["pin"])): row for row in rows}
     lines = []
-    for pin in cells():
+    for pin in (*cells(), *({**pin, "processes": 8 if "data" in pin else 4} for pin in TRAINED)):
         each = [found[model, str(dict(pin))] for model in MODELS]
         errors = [f"{row['error']:.0e}" if row["status"] == "equal" else row["status"] for row in each]
         told = ", ".join(f"{name} {value}" for name, value in pin.items())
