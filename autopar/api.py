@@ -18,6 +18,7 @@ from autopar.lower import lower
 from autopar.materialize import Source, part_maker
 from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import ParallelModule
+from autopar.stages import check_updates
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import ClusterError, InputError, PinError, PlanError
@@ -133,6 +134,8 @@ def plan_traced(
     progress: Progress | None = None,
 ) -> Plan:
     """Plan a captured model; see :func:`plan`."""
+    if pipelines or pins.stages not in (None, 1) or pins.micro_batches not in (None, 1):
+        check_updates(traced.captured)
     _say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
     found = search(
         traced.graph,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.body import STATE
@@ -21,7 +21,7 @@ from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModu
 from autopar.runtime.random import RandomState
 from autopar.runtime.stage import Stage
 from autopar.runtime.state import RunState
-from autopar.runtime.step import Leaving, Step, Tie
+from autopar.runtime.step import Leaving, Step, Tie, Trainers
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from autopar.stages import Outline, stages_of
@@ -170,11 +170,17 @@ def _ties(assignment: Assignment, bounds: Sequence[int], schedule: Schedule, pip
 
 def _trainers(
     assignment: Assignment, stages: Sequence[Outline], schedule: Schedule, pipeline: Pipeline
-) -> ProcessGroup | None:
+) -> Trainers | None:
     """The ranks that hold parameters that are trained; every process takes part in making their group."""
-    trained = assignment.space.graph.differentiated
-    holders = {schedule.rank_of[s.number] for s in stages if any(Ref(name) in trained for name in s.parameters)}
-    return pipeline.ranks if len(holders) == pipeline.size else pipeline.group(holders)
+    graph, dtypes = assignment.space.graph, defaultdict[int, set[str]](set)
+    for stage in stages:
+        for ref in map(Ref, stage.parameters):
+            if ref in graph.differentiated:
+                dtypes[schedule.rank_of[stage.number]].add(graph.type_of(ref).dtype)
+    if not dtypes:
+        return None
+    group = pipeline.ranks if len(dtypes) == pipeline.size else pipeline.group(dtypes)
+    return None if group is None else Trainers(group, len({*map(frozenset, dtypes.values())}) == 1)
 
 
 def _turned(mesh: Mesh, layout: Layout) -> int | None:

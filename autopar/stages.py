@@ -67,14 +67,19 @@ def stages_of(
     return [Outline(targets, cut, number, groups, device) for number in range(len(bounds) - 1)]
 
 
-def _check(captured: Captured, assignment: Assignment) -> None:
-    space = assignment.space
+def check_updates(captured: Captured) -> None:
+    """Raises :class:`PlanError` for a model that changes buffers, which no step in turns does."""
     if captured.updates:
         names = ", ".join(name for name, _ in captured.updates[:3])
         raise PlanError(
             f"the model changes {names} in its forward, and what a step in turns leaves in a buffer is not that of the "
             "whole batch: plan without pipelines and micro_batches"
         )
+
+
+def _check(captured: Captured, assignment: Assignment) -> None:
+    check_updates(captured)
+    space = assignment.space
     returned = [ref.node for ref in space.leaving if is_param(assignment, ref)]
     if returned:
         target = space.graph.by_name[returned[0]].target

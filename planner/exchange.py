@@ -20,8 +20,8 @@ from planner.fold import Folded
 from planner.formulate import Assignment
 from planner.graph import Ref
 
-LOSS_BYTES = 8
-"""The loss is told in float64."""
+LOSS_BYTES = 16
+"""The loss is told in float64, with the scale that its backward assumed."""
 
 
 @dataclass(frozen=True)

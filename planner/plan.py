@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -378,14 +378,21 @@ def refold(plan: Plan, graph: Graph, model: Mapping[str, Any]) -> Folded:
     if plan.model.get("fingerprint") != model["fingerprint"]:
         raise PlanError(_difference(plan, fold(graph), model))
     kind_at = {number: kind for kind, block in enumerate(plan.blocks) for number in block.at}
-    coarse = fold(graph)
-    for folded in (coarse, fold_off(graph), finer(coarse, rules_of(graph, coarse), len(kind_at))):
+    for folded in _foldings(graph, len(kind_at)):
         if sorted(kind_at) == list(range(len(folded.instances))):
             return relabel(folded, [kind_at[number] for number in range(len(folded.instances))])
     raise PlanError(
-        f'the plan numbers {len(kind_at)} blocks ("at"), the model has {len(coarse.instances)}: restore them, '
+        f'the plan numbers {len(kind_at)} blocks ("at"), the model has {len(fold(graph).instances)}: restore them, '
         "or plan again"
     )
+
+
+def _foldings(graph: Graph, blocks: int) -> Iterator[Folded]:
+    """The ways in which a plan of so many blocks may have folded."""
+    coarse = fold(graph)
+    yield coarse
+    yield fold_off(graph)
+    yield finer(coarse, rules_of(graph, coarse), blocks)
 
 
 def restore(plan: Plan, space: Space, model: Mapping[str, Any]) -> Assignment:

@@ -248,6 +248,10 @@ def search(
     plain = in_one_turn(cluster, pins, max_axes)
     if not pipelines and plain and (pins.schedule or pins.virtual_stages):
         raise PinError("pins 'schedule' and 'virtual_stages' are a pipeline's: pin 'pipeline' too, or search pipelines")
+    if not folding and (pipelines or not plain):
+        raise InputError(
+            "folding is off, and pipelines and micro-batches are cut between folded blocks: plan without one"
+        )
     folded = fold(graph) if folding else fold_off(graph)
     rules = rules_of(graph, folded)
     turned: tuple[Division, ...] = ()

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from planner.errors import InputError
+
 
 @dataclass(frozen=True, eq=False)
 class Holders:
@@ -28,10 +30,12 @@ class Holders:
     Attributes:
         axes: the groups along the axes of the mesh of a stage.
         stages: the ranks of the pipeline that hold any; ``None``: all stages are on the mesh.
+        alike: whether all of these hold gradients of the same dtypes.
     """
 
     axes: tuple[ProcessGroup, ...]
     stages: ProcessGroup | None = None
+    alike: bool = True
 
 
 class _Shared(DTensor):
@@ -48,6 +52,12 @@ class _Shared(DTensor):
         """The same tensor, which knows."""
         made = cls(value._local_tensor, value._spec, requires_grad=False)
         made.holders, made.counts = holders, counts
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+        made = memo[id(self)] = self.of(
+            DTensor(self._local_tensor.clone(), self._spec, requires_grad=False), self.holders, self.counts
+        )
         return made
 
     @classmethod
@@ -117,7 +127,10 @@ def _moved(func: Any, value: _Shared, *args: Any, **kwargs: Any) -> Any:
 
 def _stacked(func: Any, norms: list[Any], *args: Any, **kwargs: Any) -> Any:
     if not all(isinstance(norm, _Norm) for norm in norms):
-        return func(norms, *args, **kwargs)
+        raise InputError(
+            "a norm over gradients of which some are no longer those that backward gave: other ranks wait for all of "
+            "them, so change gradients in place (p.grad.mul_(...)) instead of replacing them"
+        )
     found = func([norm if norm.counts else torch.zeros_like(norm) for norm in norms], *args, **kwargs)
     return _Norms.of(found, norms[0].holders, True)
 
@@ -126,6 +139,10 @@ def _norm_of_all(func: Any, norms: _Norms, *args: Any, **kwargs: Any) -> Any:
     found = func(norms, *args, **kwargs)
     order = args[0] if args else kwargs.get("ord", kwargs.get("p", 2.0))
     order = 2.0 if order in (None, "fro") else order
+    if not order > 0:
+        raise InputError(
+            f"a norm of order {order} is not taken over gradients that several ranks hold: take one above 0"
+        )
     if norms.holders.stages is None or not isinstance(found, DTensor) or found.ndim:
         return found
     total = found.full_tensor().double()
@@ -140,8 +157,13 @@ def _norm_of_all(func: Any, norms: _Norms, *args: Any, **kwargs: Any) -> Any:
 
 
 def _unscale(func: Any, gradients: list[Any], found_inf: Tensor, inv_scale: Tensor) -> None:
-    func([g.to_local() if isinstance(g, DTensor) else g for g in gradients], found_inf, inv_scale)
     holders = next(g.holders for g in gradients if isinstance(g, Gradient))
+    if not holders.alike:
+        raise InputError(
+            "torch.amp.GradScaler asks for overflow once for each dtype of gradients, and the stages of this pipeline "
+            "train parameters of different dtypes: give all trained parameters one dtype, or scale the loss by hand"
+        )
+    func([g.to_local() if isinstance(g, DTensor) else g for g in gradients], found_inf, inv_scale)
     for group in (*holders.axes, *([] if holders.stages is None else [holders.stages])):
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
 

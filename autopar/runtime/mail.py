@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from autopar.runtime.patience import patience
 from autopar.runtime.stage import Passed, Stage
 from planner.pipeline.schedule import Action, Schedule
 
@@ -50,8 +51,8 @@ class Mail(Protocol):
     def take(self, message: Message) -> list[Tensor]:
         """Wait for a message."""
 
-    def share(self, value: Tensor | None, stage: int, dtype: torch.dtype) -> Tensor:
-        """The number that ``stage`` has, on all ranks."""
+    def share(self, loss: Tensor | None, seed: Tensor, stage: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The loss that ``stage`` has, of this dtype, and the gradient that its backward began with, on all ranks."""
 
     def close(self) -> Messages:
         """It is over: wait until everything sent has arrived. Returns what nobody took."""
@@ -72,9 +73,9 @@ class Within:
     def take(self, message: Message) -> list[Tensor]:
         return self._held.pop(message)
 
-    def share(self, value: Tensor | None, stage: int, dtype: torch.dtype) -> Tensor:
-        assert value is not None
-        return value
+    def share(self, loss: Tensor | None, seed: Tensor, stage: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        assert loss is not None
+        return loss, seed
 
     def close(self) -> Messages:
         kept, self._held = self._held, {}
@@ -91,10 +92,12 @@ class Pipeline:
     Attributes:
         ranks: all of them, for what is not sent from stage to stage.
         ways: by sender and receiver, both neighbours in the ring of ranks, the group of the two.
+        device: where they compute.
     """
 
     ranks: ProcessGroup
     ways: Mapping[tuple[int, int], ProcessGroup]
+    device: torch.device
 
     @classmethod
     def over(cls, ranks: ProcessGroup, device: torch.device) -> Pipeline:
@@ -104,7 +107,7 @@ class Pipeline:
         """
         size = ranks.size()
         ways: dict[tuple[int, int], ProcessGroup] = {}
-        made = cls(ranks, ways)
+        made = cls(ranks, ways, device)
         neighbours = [(at, (at + 1) % size) for at in range(size if size > 2 else 1)]
         for sender, receiver in (way for low, high in neighbours for way in ((low, high), (high, low))):
             group = made.group({sender, receiver})
@@ -123,7 +126,9 @@ class Pipeline:
         members = dist.get_process_group_ranks(self.ranks)
         beside = dist.get_world_size() // self.size  # ranks of a stage; the same rank of the next is so many further
         own = members[0] % beside
-        groups = [dist.new_group([rank + beside * at for at in sorted(numbers)]) for rank in range(beside)]
+        timeout = patience(self.device)
+        lists = ([rank + beside * at for at in sorted(numbers)] for rank in range(beside))
+        groups = [dist.new_group(ranks, timeout=timeout) for ranks in lists]
         return groups[own] if self.rank in numbers else None
 
     @property
@@ -226,7 +231,8 @@ class Between:
         forms = self._forms[message[0], message[1]]
         tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms]
         group, source = self.pipeline.ways[sender, self.pipeline.rank], self.pipeline.global_rank(sender)
-        works = [dist.irecv(tensor, source, group, tag_of(message)) for tensor in tensors]
+        with self._naming(sender, message):
+            works = [dist.irecv(tensor, source, group, tag_of(message)) for tensor in tensors]
         self._coming[sender] = _Coming(message, tensors, [work for work in works if work is not None])
 
     def put(self, message: Message, tensors: Sequence[Tensor]) -> None:
@@ -273,12 +279,13 @@ class Between:
             self._receive(sender)
         self._aside[coming.message] = coming.tensors
 
-    def share(self, value: Tensor | None, stage: int, dtype: torch.dtype) -> Tensor:
-        found = torch.zeros((), dtype=torch.float64, device=self.device)
-        if value is not None:
-            found.copy_(value)
+    def share(self, loss: Tensor | None, seed: Tensor, stage: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        found = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if loss is not None:
+            found[0].copy_(loss)
+            found[1].copy_(seed)
         dist.broadcast(found, group=self.pipeline.ranks, group_src=self._home(stage))
-        return found.to(dtype)
+        return found[0].to(dtype), found[1]
 
     def close(self) -> Messages:
         while self._coming and self.schedule.overlaps:

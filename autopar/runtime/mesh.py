@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.runtime.mail import Pipeline
+from autopar.runtime.patience import be_patient
 from planner import layout as planner_layout
 from planner.errors import PlanError
 from planner.layout import PIPELINE, Layout, Mesh
@@ -56,10 +57,12 @@ def pipeline_mesh(mesh: Mesh, device_type: str, stages: int) -> tuple[DeviceMesh
     else:
         whole = init_device_mesh(device_type, (stages, *mesh.sizes), mesh_dim_names=(PIPELINE, *mesh.names))
         made = whole[mesh.names]
+        be_patient([whole.get_group(PIPELINE)], torch.device(device_type))
         pipeline = Pipeline.over(whole.get_group(PIPELINE), torch.device(device_type))
     for count in range(2, len(mesh.names) + 1):
         for names in itertools.combinations(mesh.names, count):
             made[names]._flatten("+".join(names))
+    be_patient(groups_of(made).values(), torch.device(device_type))
     return made, pipeline
 
 

@@ -144,16 +144,18 @@ class ParallelModule(nn.Module):
         """Of each other, where torch's functions over all of them would not see all; see :mod:`gradients`."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         step = self.program if isinstance(self.program, Step) else None
-        stages = None if step is None else step.trainers
+        trainers = None if step is None else step.trainers
         ways = {p.placements for p in trained if isinstance(p, DTensor)}
-        if stages is None and len(ways) < 2:
+        if trainers is None and len(ways) < 2:
             return
         held_before: list[Tensor] = []
         if step is not None:
             specs = dict(zip(step.leaves, self.interface.leaves, strict=True))
             names = [specs[leaf].name for tie in step.ties if not tie.first for leaf in tie.leaves]
             held_before = [_lookup(self, name) for name in names]
-        know_each_other(trained, held_before, Holders(tuple(groups_of(self.device_mesh).values()), stages))
+        axes = tuple(groups_of(self.device_mesh).values())
+        holders = Holders(axes) if trainers is None else Holders(axes, trainers.group, trainers.alike)
+        know_each_other(trained, held_before, holders)
 
     @property
     def program(self) -> Program:
@@ -210,7 +212,7 @@ class ParallelModule(nn.Module):
         groups = list(groups_of(self.device_mesh).values())
         if isinstance(self.program, Step):
             groups += [tie.group for tie in self.program.ties]
-            groups += [self.program.trainers] if self.program.trainers is not None else []
+            groups += [self.program.trainers.group] if self.program.trainers is not None else []
         shared = (self.interface, self.mesh, self.device_mesh, self.pipeline, *groups)
         memo.update({id(value): value for value in shared})
         made = self.__class__.__new__(self.__class__)

@@ -51,6 +51,18 @@ class Leaving:
 
 
 @dataclass(frozen=True)
+class Trainers:
+    """The ranks of a pipeline that hold parameters that are trained.
+
+    Attributes:
+        alike: whether their parameters have the same dtypes.
+    """
+
+    group: ProcessGroup
+    alike: bool
+
+
+@dataclass(frozen=True)
 class Tie:
     """Parameters that several ranks of a pipeline hold, each for its own stages.
 
@@ -80,7 +92,7 @@ class Step:
         trained: whether the model has parameters that are trained, on this process or another.
         recorder: of what is done when.
         ties: the parameters that other processes hold too.
-        trainers: the ranks of the pipeline that hold parameters that are trained, of which this one is.
+        trainers: who trains parameters, where this rank does and stages are on several.
 
     Attributes:
         left: where a step leaves backwards to the next one, the step that did.
@@ -101,7 +113,7 @@ class Step:
         trained: bool,
         recorder: Recorder,
         ties: Sequence[Tie] = (),
-        trainers: ProcessGroup | None = None,
+        trainers: Trainers | None = None,
     ):
         self.stages = {stage.number: stage for stage in stages}
         self.actions, self.leaves, self.turned, self.outputs, self.loss = actions, leaves, turned, outputs, loss
@@ -413,7 +425,8 @@ class _Run:
             values = self.outputs.get(position)
             whole = None if values is None else _together(values, leaving)
             if position == self.step.loss:
-                whole = self.step.mail.share(whole, leaving.stage, leaving.dtype)
+                # Ranks divide by what the loss's own began with, whatever each was told of the scale.
+                whole, self.seed = self.step.mail.share(whole, self.seed, leaving.stage, leaving.dtype)
             found.append(whole)
         return found
 

@@ -224,11 +224,13 @@ def _memory(document: Document) -> str:
 
 
 def _timeline(document: Document) -> str:
-    """The schedule, where the step runs in turns; a plan that was edited may name one that there is not."""
+    """The schedule, where the step runs in turns; of a plan that was edited, why there is none."""
+    if document.pipeline is None:
+        return ""
     try:
         drawn = document.timeline().to_svg()
-    except (PlanError, ScheduleError):
-        return ""
+    except (PlanError, ScheduleError) as error:
+        drawn = f"<p>{escape(str(error))}</p>"
     return f'<div class="card"><h2>Timeline</h2>{drawn}</div>'
 
 

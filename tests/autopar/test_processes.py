@@ -52,7 +52,6 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
 
 TURNS: list[tuple[str, dict[str, Any], int]] = [
     ("gpt2", {"micro_batches": 2, "data": 2}, 2),
-    ("gpt2", {"micro_batches": 2, "pipeline": 2}, 2),
     ("gpt2", {"micro_batches": 4, "pipeline": 2, "tensor": 2, "schedule": "1f1b"}, 4),
     ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 3, "schedule": "gpipe"}, 4),
     ("llama", {"micro_batches": 8, "pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, 2),
@@ -219,6 +218,15 @@ def test_saves_and_loads(
 )
 def test_an_overflow_on_one_rank_is_one_on_all(pool: LocalProcesses, model: str, pin: dict[str, Any]) -> None:
     pool.run(workers.scales_and_skips_together, model, workers.plan_exactly(model, pin, 4))
+
+
+def test_scales_are_those_of_each_rank(pool: LocalProcesses) -> None:
+    document = workers.plan_of("gpt2", {"micro_batches": 2, "pipeline": 2}, 2)
+    pool.run(workers.scales_apart, "gpt2", document, ranks=2)
+
+
+def test_a_scaler_refuses_stages_of_different_dtypes(pool: LocalProcesses) -> None:
+    pool.run(workers.scales_unlike_stages, ranks=2)
 
 
 @pytest.mark.parametrize("pin", [DATA_TENSOR, {"data": 4, "zero": 3}], ids=name_of)

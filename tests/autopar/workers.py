@@ -32,6 +32,7 @@ from autopar.runtime.layers import attention, batch_norm, cross_entropy_loss, vo
 from autopar.runtime.mail import Between
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.patience import patience
 from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState
 from autopar.runtime.step import Step
@@ -236,6 +237,10 @@ def trains_in_turns(name: str, document: Mapping[str, Any]) -> float:
     for key, value in pmodel.full_state_dict().items():
         assert torch.equal(value, started[key]), key
 
+    for group in (*groups_of(pmodel.device_mesh).values(), *(pmodel.pipeline.ways.values() if pmodel.pipeline else ())):
+        backend = group._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == patience(torch.device("cpu"))  # type: ignore[attr-defined]
+
     loss = loss_of(model, batch)
     loss.backward()
     predicted = Plan.from_dict(document).predicted
@@ -424,6 +429,57 @@ def scales_and_skips_together(name: str, document: Mapping[str, Any]) -> None:
     assert all(torch.equal(value, kept[key]) for key, value in pmodel.full_state_dict().items())
 
 
+def scales_apart(name: str, document: Mapping[str, Any]) -> None:
+    """Each rank of a pipeline is told another scale, and gets gradients of its own, also in the step after."""
+    model, batch = model_of(name), batch_of(name)
+    pmodel, scale = parallel(model, document, batch), 4.0 ** dist.get_rank()
+    loss_of(model, batch).backward()
+    for _ in range(2):
+        pmodel.zero_grad()
+        (loss_of(pmodel, batch) * scale).backward()
+        for parameter in pmodel.parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(scale)
+        same_own_gradients(pmodel, model)
+
+
+class Unlike(nn.Module):
+    """Layers of different dtypes, all of them trained, or none."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(16, 16), nn.Linear(16, 1, dtype=torch.float64)
+        self.requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(torch.tanh(self.narrow(x)).double()).square().mean()
+
+
+def scales_unlike_stages() -> None:
+    """A scaler asks once for each dtype, which stages do not have alike; with nothing to train only forwards run."""
+    torch.manual_seed(0)
+    batch, pin = {"x": torch.ones(BATCH, 16)}, {"pipeline": 2, "micro_batches": 2, "schedule": "gpipe"}
+    pmodel = autopar.parallelize(Unlike(True), cluster_of(2), example_kwargs=batch, pin=pin)
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(pmodel.parameters())  # type: ignore[attr-defined]
+    scaler.scale(pmodel(**pmodel.shard(batch))).backward()
+    with pytest.raises(InputError, match="stages of this pipeline train parameters of different dtypes"):
+        scaler.step(optimizer)
+    first = next(parameter for parameter in pmodel.parameters())
+    assert first.grad is not None
+    norms = [torch.linalg.vector_norm(grad) for grad in (first.grad, first.grad.clone())]
+    with pytest.raises(InputError, match="no longer those that backward gave"):
+        torch.stack(norms)
+    with pytest.raises(InputError, match="norm of order -inf"):
+        nn.utils.get_total_norm([first.grad], -math.inf)
+    torch.manual_seed(0)
+    model = Unlike(False)
+    frozen = autopar.parallelize(model, cluster_of(2), example_kwargs=batch, pin=pin)
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, frozen(**frozen.shard(batch)))
+    with torch.no_grad():
+        assert found[0] is None and torch.allclose(found[1], model(**batch))
+
+
 def drops_alike_in_stages(name: str, documents: list[Mapping[str, Any]]) -> list[float]:
     """The same seed draws the same, however many stages there are."""
     found = []
@@ -444,6 +500,12 @@ def copies_stages(name: str, document: Mapping[str, Any]) -> None:
     before = loss_of(pmodel, batch_of(name))
     before.backward()
     assert all(p.grad is None for p in twin.parameters())
+    later = copy.deepcopy(pmodel)
+    for own, copied in zip(pmodel.parameters(), later.parameters(), strict=True):
+        assert own.grad is not None and copied.grad is not None and own.grad is not copied.grad
+        assert torch.equal(whole(own.grad), whole(copied.grad))
+    norms = [nn.utils.get_total_norm([p.grad for p in m.parameters() if p.grad is not None]) for m in (later, pmodel)]
+    same("norm of the copied gradients", norms[0], whole(norms[1]))
     torch.optim.SGD(pmodel.parameters(), lr=0.1).step()
     same("loss of the copy", loss_of(twin, batch_of(name)), before)
     assert loss_of(pmodel, batch_of(name)).item() != before.item()
@@ -944,3 +1006,4 @@ def refuses_to_go_on_after_half_a_step(name: str, document: Mapping[str, Any]) -
     step.actions = kept
     with pytest.raises(RuntimeError, match="did not finish"):
         loss_of(pmodel, batch_of(name))
+    dist.barrier()  # the others still begin to receive from whoever is done

@@ -16,7 +16,7 @@ import pytest
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.division import Division, in_turns
-from planner.errors import InfeasibleError, PinError, PlanError, ScheduleError
+from planner.errors import InfeasibleError, InputError, PinError, PlanError, ScheduleError
 from planner.fold import fold
 from planner.formulate import Space, Training, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
@@ -198,6 +198,11 @@ def test_micro_batches_leave_a_sample_to_every_rank() -> None:
     found = searched(cluster(8), {"pipeline": 4, "data": 2, "schedule": "1f1b"})
     counts = {candidate.division.mesh.micro_batches for candidate in found.candidates}
     assert max(counts) == 32
+
+
+def test_without_folding_nothing_is_cut() -> None:
+    with pytest.raises(InputError, match=r"folding is off, and pipelines .* cut between folded blocks"):
+        search(GRAPH, cluster(8), Pins.parse({"pipeline": 4}), Training(), folding=False)
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
