@@ -1,6 +1,6 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
-python -m benchmarks [plan] [step] [predicted] [published] [runs] [iopddl] [memory] [pipeline] [schedules]
+python -m benchmarks [plan] [step] [stages] [predicted] [published] [runs] [iopddl] [memory] [pipeline] [schedules]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from benchmarks import (
@@ -31,11 +32,9 @@ PLAN_CASES = (
 REPEATS = 3
 STARTS = 5
 STEP_CASES = tuple(
-    step_time.Case(kind, ranks, heap)
-    for kind in ("data", "tensor", "pipeline")
-    for ranks in (2, 4)
-    for heap in ("default", "kept")
+    step_time.Case(kind, ranks, heap) for kind in ("data", "tensor") for ranks in (2, 4) for heap in ("default", "kept")
 )
+STAGE_CASES = tuple(step_time.Case("pipeline", ranks) for ranks in (2, 4))
 THEIRS = {"data": "DDP", "tensor": "parallelize_module", "pipeline": "Schedule1F1B"}
 
 
@@ -44,7 +43,9 @@ def main(what: list[str]) -> None:
     if not what or "plan" in what:
         plans()
     if not what or "step" in what:
-        steps()
+        steps("step_time", "Step time", STEP_CASES)
+    if not what or "stages" in what:
+        steps("stages", "Step time of pipelines", STAGE_CASES)
     if not what or "predicted" in what:
         predictions()
     if not what or "published" in what:
@@ -155,11 +156,11 @@ def peaks() -> None:
     print(record.write("memory", title, notes, rows, [asdict(each) for each in found], facts), flush=True)
 
 
-def steps() -> None:
+def steps(name: str, title: str, cases: Sequence[step_time.Case]) -> None:
     """Ours beside theirs."""
     facts = record.circumstances()
     results, ratios = [], []
-    for case in STEP_CASES:
+    for case in cases:
         starts = step_time.compare(case, STARTS)
         results.append(starts[STARTS // 2])
         ratios.append(", ".join(f"{start.ratio:.3f}" for start in starts))
@@ -173,6 +174,7 @@ def steps() -> None:
             "heap": r.case.heap,
             "ours s": f"{statistics.median(r.ours_s):.3f}",
             "theirs s": f"{statistics.median(r.theirs_s):.3f}",
+            "tokens/s": f"{r.case.shape.batch * r.case.shape.sequence / statistics.median(r.ours_s):,.0f}",
             "ratio": f"{r.ratio:.3f}",
             "of all starts": each,
             "ours CPU s": f"{statistics.median(r.ours_cpu_s):.3f}",
@@ -190,7 +192,7 @@ def steps() -> None:
         "CPU seconds are those of the busiest rank: they say what each side costs where the wall clock also measures "
         "other users of the machine. *Heap*: as the C library comes, or kept between steps."
     )
-    print(record.write("step_time", "Step time", notes, rows, [asdict(r) for r in results], facts), flush=True)
+    print(record.write(name, title, notes, rows, [asdict(r) for r in results], facts), flush=True)
 
 
 def predictions() -> None:
