@@ -147,8 +147,7 @@ DATA_TENSOR = {"data": 2, "tensor": 2}
 
 
 @pytest.mark.parametrize("pin", workers.LOW_PRECISION_PINS, ids=name_of)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model, dtype", [("llama", torch.bfloat16), ("gpt2", torch.float16)], ids=str)
 def test_trains_in_its_own_precision(pool: LocalProcesses, model: str, dtype: torch.dtype, pin: dict[str, Any]) -> None:
     ranks = workers.ranks_of(pin)
     document = workers.plan_of(model, pin, ranks, dtype=dtype)

@@ -80,14 +80,14 @@ def test_values_gradients_the_loss_and_ties(schedule: str, ranks: tuple[int, ...
             expected[both] = expected[replace(both, ranks=(there, here), phase="backward")] = 2 * TURNS
             expected[Exchange("send", (here, there), rows * WIDTH, "forward", boundary)] = TURNS  # the mask
     everybody = tuple(sorted(set(ranks)))
-    expected[Exchange("broadcast", everybody, 8, "forward")] = 1
+    expected[Exchange("broadcast", everybody, 16, "forward")] = 1
     if ranks[0] != ranks[-1]:
         expected[Exchange("all_reduce", (ranks[0], ranks[-1]), WIDTH * WIDTH * 4, "backward")] = 1
     assert Counter(dict(plan.predicted.exchanges)) == expected
     for rank in everybody:
         sent = {call for call in expected if call.is_made_by(rank)}
         assert {call.ranks[0] for call in sent if call.kind == "send"} == {rank}
-        assert Exchange("broadcast", everybody, 8, "forward") in sent
+        assert Exchange("broadcast", everybody, 16, "forward") in sent
 
 
 def test_all_that_read_a_parameter_hold_update_and_sum_it() -> None:
