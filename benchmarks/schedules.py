@@ -23,6 +23,7 @@ from autopar.runtime.random import RandomState
 from autopar.runtime.stage import Passed, Stage
 from autopar.runtime.state import RunState
 from autopar.runtime.step import Leaving, Step
+from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from planner.layout import Mesh
 from planner.pipeline.schedule import schedule
@@ -111,6 +112,7 @@ def _steps(name: str, virtual: int, count: int) -> Beside:
         state=RunState(RandomState(0)),
         mail=Between(actions, here, pipeline, torch.device("cpu")),
         draws=[0] * actions.stages,
+        recorder=Recorder(actions, torch.device("cpu")),
         trained=True,
     )
     weight = torch.ones(1, requires_grad=True)
