@@ -134,7 +134,7 @@ def plan_traced(
     progress: Progress | None = None,
 ) -> Plan:
     """Plan a captured model; see :func:`plan`."""
-    if pipelines or pins.stages not in (None, 1) or pins.micro_batches not in (None, 1):
+    if pipelines or pins.in_turns:
         check_updates(traced.captured)
     _say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
     found = search(

@@ -8,19 +8,18 @@ three steps, clipped, on 4 and on 8 gloo processes.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import multiprocessing
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 from autopar.processes import LocalProcesses
 from benchmarks import record
+from benchmarks.zoo import PROCESSES, quiet
 
 MODELS = ("gpt2", "llama", "t5", "vit", "bert", "unet")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
@@ -51,7 +50,7 @@ def main(models: Sequence[str]) -> int:
     """Run the table; returns how many cells failed."""
     facts, start, rows = record.circumstances(), time.monotonic(), []
     chosen = [name for name in MODELS if not models or name in models]
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), initializer=quiet) as pool:
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn"), initializer=quiet) as pool:
         for done in as_completed([pool.submit(run, name) for name in chosen]):
             rows += done.result()
             failed = [row for row in rows if row["status"] == "FAILED"]
@@ -78,18 +77,9 @@ def main(models: Sequence[str]) -> int:
     return sum(row["status"] == "FAILED" for row in rows)
 
 
-def quiet() -> None:
-    """One thread a process, and no chatter of third parties."""
-    import torch
-
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-
-
 def run(model: str) -> list[dict[str, Any]]:
     """All cells of a model."""
-    from planner.errors import PinError
+    from planner.errors import AutoparError, PinError
     from tests.autopar.test_turns_models import check
 
     rows = []
@@ -99,7 +89,7 @@ def run(model: str) -> list[dict[str, Any]]:
             row["error"] = check(model, pin)
         except PinError as error:
             row |= {"status": "n/a", "why": str(error)}
-        except Exception:
+        except (AssertionError, AutoparError, RuntimeError):
             row |= {"status": "FAILED", "why": traceback.format_exc(limit=-4)}
         rows.append(row)
     return rows

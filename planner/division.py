@@ -19,7 +19,7 @@ from planner.layout import Mesh
 from planner.mesh import candidate_meshes, pinned_mesh
 from planner.ops import OPS
 from planner.pins import Pins
-from planner.pipeline.schedule import VIRTUAL_STAGES, versions
+from planner.pipeline.schedule import VIRTUAL_STAGES
 from planner.skeleton import Skeleton
 from planner.turns import SCHEDULES, pipelines_of
 
@@ -79,7 +79,7 @@ class Division:
 
 def in_one_turn(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tuple[Division, ...]:
     """Every division of one stage and one turn that the pins allow; steps of one turn have no gradient to leave."""
-    if (pins.stages or 1) > 1 or (pins.micro_batches or 1) > 1 or versions(pins.schedule) > 1:
+    if pins.in_turns:
         return ()
     meshes = (pinned_mesh(cluster, pins.sizes),) if pins.sizes else candidate_meshes(cluster, max_axes)
     return tuple(Division(1, mesh) for mesh in meshes)

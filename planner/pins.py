@@ -18,7 +18,7 @@ from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
-from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES
+from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 from planner.recompute import LEVELS, Level
 from planner.rules import AxisStrategy, Inner, Rule, find
 from planner.strategy import Allow, factor_at, tensors_of
@@ -123,6 +123,11 @@ class Pins:
             schedule,
             counts["virtual_stages"],
         )
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether they leave only steps of several stages, of several micro-batches, or of two versions of weights."""
+        return (self.stages or 1) > 1 or (self.micro_batches or 1) > 1 or versions(self.schedule) > 1
 
     def to_dict(self) -> dict[str, object]:
         """The user's form."""

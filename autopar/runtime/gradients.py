@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -42,10 +42,12 @@ class _Shared(DTensor):
     """Attributes:
     holders: who holds gradients of the same model.
     counts: whether this one counts here; not so where an earlier stage holds it too.
+    special: what is done in place of some functions of torch, given the function and its arguments.
     """
 
     holders: Holders
     counts: bool
+    special: ClassVar[Mapping[Any, Any]] = {}
 
     @classmethod
     def of(cls, value: DTensor, holders: Holders, counts: bool) -> _Shared:
@@ -62,49 +64,21 @@ class _Shared(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        special = cls.special().get(func, _plain)
+        special = cls.special.get(func)
         with torch._C.DisableTorchFunctionSubclass():
-            return special(func, *args, **(kwargs or {}))
-
-    @classmethod
-    def special(cls) -> Mapping[Any, Any]:
-        """What is done for some functions of torch in their place, given the function and its arguments."""
-        raise NotImplementedError
+            return (func if special is None else partial(special, func))(*args, **(kwargs or {}))
 
 
 class Gradient(_Shared):
     """A gradient."""
 
-    @classmethod
-    def special(cls) -> Mapping[Any, Any]:
-        return {
-            **dict.fromkeys(_NORMS, _norm),
-            torch._foreach_norm: _norm_of_each,
-            torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
-        }
-
 
 class _Norm(_Shared):
     """The norm of a gradient."""
 
-    @classmethod
-    def special(cls) -> Mapping[Any, Any]:
-        return {Tensor.to: _moved, torch.stack: _stacked}
-
 
 class _Norms(_Shared):
     """Norms of several gradients, behind one another."""
-
-    @classmethod
-    def special(cls) -> Mapping[Any, Any]:
-        return {**dict.fromkeys(_NORMS, _norm_of_all), Tensor.to: _moved}
-
-
-_NORMS = (torch.linalg.vector_norm, torch.norm, Tensor.norm)
-
-
-def _plain(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(*args, **kwargs)
 
 
 def _norm(func: Any, gradient: Gradient, *args: Any, **kwargs: Any) -> Any:
@@ -166,6 +140,17 @@ def _unscale(func: Any, gradients: list[Any], found_inf: Tensor, inv_scale: Tens
     func([g.to_local() if isinstance(g, DTensor) else g for g in gradients], found_inf, inv_scale)
     for group in (*holders.axes, *([] if holders.stages is None else [holders.stages])):
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+
+
+_NORMS = (torch.linalg.vector_norm, torch.norm, Tensor.norm)
+
+Gradient.special = {
+    **dict.fromkeys(_NORMS, _norm),
+    torch._foreach_norm: _norm_of_each,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+}
+_Norm.special = {Tensor.to: _moved, torch.stack: _stacked}
+_Norms.special = {**dict.fromkeys(_NORMS, _norm_of_all), Tensor.to: _moved}
 
 
 def know_each_other(parameters: Iterable[nn.Parameter], held_before: Iterable[Tensor], holders: Holders) -> None:

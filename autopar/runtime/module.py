@@ -148,14 +148,10 @@ class ParallelModule(nn.Module):
         ways = {p.placements for p in trained if isinstance(p, DTensor)}
         if trainers is None and len(ways) < 2:
             return
-        held_before: list[Tensor] = []
-        if step is not None:
-            specs = dict(zip(step.leaves, self.interface.leaves, strict=True))
-            names = [specs[leaf].name for tie in step.ties if not tie.first for leaf in tie.leaves]
-            held_before = [_lookup(self, name) for name in names]
+        repeated = [] if step is None else [leaf for tie in step.ties if not tie.first for leaf in tie.leaves]
         axes = tuple(groups_of(self.device_mesh).values())
         holders = Holders(axes) if trainers is None else Holders(axes, trainers.group, trainers.alike)
-        know_each_other(trained, held_before, holders)
+        know_each_other(trained, self._stored_as(repeated), holders)
 
     @property
     def program(self) -> Program:
@@ -276,7 +272,8 @@ class ParallelModule(nn.Module):
         held = local_parts({name: _lookup(self, name) for name in self._leaf_names}, self.buckets)
         results = self.program(*(self._leaf(leaf, inputs, held) for leaf in self.interface.leaves))
         if isinstance(self.program, Step) and torch.is_grad_enabled():
-            self._keep_apart(self.program.borrowed)
+            # What the program has of the old memory stays as it is.
+            renew(self._stored_as(self.program.borrowed))
         count = len(results) - len(self.interface.updates)
         if self.training:
             for name, value in zip(self.interface.updates, results[count:], strict=True):
@@ -288,12 +285,13 @@ class ParallelModule(nn.Module):
         ]
         return pytree.tree_unflatten(flat_outputs, self.interface.out_spec)
 
-    def _keep_apart(self, leaves: Collection[str]) -> None:
-        """Give these leaves new memory; what the program has of the old one stays as it is."""
-        assert isinstance(self.program, Step)
+    def _stored_as(self, leaves: Collection[str]) -> list[DTensor]:
+        """The parameters that are these leaves of a step in turns."""
+        if not isinstance(self.program, Step):
+            return []
         names = dict(zip(self.program.leaves, self.interface.leaves, strict=True))
         tensors = (_lookup(self, names[leaf].name) for leaf in leaves)
-        renew(tensor for tensor in tensors if isinstance(tensor, DTensor))
+        return [tensor for tensor in tensors if isinstance(tensor, DTensor)]
 
     def _leaf(self, leaf: LeafSpec, inputs: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Tensor:
         if leaf.kind == "input":

@@ -28,7 +28,7 @@ from autopar.runtime.state import RunState
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from planner.errors import InputError
-from planner.pipeline.schedule import Action
+from planner.pipeline.schedule import Action, is_left_over
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ class Step:
         trainers: who trains parameters, where this rank does and stages are on several.
 
     Attributes:
+        first: the actions of a step that nothing is left to.
+        overlaps: whether a step takes over backwards from the one before, and hands over the gradients of that one.
         left: where a step leaves backwards to the next one, the step that did.
     """
 
@@ -116,6 +118,8 @@ class Step:
         trainers: Trainers | None = None,
     ):
         self.stages = {stage.number: stage for stage in stages}
+        self.first = [action for action in actions if not is_left_over(action)]
+        self.overlaps = len(self.first) < len(actions)
         self.actions, self.leaves, self.turned, self.outputs, self.loss = actions, leaves, turned, outputs, loss
         self.turns, self.state, self.mail, self.draws = turns, state, mail, draws
         self.trained, self.ties, self.trainers = trained, ties, trainers
@@ -125,16 +129,6 @@ class Step:
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins with nothing left to do."""
         return {**self.__dict__, "left": None}
-
-    @property
-    def first(self) -> list[Action]:
-        """The actions of a step that nothing is left to."""
-        return [action for action in self.actions if action.micro_batch >= 0]
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a step takes over backwards from the one before, and hands over the gradients of that one."""
-        return len(self.first) < len(self.actions)
 
     @property
     def borrowed(self) -> set[str]:

@@ -89,7 +89,7 @@ class Schedule:
     @cached_property
     def overlaps(self) -> bool:
         """Whether a step takes over what the one before has left."""
-        return any(map(_is_left_over, self.actions))
+        return any(map(is_left_over, self.actions))
 
     @property
     def actions(self) -> Iterator[Action]:
@@ -101,7 +101,7 @@ class Schedule:
         """The step that nothing was left to."""
         if not self.overlaps:
             return self
-        return replace(self, rows=tuple(tuple(a for a in row if not _is_left_over(a)) for row in self.rows))
+        return replace(self, rows=tuple(tuple(a for a in row if not is_left_over(a)) for row in self.rows))
 
     @cached_property
     def flow(self) -> Flow:
@@ -114,7 +114,7 @@ class Schedule:
         Where steps overlap, each must also run by itself, since whoever runs them waits between two.
         """
         stream = self.stream(2) if self.overlaps else self
-        for action in filter(_is_left_over, self.actions):
+        for action in filter(is_left_over, self.actions):
             if action.kind != "B":
                 raise ScheduleError(
                     f"a rank does {action}, left over from the step before; only whole backwards, B, can be left"
@@ -128,13 +128,13 @@ class Schedule:
         """Several steps after each other as one schedule, from an empty pipeline to an empty pipeline."""
         rows = []
         for row in self.rows:
-            left = tuple(filter(_is_left_over, row))
+            left = tuple(filter(is_left_over, row))
             all_ = [
                 a._replace(micro_batch=a.micro_batch + step * self.micro_batches)
                 for step, actions in enumerate((*(steps * (row,)), left))
                 for a in actions
             ]
-            rows.append(tuple(action for action in all_ if not _is_left_over(action)))
+            rows.append(tuple(action for action in all_ if not is_left_over(action)))
         return replace(self, micro_batches=steps * self.micro_batches, rows=tuple(rows))
 
     def text(self) -> str:
@@ -457,7 +457,7 @@ def _flow(found: Schedule) -> Flow:
     last = [total] * found.ranks
     at = [0] * found.ranks
     final = found.stages - 1
-    left = {(a.stage, a.micro_batch) for a in found.actions if _is_left_over(a)}
+    left = {(a.stage, a.micro_batch) for a in found.actions if is_left_over(a)}
     while len(actions) < total:
         moved = False
         for rank, row in enumerate(found.rows):
@@ -507,7 +507,7 @@ def _held(row: tuple[Action, ...]) -> tuple[tuple[int, ...], ...]:
     change = np.zeros((1 + len(row), len(stages)), dtype=np.int64)
     for i, action in enumerate(row, 1):
         change[i, column[action.stage]] = {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        change[0, column[action.stage]] += _is_left_over(action)
+        change[0, column[action.stage]] += is_left_over(action)
     counts = sorted(set(map(tuple, np.cumsum(change, axis=0).tolist())), reverse=True)
     fullest: list[tuple[int, ...]] = []
     for each in counts:
@@ -516,6 +516,6 @@ def _held(row: tuple[Action, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(fullest)
 
 
-def _is_left_over(action: Action) -> bool:
+def is_left_over(action: Action) -> bool:
     """Whether it is work on the batch before."""
     return action.micro_batch < 0
