@@ -23,6 +23,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
 
 from autopar.assigned import assigned, buffers, written_in_place
@@ -208,7 +209,7 @@ def _capture_whole(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kw
         with _undone(whole), written_in_place(whole):
             exported = _export(model, whole, args, kwargs)
     except Exception as error:
-        with _caches_off(model), _undone(whole):
+        with _caches_off(model), _masks_not_read(), _undone(whole):
             raise failure(model, whole, args, kwargs, error) from error
     if _mutates(exported):
         with warnings.catch_warnings():  # of torch about its own copying
@@ -252,7 +253,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _export(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    with warnings.catch_warnings(), _caches_off(model), without_torchs_notes():
+    with warnings.catch_warnings(), _caches_off(model), _masks_not_read(), without_torchs_notes():
         warnings.simplefilter("ignore")
         return torch.export.export(whole, args, kwargs, strict=False)
 
@@ -279,6 +280,21 @@ def _caches_off(model: nn.Module) -> Iterator[None]:
     finally:
         for config in configs.values():
             config.use_cache = True
+
+
+@contextlib.contextmanager
+def _masks_not_read() -> Iterator[None]:
+    """While inside, nn.TransformerEncoder and -Decoder use a mask as it is where nobody told them whether it is causal.
+
+    They would read its values to find that out, which a graph does not know. The result is the same; what is provably
+    causal is found later (:mod:`autopar.masks`).
+    """
+    before = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = before
 
 
 @contextlib.contextmanager

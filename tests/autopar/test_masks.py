@@ -285,3 +285,28 @@ def test_loss_and_gradients_are_those_of_the_model(make: Callable[[], nn.Module]
     loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+class Translates(nn.Module):
+    """``nn.Transformer``, which asks a mask for its values unless it is told whether it is causal."""
+
+    def __init__(self, mask: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.mask = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True), mask
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.inner(x, y, tgt_mask=self.mask(y))
+
+
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "whole"])
+@pytest.mark.parametrize(
+    "mask, causal", [(CAUSAL["torch's"], True), (lambda y: square(y, -INF).triu(2), False)], ids=["causal", "wider"]
+)
+def test_torchs_transformer_takes_a_mask_without_reading_it(mask: Callable[[Tensor], Tensor], causal: bool, fold: bool):
+    model = Translates(lambda y: mask(y).to(y.dtype)).double()
+    batch = {"x": torch.randn(2, 5, 8, dtype=torch.float64), "y": torch.randn(2, SIZE, 8, dtype=torch.float64)}
+    before = nn.modules.transformer._detect_is_causal_mask
+    found = capture(model, None, batch, fold=fold)
+    assert nn.modules.transformer._detect_is_causal_mask is before
+    assert attention(found.graph) == [(False, False)] * 2 + [(not causal, causal), (False, False)] * 2
+    torch.testing.assert_close(run(model, found, **batch), model(**batch))
