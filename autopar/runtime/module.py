@@ -243,6 +243,11 @@ class ParallelModule(nn.Module):
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         expected = self.interface.in_spec.child(1).context
+        count = self.interface.in_spec.child(0).num_children
+        if args and expected and not count:
+            raise InputError(_by_name(len(args), expected))
+        if kwargs and count and not expected:
+            raise InputError(_by_position(list(kwargs), count))
         missing = [name for name in expected if name not in kwargs]
         extra = [name for name in kwargs if name not in expected]
         if missing or extra:
@@ -455,6 +460,23 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def _by_name(given: int, expected: Sequence[str]) -> str:
+    """What to say where inputs are given by position to a model that was planned with them by name."""
+    batch = ", ".join(f"{name!r}: ..." for name in expected)
+    return (
+        f"inputs are given by position ({given}), but the model was planned with inputs by name, {list(expected)}: "
+        f"call pmodel(**pmodel.shard({{{batch}}}))"
+    )
+
+
+def _by_position(given: Sequence[str], expected: int) -> str:
+    """The other way round."""
+    return (
+        f"inputs are given by name, {list(given)}, but the model was planned with inputs by position ({expected}): "
+        f"call pmodel(*pmodel.shard(({('..., ' * expected).rstrip()})))"
+    )
 
 
 def _nested_otherwise(names: Sequence[str], got: pytree.TreeSpec, planned: pytree.TreeSpec) -> str:

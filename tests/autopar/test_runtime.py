@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.api import assign, trace
+from autopar.api import assign, plan_traced, trace
 from autopar.materialize import _cut
 from autopar.meter import LiveBytes, held_tensors
 from autopar.observe import differences, observe
@@ -19,8 +19,10 @@ from autopar.runtime.mesh import groups_of, part_of, put_part, rows_of, take
 from autopar.simulate import Simulation
 from autopar.typecheck import typecheck
 from planner.cluster import ClusterSpec
-from planner.errors import PlanError
+from planner.errors import InputError, PlanError
+from planner.formulate import Training
 from planner.layout import I, Layout, Mesh, R, Shard, local_shape
+from planner.pins import Pins
 from planner.plan import Plan
 from tests.autopar import workers
 
@@ -150,6 +152,23 @@ def test_a_plan_for_another_cluster_is_refused() -> None:
     plan = autopar.plan(Small(), ClusterSpec.local(2), example_kwargs=batch)
     with pytest.raises(PlanError, match="the plan is for 2 devices, the cluster has 4"):
         autopar.parallelize(Small(), ClusterSpec.local(4), plan=plan, example_kwargs=batch)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_inputs_by_position_and_by_name_are_not_mixed_up(by_name: bool) -> None:
+    x = torch.zeros(4, 8)
+    traced = trace(Small(), None, {"x": x}) if by_name else trace(Small(), (x,))
+    assignment = assign(traced, plan_traced(traced, ClusterSpec.local(2), Pins(), Training()))
+    with Simulation(Small(), traced.captured, assignment) as simulation:
+        if by_name:
+            said = r"by position \(1\), but.* by name, \['x'\]: call pmodel\(\*\*pmodel.shard\(\{'x': \.\.\.\}\)\)"
+            wrong: list[Any] = [lambda: simulation.module(x), lambda: simulation.module.shard((x,))]
+        else:
+            said = r"by name, \['x'\], but.* by position \(1\): call pmodel\(\*pmodel.shard\(\(\.\.\.,\)\)\)"
+            wrong = [lambda: simulation.module(x=x), lambda: simulation.module.shard({"x": x})]
+        for call in wrong:
+            with pytest.raises(InputError, match=said):
+                call()
 
 
 def test_the_front_door_is_the_function_even_after_its_module_was_imported() -> None:
