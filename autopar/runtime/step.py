@@ -293,14 +293,19 @@ class _Run:
     def _act(self, stage: Stage, kind: str, turn: int) -> None:
         if kind != "F" and not self.trains:
             return
+        action = Action(stage.number, kind, turn)
         self.step.turns.now = turn % self.step.turns.count
-        self.step.recorder.begin(kind, Action(stage.number, kind, turn))
-        if kind == "F":
-            self._forward(stage, turn)
-        elif kind == "W":
-            self._backward_of_weights(stage, turn)
-        else:
-            self._backward(stage, turn, split=kind == "I")
+        self.step.recorder.begin(kind, action)
+        try:
+            if kind == "F":
+                self._forward(stage, turn)
+            elif kind == "W":
+                self._backward_of_weights(stage, turn)
+            else:
+                self._backward(stage, turn, split=kind == "I")
+        except Exception as error:
+            error.add_note(f"on rank {dist.get_rank()}, in action {action}: {_written(action)}")
+            raise
         self.step.recorder.end()
 
     def _counted(self, stage: Stage) -> tuple[Tensor, ...]:
@@ -423,6 +428,13 @@ class _Run:
                 whole, self.seed = self.step.mail.share(whole, self.seed, leaving.stage, leaving.dtype)
             found.append(whole)
         return found
+
+
+def _written(action: Action) -> str:
+    """``forward of micro-batch 0 in stage 2``."""
+    what = {"F": "forward", "B": "backward", "I": "backward (of inputs)", "W": "backward (of weights)"}[action.kind]
+    late = ", counted from the end of the batch before," if is_left_over(action) else ""
+    return f"{what} of micro-batch {action.micro_batch}{late} in stage {action.stage}"
 
 
 def _edge(value: Tensor) -> GradientEdge | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from autopar.api import assign, plan_traced, staged, trace
 from autopar.body import Body
 from autopar.build import InTurns
 from autopar.exact import exact
-from autopar.runtime.step import _Run
+from autopar.runtime.step import Step, _Run
 from autopar.simulate import Simulation
 from autopar.typecheck import typecheck
 from autopar.verification import Reference, observed_step, reference, simulate
@@ -94,6 +96,31 @@ def test_a_step_needs_a_loss() -> None:
         spec = next(spec for spec in simulation.module.interface.outputs if spec is not None)
         whole = simulation.whole(logits, spec.layout, spec.shape)
     assert torch.allclose(whole, ref.outputs[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind, said", [("F", "forward"), ("B", "backward")])
+def test_an_error_in_a_stage_says_where(kind: str, said: str) -> None:
+    """An operator of the second stage fails on the second micro-batch."""
+    ref, assignment, in_turns = in_turns_of("gpt2", {"micro_batches": 2, "pipeline": 2, "schedule": "gpipe"}, 2)
+    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, in_turns) as simulation:
+        step = simulation.module.program
+        assert isinstance(step, Step)
+        stage, calls = step.stages[1], itertools.count()
+
+        def fail(*_: Any) -> None:
+            raise ValueError("out of order")
+
+        def run(*values: Any) -> Any:
+            results = stage.program(*values)
+            if next(calls) == 1:
+                results[0].register_hook(fail) if kind == "B" else fail()
+            return results
+
+        step.stages[1] = replace(stage, program=cast(Any, run))
+        args, kwargs = simulation.inputs(ref.args, ref.kwargs)
+        with pytest.raises(ValueError, match="out of order") as caught:
+            simulation.module(*args, **kwargs)
+    assert caught.value.__notes__ == [f"on rank 0, in action 1{kind}1: {said} of micro-batch 1 in stage 1"]
 
 
 def test_a_loss_is_handed_over_once_and_scaled() -> None:
