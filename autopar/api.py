@@ -18,7 +18,7 @@ from autopar.lower import lower
 from autopar.materialize import Source, part_maker
 from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import ParallelModule
-from autopar.stages import check_updates
+from autopar.stages import check_in_turns
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import ClusterError, InputError, PinError, PlanError
@@ -101,7 +101,8 @@ def plan(
         progress: called with a line of text as the search advances.
 
     Raises:
-        InputError, CaptureError: the model or its inputs cannot be captured.
+        InputError, CaptureError: the model or its inputs cannot be captured; or it is to be trained in turns, and has
+            no loss.
         PinError: the pins contradict each other, the model, or the cluster.
         InfeasibleError: no plan fits in memory.
     """
@@ -135,7 +136,7 @@ def plan_traced(
 ) -> Plan:
     """Plan a captured model; see :func:`plan`."""
     if pipelines or pins.in_turns:
-        check_updates(traced.captured)
+        check_in_turns(traced.captured, traced.graph)
     _say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
     found = search(
         traced.graph,

@@ -23,10 +23,10 @@ from autopar.localize import draws, is_random
 from autopar.rewrite import Root, targets_of
 from autopar.runtime.layers.loss import token_count
 from autopar.runtime.stage import Passed, Stage
-from planner.errors import PlanError
+from planner.errors import InputError, PlanError
 from planner.exchange import crossing
 from planner.formulate import Assignment
-from planner.graph import Node, Ref
+from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, I, Layout, R, local_shape
 
 
@@ -67,8 +67,24 @@ def stages_of(
     return [Outline(targets, cut, number, groups, device) for number in range(len(bounds) - 1)]
 
 
-def check_updates(captured: Captured) -> None:
-    """Raises :class:`PlanError` for a model that changes buffers, which no step in turns does."""
+def check_in_turns(captured: Captured, graph: Graph) -> None:
+    """Refuse a model that no plan in turns can train, before one is searched.
+
+    Raises:
+        PlanError: it changes buffers.
+        InputError: it is to be trained and has no loss.
+    """
+    _check_updates(captured)
+    trained = any(leaf.results[0].grad for leaf in graph.leaves)
+    if captured.training and trained and graph.loss is None:
+        raise InputError(
+            "a step in turns runs its own backward, so the model must return its loss (one floating number that "
+            "depends on what is trained), or be given a loss_fn: give it one, or plan without pipelines and "
+            "micro_batches; to run it forward only, call model.eval() first"
+        )
+
+
+def _check_updates(captured: Captured) -> None:
     if captured.updates:
         names = ", ".join(name for name, _ in captured.updates[:3])
         raise PlanError(
@@ -78,7 +94,7 @@ def check_updates(captured: Captured) -> None:
 
 
 def _check(captured: Captured, assignment: Assignment) -> None:
-    check_updates(captured)
+    _check_updates(captured)
     space = assignment.space
     returned = [ref.node for ref in space.leaving if is_param(assignment, ref)]
     if returned:

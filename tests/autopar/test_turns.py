@@ -82,9 +82,11 @@ def test_tokens_are_counted_over_the_whole_batch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_step_needs_a_loss() -> None:
-    model, batch = workers.model_of("gpt2"), workers.batch_of("gpt2")
-    kwargs = {"input_ids": batch["input_ids"]}
-    ref = reference(model, None, kwargs)
+    model, kwargs = workers.model_of("gpt2"), {"input_ids": workers.batch_of("gpt2")["input_ids"]}
+    for turns in ({"pin": {"micro_batches": 2}}, {"pipelines": True}):
+        with pytest.raises(InputError, match=r"must return its loss .* loss_fn: .* forward only, call model\.eval\(\)"):
+            autopar.plan(model, workers.cluster_of(2), example_kwargs=kwargs, **turns)
+    ref = reference(model.eval(), None, kwargs)
     plan = plan_traced(ref.traced, workers.cluster_of(2), Pins.parse({"micro_batches": 2}), Training())
     assignment, in_turns = staged(plan, assign(ref.traced, plan))
     with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, in_turns) as simulation:
