@@ -7,6 +7,7 @@ known of it without looking is :class:`Arithmetic`: no plan computes faster than
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,9 +21,13 @@ from planner.mesh import candidate_meshes, pinned_mesh
 from planner.ops import OPS
 from planner.pins import Pins
 from planner.pipeline.schedule import VIRTUAL_STAGES
+from planner.pipeline.stages import Pipeline
 from planner.skeleton import Skeleton
-from planner.turns import SCHEDULES, pipelines_of
 
+SCHEDULES = ("1f1b", "interleaved_1f1b")
+"""Schedules that are tried where none is pinned."""
+VIRTUAL = (1, 2, 4, 8)
+"""So many stages a rank may have where their number is not pinned."""
 OUT_OF_TURN = ("zero_bubble", "zbv", "dualpipev", "2bw")
 """Schedules in which a micro-batch need not be through with one stage's backward before the next one's."""
 MOST_TURNS = 16
@@ -143,6 +148,25 @@ def schedules(pins: Pins) -> tuple[str, ...]:
     if pins.schedule is not None:
         return (pins.schedule,)
     return SCHEDULES if pins.virtual_stages is None else SCHEDULES[:1] if pins.virtual_stages == 1 else SCHEDULES[1:]
+
+
+def pipelines_of(
+    stages: int, micro_batches: int, blocks: int, names: Iterable[str] = SCHEDULES, virtual_stages: int | None = None
+) -> list[Pipeline]:
+    """The schedules for a chain of so many blocks, with :data:`VIRTUAL` stages a rank unless their number is given.
+
+    One stage has only micro-batch after micro-batch; 2bw is another rule of training there too.
+    """
+    if stages == 1 and "2bw" not in names:
+        return [Pipeline("1f1b", 1, micro_batches)]
+    found = []
+    for name in names:
+        if name == "2bw" and micro_batches < stages:
+            continue
+        least, most = VIRTUAL_STAGES[name]
+        counts = [n for n in VIRTUAL if least <= n <= (most or n)] if virtual_stages is None else [virtual_stages]
+        found += [Pipeline(name, stages, micro_batches, v) for v in counts if stages * v <= blocks]
+    return found
 
 
 def batch_of(graph: Graph) -> int:

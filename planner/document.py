@@ -32,7 +32,7 @@ class Search:
 
     ``seconds`` is by step of planning; every candidate is a mesh with its ``status``, ``step_time_s`` (``None``: no
     plan of it was looked for, or none fits), ``bound_s`` (``None``: proven infeasible), ``peak_bytes`` (of that plan,
-    or at least), and the ``proof`` of the bound, see :class:`planner.search.Candidate`. ``unseen`` further ones were
+    or at least), and the ``proof`` of the bound, see :class:`planner.looks.Candidate`. ``unseen`` further ones were
     not looked at; they count in the gap.
     """
 

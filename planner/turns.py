@@ -31,17 +31,13 @@ from planner.memory import USES
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.pipeline.partition import cut
-from planner.pipeline.schedule import VIRTUAL_STAGES, versions
+from planner.pipeline.schedule import versions
 from planner.pipeline.simulate import Times, bubble
 from planner.pipeline.simulate import step_s as simulated_s
 from planner.pipeline.stages import Block, Chain, Cut, Pipeline, Saving, blocks_of, bound_s, stage_times
 from planner.problem import Evaluation, Floats
 from planner.recompute import LEVELS, Amount, Level, Recompute, ladder
 
-SCHEDULES = ("1f1b", "interleaved_1f1b")
-"""Schedules that are tried where none is pinned."""
-VIRTUAL = (1, 2, 4, 8)
-"""So many stages a rank may have where their number is not pinned."""
 BEST = 2
 """So many pipelines are cut for: those whose even cut, saving everything, takes least; more while none fits."""
 QUICK, THOROUGH = 100, 1000
@@ -464,25 +460,6 @@ class _Chain:
 
 
 # ---- from a chain to a pipeline --------------------------------------------------------------------------------------
-
-
-def pipelines_of(
-    stages: int, micro_batches: int, blocks: int, names: Iterable[str] = SCHEDULES, virtual_stages: int | None = None
-) -> list[Pipeline]:
-    """The schedules for a chain of so many blocks, with :data:`VIRTUAL` stages a rank unless their number is given.
-
-    One stage has only micro-batch after micro-batch; 2bw is another rule of training there too.
-    """
-    if stages == 1 and "2bw" not in names:
-        return [Pipeline("1f1b", 1, micro_batches)]
-    found = []
-    for name in names:
-        if name == "2bw" and micro_batches < stages:
-            continue
-        least, most = VIRTUAL_STAGES[name]
-        counts = [n for n in VIRTUAL if least <= n <= (most or n)] if virtual_stages is None else [virtual_stages]
-        found += [Pipeline(name, stages, micro_batches, v) for v in counts if stages * v <= blocks]
-    return found
 
 
 def stage(

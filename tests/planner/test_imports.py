@@ -60,10 +60,14 @@ ROOMS: dict[str, set[str]] = {
     "timeline": {"errors", "files", "pipeline", "words"},
 }
 ROOMS["turns"] = ROOMS["memory"] | {"memory", "pipeline", "problem", "exchange"}
-ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton", "turns"}
+ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}
 ROOMS["predict"] = ROOMS["turns"] | {"cost", "strategy", "words", "turns"}
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
-ROOMS["search"] = {*ROOMS}
+ROOMS["looks"] = {*BASE, "rules", "cost", "problem", "solve", "strategy", "recompute", "skeleton", "formulate", "pins"}
+ROOMS["looks"] |= {"pipeline", "turns", "division", "certificate"}
+ROOMS["apart"] = {*BASE, "fold", "problem", "strategy", "recompute", "skeleton", "formulate", "division", "looks"}
+ROOMS["refusal"] = {*BASE, "problem", "solve", "strategy", "turns", "division", "looks"}
+ROOMS["search"] = {*ROOMS["looks"], "cluster", "fold", "seams", "memory", "looks", "apart", "refusal"}
 ROOMS["detail"] = {"conversion"}
 ROOMS["names"] = {"graph", "formulate"}
 ROOMS["account"] = ROOMS["pins"] | {"conversion", "pins", "predict", "detail", "names"}
@@ -75,7 +79,7 @@ ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "
 ROOMS["capacity"] = {"errors", "polynomial", "scale"}
 ROOMS["formulas"] = {*ROOMS["scale"], "ops", "kernel", "cost", "conversion", "pins", "scale"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
-VIEWS = {*ROOMS} - {"search"}
+VIEWS = {*ROOMS} - {"search", "looks", "apart", "refusal"}
 ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}
 ROOMS["why"] = {

@@ -11,7 +11,7 @@ import pytest
 from planner.certificate import Decided
 from planner.conversion import local_bytes
 from planner.cost import CostModel
-from planner.division import Division
+from planner.division import Division, pipelines_of
 from planner.fold import Folded, fold
 from planner.formulate import BUCKET_BYTES, Assignment, Space, Training, rules_of
 from planner.graph import Graph, Ref
@@ -21,7 +21,7 @@ from planner.problem import evaluate
 from planner.recompute import LEVELS, Level, ladder
 from planner.rules import Rule
 from planner.solve import lower_bounds
-from planner.turns import links_of, pipelines_of, stage
+from planner.turns import links_of, stage
 from tests.planner.plans import cluster, residual_mlp
 from tests.planner.test_exact import random_cluster
 from tests.planner.test_search import chain

@@ -1,0 +1,484 @@
+"""Looks: what is found of a division by looking at it, always more closely.
+
+A division begins as a :class:`Candidate` of which only arithmetic is known. Each look at it is dearer and sharper:
+
+1. ``work``: every decision at its own cheapest, all communication free;
+2. ``relaxation``: the whole problem without the memory limit, by a few eliminations (:func:`lower_bounds`);
+3. ``search``: the whole problem, as far as it can beat the best plan known.
+
+A look covers some steps of the ladder of recomputation (:class:`planner.recompute.Ladder`): with the time of the first
+and the memory of the last it bounds them all. Where that leaves a better plan possible it is split, first at the bends
+of the ladder. Between two of them costs change evenly, and the bounds of both ends at one price of memory hold for all.
+
+Of a division in turns, pipelines are cut for what solves the problem of a typical rank, then that of the average one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from planner.certificate import Decided
+from planner.cost import CostModel
+from planner.division import Division, pipelines_of, schedules
+from planner.errors import PinError
+from planner.formulate import Space, Training
+from planner.graph import Graph
+from planner.layout import Mesh
+from planner.pins import Labels, Pins, filters, label_dims
+from planner.pipeline.stages import Pipeline
+from planner.problem import Evaluation, evaluate
+from planner.recompute import Ladder, Recompute
+from planner.rules import Rule
+from planner.skeleton import Skeleton
+from planner.solve import Bounds, lightest, lower_bound_between, lower_bounds, solve
+from planner.turns import THOROUGH, Staged, links_of, stage
+
+Progress = Callable[[str], None]
+PROVED = 1e-6
+FEW = 8
+"""So many amounts of recomputation are bounded together by a whole search, before each is searched by itself."""
+GRACE_S = 1.0
+"""What a problem gets of time after the limit, while no plan is known at all."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One division, and what is known of its plans.
+
+    Attributes:
+        division: the stages of its pipeline and the mesh of each.
+        status: ``optimal`` (its best plan was found), ``feasible`` (a plan was found before the time limit),
+            ``bounded away`` (none can beat the best plan), ``infeasible`` (none fits), ``none found`` (none better was
+            found, nor excluded), ``not tried`` (time limit).
+        objective_s: seconds of its best plan found; infinite where none was looked for, or none fits.
+        bound_s: no plan of it is faster; infinite: none fits.
+        peak_bytes: of that plan; without one, what every plan of it needs at least.
+        proof: the look that proved the bound: ``arithmetic``, ``work``, ``relaxation`` or ``search``.
+    """
+
+    division: Division
+    status: str
+    objective_s: float
+    bound_s: float
+    peak_bytes: int
+    proof: str = "search"
+
+    @property
+    def mesh(self) -> Mesh:
+        """That of one stage."""
+        return self.division.mesh
+
+    def costing(self, found: Evaluation) -> Candidate:
+        """The same with a plan that costs so much as its best."""
+        return replace(self, objective_s=found.time_s, peak_bytes=found.peak_bytes)
+
+    def facts(self) -> dict[str, Any]:
+        """What a plan says of it: see :class:`planner.document.Search`."""
+        return {
+            "mesh": self.division.sizes,
+            "status": self.status,
+            "step_time_s": self.objective_s,
+            "bound_s": self.bound_s,
+            "peak_bytes": self.peak_bytes,
+            "proof": self.proof,
+        }
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best plan known: an assignment of the problem of a space, with what it costs."""
+
+    space: Space
+    choices: tuple[int, ...]
+    recompute: Recompute
+    evaluation: Evaluation
+    staged: Staged | None = None
+
+    @property
+    def division(self) -> Division:
+        return Division(self.space.stages, self.space.mesh)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all candidates of a search share.
+
+    ``seconds`` adds up where time goes; ``posed`` holds the last space of each division.
+    """
+
+    cost: CostModel
+    training: Training
+    rules: Mapping[str, Rule]
+    pins: Pins
+    deadline: float
+    progress: Progress | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    spare_bytes: int = 0
+    known: dict[str, Labels] = field(default_factory=dict)
+    posed: dict[Division, Space] = field(default_factory=dict)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Memory that a plan may fill by the search's own reckoning, ``spare_bytes`` less than a device has."""
+        return self.cost.cluster.device.usable_bytes - self.spare_bytes
+
+    def labels(self, graph: Graph, label: str) -> Labels:
+        """:func:`planner.pins.label_dims`, found once."""
+        if label not in self.known:
+            self.known[label] = label_dims(graph, self.rules, label)
+        return self.known[label]
+
+    def pose(self, skeleton: Skeleton, division: Division) -> Space:
+        """Every decision to take on one division."""
+        mesh, graph = division.mesh, skeleton.graph
+        kept = filters(self.pins, graph, self.rules, mesh, lambda label: self.labels(graph, label))
+        schedule = self.pins.schedule
+        least = division.rounds(schedule), division.waits(schedule)
+        space = Space(
+            skeleton.folded,
+            mesh,
+            self.cost,
+            self.training,
+            self.rules,
+            *kept,
+            skeleton,
+            division.stages,
+            *least,
+            like=self.posed.get(division),
+        )
+        self.posed[division] = space
+        empty = [role for role, options in space.options.items() if not options]
+        if empty:
+            raise PinError(
+                f"the pins leave no way to run {space.describe(empty[0])} on mesh {mesh.sizes}; relax one of them"
+            )
+        return space
+
+    def pipelines(self, division: Division, blocks: int) -> list[Pipeline]:
+        """Those of so many blocks that the pins leave on one division."""
+        names, virtual_stages = schedules(self.pins), self.pins.virtual_stages
+        return pipelines_of(division.stages, division.mesh.micro_batches, blocks, names, virtual_stages)
+
+    def say(self, text: str) -> None:
+        """Tell whoever follows the search."""
+        if self.progress is not None:
+            self.progress(text)
+
+    def is_late(self) -> bool:
+        """Whether the time limit has passed."""
+        return time.monotonic() > self.deadline
+
+    def took(self, step: str, since: float) -> float:
+        """Count the seconds since a moment for a step; the moment now."""
+        now = time.monotonic()
+        self.seconds[step] = self.seconds.get(step, 0.0) + now - since
+        return now
+
+
+@dataclass(frozen=True)
+class Look:
+    """How closely a candidate was looked at, over the steps ``low`` to ``high`` of the ladder of recomputation.
+
+    ``is_priced`` once its relaxation was, ``is_sought`` once a pipeline was looked for; ``choices`` and ``step`` are
+    the best plan found there, ``evaluation`` what it costs, and ``staged`` how it runs in turns.
+    """
+
+    candidate: Candidate
+    posed: Space | None
+    ladder: Ladder
+    low: int
+    high: int
+    is_priced: bool = False
+    is_sought: bool = False
+    choices: tuple[int, ...] | None = None
+    step: int = 0
+    evaluation: Evaluation | None = None
+    staged: Staged | None = None
+
+    @property
+    def space(self) -> Space:
+        """Its decisions, once it was looked at."""
+        assert self.posed is not None
+        return self.posed
+
+    @property
+    def bends(self) -> list[int]:
+        """Steps inside between which what is held changes evenly."""
+        return [step for step in self.ladder.bends if self.low < step < self.high]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether it covers several steps between which all costs change evenly."""
+        return self.low < self.high and not self.bends
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was looked at as closely as can be."""
+        if self.candidate.division.in_turns:
+            return self.is_priced
+        return self.low == self.high and self.candidate.proof == "search"
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether the next look takes long: the problem is not posed yet, or there are several amounts to search."""
+        return self.posed is None or (self.is_priced and self.low < self.high)
+
+    @property
+    def amounts(self) -> tuple[Recompute, list[Recompute]]:
+        """The least recomputation, and more of it in growing amounts."""
+        least, *more = self.ladder.between(self.low, self.high)
+        return least, more
+
+
+def begin(division: Division, bound_s: float, rungs: Ladder) -> Look:
+    """A division of which only arithmetic is known."""
+    candidate = Candidate(division, "not tried", math.inf, bound_s, 0, "arithmetic")
+    return Look(candidate, None, rungs, 0, len(rungs.steps) - 1)
+
+
+def look_closer(setting: Setting, skeleton: Skeleton, look: Look, best: Best | None) -> list[Look]:
+    """The next look at a candidate, of all that it covers or of its parts."""
+    if look.posed is None:
+        return [_at_work(setting, skeleton, look)]
+    if look.candidate.division.in_turns:
+        return [(_at_average if look.is_sought else _for_pipeline)(setting, look, best)]
+    if not look.is_priced:
+        return [(_between if look.is_even else _relaxed)(setting, look, best)]
+    if look.high - look.low >= FEW or look.candidate.proof == "search":
+        return _split(look)
+    return [_whole(setting, look, best)]
+
+
+def _at_work(setting: Setting, skeleton: Skeleton, look: Look) -> Look:
+    """Every decision at its own cheapest and leanest, as if neighbours always agreed."""
+    setting.say(f"mesh {look.candidate.division}")
+    before = time.monotonic()
+    space = setting.pose(skeleton, look.candidate.division)
+    least, more = look.amounts
+    vertices = space.vertices(setting.limit_bytes, least, more)
+    bound_s = math.fsum(float(vertex.time_s.min()) for vertex in vertices)
+    held = sum(int(vertex.held_bytes.min()) for vertex in vertices)
+    peak_bytes = held + max((int(vertex.transient_bytes.min()) for vertex in vertices), default=0)
+    if peak_bytes > setting.limit_bytes:
+        bound_s = math.inf
+    status = "infeasible" if math.isinf(bound_s) else "not tried"
+    bound_s = max(bound_s, look.candidate.bound_s)
+    candidate = replace(look.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="work")
+    setting.took("build", before)
+    return replace(look, candidate=candidate, posed=space)
+
+
+def _bounded(setting: Setting, look: Look, best: Best | None) -> tuple[Look, Bounds]:
+    """The look with the bound of the whole problem, memory aside; what it needs of memory, by itself."""
+    before = time.monotonic()
+    problem = look.space.problem(setting.limit_bytes, *look.amounts)
+    before = setting.took("build", before)
+    bounds = lower_bounds(problem, math.inf if best is None else _target_s(best))
+    setting.took("solve", before)
+    fits = bounds.peak_bytes <= setting.limit_bytes
+    bound_s = max(look.candidate.bound_s, bounds.time_s) if fits else math.inf
+    return replace(look, candidate=replace(look.candidate, bound_s=bound_s, proof="relaxation"), is_priced=True), bounds
+
+
+def _relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
+    """The whole problem, memory aside, and plans of what solves it."""
+    known = look.candidate.peak_bytes
+    look, bounds = _bounded(setting, look, best)
+    fits = math.isfinite(look.candidate.bound_s)
+    peak_bytes = math.ceil(bounds.peak_bytes) if math.isfinite(bounds.peak_bytes) else known
+    status = "not tried" if fits else "infeasible"
+    look = replace(look, candidate=replace(look.candidate, status=status, peak_bytes=peak_bytes))
+    look = _with_plan(setting, look, bounds.choices)
+    if look.choices or not fits:
+        return look
+    light = bounds.lightest or lightest(look.space.problem(setting.limit_bytes, *look.amounts))
+    return _with_plan(setting, look, light)
+
+
+def _for_pipeline(setting: Setting, look: Look, best: Best | None) -> Look:
+    """Pipelines of what solves the problem of a typical rank, with a price on what all micro-batches in flight hold."""
+    before, space = time.monotonic(), look.space.holding(look.candidate.division.in_flight)
+    ends = (look.ladder.steps[0], look.ladder.steps[-1])
+    first, last = (space.problem(setting.limit_bytes, end) for end in ends)
+    before = setting.took("build", before)
+    for choices in lower_bound_between(first, last).choices:
+        look = _with_pipeline(setting, look, choices, best)
+    if look.staged is None and best is None:
+        look = _with_pipeline(setting, look, lightest(last), best)
+    setting.took("solve", before)
+    return replace(look, is_sought=True)
+
+
+def _at_average(setting: Setting, look: Look, best: Best | None) -> Look:
+    """The whole problem of the average rank, and pipelines of what solves it."""
+    look, bounds = _bounded(setting, look, best)
+    before = time.monotonic()
+    if math.isinf(look.candidate.bound_s):
+        look = replace(look, candidate=replace(look.candidate, status="infeasible"))
+    if not is_reached(look.candidate.bound_s, best):
+        look = _with_pipeline(setting, look, bounds.choices, best)
+    setting.took("solve", before)
+    return close(look, better(best, look))
+
+
+def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None, best: Best | None) -> Look:
+    """The look with a pipeline of these choices as its plan, if one is found that fits and is faster."""
+    if choices is None:
+        return look
+    links = links_of(look.space.assignment(choices), setting.pins.recompute, setting.pins.schedule)
+    if not all(math.isfinite(link.block.work_s) for link in links):
+        return look
+    wanted = setting.pipelines(look.candidate.division, len(links))
+    target_s = math.inf if best is None else _target_s(best)
+    found = stage(links, wanted, setting.limit_bytes, min(target_s, look.candidate.objective_s))
+    if found is None:
+        return look
+    candidate = replace(look.candidate.costing(found.evaluation), status="feasible")
+    return replace(look, candidate=candidate, choices=choices, evaluation=found.evaluation, staged=found)
+
+
+def cut_well(setting: Setting, best: Best) -> Best:
+    """The same decisions, cut with more effort."""
+    assert best.staged is not None
+    before = time.monotonic()
+    found = stage(best.staged.links, [best.staged.pipeline], setting.limit_bytes, best.staged.step_s, THOROUGH)
+    setting.took("solve", before)
+    if found is None:
+        return best
+    return replace(best, staged=found, evaluation=found.evaluation)
+
+
+def _between(setting: Setting, look: Look, best: Best | None) -> Look:
+    """The whole problem, with memory at a price, at both ends of steps between which costs change evenly."""
+    before = time.monotonic()
+    first, last = (look.space.problem(setting.limit_bytes, look.ladder.steps[step]) for step in (look.low, look.high))
+    before = setting.took("build", before)
+    found = lower_bound_between(first, last, math.inf if best is None else _target_s(best))
+    setting.took("solve", before)
+    bound_s = max(look.candidate.bound_s, found.time_s)
+    status = "infeasible" if math.isinf(bound_s) else "not tried"
+    candidate = replace(look.candidate, status=status, bound_s=bound_s, proof="relaxation")
+    look = replace(look, candidate=candidate, is_priced=True)
+    for choices in found.choices:
+        look = _with_plan(setting, look, choices)
+    return look
+
+
+def _whole(setting: Setting, look: Look, best: Best | None) -> Look:
+    """The whole problem, solved as far as it can beat the best plan."""
+    before = time.monotonic()
+    problem = look.space.problem(setting.limit_bytes, *look.amounts)
+    answer = solve(
+        problem,
+        time_limit_s=max(GRACE_S if best is None else 0.0, setting.deadline - before),
+        incumbent=look.choices,
+        cutoff_s=math.inf if best is None else _target_s(best),
+        leanest=False,
+    )
+    setting.took("solve", before)
+    bound_s = max(look.candidate.bound_s, answer.bound_s)
+    look = _with_plan(setting, look, answer.choices or None)
+    if answer.status == "optimal" and look.low == look.high:
+        status = "optimal"
+    elif math.isinf(bound_s):
+        status = "infeasible"
+    else:
+        status = "bounded away" if is_reached(bound_s, best) else "feasible" if look.choices else "not tried"
+    return replace(look, candidate=replace(look.candidate, status=status, bound_s=bound_s, proof="search"))
+
+
+def _split(look: Look) -> list[Look]:
+    """The same steps in parts.
+
+    Where a plan fits without more recomputation, its step and all others; else at the bends, or before, at and after
+    the plan that is known, or in halves.
+    """
+    step = look.step if look.choices is not None else -1
+    if step == look.low:
+        cuts = [step, step + 1]
+    elif look.bends:
+        cuts = [look.low, *(cut for bend in look.bends for cut in (bend, bend + 1))]
+    else:
+        middle = step if look.low < step < look.high else (look.low + look.high) // 2
+        cuts = [look.low, *([middle] if middle == step else []), middle + 1]
+    known = replace(look.candidate, proof="relaxation")
+    nothing = replace(known, status="not tried", objective_s=math.inf)
+    found = []
+    for low, end in itertools.pairwise(sorted({*cuts, look.high + 1})):
+        part = replace(look, low=low, high=end - 1, is_priced=low == step == look.low)
+        if low <= step < end:
+            found.append(replace(part, candidate=known))
+        else:
+            found.append(replace(part, candidate=nothing, choices=None, evaluation=None))
+    return found
+
+
+def _with_plan(setting: Setting, look: Look, choices: tuple[int, ...] | None) -> Look:
+    """The look with these choices as its plan, if they fit with some of its recomputation and are faster."""
+    if choices is None:
+        return look
+    decided = Decided(look.space.assignment(choices), look.space.skeleton)
+    known: dict[int, Evaluation] = {}
+
+    def priced(step: int) -> Evaluation:
+        if step not in known:
+            problem = decided.problem(setting.limit_bytes, look.ladder.steps[step])
+            known[step] = evaluate(problem, (0,) * len(choices))
+        return known[step]
+
+    step = _first_that_fits(priced, [look.low, *look.bends, look.high], setting.limit_bytes)
+    if step is None or priced(step).time_s >= look.candidate.objective_s:
+        return look
+    found = priced(step)
+    return replace(look, candidate=look.candidate.costing(found), choices=choices, step=step, evaluation=found)
+
+
+def _first_that_fits(priced: Callable[[int], Evaluation], bends: list[int], limit_bytes: int) -> int | None:
+    """The first step at which an assignment fits; between bends its peak changes evenly."""
+    for low, high in itertools.pairwise((bends[0], *bends)):
+        before, after = priced(low), priced(high)
+        if before.feasible:
+            return low
+        if after.feasible:
+            share = (before.peak_bytes - limit_bytes) / (before.peak_bytes - after.peak_bytes)
+            step = min(high, low + math.ceil(share * (high - low)))
+            return step if priced(step).feasible else high
+    return None
+
+
+def better(best: Best | None, look: Look) -> Best | None:
+    """The best plan known, with a look's."""
+    if look.choices is None or look.evaluation is None:
+        return best
+    if best is not None and look.evaluation.time_s >= best.evaluation.time_s * (1 - 1e-9):
+        return best
+    return Best(look.space, look.choices, look.ladder.steps[look.step], look.evaluation, look.staged)
+
+
+def close(look: Look, best: Best | None) -> Look:
+    """A candidate that is looked at no further."""
+    candidate = look.candidate
+    if math.isinf(candidate.bound_s):
+        status = "infeasible"
+    elif look.choices and candidate.objective_s - candidate.bound_s <= PROVED * candidate.objective_s:
+        status = "optimal"
+    elif is_reached(candidate.bound_s, best):
+        status = "bounded away"
+    else:
+        status = "feasible" if look.choices else "none found" if look.is_priced else "not tried"
+    return replace(look, candidate=replace(candidate, status=status))
+
+
+def _target_s(best: Best) -> float:
+    """Only plans below this are worth looking for: half of what counts as proved, so that reaching it proves."""
+    return best.evaluation.time_s * (1 - PROVED / 2)
+
+
+def is_reached(bound_s: float, best: Best | None) -> bool:
+    """Whether a bound leaves nothing that would beat the best plan."""
+    return math.isinf(bound_s) or (best is not None and bound_s >= _target_s(best))
