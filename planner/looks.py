@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner.certificate import Decided
+from planner.chain import links_of
 from planner.cost import CostModel
 from planner.division import Division, pipelines_of, schedules
 from planner.errors import PinError
@@ -36,7 +37,7 @@ from planner.recompute import Ladder, Recompute
 from planner.rules import Rule
 from planner.skeleton import Skeleton
 from planner.solve import Bounds, lightest, lower_bound_between, lower_bounds, solve
-from planner.turns import THOROUGH, Staged, links_of, stage
+from planner.turns import THOROUGH, Staged, stage
 
 Progress = Callable[[str], None]
 PROVED = 1e-6

@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.chain import chain_of, links_of
 from planner.document import BlockPlan, Document, PipelinePlan, Search
 from planner.encode import decisions, decode, dump, encode
 from planner.encode import parse as parse_json
@@ -37,7 +38,7 @@ from planner.problem import evaluate
 from planner.recompute import LEVELS, Amount, Recompute
 from planner.seams import finer
 from planner.strategy import Choice
-from planner.turns import Staged, chain_of, links_of, price
+from planner.turns import Staged, price
 from planner.words import shape_text
 
 if TYPE_CHECKING:

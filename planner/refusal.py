@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+from planner.chain import links_of
 from planner.division import Division
 from planner.errors import ClusterError, InfeasibleError, PinError
 from planner.graph import Graph
@@ -12,7 +13,7 @@ from planner.looks import GRACE_S, Look, Setting
 from planner.problem import Problem, evaluate
 from planner.solve import lightest, lower_bounds, solve
 from planner.strategy import Choice
-from planner.turns import links_of, stage
+from planner.turns import stage
 
 LEANEST_S = 3.0
 """How long the leanest plan of all is looked for when nothing fits; the leanest found is told."""

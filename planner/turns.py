@@ -1,42 +1,31 @@
-"""Turns: the blocks of an assignment as a chain, and the best pipeline found for it.
+"""Turns: the best pipeline found for a chain of blocks, and all that a step of it takes.
 
-An assignment says how one stage's ranks share each block; here its blocks, in the order of the graph, become a chain of
-:class:`planner.pipeline.stages.Block`: seconds and bytes of one micro-batch on one rank, with the levels of
-recomputation as ways to save. :func:`stage` tries the schedules and has :mod:`planner.pipeline.partition` cut the chain
-for the best of them.
-
-What happens once a step is left to the end of it: gathering parameters, reducing gradients, and the update. It is
-counted for the rank that takes longest, after the last micro-batch.
+:func:`stage` tries the schedules and has :mod:`planner.pipeline.partition` cut the chain (:mod:`planner.chain`) for the
+best of them. What happens once a step is left to the end of it: it is counted for the rank that takes longest, after
+the last micro-batch.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 
-from planner.conversion import local_bytes
+from planner.chain import Link, Shared, chain_of
 from planner.errors import InfeasibleError
-from planner.exchange import crossing
 from planner.fold import Folded
-from planner.formulate import Assignment
-from planner.graph import Node, Ref
-from planner.layout import MICRO, PIPELINE, Axis, Layout
 from planner.memory import USES
-from planner.ops import OPS
-from planner.ops.table import contraction_flops
 from planner.pipeline.partition import cut
-from planner.pipeline.schedule import versions
 from planner.pipeline.simulate import Times, bubble
 from planner.pipeline.simulate import step_s as simulated_s
-from planner.pipeline.stages import Block, Chain, Cut, Pipeline, Saving, blocks_of, bound_s, stage_times
+from planner.pipeline.stages import Chain, Cut, Pipeline, blocks_of, bound_s, stage_times
 from planner.problem import Evaluation, Floats
-from planner.recompute import LEVELS, Amount, Level, Recompute, ladder
+from planner.recompute import Amount, Level, Recompute
 
 BEST = 2
 """So many pipelines are cut for: those whose even cut, saving everything, takes least; more while none fits."""
@@ -44,65 +33,6 @@ QUICK, THOROUGH = 100, 1000
 """Effort for cuts that are one of many, and for the last; see :data:`planner.pipeline.partition.EFFORT`."""
 TRIES = 3
 """So often a chain is cut anew with less memory when what works beside it did not fit."""
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What a rank of a pipeline has to do with a leaf that blocks of another one read too.
-
-    Attributes:
-        held: bytes by use.
-        gather_s, reduce_s, update_s: once a step, as in :class:`Link`.
-        sum_s: adding up its gradients, those of two ranks; of more it is hardly more.
-    """
-
-    held: Mapping[str, int]
-    gather_s: float
-    reduce_s: float
-    update_s: float
-    sum_s: float
-
-
-@dataclass(frozen=True)
-class Link:
-    """One block of the chain, and what :class:`planner.pipeline.stages.Block` leaves out.
-
-    Attributes:
-        communication_s: what of the block's seconds is communication.
-        gather_s, reduce_s, update_s: once a step: gathering parameters, reducing gradients as far as the last backward
-            does not hide it, the optimizer's update.
-        held: what of the block's held bytes is of which use, see :data:`planner.memory.USES`.
-        levels: for each way to save, the level of recomputation that it is.
-        working_bytes: for each way to save, what its operators need while they run and what it has made again.
-        shared: the leaves that other blocks read too, by name. The first block that reads one counts it as its own.
-    """
-
-    block: Block
-    communication_s: float
-    gather_s: float
-    reduce_s: float
-    update_s: float
-    held: Mapping[str, int]
-    levels: tuple[Level, ...]
-    working_bytes: tuple[int, ...]
-    shared: tuple[tuple[str, Shared], ...] = ()
-
-    @property
-    def once_s(self) -> float:
-        """Seconds once a step."""
-        return self.gather_s + self.reduce_s + self.update_s
-
-    @property
-    def leanest(self) -> Link:
-        """The same that saves least, whatever it takes."""
-        return self.only(self.levels[-1])
-
-    def only(self, level: Level) -> Link:
-        """The same at one level of recomputation; a block that never recomputes stays as it is."""
-        way = self.levels.index(level if level in self.levels else "none")
-        kept = slice(way, way + 1)
-        block = replace(self.block, savings=self.block.savings[kept])
-        return replace(self, block=block, levels=self.levels[kept], working_bytes=self.working_bytes[kept])
 
 
 @dataclass(frozen=True)
@@ -227,241 +157,6 @@ class Staged:
                 yield home, link, way
 
 
-# ---- from an assignment to a chain -----------------------------------------------------------------------------------
-
-
-def links_of(assignment: Assignment, level: Level | None = None, schedule: str | None = None) -> tuple[Link, ...]:
-    """The blocks of an assignment as a chain; its own recomputation aside, which the cut decides anew.
-
-    Args:
-        level: the only one at which blocks that can recompute may; left out: any.
-        schedule: that of the pipeline, where it is known, since 2bw holds two versions of the weights.
-    """
-    links = _Chain(assignment, versions(schedule)).links
-    return links if level is None else tuple(link.only(level) for link in links)
-
-
-class _Chain:
-    """The links of one assignment; blocks that are entered and left alike are worked out once."""
-
-    def __init__(self, assignment: Assignment, versions: int):
-        self.assignment, self.space, self.versions = assignment, assignment.space, versions
-        self.graph, self.folded = self.space.graph, self.space.folded
-        self.levels = {level: ladder(self.folded, level).steps[0] for level in LEVELS}
-        self._known: dict[object, Link] = {}
-
-    @cached_property
-    def links(self) -> tuple[Link, ...]:
-        return tuple(self._link(number, sent) for number, sent in enumerate(self._sent_s()))
-
-    def _sent_s(self) -> list[float]:
-        """Seconds to send on, after each block, all values of it and earlier ones that later ones read."""
-        space, graph, delivered = self.space, self.graph, self.assignment.delivered
-        axis = Axis(PIPELINE, space.stages, space.mesh.size)
-        sizes = (
-            sum(local_bytes(graph.type_of(ref), delivered(ref), space.mesh) for ref in refs)
-            for refs in crossing(self.folded)
-        )
-        return [space.cost.collective_s("send", axis, size) if size else 0.0 for size in sizes]
-
-    def _link(self, number: int, send_s: float) -> Link:
-        instance = self.folded.instances[number]
-        leaves = self._leaves[number]
-        shared = tuple(name for name in leaves if len(self.space.role_of[name]) == 2)
-        entered = tuple(self.assignment.delivered(ref) for ref in instance.block.inputs)
-        left = tuple((self.space.is_read(ref), self._leaving(ref)) for ref in instance.block.outputs)
-        key = (instance.kind, entered, left, shared, send_s)
-        if key not in self._known:
-            self._known[key] = self._work_out(number, leaves, send_s)
-        read = dict.fromkeys(ref.node for ref in instance.block.inputs if ref.node in self._shared)
-        return replace(self._known[key], shared=tuple((name, self._shared[name]) for name in read))
-
-    @cached_property
-    def _shared(self) -> dict[str, Shared]:
-        """The leaves that several blocks read."""
-        readers = Counter(name for each in self.folded.instances for name in {ref.node for ref in each.block.inputs})
-        pair = Axis(PIPELINE, 2, self.space.stages * self.space.mesh.size // 2)
-        found: dict[str, Shared] = {}
-        for name in (leaf.name for leaf in self.graph.leaves if readers[leaf.name] > 1 and self.space.stages > 1):
-            layout, delivered = self.assignment.produced(Ref(name)), self.assignment.delivered(Ref(name))
-            update_s, held = self._stored(name)
-            gather_s, reduce_s, gathered = self._conversion(Ref(name), layout, delivered)
-            sum_s = self.space.cost.collective_s("all_reduce", pair, held["gradients"]) if held["gradients"] else 0.0
-            held.update(self._versions_of(name, gathered))
-            found[name] = Shared(held, gather_s, reduce_s, update_s, sum_s)
-        return found
-
-    def _stored(self, name: str) -> tuple[float, Counter[str]]:
-        """Seconds to update a leaf, and the bytes that are held of it, by use."""
-        node, layout = self.graph.by_name[name], self.assignment.produced(Ref(name))
-        update_s, all_bytes = self.space.storage(node, layout)
-        if node.op != "param" or not node.results[0].grad:
-            return update_s, Counter({"parameters" if node.op in ("param", "buffer") else "activations": all_bytes})
-        size = local_bytes(node.results[0], layout, self.space.mesh)
-        return update_s, Counter(parameters=size, gradients=size, optimizer=all_bytes - 2 * size)
-
-    def _versions_of(self, name: str, gathered: int) -> Counter[str]:
-        """Bytes of all versions of a leaf as operators use it, less what is stored anyway.
-
-        Args:
-            gathered: of what it is gathered into, with its gradient; 0: it is used as it is stored.
-        """
-        node, more = self.graph.by_name[name], self.versions - 1
-        if gathered or node.op != "param" or not node.results[0].grad:
-            return Counter(gathered=self.versions * gathered)
-        size = local_bytes(node.results[0], self.assignment.produced(Ref(name)), self.space.mesh)
-        return Counter(parameters=more * size, gradients=more * size)
-
-    @cached_property
-    def _leaves(self) -> list[list[str]]:
-        """The leaves that are held with each block: with the first that reads them."""
-        found: list[list[str]] = []
-        seen: set[str] = set()
-        for instance in self.folded.instances:
-            names = dict.fromkeys(ref.node for ref in instance.block.inputs if self.graph.by_name[ref.node].is_leaf)
-            found.append([name for name in names if name not in seen])
-            seen.update(names)
-        return found
-
-    def _work_out(self, number: int, leaves: list[str], send_s: float) -> Link:
-        instance, space = self.folded.instances[number], self.space
-        turns = space.mesh.micro_batches
-        forward = input_ = weight = communication = gather = reduce = hidden = update = 0.0
-        held, grown, working = Counter[str](), Counter[str](), 0
-        for name in leaves:
-            layout = self.assignment.produced(Ref(name))
-            update_s, stored = self._stored(name)
-            update += update_s
-            held.update(stored)
-            delivered = self.assignment.delivered(Ref(name))
-            there, back, gathered = self._conversion(Ref(name), layout, delivered)
-            summed = self._summed_s(Ref(name), layout, delivered)
-            weight, gather, reduce = weight + summed, gather + there, reduce + back - turns * summed
-            grown[name] += gathered
-        for node in instance.block.nodes:
-            work = space.work(node, self.assignment.choice(node))
-            forward += work.forward_s + work.inner_forward_s
-            weighted = work.backward_s / 2 if self._has_weights(node) else 0.0
-            input_ += work.backward_s - weighted + work.inner_backward_s
-            weight, communication = weight + weighted, communication + work.inner_s
-            hidden += work.backward_s * space.overlap
-            working = max(working, work.transient_bytes)
-            for ref, source, target in self._moves(node):
-                there, back, gathered = self._conversion(ref, source, target)
-                if self.graph.by_name[ref.node].op == "param":
-                    summed = self._summed_s(ref, source, target)
-                    weight, gather, reduce = weight + summed, gather + there, reduce + back - turns * summed
-                    grown[ref.node] += gathered
-                else:
-                    forward, input_, communication = forward + there, input_ + back, communication + there + back
-        for name in {**dict.fromkeys(leaves), **+grown}:
-            held.update(self._versions_of(name, grown[name]))
-        levels = LEVELS if len(self.folded.kinds[instance.kind]) > 1 else LEVELS[:1]
-        savings = tuple(Saving(self._again_s(number, level), self._saved(number, level)) for level in levels)
-        name = self.folded.names[instance.kind]
-        return Link(
-            Block(name, forward, input_, weight, sum(held.values()), savings, send_s),
-            communication,
-            gather,
-            max(0.0, reduce - hidden),
-            update,
-            held,
-            levels,
-            tuple(working + self._dropped(number, level) for level in levels),
-        )
-
-    def _moves(self, node: Node) -> list[tuple[Ref, Layout, Layout]]:
-        """Conversions of a node's operands, each value to each layout once, then of what it delivers."""
-        assignment = self.assignment
-        wanted = dict.fromkeys(zip(node.inputs, assignment.choice(node).operands, strict=True))
-        found = [(ref, assignment.delivered(ref), layout) for ref, layout in wanted]
-        for ref in (Ref(node.name, index) for index in range(len(node.results))):
-            found.append((ref, assignment.produced(ref), assignment.delivered(ref)))
-            found += [(ref, assignment.delivered(ref), layout) for layout in self._leaving(ref)]
-        return [(ref, source, target) for ref, source, target in found if source != target]
-
-    def _leaving(self, ref: Ref) -> tuple[Layout, ...]:
-        """The layouts in which a value leaves the model."""
-        return tuple(map(self.assignment.output_layout, self._positions.get(ref, ())))
-
-    @cached_property
-    def _positions(self) -> dict[Ref, list[int]]:
-        """The numbers as which values leave the model."""
-        found: dict[Ref, list[int]] = {}
-        for position, ref in enumerate(self.space.leaving):
-            found.setdefault(ref, []).append(position)
-        return found
-
-    def _conversion(self, ref: Ref, source: Layout, target: Layout) -> tuple[float, float, int]:
-        """Seconds forward and backward, and the bytes of what a parameter is gathered into."""
-        if source == target:
-            return 0.0, 0.0, 0
-        table, tensor = self.space.table(ref), self.graph.type_of(ref)
-        at, to = table.index[source], table.index[target]
-        grown = self.graph.by_name[ref.node].op == "param" and table.held[to] > table.held[at]
-        more = int(table.held[to]) if grown else 0
-        copies = 2 if tensor.grad and self.space.mesh.micro_batches > 1 else 1
-        return float(table.forward_s[at, to]), float(table.backward_s[at, to]), more * copies
-
-    def _summed_s(self, ref: Ref, source: Layout, target: Layout) -> float:
-        """Seconds to add a parameter's gradient of one micro-batch to that of the others."""
-        space, table = self.space, self.space.table(ref)
-        steps = table.route(source, target) if source != target else ()
-        summed = (step for step in steps if space.mesh.axes[step.axis].name == MICRO)
-        pairs = [(table.index[step.before], table.index[step.after]) for step in summed]
-        return math.fsum(float(table.backward_s[pair]) for pair in pairs) / space.mesh.micro_batches
-
-    def _has_weights(self, node: Node) -> bool:
-        """Whether an operator is a product with a parameter, so that half of its backward is the weight's."""
-        row = OPS.get(node.op)
-        return row is not None and row.flops is contraction_flops and any(map(self._is_weight, node.inputs))
-
-    def _is_weight(self, ref: Ref) -> bool:
-        node = self.graph.by_name[ref.node]
-        row = OPS.get(node.op)
-        if row is not None and row.view and len(node.inputs) == 1:
-            return self._is_weight(node.inputs[0])
-        return node.op == "param"
-
-    def _saved(self, number: int, level: Level) -> int:
-        recompute, assignment = self.levels[level], self.assignment
-        nodes = self.folded.instances[number].block.nodes
-        return sum(self.space.saved_bytes(node, assignment.choice(node), recompute) for node in nodes)
-
-    def _again_s(self, number: int, level: Level) -> float:
-        """Seconds of what a block makes again."""
-        if level == "none":
-            return 0.0
-        instance, space, seconds = self.folded.instances[number], self.space, 0.0
-        again = space.skeleton.again(instance.kind, level)
-        for at, node in enumerate(instance.block.nodes):
-            choice = self.assignment.choice(node)
-            if at in again.operators:
-                work = space.work(node, choice)
-                seconds += work.forward_s + work.inner_forward_s
-            wanted = {(node.inputs[i], choice.operands[i]) for i in again.taken[at]}
-            moves = [(ref, self.assignment.delivered(ref), to) for ref, to in wanted]
-            made = [Ref(node.name, index) for index in range(len(node.results)) if (at, index) in again.values]
-            moves += [(ref, self.assignment.produced(ref), self.assignment.delivered(ref)) for ref in made]
-            activations = [move for move in moves if self.graph.by_name[move[0].node].op != "param"]
-            seconds += math.fsum(self._conversion(*move)[0] for move in activations)
-        return seconds
-
-    def _dropped(self, number: int, level: Level) -> int:
-        """Bytes that a block has made again while it is undone."""
-        if level == "none":
-            return 0
-        instance, space = self.folded.instances[number], self.space
-        again = space.skeleton.again(instance.kind, level)
-        return sum(
-            space.bytes_of(node, self.assignment.choice(node), places)
-            for node, places in zip(instance.block.nodes, again.dropped, strict=True)
-        )
-
-
-# ---- from a chain to a pipeline --------------------------------------------------------------------------------------
-
-
 def stage(
     links: Sequence[Link],
     choices: Iterable[Pipeline],
@@ -485,11 +180,6 @@ def stage(
             if found is not None and found.step_s < least_s:
                 best = found
     return best
-
-
-def chain_of(links: Sequence[Link]) -> Chain:
-    """Links as a chain with counts."""
-    return [(block, len(list(same))) for block, same in groupby(link.block for link in links)]
 
 
 def _even_s(pipeline: Pipeline, chain: Chain) -> float:

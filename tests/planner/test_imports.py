@@ -59,14 +59,16 @@ ROOMS: dict[str, set[str]] = {
     "exchange": {"graph", "fold", "conversion", "formulate"},
     "timeline": {"errors", "files", "pipeline", "words"},
 }
-ROOMS["turns"] = ROOMS["memory"] | {"memory", "pipeline", "problem", "exchange"}
+ROOMS["chain"] = {*BASE, "conversion", "exchange", "formulate", "ops", "pipeline", "recompute"}
+ROOMS["turns"] = {"errors", "fold", "memory", "pipeline", "problem", "recompute", "chain"}
 ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}
-ROOMS["predict"] = ROOMS["turns"] | {"cost", "strategy", "words", "turns"}
+ROOMS["predict"] = {*BASE, "fold", "cost", "conversion", "strategy", "recompute", "formulate", "memory", "exchange"}
+ROOMS["predict"] |= {"words", "turns"}
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
 ROOMS["looks"] = {*BASE, "rules", "cost", "problem", "solve", "strategy", "recompute", "skeleton", "formulate", "pins"}
-ROOMS["looks"] |= {"pipeline", "turns", "division", "certificate"}
+ROOMS["looks"] |= {"pipeline", "chain", "turns", "division", "certificate"}
 ROOMS["apart"] = {*BASE, "fold", "problem", "strategy", "recompute", "skeleton", "formulate", "division", "looks"}
-ROOMS["refusal"] = {*BASE, "problem", "solve", "strategy", "turns", "division", "looks"}
+ROOMS["refusal"] = {*BASE, "problem", "solve", "strategy", "chain", "turns", "division", "looks"}
 ROOMS["search"] = {*ROOMS["looks"], "cluster", "fold", "seams", "memory", "looks", "apart", "refusal"}
 ROOMS["detail"] = {"conversion"}
 ROOMS["names"] = {"graph", "formulate"}

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from planner.certificate import Decided
+from planner.chain import links_of
 from planner.conversion import local_bytes
 from planner.cost import CostModel
 from planner.division import Division, pipelines_of
@@ -21,7 +22,7 @@ from planner.problem import evaluate
 from planner.recompute import LEVELS, Level, ladder
 from planner.rules import Rule
 from planner.solve import lower_bounds
-from planner.turns import links_of, stage
+from planner.turns import stage
 from tests.planner.plans import cluster, residual_mlp
 from tests.planner.test_exact import random_cluster
 from tests.planner.test_search import chain
