@@ -25,7 +25,7 @@ from planner.cost import CostModel
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import Axis, Layout
-from planner.memory import Held, timeline
+from planner.memory import Held, usage
 from planner.ops import OPS
 from planner.pins import ATTENTION
 from planner.polynomial import Powers, terms_of
@@ -126,7 +126,7 @@ def formulas(sizes: OtherSizes) -> Formulas:
     assignment = scale.symbolic()
     batch, sequence = sympy.symbols("b s", positive=True, integer=True)
     symbols: Symbols = (batch, sequence)
-    memory = timeline(assignment)
+    memory = usage(assignment)
     seconds = _seconds(assignment)
 
     def held(storages: tuple[Held, ...], use: str) -> sympy.Expr:

@@ -47,7 +47,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Usage:
     """Bytes of one rank through a step.
 
     Attributes:
@@ -81,7 +81,7 @@ class Timeline:
         return found
 
 
-def timeline(assignment: Assignment) -> Timeline:
+def usage(assignment: Assignment) -> Usage:
     """Follow one training step of an assignment on the fullest rank."""
     return _Run(assignment).step()
 
@@ -295,7 +295,7 @@ class _Run:
         self.frame: _Frame | None = None
         self.buckets: _Storage | None = None
 
-    def step(self) -> Timeline:
+    def step(self) -> Usage:
         heap = self.heap
         values = self._leaves()
         heap.moment("forward")
@@ -315,7 +315,7 @@ class _Run:
         self._backward([leaving[i] for i in self.graph.roots])
         alive = sorted(heap.at_peak(), key=lambda held: -held.bytes)
         left = tuple(each.held for each in heap.alive)
-        return Timeline(heap.peak, heap.peak_at, tuple(heap.moments), tuple(alive), kept, left)
+        return Usage(heap.peak, heap.peak_at, tuple(heap.moments), tuple(alive), kept, left)
 
     def _readers(self) -> dict[Ref, int]:
         """Value -> number of the last block that reads it, for values that nothing else needs."""

@@ -18,7 +18,7 @@ from planner.fold import Instance
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import MICRO, PIPELINE, Layout
-from planner.memory import Timeline, timeline
+from planner.memory import Usage, usage
 from planner.recompute import Level
 from planner.strategy import Choice
 from planner.turns import Staged, TurnTimes
@@ -307,8 +307,8 @@ def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
     )
 
 
-def predict(assignment: Assignment, step_time_s: float, memory: Timeline | None = None) -> Prediction:
-    """Break a step down by use; ``step_time_s`` is the evaluation's, ``memory`` its timeline where it is known."""
+def predict(assignment: Assignment, step_time_s: float, memory: Usage | None = None) -> Prediction:
+    """Break a step down by use; ``step_time_s`` is the evaluation's, ``memory`` what it holds where that is known."""
     space = assignment.space
     time = {"compute": 0.0, "recompute": 0.0, "communication": 0.0, "gradients": 0.0, "optimizer": 0.0}
     cover = 0.0
@@ -331,7 +331,7 @@ def predict(assignment: Assignment, step_time_s: float, memory: Timeline | None 
         time["gradients" if is_param else "communication"] += float(table.backward_s[pair]) * times
     time["recompute"] += _converted_again_s(assignment)
     time["gradients"] = max(0.0, time["gradients"] - cover)
-    memory = memory or timeline(assignment)
+    memory = memory or usage(assignment)
     return Prediction(
         step_time_s,
         memory.peak_bytes,

@@ -25,7 +25,7 @@ from planner.follow import Followed, NotFollowed, Sizes, follow
 from planner.formulate import Assignment, Role, Space
 from planner.graph import Graph, Node, Ref
 from planner.layout import Layout, LocalType, Shard
-from planner.memory import timeline
+from planner.memory import usage
 from planner.polynomial import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of
 from planner.predict import Prediction, predict
 from planner.rules import AxisStrategy, Rule
@@ -271,7 +271,7 @@ class Scale:
     @cached_property
     def moments(self) -> tuple[int, ...]:
         """Bytes of every moment of the planned step, as sizes: the largest is the peak."""
-        return tuple(dict.fromkeys(total for _, total in timeline(self.symbolic()).moments))
+        return tuple(dict.fromkeys(total for _, total in usage(self.symbolic()).moments))
 
     def predict(self, batch: int, sequence: int) -> Prediction:
         """A step of the decisions at these sizes; raises as :meth:`assignment` does."""
@@ -280,7 +280,7 @@ class Scale:
 
     def peak_bytes(self, batch: int, sequence: int) -> int:
         """The fullest moment at these sizes; raises as :meth:`assignment` does."""
-        return timeline(self.assignment(batch, sequence)).peak_bytes
+        return usage(self.assignment(batch, sequence)).peak_bytes
 
 
 class OtherSizes:

@@ -38,7 +38,7 @@ from planner.looks import (
     is_reached,
     look_closer,
 )
-from planner.memory import Timeline, timeline
+from planner.memory import Usage, usage
 from planner.pins import Pins
 from planner.problem import Evaluation
 from planner.recompute import Ladder, ladder
@@ -73,9 +73,9 @@ class Searched:
     status: str
     gap: float
     seconds: Mapping[str, float]
-    memory: Timeline | None = None
+    memory: Usage | None = None
 
-    def with_memory(self, memory: Timeline) -> Searched:
+    def with_memory(self, memory: Usage) -> Searched:
         """The same with the plan followed: its own peak in the row of its division, where the search has only a sum."""
         division, peak_bytes = Division(1, self.assignment.space.mesh), memory.peak_bytes
         rows = [replace(row, peak_bytes=peak_bytes) if row.division == division else row for row in self.candidates]
@@ -132,7 +132,7 @@ def search(
         if found.staged is not None:
             return found
         # The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed.
-        memory = timeline(found.assignment)
+        memory = usage(found.assignment)
         excess = memory.peak_bytes - cluster.device.usable_bytes
         if excess <= 0:
             return found.with_memory(memory)

@@ -18,7 +18,7 @@ from planner.cluster import ClusterSpec
 from planner.document import Document
 from planner.errors import InfeasibleError, PinError, PlanError
 from planner.formulate import Assignment, Role
-from planner.memory import timeline
+from planner.memory import usage
 from planner.pins import Pins
 from planner.problem import evaluate
 from planner.search import Searched, check_time_limit, search
@@ -143,7 +143,7 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
         *facts,
         mesh=mesh_text(found.assignment.space.mesh),
         extra_s=found.evaluation.time_s - facts[0],
-        extra_bytes=timeline(found.assignment).peak_bytes - facts[1],
+        extra_bytes=usage(found.assignment).peak_bytes - facts[1],
         blocks=_differences(plan.assignment, found.assignment),
         proven=found.status == "optimal" and plan.search.status == "optimal",
     )

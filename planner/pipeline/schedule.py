@@ -151,15 +151,6 @@ class Schedule:
         """
         return tuple(map(_held, self.rows))
 
-    @cached_property
-    def in_flight(self) -> tuple[int, ...]:
-        """The most micro-batches that each stage holds at a time."""
-        most = dict.fromkeys(range(self.stages), 0)
-        for row, moments in zip(self.rows, self.held, strict=True):
-            for stage, counts in zip(sorted({a.stage for a in row}), zip(*moments, strict=True), strict=True):
-                most[stage] = max(counts)
-        return tuple(most.values())
-
 
 def parse(name: str, text: str, micro_batches: int) -> Schedule:
     """The schedule that :meth:`Schedule.text` wrote, perhaps edited; checked.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from planner.errors import AutoparError
 from planner.problem import Edge, Floats, Ints, Problem
-from planner.solve.moments import Alive, Spans, Timeline, essential
+from planner.solve.moments import Alive, FlatSpans, Spans, essential
 
 TIME, EXPOSED, HELD, WALL = range(4)
 HALF_BYTE = 0.5  # bytes are whole, so a bound may miss them by rounding up to this
@@ -64,9 +64,9 @@ class Model:
         return tuple(len(single) for single in self.singles)
 
     @cached_property
-    def timeline(self) -> Timeline:
+    def flat(self) -> FlatSpans:
         """The spans, to add up."""
-        return Timeline(self.spans, self.sizes, len(self.rooms))
+        return FlatSpans(self.spans, self.sizes, len(self.rooms))
 
     def choices(self, assignment: Ints) -> tuple[int, ...]:
         """The problem's choice numbers of an assignment of this model."""
@@ -261,7 +261,7 @@ class Weights:
         singles = [single @ self.columns for single in model.singles]
         if not self.prices.any():
             return singles
-        return [single + charge for single, charge in zip(singles, model.timeline.charges(self.prices), strict=True)]
+        return [single + charge for single, charge in zip(singles, model.flat.charges(self.prices), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -297,6 +297,4 @@ def total(model: Model, assignment: Ints) -> Totals:
     rows += [costs[assignment[tail], assignment[head]] for (tail, head), costs in model.pairs.items()]
     time, exposed, held, wall = np.sum(rows, axis=0) if rows else np.zeros(4)
     transient = max((float(t[c]) for t, c in zip(model.transient, assignment, strict=True)), default=0.0)
-    return Totals(
-        float(time), float(exposed), float(held), transient, model.timeline.alive(assignment), bool(wall == 0.0)
-    )
+    return Totals(float(time), float(exposed), float(held), transient, model.flat.alive(assignment), bool(wall == 0.0))

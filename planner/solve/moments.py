@@ -125,7 +125,7 @@ def _decisive(spans: Spans, rooms: Floats) -> NDArray[np.bool_]:
     return keep
 
 
-class Timeline:
+class FlatSpans:
     """The spans of all vertices laid out flat, to add up bytes by moment, or prices by choice, in one go."""
 
     def __init__(self, spans: Spans, sizes: Sequence[int], moments: int) -> None:

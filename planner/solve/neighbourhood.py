@@ -37,7 +37,7 @@ class Neighbourhood:
         self._weighed: tuple[Floats, Near] | None = None
         self.assignment = assignment.copy()
         self._transient = np.array([values[c] for values, c in zip(model.transient, assignment, strict=True)])
-        self._alive = model.timeline.alive(assignment)
+        self._alive = model.flat.alive(assignment)
         self._sums = np.zeros(3)
         self._walls = 0
         for v, c in enumerate(assignment):

@@ -19,7 +19,7 @@ from typing import Any
 from planner.errors import InputError
 from planner.files import write_text
 from planner.pipeline.schedule import Action
-from planner.pipeline.simulate import Timeline
+from planner.pipeline.simulate import Simulated
 from planner.words import in_seconds
 
 KINDS = {
@@ -164,7 +164,7 @@ def _traced(event: Event) -> dict[str, Any]:
 
 
 def predicted(
-    found: Timeline, gather_s: Sequence[float], reduce_s: Sequence[float], update_s: Sequence[float]
+    found: Simulated, gather_s: Sequence[float], reduce_s: Sequence[float], update_s: Sequence[float]
 ) -> StepTimeline:
     """A simulated step, and what each rank does once a step, after the last action of all, as plans are priced.
 

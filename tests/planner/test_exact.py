@@ -21,7 +21,7 @@ from planner.errors import InfeasibleError
 from planner.fold import fold, fold_off, relabel
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
-from planner.memory import Timeline, timeline
+from planner.memory import Usage, usage
 from planner.mesh import candidate_meshes
 from planner.pins import Pins
 from planner.problem import Problem, evaluate
@@ -38,7 +38,7 @@ CHUNK = 20
 @pytest.fixture
 def only_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan is found to need more memory than the sum says."""
-    monkeypatch.setattr("planner.search.timeline", lambda assignment: SimpleNamespace(peak_bytes=0))
+    monkeypatch.setattr("planner.search.usage", lambda assignment: SimpleNamespace(peak_bytes=0))
 
 
 def random_cluster(rng: random.Random, levels: tuple[int, ...]) -> ClusterSpec:
@@ -216,13 +216,13 @@ def test_what_the_sum_misses_never_makes_a_plan_that_does_not_fit(monkeypatch: p
         spec, _ = limited(rng, spec, problems(graph, spec, None))
         peaks: list[int] = []
 
-        def follow(assignment: Assignment, peaks: list[int] = peaks) -> Timeline:
-            found = timeline(assignment)
+        def follow(assignment: Assignment, peaks: list[int] = peaks) -> Usage:
+            found = usage(assignment)
             peaks.append(found.peak_bytes)
             return found
 
-        monkeypatch.setattr("planner.search.timeline", follow)
+        monkeypatch.setattr("planner.search.usage", follow)
         found = searched(graph, spec, True, Pins(recompute="none"))
         missed += any(peak > spec.device.usable_bytes for peak in peaks)
-        assert found is None or timeline(found.assignment).peak_bytes <= spec.device.usable_bytes, f"seed {seed}"
+        assert found is None or usage(found.assignment).peak_bytes <= spec.device.usable_bytes, f"seed {seed}"
     assert missed, "the sum was enough everywhere"

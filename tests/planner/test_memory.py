@@ -1,4 +1,4 @@
-"""The timeline of a step's memory, by hand on a small graph and by law on planned ones."""
+"""What a step holds of memory, moment by moment: by hand on a small graph and by law on planned ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from planner.cluster import ClusterSpec
 from planner.graph import Graph, Node, Ref, TensorType
-from planner.memory import USES, Timeline, timeline
+from planner.memory import USES, Usage, usage
 from tests.planner.plans import plan_of, residual_mlp
 
 PINS = (
@@ -21,10 +21,10 @@ PINS = (
 )
 
 
-def timeline_of(graph: Graph, pin: dict[str, int], on: ClusterSpec | None = None) -> Timeline:
+def usage_of(graph: Graph, pin: dict[str, int], on: ClusterSpec | None = None) -> Usage:
     assignment = plan_of(graph, on, pin=pin).assignment
     assert assignment is not None
-    return timeline(assignment)
+    return usage(assignment)
 
 
 def product(rows: int = 64, width: int = 32) -> Graph:
@@ -48,7 +48,7 @@ def product(rows: int = 64, width: int = 32) -> Graph:
 
 
 def test_a_product_by_hand() -> None:
-    found = timeline_of(product(), {"data": 4})
+    found = usage_of(product(), {"data": 4})
     activation, weight = 64 * 32 * 4 // 4, 32 * 32 * 4
     always = activation + weight + 2 * weight + weight  # input, parameter, Adam's moments, the last step's bucket
     at = dict(found.moments)
@@ -66,7 +66,7 @@ def test_a_product_by_hand() -> None:
 def test_buckets_stay_on_the_host_alone() -> None:
     graph = product(rows=8)
     clusters = ClusterSpec.local(4), ClusterSpec.preset("dgx-h100", devices=4)
-    at_host, at_gpu = (dict(timeline_of(graph, {"data": 4}, each).moments) for each in clusters)
+    at_host, at_gpu = (dict(usage_of(graph, {"data": 4}, each).moments) for each in clusters)
     weight = 32 * 32 * 4
     assert at_host["forward mm: aten.mm.default"] == at_gpu["forward mm: aten.mm.default"] + weight
     assert at_host["backward sum of gradients"] == at_gpu["backward sum of gradients"]
@@ -77,7 +77,7 @@ def test_what_is_left_is_what_a_step_keeps(pin: dict[str, int]) -> None:
     graph = residual_mlp()
     plan = plan_of(graph, pin=pin)
     assert plan.assignment is not None
-    found = timeline(plan.assignment)
+    found = usage(plan.assignment)
     left = Counter[str]()
     for held in found.left:
         left[held.use] += held.bytes
@@ -90,7 +90,7 @@ def test_what_is_left_is_what_a_step_keeps(pin: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("pin", PINS, ids=str)
 def test_the_peak_is_what_is_alive_then(pin: dict[str, int]) -> None:
-    found = timeline_of(residual_mlp(), pin)
+    found = usage_of(residual_mlp(), pin)
     assert found.peak_bytes == sum(held.bytes for held in found.alive) == max(size for _, size in found.moments)
     assert set(found.by_use()) == set(USES)
     assert sum(found.by_use().values()) == found.peak_bytes
@@ -98,14 +98,14 @@ def test_the_peak_is_what_is_alive_then(pin: dict[str, int]) -> None:
 
 
 def test_activations_grow_with_depth_and_other_bytes_too() -> None:
-    sizes = [timeline_of(residual_mlp(layers), {"data": 4}).peak_bytes for layers in (2, 3, 4, 5)]
+    sizes = [usage_of(residual_mlp(layers), {"data": 4}).peak_bytes for layers in (2, 3, 4, 5)]
     steps = [b - a for a, b in itertools.pairwise(sizes)]
     assert len(set(steps)) == 1
     assert steps[0] > 0
 
 
 def test_zero_3_holds_less_and_shows_what_is_gathered() -> None:
-    whole, cut = (timeline_of(residual_mlp(), {"data": 4, "zero": zero}).by_use() for zero in (0, 3))
+    whole, cut = (usage_of(residual_mlp(), {"data": 4, "zero": zero}).by_use() for zero in (0, 3))
     assert cut["optimizer"] * 4 == whole["optimizer"]
     assert cut["gathered"] > 0
     assert whole["gathered"] == 0

@@ -57,21 +57,25 @@ def test_2bw_leaves_backwards_to_the_next_step_and_unrolls_to_1f1b() -> None:
     ]
     assert found.first.text().splitlines()[0] == "0F0,0F1,0F2,0B0,0F3,0B1"
     assert found.stream(5).rows == schedule("1f1b", 3, 20).rows
-    assert found.in_flight == (3, 2, 1)
+    assert found.held == (((3,),), ((2,),), ((1,),))
     assert schedule("1f1b", 3, 4).first is schedule("1f1b", 3, 4)
 
 
 @pytest.mark.parametrize(
-    "name, virtual, expected",
+    "name, expected",
     [
-        ("gpipe", 1, (8, 8, 8, 8)),
-        ("1f1b", 1, (4, 3, 2, 1)),  # as many as stages from here on (PipeDream-Flush)
-        ("zero_bubble", 1, (4, 4, 4, 4)),  # ZB-H1 holds no more than 1f1b's first stage (Qi et al., 2023)
-        ("zbv", 2, (8, 7, 6, 5, 4, 3, 2, 1)),
+        ("gpipe", (8, 8, 8, 8)),
+        ("1f1b", (4, 3, 2, 1)),  # as many as stages from here on (PipeDream-Flush)
+        ("zero_bubble", (4, 4, 4, 4)),  # ZB-H1 holds no more than 1f1b's first stage (Qi et al., 2023)
     ],
 )
-def test_micro_batches_in_flight(name: str, virtual: int, expected: tuple[int, ...]) -> None:
-    assert schedule(name, 4, 8, virtual).in_flight == expected
+def test_micro_batches_held(name: str, expected: tuple[int, ...]) -> None:
+    assert schedule(name, 4, 8).held == tuple(((count,),) for count in expected)
+
+
+def test_on_a_v_the_late_stage_holds_what_the_early_one_gave_up() -> None:
+    moments = (((8, 0), (7, 1)), ((7, 1), (6, 2)), ((6, 2), (5, 3)), ((5, 3), (4, 4)))
+    assert schedule("zbv", 4, 8, 2).held == moments
 
 
 @given(sizes())

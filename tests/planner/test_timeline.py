@@ -15,13 +15,13 @@ import pytest
 
 from planner.errors import InputError
 from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
-from planner.pipeline.simulate import Timeline, Times, simulate
+from planner.pipeline.simulate import Simulated, Times, simulate
 from planner.timeline import StepTimeline, bubble_of, predicted
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def simulated(name: str, ranks: int, count: int, virtual: int = 1) -> Timeline:
+def simulated(name: str, ranks: int, count: int, virtual: int = 1) -> Simulated:
     stages = ranks * virtual
     work = 1e-3 * (1 + 0.2 * np.random.default_rng(0).random((3, stages)))
     return simulate(schedule(name, ranks, count, virtual), Times(*work, np.full(stages - 1, 1e-4)))

@@ -6,7 +6,7 @@ import pytest
 
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import I, Layout, P, R, Shard
-from planner.memory import timeline
+from planner.memory import usage
 from planner.working import Working, working
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
@@ -71,7 +71,7 @@ def test_the_sum_is_the_timeline_or_more(pin: dict[str, object], recompute: str)
     """More by the gradients, which come into being when activations go, and by little else."""
     plan = plan_of(residual_mlp(layers=6, batch=4096), cluster(4), {**pin, "recompute": recompute})
     assert plan.assignment is not None
-    found = timeline(plan.assignment)
+    found = usage(plan.assignment)
     gradients = sum(held.bytes for held in found.left if held.use == "gradients")
     hidden = 4096 // 4 * 1024 * 4  # the widest tensor of a layer, its samples on as many ranks as there are
     assert found.peak_bytes <= plan.certificate.peak_bytes <= found.peak_bytes + gradients + 2 * hidden
