@@ -3,35 +3,25 @@
 ``Graph -> Folded``. Everything downstream decides per *distinct* block, so its work does not grow with
 depth. Repeats are found in the graph itself, whether or not modules mark them:
 
-1. every node becomes a *token*: operator, static arguments, result types, and the type and role of each
-   operand; two nodes have one token only if all of these are equal;
-2. maximal periodic stretches of the token sequence are candidate *stacks* (layers, one after another);
-3. a stack's windows are rotated so that the fewest values, then bytes, cross the cut between two of them,
-   ties going to the cut where the module path changes most;
-4. windows are of one *kind* only if they are equal as graphs, node by node and operand by operand
+1. the graph is cut into windows that look alike, and what lies between (:mod:`planner.stacks`);
+2. windows are of one *kind* only if they are equal as graphs, node by node and operand by operand
    (:func:`_form`); equal tokens only nominate;
-5. what remains is cut into maximal stretches, which are blocks of their own.
+3. what remains is cut into maximal stretches, which are blocks of their own.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 
-import numpy as np
-
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.graph import Graph, Node, Ref
+from planner.stacks import Text, read, results_of, shared_path, static, windows
 
 STORED = frozenset({"param", "buffer", "const"})
 """Leaves with a storage of their own: what several blocks read of them is one decision."""
-
-SMALL = 8
-"""A unit with fewer nodes is worth folding only if it has weights and feeds the next: :func:`_is_layer`."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,7 @@ class Folded:
         needed = {*self.graph.outputs, *(ref for _, ref in self.graph.updates), *readers}
         for instance in self.instances:
             block = instance.block
-            own = {ref for node in block.nodes for ref in _results(node)}
+            own = {ref for node in block.nodes for ref in results_of(node)}
             assert block.inputs == tuple(dict.fromkeys(r for n in block.nodes for r in n.inputs if r not in own))
             assert own & needed <= set(block.outputs) <= own, f"wrong outputs of {block.path}"
         for first, *others in self.kinds:
@@ -120,9 +110,8 @@ def fold(graph: Graph, *, minimum: int = 2) -> Folded:
     """
     if minimum < 2:
         raise ValueError(f"a repeat occurs at least twice, got minimum={minimum}")
-    text = _read(graph)
-    stacks = _choose(text, _periodic(text.tokens, minimum), minimum)
-    spans = _fill(text, [*stacks, *_strays(text, stacks)])
+    text = read(graph)
+    spans = windows(text, minimum)
     groups = _group(text, spans)
     spans, groups = _merge_singles(spans, groups, minimum)
     blocks = _align([_block(text, *span) for span in spans], groups)
@@ -131,9 +120,8 @@ def fold(graph: Graph, *, minimum: int = 2) -> Folded:
 
 def fold_off(graph: Graph) -> Folded:
     """The whole graph as one block: planning without folding."""
-    text = _read(graph)
-    spans = _fill(text, [])
-    return Folded(graph, tuple(Instance(0, _block(text, *span)) for span in spans))
+    text = read(graph)
+    return Folded(graph, (Instance(0, _block(text, 0, len(text.nodes))),) if text.nodes else ())
 
 
 def relabel(folded: Folded, labels: Sequence[Hashable]) -> Folded:
@@ -162,7 +150,7 @@ def split(folded: Folded, places: Iterable[tuple[int, int]]) -> Folded:
     cuts: dict[int, set[int]] = {}
     for kind, position in places:
         cuts.setdefault(kind, set()).add(position)
-    text = _read(folded.graph)
+    text = read(folded.graph)
     pieces: list[Block] = []
     labels: list[tuple[int, int]] = []
     for instance in folded.instances:
@@ -178,301 +166,10 @@ def split(folded: Folded, places: Iterable[tuple[int, int]]) -> Folded:
     )
 
 
-# --- the graph as a text -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Text:
-    """The non-leaf nodes as a sequence: positions below count these nodes only.
-
-    ``last_use`` maps a value to the position of its last reader, or to ``len(nodes)`` if it leaves the
-    model; unread values are absent. ``paths`` are those of :func:`module_paths`.
-    """
-
-    graph: Graph
-    nodes: tuple[Node, ...]
-    position: dict[str, int]
-    last_use: dict[Ref, int]
-
-    @cached_property
-    def tokens(self) -> tuple[int, ...]:
-        return _tokens(self.graph)
-
-    @cached_property
-    def paths(self) -> tuple[tuple[str, ...], ...]:
-        return module_paths(self.nodes)
-
-
-def _read(graph: Graph) -> _Text:
-    nodes = tuple(node for node in graph.nodes if not node.is_leaf)
-    last_use = {ref: position for position, node in enumerate(nodes) for ref in node.inputs}
-    last_use.update({ref: len(nodes) for ref in (*graph.outputs, *(ref for _, ref in graph.updates))})
-    position = {node.name: at for at, node in enumerate(nodes)}
-    return _Text(graph, nodes, position, last_use)
-
-
-def module_paths(nodes: Iterable[Node]) -> tuple[tuple[str, ...], ...]:
-    """The module path of every node, in parts; one without any has its predecessor's."""
-    paths: list[tuple[str, ...]] = []
-    for node in nodes:
-        paths.append(tuple(node.path.split(".")) if node.path else paths[-1] if paths else ())
-    return tuple(paths)
-
-
-def _tokens(graph: Graph) -> tuple[int, ...]:
-    """A number per non-leaf node; equal numbers mean equal nodes up to which values they read.
-
-    Nodes of equal blocks often share arguments and result types as objects, so these are looked up by identity first.
-    """
-    numbers: dict[object, int] = {}
-    known: dict[int, int] = {}
-    types: dict[int, tuple[int, ...]] = {}
-    operands: dict[str, tuple[int, ...]] = {}
-    tokens = []
-
-    def number(value: object) -> int:
-        return numbers.setdefault(value, len(numbers))
-
-    def argument(pair: tuple[str, object]) -> int:
-        found = known.get(id(pair))
-        if found is None:
-            found = known[id(pair)] = number((pair[0], _static(pair[1])))
-        return found
-
-    def type_numbers(results: tuple[TensorType, ...]) -> tuple[int, ...]:
-        found = types.get(id(results))
-        if found is None:
-            found = types[id(results)] = tuple(map(number, results))
-        return found
-
-    for node in graph.nodes:
-        arguments = tuple(map(argument, node.args))
-        results = type_numbers(node.results)
-        if node.is_leaf:
-            operands[node.name] = tuple(number((node.op, arguments, result)) for result in results)
-        else:
-            operands[node.name] = results
-            read = tuple([operands[ref.node][ref.index] for ref in node.inputs])
-            tokens.append(number((node.op, arguments, results, read)))
-    return tuple(tokens)
-
-
-def _static(value: object) -> object:
-    """``value`` with every reference replaced by ``None`` and every constant by its text.
-
-    The text tells ``1``, ``1.0`` and ``True`` apart, which Python's equality does not.
-    """
-    if isinstance(value, Ref):
-        return None
-    if isinstance(value, tuple):
-        return tuple(_static(item) for item in value)
-    return repr(value)
-
-
-def _results(node: Node) -> Iterator[Ref]:
-    return (Ref(node.name, index) for index in range(len(node.results)))
-
-
-# --- finding stacks ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A maximal stretch of tokens in which each equals the one ``period`` later."""
-
-    start: int
-    end: int
-    period: int
-
-    @property
-    def saving(self) -> int:
-        """Nodes that need no decision of their own if the run is folded."""
-        return (self.end - self.start) // self.period * self.period - self.period
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """``count`` windows of ``period`` nodes, one after another; ``values`` of a window outlive it."""
-
-    start: int
-    period: int
-    count: int
-    values: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.period * self.count
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        return [(at, at + self.period) for at in range(self.start, self.end, self.period)]
-
-
-def _periodic(tokens: Sequence[int], minimum: int) -> list[_Run]:
-    """All maximal runs of at least ``minimum`` periods, each with its smallest (primitive) period.
-
-    Two runs with periods p < q overlap in fewer than p + q nodes (Fine and Wilf, Proc. AMS 16, 1965),
-    and the second is at least 2q long: so q <= nodes outside the first + p, where the search ends.
-    """
-    text = np.array(tokens, dtype=np.int64)
-    found: dict[tuple[int, int], int] = {}
-    longest = len(text) // minimum
-    period = 1
-    while period <= longest:
-        same = text[:-period] == text[period:]
-        if np.count_nonzero(same) >= (minimum - 1) * period:
-            edges = np.flatnonzero(np.diff(same.astype(np.int8), prepend=0, append=0)).tolist()
-            for start, stop in zip(edges[::2], edges[1::2], strict=True):
-                if stop - start >= (minimum - 1) * period:
-                    end = stop + period
-                    found.setdefault((start, end), period)
-                    longest = min(longest, len(text) - (end - start) + period)
-        period += 1
-    return [_Run(start, end, period) for (start, end), period in found.items()]
-
-
-def _choose(text: _Text, runs: list[_Run], minimum: int) -> list[_Stack]:
-    """Disjoint stacks, by largest saving first; a run that overlaps a chosen stack is clipped and waits."""
-    free = [(0, len(text.tokens))]
-    known: set[tuple[int, ...]] = set()
-    chosen: list[_Stack] = []
-    heap = [(-run.saving, run.start, run.period, run) for run in runs]
-    heapq.heapify(heap)
-    while heap:
-        *_, run = heapq.heappop(heap)
-        parts = _clip(run, free, minimum)
-        if parts != [run]:
-            for part in parts:
-                heapq.heappush(heap, (-part.saving, part.start, part.period, part))
-            continue
-        stack = _place(text, run, known, minimum)
-        if not _is_layer(text, stack) or _holds_stacks(text, stack, runs, minimum):
-            continue
-        chosen.append(stack)
-        known.add(text.tokens[slice(*stack.spans[0])])
-        _occupy(free, stack)
-    return sorted(chosen, key=lambda stack: stack.start)
-
-
-def _clip(run: _Run, free: Sequence[tuple[int, int]], minimum: int) -> list[_Run]:
-    """The parts of ``run`` inside ``free`` (ascending intervals) that still hold ``minimum`` periods."""
-    first = bisect_right(free, run.start, key=lambda span: span[1])
-    parts = []
-    for low, high in islice(free, first, None):
-        if low >= run.end:
-            break
-        parts.append(replace(run, start=max(run.start, low), end=min(run.end, high)))
-    return [part for part in parts if part.end - part.start >= minimum * part.period]
-
-
-def _occupy(free: list[tuple[int, int]], stack: _Stack) -> None:
-    """Take the stack's nodes out of the free interval that holds them."""
-    at = bisect_right(free, stack.start, key=lambda span: span[0]) - 1
-    low, high = free[at]
-    rest = ((low, stack.start), (stack.end, high))
-    free[at : at + 1] = [span for span in rest if span[0] < span[1]]
-
-
-def _place(text: _Text, run: _Run, known: set[tuple[int, ...]], minimum: int) -> _Stack:
-    """Choose where in ``run`` the windows begin.
-
-    Best is the cut that the fewest values of the window before it outlive, then the fewest bytes, then
-    the one with the shortest common module path on its two sides. Remaining ties: a unit already in use,
-    the most windows, the earliest. Cuts are compared in the middle of the run, away from its ends.
-    """
-    length, period = run.end - run.start, run.period
-    middle = run.start + length // period // 2 * period
-    values, size = np.zeros((2, period + 1), dtype=np.int64)
-    for at in range(middle - period, middle + period - 1):
-        node = text.nodes[at]
-        for ref, kind in zip(_results(node), node.results, strict=True):
-            first = max(at + 1 - middle, 0)
-            last = min(text.last_use.get(ref, at), at + period, middle + period - 1) - middle
-            if first <= last:
-                values[[first, last + 1]] += (1, -1)
-                size[[first, last + 1]] += (kind.size_bytes, -kind.size_bytes)
-    values, size = np.cumsum(values), np.cumsum(size)
-
-    def rank(offset: int) -> tuple[int, int, int]:
-        before, after = text.paths[middle + offset - 1], text.paths[middle + offset]
-        return int(values[offset]), int(size[offset]), len(shared_path([before, after]))
-
-    offsets = [offset for offset in range(period) if (length - offset) // period >= minimum]
-    ranks = {offset: rank(offset) for offset in offsets}
-    best = min(ranks.values())
-
-    def preference(offset: int) -> tuple[bool, int, int]:
-        start = run.start + offset
-        return text.tokens[start : start + period] not in known, -((length - offset) // period), offset
-
-    offset = min((offset for offset in offsets if ranks[offset] == best), key=preference)
-    return _Stack(run.start + offset, period, (length - offset) // period, int(values[offset]))
-
-
-def _is_layer(text: _Text, stack: _Stack) -> bool:
-    """Whether the stack is worth folding: two of a unit of some size, with weights, that feeds the next.
-
-    Keeps neighbours that merely look alike (projections of one input, slices, masks) in one block.
-    """
-    first, second = stack.spans[:2]
-    reads = {ref.node for node in text.nodes[slice(*second)] for ref in node.inputs}
-    feeds = any(node.name in reads for node in text.nodes[slice(*first)])
-    weighs = any(text.graph.by_name[name].op == "param" for name in reads)
-    return (stack.period >= SMALL) + weighs + feeds >= 2
-
-
-def _holds_stacks(text: _Text, stack: _Stack, runs: Iterable[_Run], minimum: int) -> bool:
-    """Whether the unit is itself mostly stacks, cut as cleanly: a tower of layers, not a layer.
-
-    Then the layers are the better unit; equal towers fold as well, because kinds are found across stacks.
-    """
-    free, saved = [stack.spans[0]], 0
-    inner = (run for run in runs if run.period * 2 <= stack.period and run.start < free[0][1])
-    for run in sorted(inner, key=lambda run: (-run.saving, run.start)):
-        for part in _clip(run, free, minimum):
-            nested = _place(text, part, set(), minimum)
-            if nested.values <= stack.values and _is_layer(text, nested):
-                _occupy(free, nested)
-                saved += nested.period * (nested.count - 1)
-    return saved * 2 >= stack.period
-
-
-def _strays(text: _Text, stacks: Iterable[_Stack]) -> list[_Stack]:
-    """Single windows outside the stacks that read like the unit of one."""
-    units: dict[int, set[tuple[int, ...]]] = {}
-    free = [(0, len(text.tokens))]
-    for stack in stacks:
-        unit = text.tokens[slice(*stack.spans[0])]
-        units.setdefault(unit[0], set()).add(unit)
-        _occupy(free, stack)
-    found = []
-    for at, high in free:
-        while at < high:
-            fits = [
-                len(unit)
-                for unit in units.get(text.tokens[at], ())
-                if at + len(unit) <= high and text.tokens[at : at + len(unit)] == unit
-            ]
-            if fits:
-                found.append(_Stack(at, max(fits), 1, 0))
-            at += max(fits, default=1)
-    return found
-
-
-def _fill(text: _Text, stacks: Iterable[_Stack]) -> list[tuple[int, int]]:
-    """The windows of all stacks and the stretches between them, in order."""
-    spans = []
-    at = 0
-    for start, end in sorted(span for stack in stacks for span in stack.spans):
-        spans += [(at, start), (start, end)]
-        at = end
-    return [(start, end) for start, end in [*spans, (at, len(text.tokens))] if start < end]
-
-
 # --- deciding what is equal ----------------------------------------------------------------------------
 
 
-def _group(text: _Text, spans: Sequence[tuple[int, int]]) -> list[int]:
+def _group(text: Text, spans: Sequence[tuple[int, int]]) -> list[int]:
     """A number per span; equal numbers mean equal forms."""
     stored = {node.name for node in text.graph.leaves if node.op in STORED}
     readers: Counter[Ref] = Counter()
@@ -483,7 +180,7 @@ def _group(text: _Text, spans: Sequence[tuple[int, int]]) -> list[int]:
     return [forms.setdefault(_form(text, start, end, shared), len(forms)) for start, end in spans]
 
 
-def _form(text: _Text, start: int, end: int, shared: set[Ref]) -> object:
+def _form(text: Text, start: int, end: int, shared: set[Ref]) -> object:
     """What two spans must have equal to be one kind; equality of forms is isomorphism in this order.
 
     Per node: its token and, for each operand, the local position and result number of its producer, or
@@ -527,13 +224,13 @@ def _merge_singles(
     return merged, kinds
 
 
-def _block(text: _Text, start: int, end: int) -> Block:
+def _block(text: Text, start: int, end: int) -> Block:
     nodes = text.nodes[start:end]
     reads = dict.fromkeys(ref for node in nodes for ref in node.inputs)
     return Block(
         nodes=nodes,
         inputs=tuple(ref for ref in reads if text.position.get(ref.node, -1) < start),
-        outputs=tuple(ref for node in nodes for ref in _results(node) if text.last_use.get(ref, -1) >= end),
+        outputs=tuple(ref for node in nodes for ref in results_of(node) if text.last_use.get(ref, -1) >= end),
         path=".".join(shared_path(node.path.split(".") for node in nodes if node.path)),
     )
 
@@ -551,15 +248,6 @@ def _align(blocks: Sequence[Block], kinds: Sequence[int]) -> list[Block]:
 
 
 # --- names and checks ----------------------------------------------------------------------------------
-
-
-def shared_path(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """The longest common beginning, in whole path components."""
-    first, *others = [tuple(path) for path in paths] or [()]
-    for path in others:
-        same = next((i for i, (a, b) in enumerate(zip(first, path, strict=False)) if a != b), None)
-        first = first[: min(len(first), len(path)) if same is None else same]
-    return first
 
 
 def _pattern(instances: Sequence[Instance]) -> str:
@@ -594,10 +282,10 @@ def _check_equal(graph: Graph, first: Block, other: Block, readers: Counter[Ref]
 
     assert len(first.nodes) == len(other.nodes), f"{first.path} and {other.path} differ in length"
     for node, copy in zip(first.nodes, other.nodes, strict=True):
-        assert (node.op, _static(tuple(node.args))) == (copy.op, _static(tuple(copy.args))), f"{node} is not {copy}"
+        assert (node.op, static(tuple(node.args))) == (copy.op, static(tuple(copy.args))), f"{node} is not {copy}"
         for a, b in zip(node.inputs, copy.inputs, strict=True):
             pair(a, b)
-        for a, b in zip(_results(node), _results(copy), strict=True):
+        for a, b in zip(results_of(node), results_of(copy), strict=True):
             pair(a, b)
     for a, b in zip(first.inputs, other.inputs, strict=True):
         assert twin[a] == b, f"inputs {a} and {b} are not aligned"
