@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.alike import arguments, captured, check_alike
 from autopar.build import InTurns, build
 from autopar.capture import Captured, LossFn, capture, no_garbage
 from autopar.lower import lower
@@ -221,8 +222,8 @@ def parallelize(
 ) -> ParallelModule:
     """This rank's share of ``model``, ready to train; call it in every process that ``torchrun`` started.
 
-    Rank 0 plans (or every rank brings the same ``plan``); parameters come from rank 0's model, from
-    ``state_dict``, or, for models on the meta device, from the modules' own initialisation.
+    Rank 0 plans (or every rank brings the same ``plan``); all ranks give the same arguments. Parameters come from rank
+    0's model, from ``state_dict``, or, for models on the meta device, from the modules' own initialisation.
 
     Args:
         model, cluster, example_args, example_kwargs, loss_fn, pin, pipelines, time_limit_s: as in :func:`plan`.
@@ -233,7 +234,7 @@ def parallelize(
 
     Raises:
         PlanError: the plan does not fit the model, the cluster or the process group; or ranks were given different
-            ones.
+            ones, or different models, inputs, pins or seeds.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     if plan is not None and pin:
@@ -244,17 +245,18 @@ def parallelize(
             f"the plan is for {plan.cluster.world_size} devices, the cluster has {cluster.world_size}: plan again"
         )
     device = start_process_group(cluster)
+    pins = Pins.parse(pin)
+    check_alike(arguments(model, cluster, plan, pins, pipelines, state_dict, seed))
     if dist.get_world_size() != cluster.world_size:
         raise PlanError(
             f"the cluster has {cluster.world_size} devices but {dist.get_world_size()} processes were started: "
             f"start {cluster.world_size} (torchrun --nproc-per-node), or describe the cluster that is there"
         )
-    _check_ranks_agree(plan, model, state_dict)
     if dist.get_rank() == 0:
         _say(progress, f"capturing {type(model).__name__}")
-    traced = trace(model, example_args, example_kwargs, loss_fn)
+    traced = _traced_alike(model, example_args, example_kwargs, loss_fn)
     if plan is None:
-        plan = _plan_on_rank_0(traced, cluster, pin, pipelines, time_limit_s, progress)
+        plan = _plan_on_rank_0(traced, cluster, pins, pipelines, time_limit_s, progress)
     assignment = assign(traced, plan)
     assignment, in_turns = staged(plan, assignment)
     stage_mesh = plan.mesh.in_turns(1)
@@ -305,10 +307,26 @@ def start_process_group(cluster: ClusterSpec) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
+def _traced_alike(
+    model: nn.Module,
+    example_args: tuple[Any, ...] | None,
+    example_kwargs: Mapping[str, Any] | None,
+    loss_fn: LossFn | None,
+) -> Traced:
+    """Capture; an error where ranks do not all find the same."""
+    try:
+        traced = trace(model, example_args, example_kwargs, loss_fn)
+    except Exception as error:
+        check_alike({"model": f"one that cannot be captured ({type(error).__name__})"})
+        raise
+    check_alike(captured(traced.graph, traced.facts))
+    return traced
+
+
 def _plan_on_rank_0(
     traced: Traced,
     cluster: ClusterSpec,
-    pin: Mapping[str, Any] | None,
+    pins: Pins,
     pipelines: bool,
     time_limit_s: float,
     progress: Progress | None,
@@ -318,7 +336,7 @@ def _plan_on_rank_0(
     if dist.get_rank() == 0:
         try:
             limits: dict[str, Any] = {"pipelines": pipelines, "time_limit_s": time_limit_s, "progress": progress}
-            found = plan_traced(traced, cluster, Pins.parse(pin), Training(), **limits)
+            found = plan_traced(traced, cluster, pins, Training(), **limits)
             message = [found.to_dict()]
         except Exception as error:
             message = [error]
@@ -326,24 +344,6 @@ def _plan_on_rank_0(
     if isinstance(message[0], Exception):
         raise message[0]
     return Plan.from_dict(message[0])
-
-
-def _check_ranks_agree(plan: Plan | None, model: nn.Module, state_dict: Source | None) -> None:
-    """Compare what decides which collectives follow, in one that all ranks make; what differs would hang later."""
-    mine = {
-        "plan": "none" if plan is None else plan.digest(),
-        "model": "on the meta device" if any(p.is_meta for p in model.parameters()) else "with weights",
-        "state_dict": "none" if state_dict is None else "given",
-    }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for what in mine:
-        others = [rank for rank, theirs in enumerate(everyone) if theirs[what] != everyone[0][what]]
-        if others:
-            raise PlanError(
-                f"ranks were given different {what}s: rank 0 has {everyone[0][what]}, rank {others[0]} has "
-                f"{everyone[others[0]][what]}; ranks {others} differ from rank 0: give every rank the same"
-            )
 
 
 def given_plan(plan: object) -> Plan:

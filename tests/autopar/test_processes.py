@@ -267,6 +267,10 @@ def test_ranks_given_different_plans_say_so(pool: LocalProcesses, documents: Cal
     pool.run(workers.refuses_other_plans, both, ranks=2)
 
 
+def test_ranks_given_something_else_say_so(pool: LocalProcesses) -> None:
+    pool.run(workers.refuses_what_differs_between_ranks, ranks=2)
+
+
 def test_a_plan_for_more_processes_says_so(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
     pool.run(workers.refuses_other_world_sizes, documents("mlp", {"data": 4}, 4), ranks=2)
 

@@ -882,6 +882,25 @@ def refuses_other_plans(documents: list[Mapping[str, Any]]) -> None:
         parallel(model_of("mlp"), mine, batch_of("mlp"))
 
 
+def refuses_what_differs_between_ranks() -> None:
+    """Rank 1 is given something else than rank 0; both say so."""
+    batch, differs = batch_of("mlp"), dist.get_rank() == 1
+    given = {"model": mlp().double(), "cluster": cluster_of(2), "example_kwargs": batch, "loss_fn": loss_fn}
+    narrow = {name: value[:4] for name, value in batch.items()}
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"cluster": cluster_of(4)}, r"different clusters: .* of 2 devices .* of 4 devices"),
+        ({"pin": {"tensor": 2}}, r'different pins: rank 0 has \{\}, rank 1 has \{"tensor": 2\}; ranks \[1\]'),
+        ({"pipelines": True}, r"different pipelines flags: rank 0 has False, rank 1 has True"),
+        ({"seed": 1}, r"different seeds: rank 0 has 0, rank 1 has 1"),
+        ({"example_kwargs": narrow}, r"different example inputs: rank 0 has x float64 8x16.*rank 1 has x float64 4x16"),
+        ({"model": mlp(0.5).double()}, r"different models: rank 0 has Mlp .*fingerprint .*rank 1 has Mlp"),
+        ({"example_kwargs": {"y": batch["x"]}}, r"different models: .*rank 1 has one that cannot be captured \(Input"),
+    ]
+    for others, message in wrong:
+        with pytest.raises(PlanError, match=message):
+            autopar.parallelize(**{**given, **(others if differs else {})})
+
+
 def refuses_other_world_sizes(document: Mapping[str, Any]) -> None:
     with pytest.raises(PlanError, match="has 4 devices but 2 processes were started"):
         parallel(model_of("mlp"), document, batch_of("mlp"))
@@ -911,10 +930,9 @@ def refuses_wrong_inputs(document: Mapping[str, Any]) -> None:
 
 def raises_on_every_rank() -> None:
     """An error of the search, which only rank 0 makes, reaches all."""
-    with pytest.raises(PinError, match="known"):
-        autopar.parallelize(
-            model_of("mlp"), cluster_of(2), example_kwargs=batch_of("mlp"), loss_fn=loss_fn, pin={"tensors": 2}
-        )
+    pin = {"tensor": 2, "layers": {"upp": {"tensor": "n"}}}
+    with pytest.raises(PinError, match="no module matches 'upp'"):
+        autopar.parallelize(model_of("mlp"), cluster_of(2), example_kwargs=batch_of("mlp"), loss_fn=loss_fn, pin=pin)
 
 
 def fails_alone() -> None:

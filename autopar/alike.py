@@ -1,0 +1,80 @@
+"""Alike: that every rank was given the same, before it decides which collectives follow.
+
+What ranks do differently would hang later, or go wrong without a word where rank 0's is taken for all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from autopar.materialize import Source
+from planner.cluster import ClusterSpec
+from planner.errors import PlanError
+from planner.graph import Graph
+from planner.pins import Pins
+from planner.plan import Plan
+
+Given = Mapping[str, str]
+"""What a rank was given, in words: kind of thing -> which."""
+
+
+def arguments(
+    model: nn.Module,
+    cluster: ClusterSpec,
+    plan: Plan | None,
+    pins: Pins,
+    pipelines: bool,
+    source: Source | None,
+    seed: int,
+) -> Given:
+    """What is known before the model is captured.
+
+    Of a cluster only what ranks act on: its figures may be measured, by every rank for itself.
+    """
+    levels = " x ".join(str(level.size) for level in cluster.levels)
+    return {
+        "cluster": f"{cluster.name!r} of {levels} devices of kind {cluster.device.kind!r} over {cluster.backend}",
+        "plan": "none" if plan is None else plan.digest(),
+        "pin": json.dumps(pins.to_dict(), sort_keys=True),
+        "pipelines flag": str(pipelines),
+        "model": "one on the meta device" if any(p.is_meta for p in model.parameters()) else "one with weights",
+        "state_dict": "none" if source is None else "one",
+        "seed": str(seed),
+    }
+
+
+def captured(graph: Graph, facts: Mapping[str, Any]) -> Given:
+    """What is known then.
+
+    Args:
+        facts: as :func:`planner.plan.model_facts` has them.
+    """
+    inputs = [leaf for leaf in graph.leaves if leaf.op == "input"]
+    forms = [f"{leaf.target} {leaf.results[0].dtype} {'x'.join(map(str, leaf.results[0].shape))}" for leaf in inputs]
+    return {
+        "example input": ", ".join(forms),
+        "model": "{class} with {parameters} parameters in {mode} mode, fingerprint {fingerprint}".format(**facts),
+    }
+
+
+def check_alike(mine: Given) -> None:
+    """Compare with what all other ranks were given, in one collective that all of them make.
+
+    Raises:
+        PlanError: it differs; on every rank.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for what in (what for what in mine if all(what in each for each in everyone)):
+        found = [each[what] for each in everyone]
+        others = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
+        if others:
+            raise PlanError(
+                f"ranks were given different {what}s: rank 0 has {found[0]}, rank {others[0]} has {found[others[0]]}; "
+                f"ranks {others} differ from rank 0: give every rank the same"
+            )
