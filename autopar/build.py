@@ -96,14 +96,14 @@ def build(
     return ParallelModule(
         program,
         interface,
-        assignment.space.mesh.in_turns(1),
-        device_mesh,
-        rank,
-        names,
-        _not_saved(model),
-        make_part,
-        state,
-        None if in_turns is None else in_turns.pipeline,
+        mesh=assignment.space.mesh.in_turns(1),
+        device_mesh=device_mesh,
+        rank=rank,
+        names=names,
+        not_saved=_not_saved(model),
+        make_part=make_part,
+        state=state,
+        pipeline=None if in_turns is None else in_turns.pipeline,
     )
 
 

@@ -98,6 +98,7 @@ class ParallelModule(nn.Module):
         self,
         program: Program,
         interface: Interface,
+        *,
         mesh: Mesh,
         device_mesh: DeviceMesh,
         rank: int,

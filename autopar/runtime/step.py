@@ -1,9 +1,9 @@
 """Step: a step in turns, forward and backward of every micro-batch in the order of a schedule.
 
 A pipeline is only full if the backward of one micro-batch runs beside the forward of another. So all of it happens when
-the model is called, and ``loss.backward()`` hands the gradients over. By how much the loss is scaled is known only
-then, so a step assumes the scale of the one before (a power of two close to it) and puts right what differs: a loss
-scale keeps small gradients of half precision from vanishing. Where nobody wants gradients only forwards run.
+the model is called, and ``loss.backward()`` hands the gradients over (:mod:`autopar.runtime.hand_over`). By how much
+the loss is scaled is known only then, so a step assumes the scale of the one before, a power of two close to it. Where
+nobody wants gradients only forwards run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
 
+from autopar.runtime.hand_over import handing_over, power_of_two, refusing
 from autopar.runtime.mail import Mail, Messages
 from autopar.runtime.recompute import memory_of
 from autopar.runtime.split import Later, backward_of_inputs
@@ -29,6 +30,16 @@ from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from planner.errors import InputError
 from planner.pipeline.schedule import Action, is_left_over
+
+_NO_LOSS = (
+    "a step in turns finds the gradients of one loss, the first scalar that the model returns, and backward was asked "
+    "for those of another output: detach it, or add it to the loss inside the model or in loss_fn"
+)
+_FROZEN = (
+    "all parameters of this rank's stages were frozen after planning, and in a norm over all gradients or a GradScaler "
+    "the ranks of other stages would wait for theirs: freeze parameters before planning, or leave some of every rank's "
+    "trained; without training call the model under torch.no_grad()"
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,7 @@ class Step:
         self,
         stages: Sequence[Stage],
         actions: Sequence[Action],
+        *,
         leaves: Sequence[str],
         turned: Mapping[str, int],
         outputs: Sequence[Leaving],
@@ -168,70 +180,33 @@ class Step:
             run.forward_and_backward()
         results = run.results()
         if trains:
-            assert self.loss is not None
             complete = before if self.overlaps else run
             if self.overlaps:
                 self.left = run.leave()
-            # Where all that is trained is on other processes, backward starts here all the same.
-            anchor = torch.zeros((), requires_grad=True)
-            parts = [leaf for leaf in leaves if leaf.requires_grad]
-            seed = self.seed if complete is None else complete.seed
-            found = {} if complete is None else {name: leaf.grad for name, leaf in complete.local.items()}
-            gradients = [found.get(name) for name, leaf in given.items() if leaf.requires_grad]
-            for position, leaving in enumerate(self.outputs):
-                if position == self.loss:
-                    results[position] = _HandOver.apply(self, results[position], gradients, seed, anchor, *parts)
-                elif leaving.differentiable and results[position] is not None:
-                    results[position] = _Apart.apply(results[position], anchor)
+            self._let_backward_begin(results, given, complete)
         return tuple(results)
 
+    def _let_backward_begin(self, results: list[Any], given: Mapping[str, Tensor], complete: _Run | None) -> None:
+        """From the loss, which hands over the gradients of a complete step, and from no other output."""
+        parameters = {name: leaf for name, leaf in given.items() if leaf.requires_grad}
+        is_frozen = not parameters and self.trainers is not None and self.trainers.group.size() > 1
+        found = {} if complete is None else {name: leaf.grad for name, leaf in complete.local.items()}
+        gradients = [found.get(name) for name in parameters]
+        seed = self.seed if complete is None else complete.seed
+        for position, leaving in enumerate(self.outputs):
+            value = results[position]
+            if position == self.loss:
+                results[position] = (
+                    refusing(value, _FROZEN)
+                    if is_frozen
+                    else handing_over(value, list(parameters.values()), gradients, seed, self._scaled)
+                )
+            elif leaving.differentiable and value is not None:
+                results[position] = refusing(value, _NO_LOSS)
 
-class _HandOver(torch.autograd.Function):
-    """The loss, whose backward gives gradients that are known."""
-
-    @staticmethod
-    def forward(ctx, step, loss, gradients, seed, anchor, *parts):  # type: ignore[no-untyped-def]
-        ctx.step, ctx.gradients, ctx.seed = step, gradients, seed
-        return loss.detach()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        found, ctx.gradients = ctx.gradients, None
-        if found is None:
-            raise RuntimeError(
-                "the gradients of a step in turns were handed over before: call loss.backward() once a step"
-            )
-        present = [gradient for gradient in found if gradient is not None]
-        if present:
-            torch._foreach_mul_(present, grad / ctx.seed.to(grad))
-        ctx.step.seed = _power_of_two(grad)
-        return None, None, None, None, None, *found
-
-
-def _power_of_two(number: Tensor) -> Tensor:
-    """One close to it, by which numbers are multiplied without rounding; 1 for what is zero or not finite."""
-    _, exponent = torch.frexp(number.double())
-    return torch.where(
-        torch.isfinite(number) & (number != 0),
-        torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent - 1),
-        1.0,
-    )
-
-
-class _Apart(torch.autograd.Function):
-    """An output that is no loss: its gradient is refused where it would be lost."""
-
-    @staticmethod
-    def forward(ctx, output, anchor):  # type: ignore[no-untyped-def]
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        raise InputError(
-            "a step in turns finds the gradients of one loss, the first scalar that the model returns, and backward "
-            "was asked for those of another output: detach it, or add it to the loss inside the model or in loss_fn"
-        )
+    def _scaled(self, scale: Tensor) -> None:
+        """The loss was scaled so; the next step assumes the same."""
+        self.seed = power_of_two(scale)
 
 
 _InFlight = tuple[list[Tensor], list[GradientEdge | None], list[Tensor]]

@@ -456,7 +456,9 @@ class Unlike(nn.Module):
 
 
 def scales_unlike_stages() -> None:
-    """A scaler asks once for each dtype, which stages do not have alike; with nothing to train only forwards run."""
+    """A scaler asks once for each dtype, which stages do not have alike; a stage that was frozen has no gradients to
+    give; with nothing to train only forwards run.
+    """
     torch.manual_seed(0)
     batch, pin = {"x": torch.ones(BATCH, 16)}, {"pipeline": 2, "micro_batches": 2, "schedule": "gpipe"}
     pmodel = autopar.parallelize(Unlike(True), cluster_of(2), example_kwargs=batch, pin=pin)
@@ -471,6 +473,17 @@ def scales_unlike_stages() -> None:
         torch.stack(norms)
     with pytest.raises(InputError, match="norm of order -inf"):
         nn.utils.get_total_norm([first.grad], -math.inf)
+    pmodel.requires_grad_(dist.get_rank() == 0)
+    loss = pmodel(**pmodel.shard(batch))
+    said = r"all parameters of this rank's stages were frozen after planning, .*: freeze parameters before planning"
+    with contextlib.nullcontext() if dist.get_rank() == 0 else pytest.raises(InputError, match=said):
+        loss.backward()
+    for name, parameter in pmodel.named_parameters():
+        parameter.requires_grad_(name.endswith("weight"))  # some of every stage's may be frozen
+    pmodel.zero_grad()
+    pmodel(**pmodel.shard(batch)).backward()
+    norm = nn.utils.clip_grad_norm_(pmodel.parameters(), 1.0)
+    equal_on_all_ranks("the norm", round(norm.item(), 5))
     torch.manual_seed(0)
     model = Unlike(False)
     frozen = autopar.parallelize(model, cluster_of(2), example_kwargs=batch, pin=pin)
