@@ -310,6 +310,9 @@ def test_who_waits_for_a_lost_rank_is_told_so(pool: LocalProcesses, tmp_path: Pa
 
 
 PROGRAM = """
+import faulthandler
+faulthandler.dump_traceback_later(240, exit=True)  # who hangs, at the very end too, fails and says where
+
 import autopar, torch, torch.distributed as dist
 from tests.autopar.workers import batch_of, loss_fn, loss_of, model_of
 
@@ -336,7 +339,7 @@ def test_runs_under_torchrun(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": root},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert result.returncode == 0, result.stderr
     assert all(f"rank {rank} of 4 agrees" in result.stdout for rank in range(4))
