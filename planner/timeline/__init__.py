@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from planner.timeline.step import Event, StepTimeline, bubble_of, predicted
+from planner.timeline.drawn import StepTimeline, predicted
+from planner.timeline.step import Event, bubble_of
 
 __all__ = ["Event", "StepTimeline", "bubble_of", "predicted"]

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from planner.pipeline.simulate import Floats
 from planner.timeline.shares import shares
-from planner.timeline.step import KINDS, StepTimeline
+from planner.timeline.step import KINDS, Step
 from planner.words import in_seconds
 
 WIDTH = 96
 SIGNS = {"F": "█", "B": "▒", "I": "▒", "W": "░", "wait": "·", "gather": "g", "reduce": "r", "update": "u"}
 
 
-def text(found: StepTimeline) -> str:
+def text(found: Step) -> str:
     """The title, the rows, the time, and what the signs are."""
     carried = sum(event.kind != "wait" for event in found.events) > WIDTH / 2 * found.ranks
     rows = [_signs(row, carried) for row in shares(found, WIDTH)]

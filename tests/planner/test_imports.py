@@ -161,6 +161,18 @@ def test_the_allowed_arrows_have_no_cycle() -> None:
     TopologicalSorter(ROOMS).prepare()
 
 
+def test_no_modules_of_the_planner_import_one_another_in_a_circle() -> None:
+    known = {*modules(PLANNER)}
+    arrows = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): {
+            name if name in known else name.rpartition(".")[0] for _, name in imports(path)
+        }
+        & known
+        for path in files(PLANNER)
+    }
+    TopologicalSorter(arrows).prepare()
+
+
 def test_rooms_import_only_what_their_row_allows() -> None:
     wrong = []
     for path in files(PLANNER):
