@@ -25,8 +25,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from autopar import api
+from autopar.calls import count_collectives
 from autopar.meter import LiveBytes, held_tensors
-from autopar.observe import observe
 from autopar.processes import LocalProcesses
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import ParallelModule
@@ -153,7 +153,10 @@ def train_rank(settings: Settings, document: Mapping[str, Any]) -> Generator[Ste
         dist.barrier()
         start = time.perf_counter()
         if index == min(1, settings.steps - 1):
-            with LiveBytes(held_tensors(pmodel, optimizer)) as live, observe(groups_of(pmodel.device_mesh)) as calls:
+            with (
+                LiveBytes(held_tensors(pmodel, optimizer)) as live,
+                count_collectives(groups_of(pmodel.device_mesh)) as calls,
+            ):
                 loss = _step(pmodel, optimizer, batch)
             peak_bytes = live.peak
         else:

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from autopar.api import Traced, assign, check_arguments, given_plan, plan_traced, staged, trace
 from autopar.build import InTurns
+from autopar.calls import count_collectives, count_messages, differences
 from autopar.capture import LossFn, _caches_off, _example_inputs, _WithLoss
 from autopar.compare import first_divergence, reference_values
 from autopar.exact import exact, twin, widen, widened
-from autopar.observe import differences, observe, observe_messages
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.step import Step
 from autopar.simulate import DivergedError, Simulation
@@ -191,8 +191,8 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
         module(*args, **kwargs)
     messages: contextlib.AbstractContextManager[Counter[Exchange]] = contextlib.nullcontext(Counter())
     if isinstance(module.program, Step):
-        messages = observe_messages(module.program, simulation.placed)
-    with observe(groups_of(module.device_mesh)) as calls, messages as sent:
+        messages = count_messages(module.program, simulation.placed)
+    with count_collectives(groups_of(module.device_mesh)) as calls, messages as sent:
         returned = pytree.tree_leaves(module(*args, **kwargs))
         if reference.loss is not None:
             returned[reference.loss].backward()

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.api import assign, plan_traced, trace
+from autopar.calls import count_collectives, differences
 from autopar.materialize import _cut
 from autopar.meter import LiveBytes, held_tensors
-from autopar.observe import differences, observe
 from autopar.runtime.mesh import groups_of, part_of, put_part, rows_of, take
 from autopar.simulate import Simulation
 from autopar.typecheck import typecheck
@@ -120,7 +120,7 @@ def test_narrow_models_train_on_simulated_ranks(name: str, dtype: torch.dtype, p
     typecheck(traced.captured, assignment)
     with Simulation(model, traced.captured, assignment) as simulation:
         module = simulation.module
-        with observe(groups_of(module.device_mesh)) as calls:
+        with count_collectives(groups_of(module.device_mesh)) as calls:
             loss = module(**simulation.inputs((), batch)[1])
             loss.backward()
         assert not differences(dict(plan.predicted.collectives), calls)

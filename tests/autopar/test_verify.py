@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.api import trace
+from autopar.calls import differences
 from autopar.exact import exact, twin, widen, widened
-from autopar.observe import differences
 from autopar.verification import decide_on, reference, verify
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective

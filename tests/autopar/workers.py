@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.calls import count_collectives, count_exchanges, differences
 from autopar.exact import exact
 from autopar.meter import LiveBytes
-from autopar.observe import differences, observe, observe_exchanges
 from autopar.runtime.draws import draw
 from autopar.runtime.layers import attention, batch_norm, cross_entropy_loss, vocab_embedding
 from autopar.runtime.mail import Between
@@ -203,7 +203,7 @@ def trains_alike(name: str, document: Mapping[str, Any]) -> float:
 
     loss = loss_of(model, batch)
     loss.backward()
-    with observe(groups_of(pmodel.device_mesh)) as calls:
+    with count_collectives(groups_of(pmodel.device_mesh)) as calls:
         ploss = loss_of(pmodel, batch)
         ploss.backward()
     assert not differences(dict(Plan.from_dict(document).predicted.collectives), calls)
@@ -246,11 +246,11 @@ def trains_in_turns(name: str, document: Mapping[str, Any]) -> float:
     predicted = Plan.from_dict(document).predicted
     passed: contextlib.AbstractContextManager[Counter[Any]] = contextlib.nullcontext(Counter())
     if pmodel.pipeline is not None:
-        passed = observe_exchanges(pmodel.pipeline)
+        passed = count_exchanges(pmodel.pipeline)
     assert isinstance(pmodel.program, Step)
     mail = pmodel.program.mail
     watch = InFlight(pmodel.program, mail.schedule.rank_of) if isinstance(mail, Between) else None
-    with observe(groups_of(pmodel.device_mesh)) as calls, passed as exchanged:
+    with count_collectives(groups_of(pmodel.device_mesh)) as calls, passed as exchanged:
         ploss = loss_of(pmodel, batch)
         ploss.backward()
     rank = 0 if pmodel.pipeline is None else pmodel.pipeline.rank
@@ -308,7 +308,7 @@ def trains_one_update_late(name: str, document: Mapping[str, Any]) -> float:
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
     late: list[Tensor | None] = [None for _ in model.parameters()]
     for step in range(6):
-        with observe_exchanges(pmodel.pipeline) as exchanged:
+        with count_exchanges(pmodel.pipeline) as exchanged:
             losses = [loss_of(m, batch_of(name, step)) for m in (model, pmodel)]
             losses[1].backward()
         same(f"loss of step {step}", losses[1], losses[0])
@@ -600,7 +600,7 @@ def trains_in_its_own_precision(name: str, document: Mapping[str, Any], dtype: t
     """A model of bfloat16 or float16 parameters: loss and gradients, and collectives in that dtype as predicted."""
     batch = batch_of(name)
     pmodel = parallel(model_of(name, dtype=dtype), document, batch)
-    with observe(groups_of(pmodel.device_mesh)) as calls:
+    with count_collectives(groups_of(pmodel.device_mesh)) as calls:
         loss = loss_of(pmodel, batch)
         loss.backward()
     assert not differences(dict(Plan.from_dict(document).predicted.collectives), calls)

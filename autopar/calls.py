@@ -1,8 +1,8 @@
-"""Observe: count the calls that a program really makes, in the words of the plan's prediction.
+"""Calls: count the calls that a program really makes, in the words of the plan's prediction.
 
-:func:`observe` counts collectives along the axes of a mesh, :func:`observe_exchanges` what the ranks of a pipeline pass
-one another. Both work wherever torch dispatches: real process groups (gloo, nccl), and all ranks simulated in one
-process (there a call by all ranks together counts once, as on one rank). :func:`observe_messages` counts what stages
+:func:`count_collectives` counts those along the axes of a mesh, :func:`count_exchanges` what the ranks of a pipeline
+pass one another. Both work wherever torch dispatches: real process groups (gloo, nccl), and all ranks simulated in one
+process (there a call by all ranks together counts once, as on one rank). :func:`count_messages` counts what stages
 that are all in one process pass one another.
 """
 
@@ -34,7 +34,7 @@ UNKNOWN_AXIS = "?"
 
 
 @contextlib.contextmanager
-def observe(groups: Mapping[str, ProcessGroup]) -> Iterator[Counter[Collective]]:
+def count_collectives(groups: Mapping[str, ProcessGroup]) -> Iterator[Counter[Collective]]:
     """Count every collective call made inside the context, as this rank sees it.
 
     Args:
@@ -55,7 +55,7 @@ def observe(groups: Mapping[str, ProcessGroup]) -> Iterator[Counter[Collective]]
 
 
 @contextlib.contextmanager
-def observe_exchanges(pipeline: Pipeline) -> Iterator[Counter[Exchange]]:
+def count_exchanges(pipeline: Pipeline) -> Iterator[Counter[Exchange]]:
     """Count every call inside the context by which this rank passes something to others of a pipeline.
 
     Yields:
@@ -81,7 +81,7 @@ def observe_exchanges(pipeline: Pipeline) -> Iterator[Counter[Exchange]]:
 
 
 @contextlib.contextmanager
-def observe_messages(step: Step, placed: Sequence[int]) -> Iterator[Counter[Exchange]]:
+def count_messages(step: Step, placed: Sequence[int]) -> Iterator[Counter[Exchange]]:
     """Count what the stages of a step that are all in one process pass one another, as if they were on several ranks.
 
     Args:
