@@ -102,7 +102,8 @@ def in_turns(cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_ax
             meshes: tuple[Mesh, ...] = (pinned_mesh(cluster, pins.sizes, stages),)
         else:
             meshes = candidate_meshes(cluster, max_axes, cluster.world_size // stages)
-        for turns in _turn_counts(pins, graph):
+        ranks = max((axis.size for mesh in meshes for axis in mesh.axes if axis.name == "data"), default=1)
+        for turns in _turn_counts(pins, graph, ranks):
             found += [Division(stages, mesh.in_turns(turns)) for mesh in meshes]
     names, virtual = schedules(pins), pins.virtual_stages
     runs = [s for s in found if s.in_turns and pipelines_of(s.stages, s.mesh.micro_batches, blocks, names, virtual)]
@@ -175,16 +176,18 @@ def batch_of(graph: Graph) -> int:
     return math.gcd(*(shape[0] for shape in shapes if shape and shape[0] > 1))
 
 
-def _turn_counts(pins: Pins, graph: Graph) -> list[int]:
-    batch, ranks = batch_of(graph) or 1, pins.sizes.get("data", 1)
+def _turn_counts(pins: Pins, graph: Graph, ranks: int) -> list[int]:
+    """Numbers of micro-batches that the pins allow, each of which is divided among so many ranks of a data axis."""
+    batch = batch_of(graph) or 1
     if pins.micro_batches is not None:
         if batch % pins.micro_batches:
             raise PinError(
                 f"pin 'micro_batches' is {pins.micro_batches}, which does not divide the batch of {batch}: change one"
             )
         if pins.micro_batches > 1 and batch // pins.micro_batches % ranks:
+            data = f"pin 'data' is {ranks}" if "data" in pins.sizes else f"the other pins leave {ranks} ranks to 'data'"
             raise PinError(
-                f"pin 'data' is {ranks}, which does not divide a micro-batch: pin 'micro_batches' cuts the batch of "
+                f"{data}, which does not divide a micro-batch: pin 'micro_batches' cuts the batch of "
                 f"{batch} into {pins.micro_batches} of {batch // pins.micro_batches}: change one"
             )
         return [pins.micro_batches]

@@ -185,6 +185,7 @@ def test_an_edited_pipeline_that_cannot_be_is_refused(change: dict[str, Any], me
         ({"pipeline": 4, "tensor": 4}, "pipeline 4 x tensor 4 = 16 does not divide the 8 devices"),
         ({"pipeline": 2, "micro_batches": 7}, "does not divide the batch of 64"),
         ({"micro_batches": 32, "data": 8}, "'data' is 8, which does not divide a micro-batch: .* 64 into 32 of 2"),
+        ({"micro_batches": 32, "tensor": 2}, "leave 4 ranks to 'data', which does not divide .* 64 into 32 of 2"),
         ({"pipeline": 8, "virtual_stages": 4}, "every stage needs a block, and this model can be cut into 27 at most"),
     ],
     ids=str,
@@ -194,8 +195,9 @@ def test_a_wrong_pin_is_named(pin: dict[str, Any], message: str) -> None:
         searched(cluster(8), pin)
 
 
-def test_micro_batches_leave_a_sample_to_every_rank() -> None:
-    found = searched(cluster(8), {"pipeline": 4, "data": 2, "schedule": "1f1b"})
+@pytest.mark.parametrize("pin", [{"pipeline": 4, "data": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
+def test_micro_batches_leave_a_sample_to_every_rank(pin: dict[str, Any]) -> None:
+    found = searched(cluster(8), {**pin, "schedule": "1f1b"})
     counts = {candidate.division.mesh.micro_batches for candidate in found.candidates}
     assert max(counts) == 32
 
