@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.api import evaluate, parallelize, plan
+    from autopar.checkpoint.export import export_safetensors
+    from autopar.checkpoint.load import load_checkpoint
+    from autopar.checkpoint.save import save_checkpoint
     from autopar.verification import verify
     from planner.cluster import ClusterSpec
     from planner.plan import Plan
@@ -18,12 +21,25 @@ _LAZY = {
     "ClusterSpec": "planner.cluster",
     "Plan": "planner.plan",
     "evaluate": "autopar.api",
+    "export_safetensors": "autopar.checkpoint.export",
+    "load_checkpoint": "autopar.checkpoint.load",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
+    "save_checkpoint": "autopar.checkpoint.save",
     "verify": "autopar.verification",
 }
 
-__all__ = ["ClusterSpec", "Plan", "evaluate", "parallelize", "plan", "verify"]
+__all__ = [
+    "ClusterSpec",
+    "Plan",
+    "evaluate",
+    "export_safetensors",
+    "load_checkpoint",
+    "parallelize",
+    "plan",
+    "save_checkpoint",
+    "verify",
+]
 __version__ = "0.1.0"
 
 

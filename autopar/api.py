@@ -228,7 +228,8 @@ def parallelize(
     Args:
         model, cluster, example_args, example_kwargs, loss_fn, pin, pipelines, time_limit_s: as in :func:`plan`.
         plan: a plan to apply without searching, or the path of one's file.
-        state_dict: the original model's full state dict, or the path of a safetensors file.
+        state_dict: the original model's full state dict, or the path of a safetensors file, of a directory of such
+            files with their index, or of what :func:`autopar.save_checkpoint` wrote.
         seed: of dropout, and of initialisation on the meta device.
         progress: called on rank 0 with a line of text as the search advances.
 

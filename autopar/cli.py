@@ -1,4 +1,4 @@
-"""The command line: ``autopar plan``, ``show``, ``verify``, ``profile`` and ``demo``.
+"""The command line: ``autopar plan``, ``show``, ``verify``, ``profile``, ``checkpoint`` and ``demo``.
 
 Only what ``--help`` needs is imported at the top; torch comes with the first command that needs it. An
 error of the user's is one message and exit code 2.
@@ -33,6 +33,8 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+checkpoints = typer.Typer(no_args_is_help=True, help="Look at a checkpoint, or take its model out.")
+app.add_typer(checkpoints, name="checkpoint")
 
 Model = Annotated[
     str,
@@ -61,6 +63,7 @@ Trace = Annotated[
     typer.Option(metavar="FILE", help="Write the step of a plan in turns here, as a trace that Perfetto opens."),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that autopar plan --out wrote.")]
+Checkpoint = Annotated[Path, typer.Argument(metavar="PATH", help="What autopar.save_checkpoint wrote.")]
 
 
 def _version(wanted: bool) -> None:
@@ -231,6 +234,31 @@ def demo(
     )
     if not demonstration.run(settings, console, Path.cwd()):
         raise typer.Exit(1)
+
+
+@checkpoints.command()
+def inspect(path: Checkpoint) -> None:
+    """Print what a checkpoint holds, and check its files."""
+    with _status("reading the checkpoint"):
+        from autopar.checkpoint.inspect import inspected
+
+        text = inspected(path)
+    typer.echo(text)
+
+
+@checkpoints.command()
+def export(
+    path: Checkpoint,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory, or a file that ends in .safetensors.")],
+    file_bytes: Annotated[int, typer.Option(min=1, help="Start another file of the directory after this size.")] = (
+        5 * 10**9
+    ),
+) -> None:
+    """Write a checkpoint's model as safetensors; takes little memory, and one process."""
+    with _status("reading the checkpoint"):
+        written = autopar.export_safetensors(path, out, file_bytes=file_bytes)
+    for file in written:
+        typer.echo(f"written: {file}", err=True)
 
 
 # ---- what commands share ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Materialize: where each rank's part of a parameter, buffer or constant comes from.
 
-Real tensors come from rank 0. Models on the meta device are never whole on any rank: a checkpoint is
-read slice by slice, or one module after another is initialised, cut, and dropped.
+Real tensors come from rank 0. Models on the meta device are never whole on any rank: files are read slice by slice, or
+one module after another is initialised, cut, and dropped.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.capture import Captured
+from autopar.checkpoint.contents import MODEL
+from autopar.checkpoint.files import Stored, is_checkpoint
+from autopar.checkpoint.together import Ranks
 from autopar.runtime.mesh import Rows, rows_of, take
 from autopar.runtime.module import LeafSpec
 from planner.errors import InputError
@@ -99,7 +102,7 @@ def _cut(stored: _Stored, rows: Rows) -> Tensor:
 
 
 def _reader(source: Source) -> Callable[[list[str]], _Stored | None]:
-    """Finds a tensor under any of its names: in a state dict, a safetensors file, or a directory of such files."""
+    """Finds a tensor under any of its names: in a state dict, in safetensors files, or in a checkpoint of ours."""
     if isinstance(source, Mapping):
         known = source
 
@@ -107,6 +110,8 @@ def _reader(source: Source) -> Callable[[list[str]], _Stored | None]:
             return next((_InMemory(known[n]) for n in names if n in known), None)
 
         return from_mapping
+    if is_checkpoint(Path(source)):
+        return _from_checkpoint(Path(source))
     files = _safetensors(Path(source))
 
     def from_files(names: list[str]) -> _Stored | None:
@@ -117,6 +122,22 @@ def _reader(source: Source) -> Callable[[list[str]], _Stored | None]:
         return file.get_slice(name) if file.get_slice(name).get_shape() else _InMemory(file.get_tensor(name))
 
     return from_files
+
+
+def _from_checkpoint(path: Path) -> Callable[[list[str]], _Stored | None]:
+    ranks, opened = Ranks(dist.group.WORLD), []
+
+    def check() -> None:
+        opened.append(Stored.open(path))
+        opened[0].verify(ranks.rank, ranks.size)
+
+    ranks.each(check)
+    stored = opened[0]
+
+    def from_checkpoint(names: list[str]) -> _Stored | None:
+        return next((stored.tensor(MODEL + n) for n in names if MODEL + n in stored.tensors), None)
+
+    return from_checkpoint
 
 
 def _safetensors(path: Path) -> dict[str, Any]:
@@ -133,8 +154,8 @@ def _safetensors(path: Path) -> dict[str, Any]:
         files = [safe_open(str(p), framework="pt") for p in paths]
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise InputError(
-            f"cannot read the checkpoint {str(path)!r}: {error}; give a safetensors file, or a directory that holds "
-            "model.safetensors or model.safetensors.index.json"
+            f"cannot read the checkpoint {str(path)!r}: {error}; give a safetensors file, a directory that holds "
+            "model.safetensors or model.safetensors.index.json, or what autopar.save_checkpoint wrote"
         ) from error
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118
 

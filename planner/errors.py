@@ -40,5 +40,9 @@ class InputError(AutoparError, ValueError):
     """A call received inputs that the plan was not made for."""
 
 
+class CheckpointError(AutoparError):
+    """A checkpoint cannot be written, cannot be read, or is of something else."""
+
+
 class VerificationError(AutoparError):
     """The emitted program does not compute what the model computes."""

@@ -159,6 +159,16 @@ class ParallelModule(nn.Module):
         """The emitted program of this rank, or in turns what runs its programs."""
         return self._program[0]
 
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Every parameter and buffer name of the original model -> the first name of that tensor."""
+        return self._everywhere
+
+    @property
+    def stored(self) -> Mapping[str, LeafSpec]:
+        """How the parameters and buffers that this rank holds are stored, by their first names."""
+        return self._leaf_names
+
     def print_code(self) -> None:
         """Print the emitted Python: each distinct block once, then the root that calls them."""
         print(self.code())

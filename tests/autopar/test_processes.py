@@ -6,11 +6,14 @@ The processes start once; what they do is in ``workers.py``. A case is a model, 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import autopar
 from autopar.processes import LocalProcesses, RankError
 from planner.plan import Plan
-from tests.autopar import workers
+from tests.autopar import checkpoints, workers
 
 pytestmark = pytest.mark.processes
 
@@ -212,6 +216,53 @@ def test_saves_and_loads(
     pool.run(workers.saves_and_loads, model, documents(model, pin, 4))
 
 
+def test_a_checkpoint_goes_on_under_any_plan(pool: LocalProcesses, tmp_path: Path) -> None:
+    """A fused query-key-value weight in strips, parameters tied over stages, and one process without a group."""
+    path = str(tmp_path / "checkpoint")
+    begun = pool.run(checkpoints.begins, "gpt2", workers.plan_exactly("gpt2", DATA_TENSOR, 4), path)
+    pins: list[tuple[dict[str, Any], int]] = [
+        ({"pipeline": 2, "data": 2, "zero": 3, "micro_batches": 2}, 4),
+        ({"tensor": 2}, 2),
+    ]
+    for pin, ranks in pins:
+        went_on = pool.run(checkpoints.goes_on, "gpt2", workers.plan_exactly("gpt2", pin, ranks), path, ranks=ranks)
+        assert went_on[0] == pytest.approx(begun[0], rel=1e-10)
+    alone = checkpoints.goes_on_alone("gpt2", path)
+    assert alone == pytest.approx(begun[0], rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    "model, pin",
+    [("mlp", DATA_TENSOR), ("gpt2", {"pipeline": 2, "data": 2, "zero": 3, "micro_batches": 2})],
+    ids=name_of,
+)
+def test_a_checkpoint_goes_on_to_the_bit(pool: LocalProcesses, tmp_path: Path, model: str, pin: dict[str, Any]) -> None:
+    document = workers.plan_of(model, pin, 4, 0.2, torch.float32)
+    pool.run(checkpoints.goes_on_to_the_bit, model, document, str(tmp_path / "checkpoint"))
+
+
+def test_checkpoints_fail_together(pool: LocalProcesses, tmp_path: Path) -> None:
+    document = workers.plan_of("gpt2", {"pipeline": 2, "micro_batches": 2}, 2)
+    pool.run(checkpoints.fails_together, "gpt2", document, str(tmp_path / "checkpoint"), ranks=2)
+
+
+def test_a_kill_leaves_a_checkpoint_that_loads(pool: LocalProcesses) -> None:
+    """The old one until the one moment at which the new one takes its place. In memory, where fsync takes no time."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    with tempfile.TemporaryDirectory(dir=memory) as directory, ProcessPoolExecutor(1, context) as process:
+        values = process.submit(checkpoints.survives_kills, f"{directory}/checkpoint").result()
+    assert len(values) > 30
+    assert values == sorted(values) and set(values) == {1.0, 2.0}
+
+
+def test_a_checkpoint_survives_a_lost_rank(pool: LocalProcesses, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    with pytest.raises(RankError, match="rank 1: the process ended with exit code -9"):
+        pool.run(checkpoints.loses_a_rank_while_saving, path, ranks=2)
+    assert checkpoints.value_at(path) == 1.0
+
+
 @pytest.mark.parametrize(
     "model, pin", [("llama", {"tensor": 2, "pipeline": 2, "micro_batches": 2}), ("mlp", {"tensor": 4})], ids=str
 )
@@ -242,12 +293,15 @@ def test_initialises_models_on_the_meta_device(
     pool.run(workers.initialises_meta, model, documents(model, {"data": 2, "zero": 3}, 2), ranks=2)
 
 
-@pytest.mark.parametrize("form", ["state dict", "file", "directory"])
+@pytest.mark.parametrize("form", ["state dict", "file", "directory", "checkpoint"])
 def test_loads_models_on_the_meta_device(
     pool: LocalProcesses, documents: Callable[..., dict[str, Any]], tmp_path: Path, form: str
 ) -> None:
     path = None
-    if form != "state dict":
+    if form == "checkpoint":
+        path = str(tmp_path)
+        autopar.save_checkpoint(path, workers.model_of("gpt2"))
+    elif form != "state dict":
         state = workers.model_of("gpt2").state_dict()
         del state["lm_head.weight"]  # as Transformers saves tied weights: once
         names = sorted(state)

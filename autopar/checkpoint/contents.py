@@ -1,0 +1,239 @@
+"""Contents: what a checkpoint holds of a module and its optimizer, under the names of the original model.
+
+Tensors are named ``model.<name>`` and ``optim.<name>.<key>``; all else (groups of parameters, numbers in an optimizer's
+state, the position in the stream of random numbers) is in an :class:`Index`. Only ``state_dict()``,
+``load_state_dict()`` and ``param_groups`` are asked of an optimizer, so where it keeps its state is its own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.checkpoint.parts import Part
+from autopar.checkpoint.together import Ranks
+from autopar.runtime.module import ParallelModule
+from planner.errors import CheckpointError
+
+MODEL, OPTIM = "model.", "optim."
+LIKE, WHOLE, VALUE = "like", "whole", "value"
+"""State that lies as its parameter; a tensor that all ranks have alike; what is no tensor, ``(VALUE, value)``."""
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+"""What torch's optimizers keep as a plain scalar also of a parameter that is one itself."""
+
+
+@dataclass
+class Index:
+    """What a stage, or a whole model, has beside its tensors; plain data.
+
+    Attributes:
+        aliases: other name of a tensor -> the name that it is saved under.
+        state: parameter -> key of its optimizer state -> :data:`LIKE` and its like; ``None``: without an optimizer.
+        groups: the optimizer's groups: options, and names of parameters.
+        random: seed and calls of the module's :class:`autopar.runtime.random.RandomState`.
+    """
+
+    aliases: dict[str, str] = field(default_factory=dict)
+    state: dict[str, dict[str, Any]] | None = None
+    groups: list[tuple[dict[str, Any], list[str]]] = field(default_factory=list)
+    random: tuple[int, int] | None = None
+
+    @staticmethod
+    def joined(stages: Iterable[Index]) -> Index:
+        """That of all stages together. Groups that agree in place and options become one."""
+        whole, *others = stages
+        for stage in others:
+            whole.aliases.update(stage.aliases)
+            if stage.state is not None:
+                whole.state = {**(whole.state or {}), **stage.state}
+            for place, (options, names) in enumerate(stage.groups):
+                if place < len(whole.groups) and same(whole.groups[place][0], options):
+                    known = whole.groups[place][1]
+                    known.extend(name for name in names if name not in known)
+                else:
+                    whole.groups.append((options, names))
+        return whole
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether plain data that may hold tensors is equal."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of a module.
+
+    Attributes:
+        parts: of parameters and buffers that its state dict has, by first name.
+        aliases: other names of them.
+        parameters: id of a parameter -> its first name.
+    """
+
+    module: nn.Module
+    parts: dict[str, Part]
+    aliases: dict[str, str]
+    parameters: dict[int, str]
+
+    @staticmethod
+    def of(module: nn.Module, ranks: Ranks) -> Held:
+        """Of any module; one that is not parallel is the same on all ranks.
+
+        Raises:
+            CheckpointError: its state dict has what is no tensor, or a DTensor that is not autopar's.
+        """
+        parameters = {id(parameter): name for name, parameter in module.named_parameters()}
+        own = module.state_dict(keep_vars=True)
+        if isinstance(module, ParallelModule):
+            parts = {
+                name: Part.stored(_local(own[name]), leaf.shape, leaf.layout, module.mesh, module.rank)
+                for name, leaf in module.stored.items()
+                if name in own
+            }
+            aliases = {name: first for name, first in module.names.items() if name != first and first in parts}
+            return Held(module, parts, {n: first for n, first in aliases.items() if n in own}, parameters)
+        parts, aliases = {}, {}
+        names: dict[int, str] = {}
+        for name, tensor in own.items():
+            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+                raise CheckpointError(
+                    f"{name!r} of the module's state dict is of type {type(tensor).__name__}: a checkpoint takes plain "
+                    "tensors of ordinary modules, and modules that autopar.parallelize made"
+                )
+            if tensor.is_meta:
+                raise CheckpointError(f"{name} is on the meta device and has no memory: module.to_empty(device=...)")
+            first = names.setdefault(id(tensor), name)
+            if first == name:
+                parts[name] = Part.whole(tensor.detach(), ranks.rank, ranks.size)
+            else:
+                aliases[name] = first
+        return Held(module, parts, aliases, parameters)
+
+    def index(self) -> Index:
+        """What there is beside tensors, without an optimizer."""
+        random = None
+        if isinstance(self.module, ParallelModule):
+            random = (self.module.state.random.seed, self.module.state.random.calls)
+        return Index(dict(self.aliases), random=random)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """What this rank holds of an optimizer's state.
+
+    Attributes:
+        state: as ``state_dict()`` gives it.
+        named: number of a parameter in it -> (name, parameter).
+    """
+
+    optimizer: Any
+    state: dict[str, Any]
+    named: dict[int, tuple[str, Tensor]]
+    held: Held
+
+    @staticmethod
+    def of(optimizer: Any, held: Held) -> HeldState:
+        """Of any optimizer over parameters of the module.
+
+        Raises:
+            CheckpointError: it has parameters that are not the module's.
+        """
+        state = optimizer.state_dict()
+        named = {}
+        for numbers, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            for number, parameter in zip(numbers["params"], group["params"], strict=True):
+                name = held.parameters.get(id(parameter))
+                if name is None:
+                    raise CheckpointError(
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the module's: "
+                        "make it from the parameters of the module that is given with it"
+                    )
+                named[number] = name, parameter
+        return HeldState(optimizer, state, named, held)
+
+    @property
+    def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Options and names of every group."""
+        return [
+            (
+                {key: value for key, value in group.items() if key not in ("params", "param_names")},
+                [self.named[number][0] for number in group["params"]],
+            )
+            for group in self.state["param_groups"]
+        ]
+
+    def saved(self) -> tuple[dict[str, Part], dict[str, dict[str, Any]]]:
+        """Tensors by name in the checkpoint, and how they lie; see :class:`Index`.
+
+        Raises:
+            CheckpointError: a DTensor that does not lie as its parameter.
+        """
+        parts: dict[str, Part] = {}
+        index: dict[str, dict[str, Any]] = {}
+        for number, (name, _) in self.named.items():
+            index[name] = {}
+            for key, value in self.state["state"].get(number, {}).items():
+                if isinstance(value, Tensor):
+                    parts[f"{OPTIM}{name}.{key}"], index[name][key] = self._part(name, key, value)
+                else:
+                    index[name][key] = VALUE, value
+        return parts, index
+
+    def _part(self, name: str, key: str, value: Tensor) -> tuple[Part, str]:
+        of_parameter, local = self.held.parts[name], _local(value)
+        if local.shape == of_parameter.local.shape and not (local.ndim == 0 and key in SCALARS):
+            return replace(of_parameter, local=local), LIKE
+        if isinstance(value, DTensor):
+            raise CheckpointError(
+                f"the optimizer keeps {key!r} of {name} as a DTensor of shape {tuple(value.shape)}, not as the "
+                f"parameter of shape {of_parameter.shape}: a checkpoint takes state that lies as its parameter, "
+                "and plain tensors that are the same on all ranks"
+            )
+        module = self.held.module
+        if isinstance(module, ParallelModule):
+            return Part.whole(local, module.rank, module.mesh.size), WHOLE
+        return Part.whole(local, of_parameter.copy, of_parameter.copies), WHOLE
+
+    def part(self, name: str, how: str, value: Tensor) -> Part:
+        """Where a tensor that :meth:`destination` made lies."""
+        local = _local(value)
+        return replace(self.held.parts[name], local=local) if how == LIKE else Part.whole(local)
+
+    def destination(self, number: int, key: str, how: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Where a saved tensor of a parameter's state goes: what the optimizer has there, or new memory like it."""
+        name, parameter = self.named[number]
+        of_parameter = self.held.parts[name]
+        shape = tuple(of_parameter.local.shape) if how == LIKE else size
+        there = self.state["state"].get(number, {}).get(key)
+        if isinstance(there, Tensor) and tuple(_local(there).shape) == shape and there.dtype == dtype:
+            return there
+        device = of_parameter.local.device if how == LIKE else torch.device("cpu")
+        made = torch.empty(shape, dtype=dtype, device=device)
+        if how == LIKE and isinstance(parameter, DTensor):
+            return DTensor.from_local(
+                made,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        return made

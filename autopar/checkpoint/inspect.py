@@ -1,0 +1,52 @@
+"""Inspect: what is in a checkpoint, as text."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+
+from autopar.checkpoint.contents import MODEL, OPTIM
+from autopar.checkpoint.files import Stored
+from planner.words import in_bytes
+
+
+def inspected(path: str | os.PathLike[str]) -> str:
+    """Who wrote a checkpoint, what it holds, and every tensor of its model; all checksums are compared.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    stored = Stored.open(path)
+    stored.verify()
+    contents, manifest = stored.contents, stored.manifest
+    aliases: dict[str, str] = contents["aliases"]
+    sizes = {
+        name: math.prod(found.size) * found.properties.dtype.itemsize
+        for name, found in stored.tensors.items()
+        if name.removeprefix(MODEL) not in aliases
+    }
+    model, optim = ([name for name in sizes if name.startswith(start)] for start in (MODEL, OPTIM))
+    lines = [
+        f"{path}: format {manifest['format']}, written by autopar {manifest['autopar']} with torch {manifest['torch']}",
+        f"  model      {len(model)} tensors, {in_bytes(sum(sizes[name] for name in model))}",
+    ]
+    if contents["state"] is None:
+        lines.append("  optimizer  none")
+    else:
+        keys = sorted({key for state in contents["state"].values() for key in state})
+        groups = f"{len(contents['groups'])} group{'s' * (len(contents['groups']) != 1)} of parameters"
+        held = f"{in_bytes(sum(sizes[name] for name in optim))} in {', '.join(keys)}" if keys else "no state"
+        lines.append(f"  optimizer  {groups}, {held}")
+    lines.append(f"  extra      {', '.join(sorted(contents['extra'])) or 'none'}")
+    lines.append(f"  files      {len(manifest['files'])}, with the checksums that were written")
+    names = defaultdict(list)
+    for alias, first in aliases.items():
+        names[first].append(alias)
+    width = max((len(name) for name in model), default=0) - len(MODEL)
+    for name in sorted(model):
+        found, short = stored.tensors[name], name.removeprefix(MODEL)
+        shape = "x".join(map(str, found.size)) or "scalar"
+        also = f", also {', '.join(sorted(names[short]))}" if names[short] else ""
+        lines.append(f"  {short:<{width}}  {str(found.properties.dtype).removeprefix('torch.')} {shape}{also}")
+    return "\n".join(lines)

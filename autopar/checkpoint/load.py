@@ -1,0 +1,219 @@
+"""Load: a checkpoint into a module and an optimizer, whatever plan wrote it; all is checked before any is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from autopar.checkpoint.contents import MODEL, OPTIM, Held, HeldState, Index, same
+from autopar.checkpoint.files import Stored
+from autopar.checkpoint.parts import Part, boxes
+from autopar.checkpoint.save import idle
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.step import Step
+from planner.errors import CheckpointError
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Any = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Go on from a checkpoint, under any plan, on any number of ranks, or in one process; every rank must call it.
+
+    Each rank reads its part. Sizes, names and checksums are checked first, so that an error changes nothing.
+
+    Args:
+        path: what :func:`autopar.save_checkpoint` wrote.
+        module: what :func:`autopar.parallelize` returned, or the original model.
+        optimizer: as it was when saved, over the same parameters in groups with the same members.
+        extra: objects with ``load_state_dict()``, by the names that they were saved under.
+
+    Returns:
+        The ``extra`` that was saved, with states for what had them.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is of another model or optimizer.
+    """
+    ranks = idle(module)
+    found: list[_Load] = []
+
+    def check() -> tuple[set[str], set[str]]:
+        load = _Load.of(Stored.open(path), Held.of(module, ranks), optimizer)
+        missing = [name for name in (extra or {}) if name not in load.extra]
+        if missing:
+            raise CheckpointError(f"the checkpoint has no extra {missing[0]!r}; it has {sorted(load.extra) or 'none'}")
+        found.append(load)
+        return load.names
+
+    theirs = ranks.each(check)
+    load = found[0]
+    load.check_all_taken(theirs)
+    ranks.each(lambda: load.stored.verify(ranks.rank, ranks.size))
+    ranks.each(load.read)
+    load.finish()
+    for name, value in (extra or {}).items():
+        value.load_state_dict(load.extra[name])
+    return load.extra
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What this rank takes from a checkpoint.
+
+    Attributes:
+        wanted: name in the checkpoint -> where it goes.
+        packed: the optimizer's new state dict.
+    """
+
+    stored: Stored
+    held: Held
+    index: Index
+    extra: dict[str, Any]
+    wanted: dict[str, Part]
+    state: HeldState | None
+    packed: dict[str, Any]
+
+    @staticmethod
+    def of(stored: Stored, held: Held, optimizer: Any) -> _Load:
+        """Everything that this rank takes; raises :class:`CheckpointError` where it does not fit."""
+        contents = dict(stored.contents)
+        extra = contents.pop("extra")
+        index = Index(**contents)
+        wanted = {MODEL + name: part for name, part in held.parts.items()}
+        _check(stored, wanted)
+        if optimizer is None:
+            return _Load(stored, held, index, extra, wanted, None, {})
+        if index.state is None:
+            raise CheckpointError(
+                f"the checkpoint {str(stored.path)!r} was saved without an optimizer: load it without one, or save "
+                "with save_checkpoint(path, module, optimizer)"
+            )
+        state = HeldState.of(optimizer, held)
+        values, parts = _state(stored, index, state)
+        groups = [_group(number, group, index, state) for number, group in enumerate(state.state["param_groups"])]
+        return _Load(
+            stored,
+            held,
+            index,
+            extra,
+            {**wanted, **parts},
+            state,
+            {**state.state, "state": values, "param_groups": groups},
+        )
+
+    @property
+    def names(self) -> tuple[set[str], set[str]]:
+        """What this rank takes of the module, by all names, and the parameters of its optimizer."""
+        if isinstance(self.held.module, ParallelModule) and self.held.module.rank:
+            return set(), set()  # those of rank 0 of its stage
+        names = {name.removeprefix(MODEL) for name in self.wanted if name.startswith(MODEL)} | self.held.aliases.keys()
+        if self.state is None:
+            return names, set()
+        return names, {_saved_name(name, self.index) for name, _ in self.state.named.values()}
+
+    def check_all_taken(self, theirs: list[tuple[set[str], set[str]]]) -> None:
+        """Raises :class:`CheckpointError` where the checkpoint has more than all ranks take."""
+        names = set().union(*(of_rank for of_rank, _ in theirs))
+        saved = [name.removeprefix(MODEL) for name in self.stored.tensors if name.startswith(MODEL)]
+        first_of = self.index.aliases
+        taken = names | {first_of.get(name, name) for name in names}
+        spare = [name for name in saved if first_of.get(name, name) not in taken]
+        if spare:
+            raise CheckpointError(
+                f"the checkpoint has {len(spare)} tensors that the module lacks, {spare[0]!r} the first; is it of "
+                "another model?"
+            )
+        optimized = set().union(*(of_rank for _, of_rank in theirs))
+        forgotten = [name for _, group in self.index.groups for name in group if name not in optimized]
+        if forgotten and optimized:
+            raise CheckpointError(
+                f"the checkpoint has optimizer state for {len(forgotten)} parameters that the optimizer lacks, "
+                f"{forgotten[0]!r} the first: make the optimizer over the parameters that it had"
+            )
+
+    def read(self) -> None:
+        """Fill the parameters, the buffers, and the new state of the optimizer."""
+        self.stored.read({name: (boxes(part.rows), part.local) for name, part in self.wanted.items()})
+
+    def finish(self) -> None:
+        """Take over all that is no tensor."""
+        if self.state is not None:
+            self.state.optimizer.load_state_dict(self.packed)
+        module = self.held.module
+        if not isinstance(module, ParallelModule):
+            return
+        if self.index.random is not None:
+            module.state.random.seed, module.state.random.calls = self.index.random
+        if isinstance(module.program, Step):
+            module.program.left = None  # gradients of other weights
+
+
+def _check(stored: Stored, wanted: Mapping[str, Part]) -> None:
+    tensors = stored.tensors
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint {str(stored.path)!r} lacks {len(missing)} tensors of the module, "
+            f"{missing[0].removeprefix(MODEL)!r} the first; is it of another model?"
+        )
+    for name, part in wanted.items():
+        shape = tuple(tensors[name].size)
+        if shape != part.shape:
+            raise CheckpointError(
+                f"{name.removeprefix(MODEL)} has shape {shape} in the checkpoint, {part.shape} in the module"
+            )
+
+
+def _saved_name(name: str, index: Index) -> str:
+    return index.aliases.get(name, name)
+
+
+def _state(stored: Stored, index: Index, state: HeldState) -> tuple[dict[int, dict[str, Any]], dict[str, Part]]:
+    """The new state of this rank's parameters, still to be read, and what is to be read into it."""
+    assert index.state is not None
+    values: dict[int, dict[str, Any]] = {}
+    wanted: dict[str, Part] = {}
+    tensors = stored.tensors
+    for number, (name, _) in state.named.items():
+        saved = _saved_name(name, index)
+        if saved not in index.state:
+            raise CheckpointError(
+                f"the checkpoint's optimizer had no parameter {name!r}: make this one over the parameters that it had"
+            )
+        for key, how in index.state[saved].items():
+            if isinstance(how, tuple):
+                values.setdefault(number, {})[key] = how[1]
+                continue
+            place = f"{OPTIM}{saved}.{key}"
+            value = state.destination(number, key, how, tuple(tensors[place].size), tensors[place].properties.dtype)
+            values.setdefault(number, {})[key] = value
+            wanted[place] = state.part(name, how, value)
+    return values, wanted
+
+
+def _group(number: int, group: Mapping[str, Any], index: Index, state: HeldState) -> dict[str, Any]:
+    """A group of the optimizer with the options that its parameters were saved with."""
+    names = {_saved_name(state.named[n][0], index) for n in group["params"]}
+    saved = [options for options, members in index.groups if names & set(members)]
+    if not names and number < len(index.groups):
+        saved = [index.groups[number][0]]
+    options = saved[0] if saved else {}
+    if not all(same(options, other) for other in saved):
+        raise CheckpointError(
+            f"group {number} of the optimizer has parameters of {len(saved)} groups with different options in the "
+            "checkpoint: make the groups as they were when it was saved"
+        )
+    unknown = [key for key in options if key not in group]
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has the option {unknown[0]!r}, which this one "
+            f"({type(state.optimizer).__name__}) lacks: give an optimizer of the kind that was saved"
+        )
+    return {**group, **options}

@@ -1,0 +1,243 @@
+"""Save: the state of a training run as of now, written at once or beside the training that goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.checkpoint import files
+from autopar.checkpoint.contents import MODEL, Held, HeldState, Index
+from autopar.checkpoint.parts import Box, Part, pieces
+from autopar.checkpoint.together import Ranks
+from autopar.runtime.module import ParallelModule
+from planner.errors import AutoparError, CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Any = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    wait: bool = True,
+) -> Saving:
+    """Save a module, its optimizer and what else a run needs to go on; every rank must call it.
+
+    What was saved at ``path`` before is replaced at one stroke when all of the new is on disk; until then, and
+    whatever happens, it stays.
+
+    Args:
+        path: a directory, on a file system that all ranks share.
+        module: what :func:`autopar.parallelize` returned, or any module that is the same on all ranks.
+        optimizer: any torch optimizer of the module's parameters, or what has its ``param_groups`` and ``state_dict``.
+        extra: by name, objects with ``state_dict()`` (schedulers, scalers, data loaders), and plain data. Those of
+            rank 0 are saved.
+        wait: ``False`` returns as soon as the values are copied to the host, and writes them in the background.
+
+    Returns:
+        The save; a later one of the same module, and :func:`autopar.load_checkpoint`, wait for it.
+
+    Raises:
+        CheckpointError: it cannot be written, or holds what cannot be saved. What goes wrong in the background is
+            raised by ``wait()``, or by the next save.
+    """
+    where, ranks = Path(path).absolute(), idle(module)
+    found: list[_Contents] = []
+    try:
+        offers = ranks.each(lambda: _prepare(where, module, optimizer, ranks, extra, found))
+        _check_one_path(offers)
+        mine, name = found[0], offers[0].name
+        earlier = {key for offer in offers if 0 <= offer.stage < mine.stage for key in offer.keys}
+        parts = {key: part for key, part in mine.parts.items() if key not in earlier}
+        todo = list(pieces(parts))
+        if not wait:
+            todo = _on_host(todo)
+        shapes = {key: part.shape for key, part in parts.items()}
+        index = Index.joined(offer.index for offer in offers if offer.index is not None)
+        packed = files.packed({**vars(index), "extra": mine.extra}, "the optimizer")
+    except BaseException:
+        if found and found[0].name:
+            files.discard(where, found[0].name)
+        raise
+    aliases = {MODEL + alias: MODEL + first for alias, first in index.aliases.items()}
+
+    def save() -> None:
+        try:
+            ranks.first(
+                lambda: files.write(where, name, ranks.rank, todo, shapes),
+                lambda written: files.commit(where, name, written, packed, aliases),
+            )
+        except BaseException:
+            if ranks.rank == 0:
+                files.discard(where, name)
+            raise
+
+    saving = Saving(where, save)
+    if wait:
+        saving.run()
+        saving.wait()
+    else:
+        _known[module] = ranks, saving
+        saving.start()
+    return saving
+
+
+class Saving:
+    """A save under way, or done."""
+
+    def __init__(self, path: Path, save: Callable[[], None]):
+        self.path = path
+        self._save: Callable[[], None] | None = save
+        self._error: AutoparError | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self) -> None:
+        """Save; what goes wrong is kept for :meth:`wait`."""
+        assert self._save is not None
+        try:
+            self._save()
+        except AutoparError as error:
+            self._error = error
+        except Exception as error:
+            self._error = CheckpointError(f"the checkpoint {str(self.path)!r} was not saved: {error}")
+            self._error.__cause__ = error
+        finally:
+            self._save = None  # and with it the copies
+        if self._error is not None and self._thread is not None:
+            logger.error("%s", self._error)
+
+    def start(self) -> None:
+        """Save in the background."""
+        self._thread = threading.Thread(target=self.run, name=f"autopar saves {self.path}")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._save is None
+
+    def wait(self) -> None:
+        """Return when the checkpoint is on disk.
+
+        Raises:
+            CheckpointError: it was not saved; the one before it is as it was.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, tuple[Ranks, Saving | None]] = weakref.WeakKeyDictionary()
+"""Modules that were saved or loaded: the ranks that do so together, and the last save, which may be under way."""
+
+
+def idle(module: nn.Module) -> Ranks:
+    """The ranks that save and load a module together, once they do nothing else; every rank must call it.
+
+    Raises:
+        CheckpointError: the last save in the background failed, and nobody knows yet.
+    """
+    if not isinstance(module, nn.Module):
+        raise CheckpointError(f"module is of type {type(module).__name__}: give what autopar.parallelize returned")
+    ranks, saving = _known.get(module, (None, None))
+    if saving is not None:
+        saving.wait()
+    if ranks is None or not ranks.are_all:
+        ranks = Ranks.all()
+    _known[module] = ranks, None
+    return ranks
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What this rank has.
+
+    Attributes:
+        name: of the save's directory; on rank 0.
+        stage: the rank's place in the pipeline.
+        extra: plain data; on rank 0.
+    """
+
+    name: str
+    parts: dict[str, Part]
+    stage: int
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What the other ranks are told. Ranks of one stage have tensors of the same names, so one of them says which.
+
+    Attributes:
+        path: where this rank saves.
+        name: of the save's directory, from rank 0.
+        stage: that it speaks for; -1: for none.
+        keys: names of tensors.
+    """
+
+    path: str
+    name: str
+    stage: int = -1
+    keys: tuple[str, ...] = ()
+    index: Index | None = None
+
+
+def _prepare(
+    path: Path, module: nn.Module, optimizer: Any, ranks: Ranks, extra: Mapping[str, Any] | None, found: list[_Contents]
+) -> _Offer:
+    held = Held.of(module, ranks)
+    parts = {MODEL + name: part for name, part in held.parts.items()}
+    index = held.index()
+    if optimizer is not None:
+        state = HeldState.of(optimizer, held)
+        more, index.state = state.saved()
+        parts.update(more)
+        index.groups = state.groups
+    files.packed(vars(index), "the optimizer")
+    states = _states(extra) if ranks.rank == 0 else {}
+    name = files.new_directory(path) if ranks.rank == 0 else ""
+    if not isinstance(module, ParallelModule):
+        found.append(_Contents(name, parts, 0, states))
+        speaks = ranks.rank == 0
+    else:
+        found.append(_Contents(name, parts, 0 if module.pipeline is None else module.pipeline.rank, states))
+        speaks = module.rank == 0
+    return _Offer(str(path), name, found[0].stage, tuple(parts), index) if speaks else _Offer(str(path), name)
+
+
+def _check_one_path(offers: list[_Offer]) -> None:
+    different = sorted({offer.path for offer in offers})
+    if len(different) > 1:
+        raise CheckpointError(f"ranks save to different paths, {', '.join(different)}: give all of them one")
+
+
+def _states(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    found = {}
+    for name, value in (extra or {}).items():
+        found[name] = value.state_dict() if hasattr(value, "state_dict") else value
+        files.packed(found[name], f"extra[{name!r}]")
+    return found
+
+
+def _on_host(todo: list[tuple[str, Box, Tensor]]) -> list[tuple[str, Box, Tensor]]:
+    """Copies, which training does not change; from a GPU all are under way at once."""
+    copies = []
+    for key, box, values in todo:
+        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        copies.append((key, box, copy.copy_(values, non_blocking=values.is_cuda)))
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copies
