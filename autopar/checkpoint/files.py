@@ -173,8 +173,11 @@ def commit(path: Path, name: str, written: list[Written], index: bytes, aliases:
 
 
 def discard(path: Path, name: str) -> None:
-    """Remove a save that failed."""
-    shutil.rmtree(path / name, ignore_errors=True)
+    """Remove a save that failed, unless it had already taken the place of the one before."""
+    home = path / name
+    committed = (home / _MANIFEST).exists() and not (home / _METADATA).exists()
+    if not committed:
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def packed(value: Any, what: str) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
@@ -86,8 +86,8 @@ def goes_on_alone(name: str, path: str) -> list[float]:
     return run.steps(range(3, 5))
 
 
-def goes_on_to_the_bit(name: str, document: Mapping[str, Any], path: str) -> None:
-    """In float32, with dropout: losses and parameters after a restart are those without one."""
+def goes_on_to_the_bit(name: str, document: Mapping[str, Any], path: str) -> dict[str, Tensor]:
+    """In float32, with dropout: losses and parameters after a restart are those without one. Returns what was saved."""
 
     def new() -> Run:
         model = model_of(name, 0.2, torch.float32)
@@ -97,6 +97,7 @@ def goes_on_to_the_bit(name: str, document: Mapping[str, Any], path: str) -> Non
     run = new()
     run.steps(range(3))
     run.save(path)
+    saved = run.model.full_state_dict()  # type: ignore[operator]
     losses = run.steps(range(3, 5))
     again = new()
     again.load(path)
@@ -105,6 +106,7 @@ def goes_on_to_the_bit(name: str, document: Mapping[str, Any], path: str) -> Non
         mine = again.model.state_dict()[key]
         locals_ = [t.to_local() if isinstance(t, DTensor) else t for t in (mine, value)]
         assert torch.equal(*locals_), key
+    return saved
 
 
 def fails_together(name: str, document: Mapping[str, Any], path: str) -> None:

@@ -369,6 +369,20 @@ def test_a_save_that_failed_unseen_is_told_by_the_next(saved: Path, small_disk: 
     assert value_at(str(saved)) == 1.0
 
 
+def test_an_error_after_the_last_moment_loses_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a rank that is lost while it is told that the new checkpoint is in place."""
+    commit = files.commit
+
+    def late(*args: Any) -> None:
+        commit(*args)
+        raise OSError("too late")
+
+    monkeypatch.setattr(files, "commit", late)
+    with pytest.raises(CheckpointError, match="too late"):
+        save_small(str(saved), 2.0)
+    assert value_at(str(saved)) == 2.0
+
+
 def test_a_path_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/autopar")):

@@ -237,8 +237,11 @@ def test_a_checkpoint_goes_on_under_any_plan(pool: LocalProcesses, tmp_path: Pat
     ids=name_of,
 )
 def test_a_checkpoint_goes_on_to_the_bit(pool: LocalProcesses, tmp_path: Path, model: str, pin: dict[str, Any]) -> None:
-    document = workers.plan_of(model, pin, 4, 0.2, torch.float32)
-    pool.run(checkpoints.goes_on_to_the_bit, model, document, str(tmp_path / "checkpoint"))
+    document, path = workers.plan_of(model, pin, 4, 0.2, torch.float32), str(tmp_path / "checkpoint")
+    saved = pool.run(checkpoints.goes_on_to_the_bit, model, document, path)[0]
+    alone = workers.model_of(model, dtype=torch.float32)
+    autopar.load_checkpoint(path, alone)
+    assert all(torch.equal(value, saved[name]) for name, value in alone.state_dict().items())
 
 
 def test_checkpoints_fail_together(pool: LocalProcesses, tmp_path: Path) -> None:
