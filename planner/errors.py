@@ -25,6 +25,10 @@ class ScheduleError(AutoparError, ValueError):
     """A pipeline schedule cannot run, or does not exist for so many ranks, stages and micro-batches."""
 
 
+class TimetableError(AutoparError, ValueError):
+    """A trace of moments and items contradicts itself, or a timetable of their movements cannot be carried out."""
+
+
 class InfeasibleError(AutoparError):
     """No plan satisfies the limits; the message says by how much.
 

@@ -1,0 +1,276 @@
+"""Timetables: what must hold for any trace and budget, the same by trying everything, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from planner.errors import InfeasibleError, TimetableError
+from planner.timetable import (
+    Entry,
+    Item,
+    Link,
+    Moment,
+    Timetable,
+    Trace,
+    Use,
+    fewest_bytes,
+    shortest_step,
+    simulate,
+)
+from planner.timetable.table import ACTIONS
+from planner.timetable.trace import ACCESSES
+
+LINKS = {"host": Link(8.0, 8.0), "disk": Link(2.0, 1.0)}
+
+
+@st.composite
+def traces(draw: st.DrawFn, most_items: int = 5, most_moments: int = 6) -> Trace:
+    """Random moments, some on the host, and items of any use; sizes equal or not."""
+    count = draw(st.integers(1, most_moments))
+    moments = [Moment(f"m{at}", draw(st.sampled_from([0.0, 1.0, 2.5])), draw(st.integers(0, 3))) for at in range(count)]
+    for at in range(draw(st.integers(0, 2))):
+        where = draw(st.integers(0, len(moments)))
+        moments.insert(where, Moment(f"h{at}", draw(st.sampled_from([0.0, 1.0])), on="host"))
+    sizes = st.integers(0, 9) if draw(st.booleans()) else st.just(4)
+    items = []
+    for number in range(draw(st.integers(1, most_items))):
+        home = draw(st.sampled_from(["host", "host", "disk"]))
+        may = [moment.name for moment in moments if home == "host" or moment.on == "device"]
+        used = draw(st.lists(st.sampled_from(may), unique=True, max_size=4))
+        uses = tuple(Use(name, draw(st.sampled_from(ACCESSES))) for name in may if name in used)
+        items.append(Item(f"i{number}", draw(sizes), uses, home))
+    return Trace(tuple(moments), tuple(items), LINKS)
+
+
+@st.composite
+def cases(draw: st.DrawFn, most_items: int = 5, most_moments: int = 6) -> tuple[Trace, int]:
+    """A trace and a budget from just enough to more than plenty."""
+    trace = draw(traces(most_items, most_moments))
+    return trace, max(trace.needed_bytes) + draw(st.integers(0, 20))
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_a_timetable_can_be_carried_out_within_its_budget(case: tuple[Trace, int]) -> None:
+    trace, budget = case
+    for table in (fewest_bytes(trace, budget), shortest_step(trace, budget)):
+        table.check()
+        assert table.high_water_bytes <= budget
+        seen = simulate(table)
+        assert seen.high_water_bytes <= table.high_water_bytes
+        assert seen.step_s >= max(table.link_s.values()) * (1 - 1e-9)
+        assert seen.step_s == pytest.approx(sum(trace.moments[at].seconds for at in trace.on_device) + seen.exposed_s)
+        assert Timetable.from_dict(table.to_dict()) == table
+
+
+@settings(max_examples=40)
+@given(cases(most_items=3, most_moments=5))
+def test_nothing_keeps_the_links_busy_for_less(case: tuple[Trace, int]) -> None:
+    trace, budget = case
+    table = fewest_bytes(trace, budget)
+    busy = sum(table.link_s.values())
+    assert busy == pytest.approx(tried(trace, budget))
+    assert table.bound_s == pytest.approx(busy)
+    assert shortest_step(trace, budget).bound_s <= busy * (1 + 1e-9)
+
+
+def tried(trace: Trace, budget: int) -> float:
+    """The least seconds on the links, from every choice of what stays after each use on the device."""
+    names = [(item, use) for item in trace.items for use in item.uses if trace.place[use.moment] in trace.on_device]
+    return min(
+        seconds
+        for stays in product([False, True], repeat=len(names))
+        if (seconds := followed(trace, budget, dict(zip(names, stays, strict=True)))) is not None
+    )
+
+
+def followed(trace: Trace, budget: int, stays: dict[tuple[Item, Use], bool]) -> float | None:
+    """The seconds of the second step that goes as said; ``None`` if it does not fit, or a stale copy would stay."""
+    here = dict.fromkeys(trace.items, False)
+    behind = dict(here)
+    for step in range(2):
+        seconds = 0.0
+        for place, moment in enumerate(trace.moments):
+            for item, use in trace.used[place]:
+                if moment.on == "device":
+                    if not here[item] and use.reads:
+                        seconds += trace.seconds(item, "fetch")
+                    here[item] = True
+                    behind[item] |= use.writes
+                elif here[item]:
+                    return None
+            held = sum(item.bytes for item, is_here in here.items() if is_here)
+            if moment.on == "device" and held + moment.other_bytes > budget and step:
+                return None
+            for item, use in trace.used[place] if moment.on == "device" else ():
+                if not stays[item, use]:
+                    here[item] = False
+                    following = (item.uses * 2)[item.uses.index(use) + 1]
+                    if behind[item] and following.reads:
+                        seconds += trace.seconds(item, "evict")
+                        behind[item] = False
+                    behind[item] &= following.reads
+            for item, use in trace.used[place] if moment.on == "host" else ():
+                behind[item] &= not use.writes
+    return seconds
+
+
+@settings(max_examples=40)
+@given(cases(), st.data())
+def test_a_timetable_that_was_tampered_with_is_refused(case: tuple[Trace, int], data: st.DataObject) -> None:
+    """An action left out, doubled, of another kind, or done at another moment than where it may be."""
+    table = shortest_step(*case)
+    done = [(at, *each) for at, entry in enumerate(table.entries) for each in entry.actions()]
+    assume(done)
+    at, action, name = data.draw(st.sampled_from(done))
+    without = changed(table, at, action, [each for each in getattr(table.entries[at], action) if each != name])
+    with pytest.raises(TimetableError, match=name):
+        without.check()
+    other = data.draw(st.sampled_from([each for each in ACTIONS if each != action]))
+    with pytest.raises(TimetableError, match=name):
+        changed(without, at, other, [*getattr(without.entries[at], other), name]).check()
+    with pytest.raises(TimetableError, match=f"{action} {name} is there 2 times"):
+        changed(table, at, action, [*getattr(table.entries[at], action), name]).check()
+
+
+def changed(table: Timetable, at: int, action: str, names: Sequence[str]) -> Timetable:
+    entries = list(table.entries)
+    entries[at] = replace(entries[at], **{action: tuple(names)})
+    return replace(table, entries=tuple(entries))
+
+
+def two_layers() -> Trace:
+    """Parameters of 4 bytes that the update writes anew from 8 bytes of state; links of 8 bytes per second."""
+    moments = [
+        Moment("forward 0", 1),
+        Moment("forward 1", 1, other_bytes=1),
+        Moment("backward 1", 2, other_bytes=1),
+        Moment("backward 0", 2),
+        Moment("update 0", 1),
+        Moment("update 1", 1),
+    ]
+    items = [
+        item
+        for n in (0, 1)
+        for item in (
+            Item(f"parameters {n}", 4, (Use(f"forward {n}"), Use(f"backward {n}"), Use(f"update {n}", "w"))),
+            Item(f"gradients {n}", 4, (Use(f"backward {n}", "w"), Use(f"update {n}"))),
+            Item(f"state {n}", 8, (Use(f"update {n}", "rw"),)),
+        )
+    ]
+    return Trace(tuple(moments), tuple(items), {"host": Link(8, 8)})
+
+
+def test_by_hand() -> None:
+    """An update needs all 16 bytes, so that whatever is needed before and after it must go: both states (8 bytes there
+    and back each), gradients 1 over update 0, and parameters 0 over update 1 (4 each). All else can stay.
+    """
+    table = fewest_bytes(two_layers(), 16)
+    assert table.high_water_bytes == 16
+    assert table.bytes_moved == {("host", "fetch"): 24, ("host", "evict"): 24}
+    assert table.bound_s == pytest.approx(6)
+    everything = sum(item.bytes for item in two_layers().items)
+    free = shortest_step(two_layers(), everything + 1)
+    assert not any(free.bytes_moved.values())
+    assert simulate(free).step_s == 8
+
+
+TEXT = """\
+budget 16 B, at most 16 B taken; a step moves: fetch 24 B (host), evict 24 B (host)
+resident as a step begins: parameters 1, gradients 1, state 1
+forward 0: drop gradients 1; evict state 1; fetch parameters 0; wait for parameters 0
+forward 1: wait for the eviction of state 1
+backward 1: make gradients 1
+backward 0: drop parameters 1; evict gradients 1; make gradients 0
+update 0: wait for the eviction of gradients 1; fetch state 0; wait for state 0
+update 1: drop gradients 0; evict parameters 0, state 0; wait for the eviction of parameters 0, state 0; \
+make parameters 1; fetch gradients 1, state 1; wait for gradients 1, state 1
+"""
+
+
+def test_the_text_of_a_timetable() -> None:
+    assert fewest_bytes(two_layers(), 16).text() == TEXT
+
+
+def test_an_update_on_the_host() -> None:
+    """Gradients go there as soon as they are there, and parameters are fetched when the host has written them."""
+    moments = (Moment("forward", 1), Moment("backward", 2), Moment("update", 4, on="host"))
+    items = (
+        Item("parameters", 8, (Use("forward"), Use("backward"), Use("update", "w"))),
+        Item("gradients", 8, (Use("backward", "w"), Use("update"))),
+        Item("state", 100, (Use("update", "rw"),)),
+    )
+    table = fewest_bytes(Trace(moments, items, {"host": Link(8, 8)}), 16)
+    assert table.bytes_moved == {("host", "fetch"): 8, ("host", "evict"): 8}
+    assert table.entries[2] == Entry(drop=("parameters",), evict=("gradients",))
+    seen = simulate(table)
+    assert seen.step_s == 1 + 2 + 1 + 4 + 1  # forward, backward, the gradients' way, the update, the parameters' way
+    assert seen.waiting_s == {"forward": 6}
+
+
+def test_double_buffering_hides_what_fewest_bytes_cannot() -> None:
+    """Frozen layers are streamed, each as long on its way as one computes."""
+    moments = tuple(Moment(f"layer {n}", 1) for n in range(12))
+    items = tuple(Item(f"weights {n}", 8, (Use(f"layer {n}"),)) for n in range(12))
+    trace = Trace(moments, items, {"host": Link(8, 8)})
+    assert simulate(shortest_step(trace, 8)).step_s == 24  # one at a time
+    assert simulate(shortest_step(trace, 16)).step_s == 12  # the next comes while one is in use
+    assert simulate(fewest_bytes(trace, 16)).exposed_s > 0
+
+
+def test_a_budget_below_the_largest_working_set() -> None:
+    with pytest.raises(InfeasibleError, match=r"15 bytes is below .*: update 0 needs 16 bytes .*state 0 8 B") as caught:
+        shortest_step(two_layers(), 15)
+    assert caught.value.excess_bytes == 1
+    with pytest.raises(TimetableError, match="a budget of -1 bytes"):
+        fewest_bytes(two_layers(), -1)
+
+
+M, HOST = (Moment("a", 1), Moment("b", 1), Moment("c", 1, on="host")), {"host": Link(1, 1)}
+DISK = {**HOST, "disk": Link(1, 1)}
+WRONG = {
+    "no moment computes on the device": ((), (), HOST),
+    "2 moments have the name 'a'": ((*M, M[0]), (), HOST),
+    "a takes nan s": ((Moment("a", float("nan")),), (), HOST),
+    "a takes -1 bytes": ((Moment("a", 1, -1),), (), HOST),
+    "b computes on 'disk'": ((M[0], Moment("b", 1, on="disk")), (), HOST),  # type: ignore[arg-type]
+    "c computes on the host and cannot take 5 bytes": ((*M[:2], Moment("c", 1, 5, "host")), (), HOST),
+    "host would evict at 0 bytes": (M, (), {"host": Link(1, 0)}),
+    "2 items have the name 'x'": (M, (Item("x", 1, ()), Item("x", 1, ())), HOST),
+    "item x has -1 bytes": (M, (Item("x", -1, ()),), HOST),
+    "item x is at home on 'disk'": (M, (Item("x", 1, (), "disk"),), HOST),
+    "access 'read'": (M, (Item("x", 1, (Use("a", "read"),)),), HOST),  # type: ignore[arg-type]
+    "there is no such moment": (M, (Item("x", 1, (Use("d"),)),), HOST),
+    "x is used by a after b": (M, (Item("x", 1, (Use("b"), Use("a"))),), HOST),
+    "x is used by a after a": (M, (Item("x", 1, (Use("a"), Use("a"))),), HOST),
+    "c computes on the host, but item x": (M, (Item("x", 1, (Use("c"),), "disk"),), DISK),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_traces(message: str) -> None:
+    with pytest.raises(TimetableError, match=message):
+        Trace(*WRONG[message])
+
+
+def test_wrong_files() -> None:
+    data = shortest_step(two_layers(), 20).to_dict()
+    with pytest.raises(TimetableError, match="without 'items'"):
+        Timetable.from_dict({key: value for key, value in data.items() if key != "items"})
+    with pytest.raises(TimetableError, match=r"cannot be read: .*colour"):
+        Timetable.from_dict({**data, "items": [{**data["items"][0], "colour": "red"}]})
+    with pytest.raises(TimetableError, match="over the budget of 9"):
+        Timetable.from_dict({**data, "budget_bytes": 9})
+
+
+def test_fetching_what_is_not_at_home() -> None:
+    """The state is written by the update, so that dropping it loses what was written."""
+    trace = Trace((Moment("a", 1), Moment("b", 1)), (Item("state", 1, (Use("a", "rw"),)),), HOST)
+    with pytest.raises(TimetableError, match="a: fetch state: its home does not hold the value; last: drop on enter"):
+        Timetable(trace, 9, (Entry(fetch=("state",), fetched=("state",)), Entry(drop=("state",)))).check()
