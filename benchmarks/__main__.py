@@ -1,6 +1,7 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [predicted] [published] [runs] [iopddl] [memory] [pipeline] [schedules]
+                     [timetable]
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks import (
     record,
     schedules,
     step_time,
+    timetable,
 )
 from benchmarks.gpt import Shape
 
@@ -60,6 +62,8 @@ def main(what: list[str]) -> None:
         pipelines()
     if not what or "schedules" in what:
         schedules_run()
+    if not what or "timetable" in what:
+        timetables()
 
 
 def plans() -> None:
@@ -319,6 +323,47 @@ def schedules_run() -> None:
         f"{schedules.REPEATS} steps of the slowest rank; the simulator's schedules are run by the runtime's own step."
     )
     print(record.write("schedules", "Schedules", notes, rows, [asdict(r) for r in results], facts), flush=True)
+
+
+def timetables() -> None:
+    """Bytes that planned timetables move beside those of other rules."""
+    facts = record.circumstances()
+    results = []
+    for row in timetable.compare():
+        results.append(row)
+        print(f"planned {row.model}, update on the {row.update}, {row.share:.0%}", flush=True)
+    rows = [
+        {
+            "model": r.model,
+            "update": r.update,
+            "chunks": str(r.items),
+            "budget GiB": f"{r.budget_bytes / timetable.GIB:.1f}",
+            "LRU GB": f"{r.lru_bytes / 1e9:.2f}",
+            "static GB": f"{r.static_bytes / 1e9:.2f}",
+            "Belady GB": f"{r.belady_bytes / 1e9:.2f}",
+            "fewest GB": f"{r.ours_bytes / 1e9:.2f}",
+            "bound GB": f"{r.bound_bytes / 1e9:.2f}",
+            "CPU s": f"{r.solve_s:.2f}",
+            "its step s": f"{r.fewest_step_s:.3f}",
+            "shortest step s": f"{r.shortest_step_s:.3f}",
+            "GB of it": f"{r.shortest_bytes / 1e9:.2f}",
+            "CPU s of it": f"{r.shortest_solve_s:.2f}",
+            "compute s": f"{r.compute_s:.3f}",
+        }
+        for r in results
+    ]
+    notes = (
+        "Bytes of one training step, fetched and evicted, over a link of 25 GB/s each way, for traces made of models' "
+        "block sizes: bf16 parameters and gradients, fp32 master weights and two moments, each a chunk; the update of "
+        "a block follows its backward, on the device or on the host. Budgets: the largest working set of a moment, and "
+        f"{', '.join(f'{share:.0%}' for share in timetable.SHARES)} of all chunks beside it. *LRU* and *Belady* fetch "
+        "on demand and evict what was used longest ago, or is used last; *static*: a fixed set stays. *Fewest* is "
+        "`fewest_bytes`, whose bytes nothing beats by more than down to the proved *bound*; *shortest step* is "
+        "`shortest_step`, simulated. With the update on the host only parameters between forward and backward may "
+        "stay, which come back in reverse order: there LRU is as good as anything."
+    )
+    raw = [asdict(r) for r in results]
+    print(record.write("timetable", "Timetables of chunks", notes, rows, raw, facts), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from planner.timetable.gaps import Gap
 from planner.timetable.trace import Trace
 from planner.timetable.ways import Way, less, spread, ways_of
 
-WHOLE = 150
-"""Up to so many choices are searched whole."""
-NODES, NODES_OF_PART = 20_000, 20
+FEW, WHOLE = 20, 150
+"""Up to so many choices are searched whole, in any case and to be thorough."""
+NODES, NODES_OF_PART = 200, 20
 """Nodes of a search at most, of the whole or a part; not time, so that answers are the same everywhere."""
 SURE = 1e-7
 """By how much a value of the relaxation may be off 0 or 1."""
@@ -67,7 +67,7 @@ def keep(trace: Trace, gaps: Sequence[Gap], room: Sequence[int], window: int = 0
     bound_s = math.inf
     if fits:
         more, bound_s = _solve(trace, ways, stays, fits, left, thorough)
-        stays |= more
+        stays = min(stays | more, stays | _nearest(fits, left), key=lambda each: _seconds(trace, gaps, each))
     link_s = _seconds(trace, gaps, stays)
     return Kept(frozenset(stays), link_s, min(bound_s, link_s))
 
@@ -77,6 +77,31 @@ def _seconds(trace: Trace, gaps: Sequence[Gap], stays: set[int]) -> float:
         way.gap.reads * trace.seconds(way.gap.item, "fetch") + way.evicts * trace.seconds(way.gap.item, "evict")
         for way in ways_of(gaps, stays)
     )
+
+
+def _nearest(fits: Sequence[Way], left: Sequence[int]) -> set[int]:
+    """What stays if, where there is no room for all, what is used last goes (Belady, 1966); nothing if that differs
+    from step to step.
+    """
+    steps = len(left)
+    begins: dict[int, list[Way]] = defaultdict(list)
+    for way in fits:
+        begins[way.gone % steps].append(way)
+    here: list[tuple[int, int, int]] = []  # until when, number of the gap, bytes
+    stayed: list[set[int]] = []
+    for moment in range(4 * steps):
+        if moment % steps == 0:
+            stayed.append(set())
+        here = [each for each in here if each[0] > moment]
+        here += [(moment + way.back - way.gone, way.gap.number, way.gap.item.bytes) for way in begins[moment % steps]]
+        stayed[-1] |= {way.gap.number for way in begins[moment % steps]}
+        while sum(size for _, _, size in here) > left[moment % steps]:
+            gone = max(here)
+            here.remove(gone)
+            for each in stayed:
+                each.discard(gone[1])
+    fitting = ((range(way.gone, way.back), way.gap.item.bytes) for way in fits if way.gap.number in stayed[2])
+    return stayed[2] if min(less(left, fitting)) >= 0 else set()
 
 
 def _solve(
@@ -137,24 +162,27 @@ def _solve(
 def _search(program: mathopt.Model, takes: Mapping[int, mathopt.Variable], thorough: bool) -> tuple[set[int], float]:
     """Which items to take, and an upper bound on what any choice saves.
 
-    Few choices are searched whole. Of many, those are fixed of which the linear relaxation is sure, and the rest is
-    searched; then, to be thorough, only those are fixed that it takes, and then only those that it leaves. The bound is
-    that of the relaxation.
+    Those are fixed of which the linear relaxation is sure, and the rest is searched; then, to be thorough, only those
+    are fixed that it takes, then only those that it leaves, and where there are few choices none.
     """
-    if len(takes) <= WHOLE:
-        result = _run(program, NODES)
-        return _taken(result, takes), result.termination.objective_bounds.dual_bound
     relaxed = _relaxed(program, takes)
     most = relaxed.termination.objective_bounds.dual_bound
     best, saved = set[int](), -math.inf
-    for fixed in ((0.0, 1.0), (1.0,), (0.0,)) if thorough else ((0.0, 1.0),):
+    parts: list[tuple[float, ...]] = [(0.0, 1.0)]
+    if thorough:
+        parts += [(1.0,), (0.0,)]
+    if len(takes) <= (WHOLE if thorough else FEW):
+        parts.append(())
+    for fixed in parts:
         for take in takes.values():
             value = relaxed.variable_values(take)
             sure = [each for each in fixed if abs(value - each) < SURE]
             take.lower_bound, take.upper_bound = (sure[0], sure[0]) if sure else (0.0, 1.0)
-        result = _run(program, NODES_OF_PART)
+        result = _run(program, NODES_OF_PART if fixed else NODES)
         if result.objective_value() > saved:
             best, saved = _taken(result, takes), result.objective_value()
+        if not fixed:
+            most = min(most, result.termination.objective_bounds.dual_bound)
         if saved >= most - GAP * abs(most):
             break
     return best, most

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.timetable.gaps import gaps_of
-from planner.timetable.keep import keep
+from planner.timetable.keep import WHOLE, keep
 from planner.timetable.place import place
 from planner.timetable.simulate import Simulated
 from planner.timetable.table import Timetable
@@ -30,7 +30,7 @@ def fewest_bytes(trace: Trace, budget_bytes: int) -> Timetable:
     Raises:
         InfeasibleError: a moment alone needs more than the budget; ``excess_bytes`` says how much.
     """
-    return _best(trace, budget_bytes, (0,))
+    return _best(trace, budget_bytes, (0,), thorough=True)
 
 
 def shortest_step(trace: Trace, budget_bytes: int) -> Timetable:
@@ -39,17 +39,18 @@ def shortest_step(trace: Trace, budget_bytes: int) -> Timetable:
     Raises:
         InfeasibleError: a moment alone needs more than the budget; ``excess_bytes`` says how much.
     """
-    return _best(trace, budget_bytes, WINDOWS)
+    return _best(trace, budget_bytes, WINDOWS, thorough=False)
 
 
-def _best(trace: Trace, budget_bytes: int, windows: Sequence[int]) -> Timetable:
+def _best(trace: Trace, budget_bytes: int, windows: Sequence[int], thorough: bool) -> Timetable:
     trace.check_budget(budget_bytes)
     gaps = gaps_of(trace)
     room = [budget_bytes - trace.needed_bytes[place] for place in trace.on_device]
+    choices = sum(gap.is_choice for gap in gaps)
     bound_s = 0.0
     found: list[tuple[Timetable, Simulated]] = []
     for window in windows:
-        kept = keep(trace, gaps, room, window, thorough=windows == (0,))
+        kept = keep(trace, gaps, room, window, thorough or (window == 0 and choices <= WHOLE))
         if window == 0:
             bound_s = kept.bound_s
         found.append(place(trace, budget_bytes, gaps, room, kept.gaps, bound_s))

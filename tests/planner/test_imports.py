@@ -59,8 +59,8 @@ ROOMS: dict[str, set[str]] = {
     "words": {"layout"},
     "exchange": {"graph", "fold", "conversion", "formulate"},
     "timeline": {"errors", "files", "pipeline", "words"},
+    "timetable": {"errors", "words"},
 }
-ROOMS["timetable"] = {"errors", "words"}
 ROOMS["chain"] = {*BASE, "conversion", "exchange", "formulate", "ops", "pipeline", "recompute"}
 ROOMS["turns"] = {"errors", "fold", "memory", "pipeline", "problem", "recompute", "chain"}
 ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.timetable import farthest, least_recent, models, on_demand, static, trace_of
 from planner.errors import InfeasibleError, TimetableError
 from planner.timetable import (
     Entry,
@@ -119,6 +120,25 @@ def followed(trace: Trace, budget: int, stays: dict[tuple[Item, Use], bool]) -> 
             for item, use in trace.used[place] if moment.on == "host" else ():
                 behind[item] &= not use.writes
     return seconds
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_no_rule_on_demand_and_no_fixed_set_moves_less(case: tuple[Trace, int]) -> None:
+    """On average over the steps after which a rule repeats: so none is below the bound on one step."""
+    trace, budget = replace(case[0], links=dict.fromkeys(LINKS, Link(1, 1))), case[1]
+    table = fewest_bytes(trace, budget)
+    for rule in (least_recent, farthest):
+        assert table.bound_s <= on_demand(trace, budget, rule) * (1 + 1e-9)
+    assert sum(table.bytes_moved.values()) <= static(trace, budget)
+
+
+def test_a_model_moves_less_than_by_any_rule() -> None:
+    trace = trace_of(models()[0])
+    budget = max(trace.needed_bytes) + sum(item.bytes for item in trace.items) // 3
+    moved = sum(fewest_bytes(trace, budget).bytes_moved.values())
+    assert moved <= on_demand(trace, budget, farthest)
+    assert moved < min(on_demand(trace, budget, least_recent), static(trace, budget))
 
 
 @settings(max_examples=40)
