@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autopar.api import Traced, trace
 from benchmarks.plan_time import llama
-from benchmarks.published import FULL, HALF, MASK, MEGATRON_CHOICES, ROWS, Compared, llama_cluster
+from benchmarks.published import FULL, HALF, MEGATRON_CHOICES, ROWS, Compared, llama_cluster
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.conversion import local_bytes
@@ -48,7 +48,7 @@ DIFFERS = (
     "the run fuses with its sum; a plan's full recomputation does not run the last sum of a layer again, nor what is "
     "summed over ranks there; a plan sends between stages beside computing, and from every rank all that its "
     "neighbour needs, where the run sends each part once and gathers it. *Besides* is what the run does of this and "
-    "the plan does not, and masks, by the same prices. Gradients are reduced when backward is over",
+    "the plan does not, by the same prices. Gradients are reduced when backward is over",
     "Llama: Transformers' model, every eager kernel by itself (a compiled run has no plan of its own); the source says "
     "selective recomputation, its configuration knows it by operator (which also makes every other product again, and "
     "a plan's none) and by block; gradients are reduced in bfloat16, parameters are gathered without copies and, in "
@@ -246,21 +246,20 @@ def _freely(run: Run, traced: Traced, cluster: ClusterSpec) -> Run:
 def besides(found: Searched) -> dict[str, float]:
     """Seconds of a Megatron run that its plan leaves out, by what, less what is not in the run; see :data:`DIFFERS`.
 
-    Work of the layers waits in the pipeline as all work does: it counts for the micro-batches and for the bubble.
+    Work of the layers waits in the pipeline as all work does: it counts for the micro-batches and for the bubble. A
+    dropout that the run fuses with the sum behind it writes and reads one tensor less, in forward and again.
     """
     assignment = found.assignment
     space, mesh = assignment.space, assignment.space.mesh
     stages, turns = space.stages, mesh.micro_batches
     pieces = 1 if found.staged is None else found.staged.pipeline.virtual_stages
     layers = max(space.folded.kinds, key=len)
-    left = {"made again": _skipped_s(assignment), "masks": 0.0, "fused": 0.0}
+    left = {"made again": _skipped_s(assignment), "fused": 0.0}
     for node in layers[0].block.nodes:
         if node.op == "aten.dropout.default":
-            work = space.work(node, assignment.choice(node))
             size = local_bytes(node.results[0], assignment.choice(node).results[0], mesh)
-            left["masks"] += 4 * space.cost.compute_s(0.0, MASK / HALF * size, "bfloat16", 0)
             if any(reader.op == "aten.add.Tensor" for reader, _ in space.graph.users[Ref(node.name)]):
-                left["fused"] -= 2 * work.forward_s + work.backward_s
+                left["fused"] -= 2 * space.cost.compute_s(0.0, 2 * size, "bfloat16")
     count = len(layers) / stages * (turns + (stages - 1) / pieces)
     left = {what: each_s * count for what, each_s in left.items()}
     if stages > 1:

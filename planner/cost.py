@@ -125,7 +125,13 @@ class CostModel:
 
     @overload
     def compute_s(
-        self, flops: float, bytes_moved: float, dtype: str, launches: int = 1, kernel: Kernel | None = None
+        self,
+        flops: float,
+        bytes_moved: float,
+        dtype: str,
+        launches: int = 1,
+        kernel: Kernel | None = None,
+        known_by: float | None = None,
     ) -> float: ...
     @overload
     def compute_s(
@@ -138,6 +144,7 @@ class CostModel:
         dtype: str,
         launches: int = 1,
         kernel: Kernel | None = None,
+        known_by: float | None = None,
     ) -> float | Floats:
         """Seconds of local work: the roofline of Williams et al. (2009), plus the start of each kernel.
 
@@ -149,10 +156,16 @@ class CostModel:
             kernel: what runs, if that is known: a product's or an attention's own seconds take the place of those
                 of ``flops``; a stream has its family's rate where that was measured. For a backward, ``bytes_moved``
                 is that of all its kernels together.
+            known_by: bytes by which a calibration knows an operator: its operands and results once, twice for its
+                backward; left out: ``bytes_moved``.
         """
         if kernel is None and not isinstance(bytes_moved, np.ndarray) and flops == 0:
             kernel = Stream("copy")
-        measured_s = None if kernel is None else self._measured_s(kernel, float(bytes_moved), dtype, launches)
+        measured_s = (
+            None
+            if kernel is None
+            else self._measured_s(kernel, float(bytes_moved if known_by is None else known_by), dtype, launches)
+        )
         if measured_s is not None:
             return measured_s
         device = self.cluster.device

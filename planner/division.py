@@ -236,8 +236,8 @@ class Arithmetic:
         self._waited: dict[int, Least] = {}
         start_s = 0.0 if cost.cluster.calibration is not None else cost.cluster.device.launch_overhead_s
         for role, names in skeleton.members.items():
-            node, row = skeleton.graph.by_name[names[0]], OPS.get(skeleton.graph.by_name[names[0]].op)
-            if role[0] == "op" and not (row is not None and row.view):
+            node = skeleton.graph.by_name[names[0]]
+            if role[0] == "op":
                 work_s, runs = _work_s(node, skeleton, cost)
                 kind = cast(int, role[1])
                 self._of[kind] += Least(work_s / cost.cluster.world_size, runs * start_s)
@@ -277,10 +277,18 @@ def _work_s(node: Node, skeleton: Skeleton, cost: CostModel) -> tuple[float, int
     """Seconds of all devices together that an operator takes at least, both ways, and how often it starts."""
     row, operands = OPS.get(node.op), skeleton.graph.input_types(node)
     flops = 0.0 if row is None else row.flops(node, operands, skeleton.rules[node.name])
-    moved = sum(tensor.size_bytes for tensor in (*operands, *node.results))
     dtype = node.results[0].dtype if node.results else "float32"
     kernel = kernel_of(node.op, [t.shape for t in operands], causal=dict(node.args).get("is_causal") is True)
-    forward_s = cost.least_s(flops, moved, dtype, kernel)
-    if not any(tensor.grad for tensor in node.results):
-        return forward_s, 1
-    return forward_s + cost.least_s(2 * flops, 2 * moved, dtype, kernel and kernel.backward), 2
+    traffic = skeleton.traffic(node, on_host=cost.cluster.backend == "gloo")
+    sizes = [tensor.size_bytes for tensor in (*operands, *node.results)]
+    forward, backward, besides = (
+        sum(times * size for times, size in zip(passes, sizes, strict=True))
+        for passes in (traffic.forward, traffic.backward, traffic.besides)
+    )
+    work_s, starts = cost.least_s(0.0, besides, dtype, None), traffic.starts
+    if traffic.runs:
+        work_s, starts = work_s + cost.least_s(flops, forward, dtype, kernel), starts + 1
+    if backward:
+        work_s += cost.least_s(2 * flops, backward, dtype, kernel and kernel.backward)
+        starts += 1
+    return work_s, starts

@@ -32,6 +32,7 @@ from planner.polynomial import Powers, terms_of
 from planner.predict import collectives, conversions, sorted_calls
 from planner.scale import OtherSizes
 from planner.strategy import Choice
+from planner.traffic import Passes
 
 Number = float | Fraction
 Terms = Mapping[Powers, Any]
@@ -271,22 +272,28 @@ def _conversion(assignment: Assignment, ref: Ref, source: Layout, target: Layout
 
 
 def _rooflines(assignment: Assignment, node: Node) -> tuple[list[Terms], list[Terms]]:
-    """Arithmetic and memory, each with the start of the kernel; forward and backward. A view takes nothing."""
-    row = OPS.get(node.op)
-    if row is not None and row.view:
-        return [{}], [{}]
+    """Arithmetic and memory, each with the start of the kernel and with what backward runs besides; forward and
+    backward.
+    """
     space, choice = assignment.space, assignment.choice(node)
-    device, attends = space.cost.cluster.device, node.op == ATTENTION
+    device, attends, traffic = space.cost.cluster.device, node.op == ATTENTION, space.traffic(node)
     tensors = zip((*space.graph.input_types(node), *node.results), (*choice.operands, *choice.results), strict=True)
-    moved = sum(local_bytes(tensor, layout, space.mesh) for tensor, layout in tensors)
-    flops, start_s = _flops_of(assignment, node), {CONSTANT: device.launch_overhead_s}
+    sizes = [terms_of(local_bytes(tensor, layout, space.mesh)) for tensor, layout in tensors]
+
+    def memory(passes: Passes, starts: int) -> Terms:
+        each = (
+            _times(size, times / _bandwidth(space.cost)) for size, times in zip(sizes, passes, strict=True) if times
+        )
+        return _sum({CONSTANT: starts * device.launch_overhead_s}, *each)
+
+    flops, besides = _flops_of(assignment, node) if traffic.runs else {}, memory(traffic.besides, traffic.starts)
     found = []
-    for backward in (False, True):
+    for backward, passes in enumerate((traffic.forward, traffic.backward)):
         share = device.attention_efficiency[backward] if attends else device.matmul_efficiency
         rate = device.peak(node.results[0].dtype if node.results else "float32") * share
         arithmetic = _times(flops, (float(_heavier(node)) if backward else 1.0) / rate)
-        memory = _times(terms_of(moved), (2 if backward else 1) / _bandwidth(space.cost))
-        found.append([_sum(arithmetic, start_s), _sum(memory, start_s)])
+        starts, more = {CONSTANT: device.launch_overhead_s * any(passes)}, besides if backward else {}
+        found.append([_sum(arithmetic, starts, more), _sum(memory(passes, int(any(passes))), more)])
     return found[0], found[1]
 
 

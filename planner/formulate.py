@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from planner.rules import Inner, Rule
 from planner.skeleton import Flow, Skeleton
 from planner.skeleton import Role as Role
 from planner.strategy import Allow, Choice, Strips, axis_ways, choices_of, leaf_layouts, rule_of, shards_of
+from planner.traffic import Traffic
 
 AllowLeaf = Callable[[Node, Layout], bool]
 Mask = NDArray[np.bool_]
@@ -142,7 +143,7 @@ class Prices:
             may stand for them.
         tables: conversions, by type of tensor and where it may be cut.
         pairs: conversions between choices, by table and layouts.
-        computed: seconds of an operator by itself, by rule and local shapes.
+        computed: seconds of an operator by itself, by rule, local shapes and what it passes over.
         seconds, works, parts, sizes: of every choice in a list, see :meth:`Space._works_of` and what it calls.
     """
 
@@ -151,7 +152,7 @@ class Prices:
         self.tables: dict[object, ConversionTable] = {}
         self.pairs: dict[object, tuple[Floats, Floats, Ints]] = {}
         self.computed: dict[object, tuple[float, float]] = {}
-        self.seconds: dict[int, Floats] = {}
+        self.seconds: dict[tuple[int, Traffic], Floats] = {}
         self.works: dict[object, tuple[Floats, Ints, Ints]] = {}
         self.parts: dict[int, tuple[Ints, Mask, Mask]] = {}
         self.sizes: dict[object, Ints] = {}
@@ -473,18 +474,17 @@ class Space:
 
         Operators that share their choices share their rule, and so what they cost; what is held of it may differ.
         """
-        working = self.skeleton.working(node)
-        key = (id(options), working)
+        working, traffic = self.skeleton.working(node), self.traffic(node)
+        key = (id(options), working, traffic)
         if key not in self._prices.works:
             sizes, is_term, is_whole = self._parts_of(node, options)
-            if id(options) not in self._prices.seconds:
+            if (id(options), traffic) not in self._prices.seconds:
                 choices = [option for option in options if isinstance(option, Choice)]
-                self._prices.seconds[id(options)] = np.array(
-                    self._seconds_of(node, choices, sizes.sum(axis=0).tolist())
-                ).T
+                seconds = self._seconds_of(node, choices, _moved(traffic, sizes))
+                self._prices.seconds[id(options), traffic] = np.array(seconds).T
             transient = working.bytes_of_each(sizes, is_term, is_whole)
             parameters = sizes[list(working.parameters)].sum(axis=0)
-            self._prices.works[key] = self._prices.seconds[id(options)], transient, parameters
+            self._prices.works[key] = self._prices.seconds[id(options), traffic], transient, parameters
         return self._prices.works[key]
 
     def _parts_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Ints, Mask, Mask]:
@@ -552,34 +552,38 @@ class Space:
         tensors, layouts = (*self.graph.input_types(node), *node.results), (*choice.operands, *choice.results)
         sizes = [local_bytes(tensor, layout, self.mesh) for tensor, layout in zip(tensors, layouts, strict=True)]
         working = self.skeleton.working(node)
-        (seconds,) = self._seconds_of(node, [choice], [sum(sizes)])
+        (seconds,) = self._seconds_of(node, [choice], _moved(self.traffic(node), np.array(sizes, np.int64)[:, None]))
         return Work(*seconds, working.bytes(sizes, layouts))
 
+    def traffic(self, node: Node) -> Traffic:
+        """What an operator passes over in memory."""
+        return self.skeleton.traffic(node, on_host=self.cost.cluster.backend == "gloo")
+
     def _seconds_of(
-        self, node: Node, choices: Sequence[Choice], moved: Sequence[int]
+        self, node: Node, choices: Sequence[Choice], moved: Sequence[Moved]
     ) -> list[tuple[float, float, float, float]]:
         """Seconds of one operator on one rank, as :class:`Work` has them, for each of some choices.
 
         Args:
-            moved: bytes that it passes over with each.
+            moved: what it passes over with each.
         """
         row, rule, operands = OPS.get(node.op), self.rules[node.name], self.graph.input_types(node)
-        is_view, sizes = row is not None and row.view, self.mesh.sizes
-        flops = 0.0 if row is None or is_view else row.flops(node, operands, rule)
+        traffic, sizes = self.traffic(node), self.mesh.sizes
+        flops = 0.0 if row is None or row.view else row.flops(node, operands, rule)
         local: dict[tuple[int, int], tuple[int, ...]] = {}
         found = []
         for choice, bytes_moved in zip(choices, moved, strict=True):
             computed_s = 0.0, 0.0
-            if not is_view:
+            if traffic.starts or traffic.runs:
                 shapes = []
                 for place, layout in enumerate(choice.operands):
                     if (place, id(layout)) not in local:
                         local[place, id(layout)] = local_shape(operands[place].shape, layout, sizes) or ()
                     shapes.append(local[place, id(layout)])
                 share = math.prod([size for size, strategy in zip(sizes, choice.axes, strict=True) if strategy.factor])
-                key = (id(rule), tuple(shapes), bytes_moved, share)
+                key = (id(rule), tuple(shapes), bytes_moved, share, traffic.starts)
                 if key not in self._prices.computed:
-                    self._prices.computed[key] = self._compute(node, shapes, bytes_moved, flops / share)
+                    self._prices.computed[key] = self._compute(node, traffic, shapes, bytes_moved, flops / share)
                 computed_s = self._prices.computed[key]
             found.append((*computed_s, *self._inner_s(node, rule, choice)))
         return found
@@ -599,14 +603,23 @@ class Space:
         """Bytes that an operator pays for as kept for backward."""
         return int(self.bytes_of(node, choice, self.skeleton.charge(node, recompute)))
 
-    def _compute(self, node: Node, shapes: Sequence[tuple[int, ...]], moved: int, flops: float) -> tuple[float, float]:
+    def _compute(
+        self, node: Node, traffic: Traffic, shapes: Sequence[tuple[int, ...]], moved: Moved, flops: float
+    ) -> tuple[float, float]:
         """Seconds of an operator forward and backward, from its operands' local shapes and the bytes it passes over."""
         dtype = node.results[0].dtype if node.results else "float32"
-        kernel = kernel_of(node.op, shapes, causal=dict(node.args).get("is_causal") is True)
-        forward = self.cost.compute_s(flops, moved, dtype, kernel=kernel)
-        if not any(t.grad for t in node.results):
-            return forward, 0.0
-        return forward, self.cost.compute_s(2 * flops, 2 * moved, dtype, kernel=kernel and kernel.backward)
+        forward_s = backward_s = 0.0
+        if traffic.runs:
+            kernel = kernel_of(node.op, shapes, causal=dict(node.args).get("is_causal") is True)
+            forward_s = self.cost.compute_s(flops, moved.forward, dtype, kernel=kernel, known_by=moved.once)
+            if moved.backward:
+                kernel = kernel and kernel.backward
+                backward_s = self.cost.compute_s(
+                    2 * flops, moved.backward, dtype, kernel=kernel, known_by=2 * moved.once
+                )
+        if traffic.starts:
+            backward_s += self.cost.compute_s(0.0, moved.besides, dtype, traffic.starts, Stream("add"))
+        return forward_s, backward_s
 
     def inner_bytes(self, rule: Rule, choice: Choice, call: Inner) -> int:
         """Bytes that each rank passes to a collective of an operator's local form."""
@@ -650,6 +663,25 @@ class Space:
     @staticmethod
     def _layout_at_head(option: Choice | Layout, position: int) -> Layout:
         return option.operands[position] if isinstance(option, Choice) else option
+
+
+class Moved(NamedTuple):
+    """Bytes that an operator passes over, see :mod:`planner.traffic`; ``once``: its operands and results once."""
+
+    once: int
+    forward: float
+    backward: float
+    besides: float
+
+
+def _moved(traffic: Traffic, sizes: Ints) -> list[Moved]:
+    """What an operator passes over for each of several ways to lay its tensors out.
+
+    Args:
+        sizes: bytes by tensor and way.
+    """
+    passes = np.array([traffic.forward, traffic.backward, traffic.besides]) @ sizes
+    return [Moved(once, *each) for once, each in zip(sizes.sum(axis=0).tolist(), passes.T.tolist(), strict=True)]
 
 
 def _convert(table: ConversionTable, rows: Ints, columns: list[Ints], is_param: bool) -> tuple[Floats, Floats, Ints]:

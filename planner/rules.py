@@ -95,6 +95,8 @@ class AxisStrategy:
     inner: tuple[Inner, ...] = ()
 
     def __str__(self) -> str:
+        if self.kind == "partial" and {*self.operands} != {P}:  # there may be several: says of which operands
+            return "partial/" + "+".join(str(i) for i, local_type in enumerate(self.operands) if local_type == P)
         if not self.factor:
             return self.kind
         return f"{self.factor}" if self.outer == 1 else f"{self.factor}/{self.outer}"

@@ -19,6 +19,7 @@ from planner.graph import Node, Ref
 from planner.recompute import NOTHING, Again, Level, Recompute, again
 from planner.rules import Rule
 from planner.strategy import Cuts, Ways, Wires
+from planner.traffic import Traffic, added, traffic
 from planner.working import Working, working
 
 Role = tuple[object, ...]
@@ -55,6 +56,7 @@ class Skeleton:
         self._cuts: dict[object, Cuts] = {}
         self._again: dict[tuple[int, Level], Again] = {}
         self._working: dict[str, Working] = {}
+        self._traffic: dict[tuple[int, int, bool], Traffic] = {}
         self._charges = Charges(folded, self.again)
         self._charged: dict[Recompute, dict[Role, Counter[Places]]] = {}
         self._takes: dict[tuple[str, Level], tuple[Flow, ...]] = {}
@@ -249,6 +251,18 @@ class Skeleton:
         if node.name not in self._working:
             self._working[node.name] = working(self.graph, node)
         return self._working[node.name]
+
+    def traffic(self, node: Node, on_host: bool) -> Traffic:
+        """What an operator passes over, see :mod:`planner.traffic`; the same for all members of its role."""
+        number, at = self.seat[node.name]
+        kind = self.folded.instances[number].kind
+        if (kind, at, on_host) not in self._traffic:
+            nodes = self.folded.kinds[kind][0].block.nodes
+            following = (each for each in nodes[at + 1 :] if any(tensor.grad for tensor in each.results))
+            later = frozenset(ref for each in following for ref in each.inputs)
+            where = added(self.graph, nodes[at], later)
+            self._traffic[kind, at, on_host] = traffic(self.graph, nodes[at], where, on_host=on_host)
+        return self._traffic[kind, at, on_host]
 
     def charged(self, recompute: Recompute) -> dict[Role, Counter[Places]]:
         """Which tensors the members of an operator's role pay for, and how many members pay for just these."""

@@ -76,7 +76,7 @@ def shared_path(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 
 def _tokens(graph: Graph) -> tuple[int, ...]:
-    """A number per non-leaf node; equal numbers mean equal nodes up to which values they read.
+    """A number per non-leaf node; equal numbers mean equal nodes (views copy alike) up to which values they read.
 
     Nodes of equal blocks often share arguments and result types as objects, so these are looked up by identity first.
     """
@@ -109,7 +109,8 @@ def _tokens(graph: Graph) -> tuple[int, ...]:
         else:
             operands[node.name] = results
             read = tuple([operands[ref.node][ref.index] for ref in node.inputs])
-            tokens.append(number((node.op, arguments, results, read)))
+            copies = tuple([place < 0 for place in node.shares])
+            tokens.append(number((node.op, arguments, results, read, copies)))
     return tuple(tokens)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from planner.graph import Graph, Node
 from planner.layout import Layout, P, R
-from planner.ops import OPS, saved_places
+from planner.ops import OPS, passed_places, saved_places
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -83,12 +83,10 @@ def working(graph: Graph, node: Node) -> Working:
     made = [count + i for i, shared in enumerate(shares) if shared < 0]
     terms = [count + i for i, tensor in enumerate(results) if tensor.grad]
     summed = [place for place in places.values() if flows and types[place].grad]
-    passed = row.passes if row is not None and not saved else ()
-    of = [(tensor.shape, tensor.dtype) for tensor in (*types, *results)]
-    alike = {place for place in passed if of[place] == of[count]}
+    passed = passed_places(node, types)
     return Working(
         forward=tuple(place for place in (*places.values(), *made) if place not in stored and place not in saved),
-        backward=(*terms, *(place for place in summed if place not in alike)),
+        backward=(*terms, *(place for place in summed if place not in passed)),
         terms=tuple(made),
         summed=tuple(place for place in summed if place not in stored),
         works=row.works if row is not None and flows else 0,

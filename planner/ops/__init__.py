@@ -56,4 +56,14 @@ def saved_places(node: Node, operands: tuple[TensorType, ...], *, own: bool = Fa
     return tuple(place for place in places if place < count)
 
 
-__all__ = ["FAMILIES", "OPS", "Row", "saved_places"]
+def passed_places(node: Node, operands: tuple[TensorType, ...]) -> tuple[int, ...]:
+    """Operands whose gradient is the result's itself, not a new tensor: of its shape and dtype, nothing being saved."""
+    row = OPS.get(node.op)
+    if row is None or not node.results or row.saved(node, operands):
+        return ()
+    of = [(tensor.shape, tensor.dtype) for tensor in operands]
+    result = node.results[0].shape, node.results[0].dtype
+    return tuple(place for place in row.passes if place < len(of) and of[place] == result)
+
+
+__all__ = ["FAMILIES", "OPS", "Row", "passed_places", "saved_places"]

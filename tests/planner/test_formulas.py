@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -317,8 +318,10 @@ def test_formulas_are_what_is_predicted(pin, batch):
     assert float(found.step_time_s.subs(sizes)) == pytest.approx(there.step_time_s, rel=1e-9)
     for use, seconds in there.time_s.items():
         assert float(getattr(found, f"{use}_s").subs(sizes)) == pytest.approx(seconds, rel=1e-9, abs=1e-15)
-    calls = {(kind, axis, phase, size.subs(sizes), times) for kind, axis, phase, size, times in found.collectives}
-    assert calls == {(c.kind, c.axis, c.phase, c.bytes_in, times) for c, times in there.collectives}
+    calls = Counter[object]()  # calls that grow differently may have one size here
+    for kind, axis, phase, size, times in found.collectives:
+        calls[kind, axis, phase, size.subs(sizes)] += times
+    assert calls == {(c.kind, c.axis, c.phase, c.bytes_in): times for c, times in there.collectives}
 
 
 def test_formulas_worked_out_by_hand():

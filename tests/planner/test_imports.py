@@ -40,7 +40,8 @@ ROOMS: dict[str, set[str]] = {
     "recompute": {"graph", "ops", "fold"},
     "working": {*BASE, "ops"},
     "charges": {*BASE, "ops", "fold", "recompute"},
-    "skeleton": {*BASE, "rules", "ops", "fold", "strategy", "recompute", "working", "charges"},
+    "traffic": {*BASE, "ops", "recompute"},
+    "skeleton": {*BASE, "rules", "ops", "fold", "strategy", "recompute", "working", "charges", "traffic"},
     "formulate": {
         *BASE,
         "kernel",
@@ -52,6 +53,7 @@ ROOMS: dict[str, set[str]] = {
         "conversion",
         "strategy",
         "recompute",
+        "traffic",
         "skeleton",
     },
     "pins": {*BASE, "rules", "ops", "mesh", "pipeline", "strategy", "recompute", "formulate"},
@@ -81,7 +83,7 @@ ROOMS["polynomial"] = set()
 ROOMS["follow"] = {"errors", "graph", "rules", "strategy", "polynomial"}
 ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "memory", "predict", "follow"}
 ROOMS["capacity"] = {"errors", "polynomial", "scale"}
-ROOMS["formulas"] = {*ROOMS["scale"], "ops", "kernel", "cost", "conversion", "pins", "scale"}
+ROOMS["formulas"] = {*ROOMS["scale"], "ops", "kernel", "cost", "conversion", "pins", "scale", "traffic"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
 VIEWS = {*ROOMS} - {"search", "looks", "apart", "refusal"}
 ROOMS["report"] = VIEWS

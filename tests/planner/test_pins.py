@@ -179,7 +179,11 @@ def shared(plan: Plan, *ops: str) -> set[str]:
     """The strategies of these operators that shard anything."""
     labels = {label for block in plan.blocks for name, label in block.ops.items() if any(op in name for op in ops)}
     assert labels
-    return {label for label in labels if not label.endswith((":replicate", ":invariant", ":partial"))}
+    return {
+        label
+        for label in labels
+        if label.partition(":")[2].partition("/")[0] not in ("replicate", "invariant", "partial")
+    }
 
 
 def test_context_shards_the_query_sequence() -> None:

@@ -76,7 +76,7 @@ def test_a_plan_is_one_line_where_a_value_is_shown() -> None:
 def test_a_prediction_alone_reads_as_in_its_plan() -> None:
     plan = mlp()
     shown = f"{plan.predicted}".splitlines()
-    assert shown[0] == "  step    104.6 ms"
+    assert shown[0] == "  step    105.9 ms"
     within = str(plan).splitlines()
     of, where = " of 921.6 MiB usable (1 %)", within.index(shown[0])
     assert [line.replace(of, "") for line in within[where : where + len(shown)]] == shown
