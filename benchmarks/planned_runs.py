@@ -33,7 +33,7 @@ from planner.layout import Axis
 from planner.pins import Pins
 from planner.predict import predict, predict_in_turns
 from planner.problem import evaluate
-from planner.recompute import Amount, Recompute
+from planner.recompute import LEVELS, Amount, Recompute
 from planner.search import Searched, search
 
 TRAINING = Training(optimizer_bytes_per_element=12)
@@ -104,6 +104,33 @@ class GPT(nn.Module):
 
 
 @dataclass(frozen=True)
+class Free:
+    """What search finds where the division is its own choice.
+
+    Attributes:
+        pinned: all that is.
+        step_s: predicted for its plan, of the shape ``division``.
+        place: of the published configuration among all divisions of which search has a plan, by predicted step.
+        planned, divisions: how many have a plan, and how many there are.
+    """
+
+    pinned: Mapping[str, Any]
+    step_s: float
+    division: str
+    place: int
+    planned: int
+    divisions: int
+
+    def told(self, published_s: float) -> str:
+        """In words, beside what is predicted for the published configuration."""
+        pinned = ", ".join(f"{name} {value}" for name, value in self.pinned.items())
+        return (
+            f"{f'with {pinned} ' if pinned else ''}{self.step_s:.2f} s: {self.division}; the published one is number "
+            f"{self.place} of {self.planned} with a plan ({self.divisions} in all), {published_s / self.step_s:.2f} x"
+        )
+
+
+@dataclass(frozen=True)
 class Run(Compared):
     """A published run and its plan.
 
@@ -112,7 +139,7 @@ class Run(Compared):
         besides: seconds of what the run does and the plan leaves out, by what.
         plan_s: wall seconds from the module to the plan.
         gap: what the plan may be above the best one with these pins.
-        free_s: predicted for the plan that search picks freely for this cluster; ``free`` is its shape.
+        free: what search finds for this cluster, freely and with the run's recomputation.
     """
 
     set: str
@@ -126,8 +153,7 @@ class Run(Compared):
     plan_s: float = 0.0
     gap: float = 0.0
     why: str = ""
-    free_s: float | None = None
-    free: str = ""
+    free: tuple[Free, ...] = ()
 
     @property
     def error_besides(self) -> float:
@@ -235,9 +261,23 @@ def _freely(run: Run, traced: Traced, cluster: ClusterSpec) -> Run:
     """The run with what search picks on its own, if it is one of :data:`FREE`."""
     if run.name not in FREE:
         return run
-    found = search(traced.graph, cluster, Pins.parse(None), TRAINING, pipelines=True, time_limit_s=FREE_LIMIT_S)
-    space = found.assignment.space
-    return replace(run, free_s=found.evaluation.time_s, free=str(Division(space.stages, space.mesh)))
+    same = {name: value for name, value in run.pin.items() if name == "recompute" and value in LEVELS}
+    return replace(run, free=tuple(_free(run, traced, cluster, pin) for pin in ({}, same)))
+
+
+def _free(run: Run, traced: Traced, cluster: ClusterSpec, pin: Mapping[str, Any]) -> Free:
+    """What search picks with few pins."""
+    found = search(traced.graph, cluster, Pins.parse(pin), TRAINING, pipelines=True, time_limit_s=FREE_LIMIT_S)
+    space, candidates = found.assignment.space, found.candidates
+    planned = [each.objective_s for each in candidates if math.isfinite(each.objective_s)]
+    return Free(
+        pin,
+        found.evaluation.time_s,
+        str(Division(space.stages, space.mesh)),
+        1 + sum(seconds < run.predicted_s for seconds in planned),
+        len(planned),
+        len(candidates),
+    )
 
 
 # ---- what the run does besides ---------------------------------------------------------------------------------------
@@ -329,7 +369,7 @@ def table(found: Iterable[Run]) -> list[dict[str, str]]:
                 "peak GiB": f"{run.gib:.1f}" if is_planned else "",
                 "published GiB": "" if run.published_gib is None else f"{run.published_gib:.1f}",
                 "above the best with these pins": f"at most {run.gap:.1%}" if is_planned else "",
-                "free": "" if run.free_s is None else f"{run.free_s:.2f} s: {run.free}",
+                "free": "; ".join(each.told(run.predicted_s) for each in run.free),
             }
         )
     return rows

@@ -134,6 +134,9 @@ def _steps(
         grad, first_is_last: see :class:`ConversionTable`.
     """
     known = {t: number for number, t in enumerate(types)}
+    if not layouts:
+        nothing = np.zeros(0, np.int64)
+        return nothing, nothing, nothing
     codes = np.array([[known[t] for t in layout] for layout in layouts]).reshape(len(layouts), -1)
     place = len(types) ** np.arange(codes.shape[1])
     number = np.full(len(types) ** codes.shape[1], -1)
