@@ -378,7 +378,8 @@ def table(found: Iterable[Run]) -> list[dict[str, str]]:
 def summary(found: Iterable[Run]) -> str:
     """Mean and worst absolute errors of the rows that have a plan, in words."""
     planned = [run for run in found if run.seconds]
-    told = []
+    errors = [abs(run.error) for run in planned]
+    told = [f"all rows: mean error {math.fsum(errors) / len(errors):.1%}, worst {max(errors):.1%}"]
     for which in dict.fromkeys(run.set for run in planned):
         of_set = [run for run in planned if run.set == which]
         for what, sizes in (
