@@ -262,7 +262,7 @@ def _freely(run: Run, traced: Traced, cluster: ClusterSpec) -> Run:
     if run.name not in FREE:
         return run
     same = {name: value for name, value in run.pin.items() if name == "recompute" and value in LEVELS}
-    return replace(run, free=tuple(_free(run, traced, cluster, pin) for pin in ({}, same)))
+    return replace(run, free=tuple(_free(run, traced, cluster, pin) for pin in ([{}, same] if same else [{}])))
 
 
 def _free(run: Run, traced: Traced, cluster: ClusterSpec, pin: Mapping[str, Any]) -> Free:
