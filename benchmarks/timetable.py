@@ -126,7 +126,7 @@ def compare() -> Iterator[Row]:
                 static(trace, budget),
                 on_demand(trace, budget, farthest),
                 sum(fewest.bytes_moved.values()),
-                fewest.bound_s * LINK.fetch_bytes_per_s,
+                fewest.link_bound_s * LINK.fetch_bytes_per_s,
                 solved - start,
                 simulate(fewest).step_s,
                 simulate(shortest).step_s,

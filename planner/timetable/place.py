@@ -23,7 +23,7 @@ ROUNDS = 2
 
 
 def place(
-    trace: Trace, budget_bytes: int, gaps: Sequence[Gap], room: Sequence[int], kept: Collection[int], bound_s: float
+    trace: Trace, budget_bytes: int, gaps: Sequence[Gap], room: Sequence[int], kept: Collection[int]
 ) -> tuple[Timetable, Simulated]:
     """The timetable of shortest step that was found in which items stay in the gaps ``kept``, and its simulation."""
     found: list[tuple[Timetable, Simulated]] = []
@@ -31,7 +31,7 @@ def place(
         ended: dict[int, int] = {}
         for _ in range(ROUNDS):
             ways = _spread(gaps, room, kept, depth, ended)
-            table = Timetable(trace, budget_bytes, entries(trace, ways), bound_s)
+            table = Timetable(trace, budget_bytes, entries(trace, ways))
             found.append((table, simulate(table)))
             seen = _ended(trace, ways, found[-1][1])
             if seen == ended:

@@ -8,12 +8,13 @@ looked for among choices that keep none to many free; each is solved, placed and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from planner.timetable.gaps import gaps_of
 from planner.timetable.keep import WHOLE, keep
 from planner.timetable.place import place
 from planner.timetable.simulate import Simulated
-from planner.timetable.table import Timetable
+from planner.timetable.table import Stopped, Timetable
 from planner.timetable.trace import Trace
 
 WINDOWS = (0, 1, 4)
@@ -23,9 +24,11 @@ TIE = 1e-3
 
 
 def fewest_bytes(trace: Trace, budget_bytes: int) -> Timetable:
-    """The timetable whose links are busy for the shortest time, of all directions together; of these a fast one.
+    """The timetable whose links are busy for the least time found, of all directions together; of these a fast one.
 
-    With links that are equally fast in both directions it moves the fewest bytes.
+    Its ``link_bound_s`` says what no timetable is below, and ``stopped`` why the search ended: with ``proved`` it is
+    the least there is. With links that are equally fast in both directions it moves the fewest bytes, in the same
+    sense.
 
     Raises:
         InfeasibleError: a moment alone needs more than the budget; ``excess_bytes`` says how much.
@@ -47,13 +50,15 @@ def _best(trace: Trace, budget_bytes: int, windows: Sequence[int], thorough: boo
     gaps = gaps_of(trace)
     room = [budget_bytes - trace.needed_bytes[place] for place in trace.on_device]
     choices = sum(gap.is_choice for gap in gaps)
-    bound_s = 0.0
+    link_bound_s = 0.0
+    stopped: Stopped = ""
     found: list[tuple[Timetable, Simulated]] = []
     for window in windows:
         kept = keep(trace, gaps, room, window, thorough or (window == 0 and choices <= WHOLE))
         if window == 0:
-            bound_s = kept.bound_s
-        found.append(place(trace, budget_bytes, gaps, room, kept.gaps, bound_s))
+            link_bound_s, stopped = kept.link_bound_s, kept.stopped
+        table, seen = place(trace, budget_bytes, gaps, room, kept.gaps)
+        found.append((replace(table, link_bound_s=link_bound_s, stopped=stopped), seen))
         if found[-1][1].exposed_s <= TIE * found[-1][1].step_s:
             break
     least = min(seen.step_s for _, seen in found)

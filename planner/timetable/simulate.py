@@ -119,8 +119,11 @@ class _Follow:
         return start + seconds
 
     def high_water(self) -> int:
+        """At equal times in the order in which they were noted: what a moment of no time takes is there before it ends,
+        and what was waited for is free before what waited takes it.
+        """
         held = most = self.begun
-        for _, change in sorted(self.changes):
+        for _, change in sorted(self.changes, key=lambda each: each[0]):
             held += change
             most = max(most, held)
         return most

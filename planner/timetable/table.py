@@ -12,14 +12,15 @@ has been waited for. So a timetable that passes :meth:`Timetable.check` stays wi
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 from planner.errors import TimetableError
-from planner.timetable.trace import Item, Link, Moment, Trace, Use
+from planner.timetable.trace import Item, Link, Moment, Trace, Use, check_whole
 from planner.words import in_bytes
 
 ACTIONS: dict[str, tuple[str, str]] = {
@@ -33,6 +34,10 @@ ACTIONS: dict[str, tuple[str, str]] = {
 """What each action makes of an item, in the order in which they are done on entering a moment."""
 ON_HOST = ("drop", "evict")
 """Those that entering a moment on the host may do."""
+Stopped = Literal["proved", "nodes", "choices", "solver", ""]
+"""Why the search for the least seconds on the links ended: nothing less is possible; it took as many nodes as it may;
+there are too many choices to search them whole; the solver gave no answer. Nothing where there was none.
+"""
 WORDS = {"evicted": "wait for the eviction of", "fetched": "wait for"}
 
 
@@ -61,13 +66,15 @@ class Entry:
 class Timetable:
     """An entry for every moment of a trace.
 
-    ``bound_s`` is proved: no choice of what stays on the device keeps the links busy for less, all directions added up.
+    ``link_bound_s`` is proved: no choice of what stays on the device keeps the links busy for less, all directions
+    added up. It bounds nothing else, such as the seconds of a step. ``stopped`` says why the search for it ended.
     """
 
     trace: Trace
     budget_bytes: int
     entries: tuple[Entry, ...]
-    bound_s: float = 0.0
+    link_bound_s: float = 0.0
+    stopped: Stopped = ""
 
     @cached_property
     def beginning(self) -> dict[str, str]:
@@ -133,6 +140,7 @@ class Timetable:
         values that were last written; every fetch the value at home; a step must end as it begins. The error names the
         moment, the action and what was done with the item before.
         """
+        check_whole("a budget", self.budget_bytes)
         if len(self.entries) != len(self.trace.moments):
             raise TimetableError(f"{len(self.entries)} entries for {len(self.trace.moments)} moments; each takes one")
         for place, entry in enumerate(self.entries):
@@ -173,7 +181,8 @@ class Timetable:
         links = {tier: asdict(link) for tier, link in self.trace.links.items()}
         return {
             "budget_bytes": self.budget_bytes,
-            "bound_s": self.bound_s,
+            "link_bound_s": self.link_bound_s,
+            "stopped": self.stopped,
             "links": links,
             "moments": moments,
             "items": items,
@@ -198,12 +207,17 @@ class Timetable:
             )
             links = {tier: Link(**speeds) for tier, speeds in data["links"].items()}
             trace = Trace(tuple(moments), items, links)
-            found = Timetable(trace, data["budget_bytes"], tuple(entries), data["bound_s"])
+            if data["stopped"] not in get_args(Stopped) or not 0 <= data["link_bound_s"] < math.inf:
+                raise TimetableError(
+                    f"a bound of {data['link_bound_s']!r} s, stopped: {data['stopped']!r}; bounds are finite and not "
+                    f"below zero, and searches end with one of {', '.join(map(repr, get_args(Stopped)))}"
+                )
+            found = Timetable(trace, data["budget_bytes"], tuple(entries), data["link_bound_s"], data["stopped"])
+            found.check()
         except KeyError as error:
             raise TimetableError(f"a timetable without {error}; take one that to_dict wrote") from error
         except (TypeError, AttributeError) as error:
             raise TimetableError(f"a timetable that cannot be read: {error}; take one that to_dict wrote") from error
-        found.check()
         return found
 
 

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Literal
 
 from planner.errors import InfeasibleError, TimetableError
@@ -139,6 +140,7 @@ class Trace:
 
     def check_budget(self, budget_bytes: int) -> None:
         """Raise :class:`InfeasibleError` if a moment needs more than the budget, whatever is moved."""
+        check_whole("a budget", budget_bytes)
         if budget_bytes < 0:
             raise TimetableError(f"a budget of {budget_bytes} bytes; it cannot be below zero")
         most = max(self.needed_bytes)
@@ -160,6 +162,12 @@ class Trace:
         )
 
 
+def check_whole(what: str, count: object) -> None:
+    """Raise :class:`TimetableError` unless bytes are a whole number."""
+    if not isinstance(count, Integral):
+        raise TimetableError(f"{what}: {count!r} bytes; give a whole number")
+
+
 def _check_moments(trace: Trace) -> None:
     _no_doubles("moment", (moment.name for moment in trace.moments))
     if not trace.on_device:
@@ -167,6 +175,7 @@ def _check_moments(trace: Trace) -> None:
     for moment in trace.moments:
         if not 0 <= moment.seconds < math.inf:
             raise TimetableError(f"{moment.name} takes {moment.seconds} s; seconds are finite and not below zero")
+        check_whole(f"{moment.name} beside its items", moment.other_bytes)
         if moment.other_bytes < 0:
             raise TimetableError(f"{moment.name} takes {moment.other_bytes} bytes beside its items; not below zero")
         if moment.on not in ("device", "host"):
@@ -178,6 +187,7 @@ def _check_moments(trace: Trace) -> None:
 
 
 def _check_item(trace: Trace, item: Item) -> None:
+    check_whole(f"item {item.name}", item.bytes)
     if item.bytes < 0:
         raise TimetableError(f"item {item.name} has {item.bytes} bytes; it cannot have fewer than none")
     if item.home not in trace.links:

@@ -21,6 +21,7 @@ from planner.timetable import (
     Trace,
     Use,
     fewest_bytes,
+    keep,
     shortest_step,
     simulate,
 )
@@ -32,13 +33,13 @@ LINKS = {"host": Link(8.0, 8.0), "disk": Link(2.0, 1.0)}
 
 @st.composite
 def traces(draw: st.DrawFn, most_items: int = 5, most_moments: int = 6) -> Trace:
-    """Random moments, some on the host, and items of any use; sizes equal or not."""
+    """Random moments, some on the host, and items of any use; sizes equal or not, of a few bytes or of gigabytes."""
     count = draw(st.integers(1, most_moments))
     moments = [Moment(f"m{at}", draw(st.sampled_from([0.0, 1.0, 2.5])), draw(st.integers(0, 3))) for at in range(count)]
     for at in range(draw(st.integers(0, 2))):
         where = draw(st.integers(0, len(moments)))
         moments.insert(where, Moment(f"h{at}", draw(st.sampled_from([0.0, 1.0])), on="host"))
-    sizes = st.integers(0, 9) if draw(st.booleans()) else st.just(4)
+    sizes = draw(st.sampled_from([st.integers(0, 9), st.just(4), st.integers(10**6, 10**10)]))
     items = []
     for number in range(draw(st.integers(1, most_items))):
         home = draw(st.sampled_from(["host", "host", "disk"]))
@@ -53,7 +54,8 @@ def traces(draw: st.DrawFn, most_items: int = 5, most_moments: int = 6) -> Trace
 def cases(draw: st.DrawFn, most_items: int = 5, most_moments: int = 6) -> tuple[Trace, int]:
     """A trace and a budget from just enough to more than plenty."""
     trace = draw(traces(most_items, most_moments))
-    return trace, max(trace.needed_bytes) + draw(st.integers(0, 20))
+    everything = sum(item.bytes for item in trace.items)
+    return trace, max(trace.needed_bytes) + draw(st.one_of(st.integers(0, 20), st.integers(0, everything)))
 
 
 @settings(max_examples=40)
@@ -64,7 +66,8 @@ def test_a_timetable_can_be_carried_out_within_its_budget(case: tuple[Trace, int
         table.check()
         assert table.high_water_bytes <= budget
         seen = simulate(table)
-        assert seen.high_water_bytes <= table.high_water_bytes
+        assert max(trace.needed_bytes) <= seen.high_water_bytes <= table.high_water_bytes
+        assert table.link_bound_s <= sum(table.link_s.values()) * (1 + 1e-9)
         assert seen.step_s >= max(table.link_s.values()) * (1 - 1e-9)
         assert seen.step_s == pytest.approx(sum(trace.moments[at].seconds for at in trace.on_device) + seen.exposed_s)
         assert Timetable.from_dict(table.to_dict()) == table
@@ -75,10 +78,39 @@ def test_a_timetable_can_be_carried_out_within_its_budget(case: tuple[Trace, int
 def test_nothing_keeps_the_links_busy_for_less(case: tuple[Trace, int]) -> None:
     trace, budget = case
     table = fewest_bytes(trace, budget)
+    assert table.stopped == "proved"
     busy = sum(table.link_s.values())
     assert busy == pytest.approx(tried(trace, budget))
-    assert table.bound_s == pytest.approx(busy)
-    assert shortest_step(trace, budget).bound_s <= busy * (1 + 1e-9)
+    assert table.link_bound_s == pytest.approx(busy)
+    assert shortest_step(trace, budget).link_bound_s <= busy * (1 + 1e-9)
+
+
+@settings(max_examples=10)
+@given(cases(most_items=3, most_moments=5))
+def test_without_an_answer_of_the_solver(case: tuple[Trace, int]) -> None:
+    """Belady's choice or nothing stays, and the bound is one still."""
+    trace, budget = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keep, "ANSWERS", ())
+        table = fewest_bytes(trace, budget)
+    assert table.high_water_bytes <= budget
+    assert table.link_bound_s <= tried(trace, budget) * (1 + 1e-9) <= sum(table.link_s.values()) * (1 + 2e-9)
+    assert table.stopped in ("proved", "solver")
+
+
+@settings(max_examples=10)
+@given(cases(), st.lists(st.sampled_from([0.0, 1e-12, 0.3, 7.0]), min_size=8, max_size=8))
+def test_any_prices_of_room_give_a_bound(case: tuple[Trace, int], prices: list[float]) -> None:
+    """So what a solver says of the prices is not relied on."""
+    trace, budget = case
+    least = sum(fewest_bytes(trace, budget).link_s.values())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keep, "_relaxed", lambda program: ({}, prices[: len(program.held)]))
+        patch.setattr(keep, "FEW", -1)
+        patch.setattr(keep, "WHOLE", -1)
+        table = fewest_bytes(trace, budget)
+    assert table.link_bound_s <= least * (1 + 1e-9) <= sum(table.link_s.values()) * (1 + 2e-9)
+    assert table.stopped in ("proved", "choices")
 
 
 def tried(trace: Trace, budget: int) -> float:
@@ -129,7 +161,7 @@ def test_no_rule_on_demand_and_no_fixed_set_moves_less(case: tuple[Trace, int]) 
     trace, budget = replace(case[0], links=dict.fromkeys(LINKS, Link(1, 1))), case[1]
     table = fewest_bytes(trace, budget)
     for rule in (least_recent, farthest):
-        assert table.bound_s <= on_demand(trace, budget, rule) * (1 + 1e-9)
+        assert table.link_bound_s <= on_demand(trace, budget, rule) * (1 + 1e-9)
     assert sum(table.bytes_moved.values()) <= static(trace, budget)
 
 
@@ -150,10 +182,10 @@ def test_a_timetable_that_was_tampered_with_is_refused(case: tuple[Trace, int], 
     assume(done)
     at, action, name = data.draw(st.sampled_from(done))
     without = changed(table, at, action, [each for each in getattr(table.entries[at], action) if each != name])
-    with pytest.raises(TimetableError, match=name):
+    with pytest.raises(TimetableError, match=f"{name}|over the budget"):
         without.check()
     other = data.draw(st.sampled_from([each for each in ACTIONS if each != action]))
-    with pytest.raises(TimetableError, match=name):
+    with pytest.raises(TimetableError, match=f"{name}|over the budget"):
         changed(without, at, other, [*getattr(without.entries[at], other), name]).check()
     with pytest.raises(TimetableError, match=f"{action} {name} is there 2 times"):
         changed(table, at, action, [*getattr(table.entries[at], action), name]).check()
@@ -194,7 +226,7 @@ def test_by_hand() -> None:
     table = fewest_bytes(two_layers(), 16)
     assert table.high_water_bytes == 16
     assert table.bytes_moved == {("host", "fetch"): 24, ("host", "evict"): 24}
-    assert table.bound_s == pytest.approx(6)
+    assert table.link_bound_s == pytest.approx(6)
     everything = sum(item.bytes for item in two_layers().items)
     free = shortest_step(two_layers(), everything + 1)
     assert not any(free.bytes_moved.values())
@@ -262,6 +294,8 @@ WRONG = {
     "b computes on 'disk'": ((M[0], Moment("b", 1, on="disk")), (), HOST),  # type: ignore[arg-type]
     "c computes on the host and cannot take 5 bytes": ((*M[:2], Moment("c", 1, 5, "host")), (), HOST),
     "host would evict at 0 bytes": (M, (), {"host": Link(1, 0)}),
+    "a beside its items: 1.5 bytes; give a whole number": ((Moment("a", 1, 1.5),), (), HOST),  # type: ignore[arg-type]
+    "item x: nan bytes; give a whole number": (M, (Item("x", float("nan"), ()),), HOST),  # type: ignore[arg-type]
     "2 items have the name 'x'": (M, (Item("x", 1, ()), Item("x", 1, ())), HOST),
     "item x has -1 bytes": (M, (Item("x", -1, ()),), HOST),
     "item x is at home on 'disk'": (M, (Item("x", 1, (), "disk"),), HOST),
@@ -287,6 +321,18 @@ def test_wrong_files() -> None:
         Timetable.from_dict({**data, "items": [{**data["items"][0], "colour": "red"}]})
     with pytest.raises(TimetableError, match="over the budget of 9"):
         Timetable.from_dict({**data, "budget_bytes": 9})
+    for budget in (None, "9", 1e300, [9]):
+        with pytest.raises(TimetableError, match=r"a budget: .* bytes; give a whole number"):
+            Timetable.from_dict({**data, "budget_bytes": budget})
+    for bound in (-1.0, float("nan")):
+        with pytest.raises(TimetableError, match=f"a bound of {bound} s"):
+            Timetable.from_dict({**data, "link_bound_s": bound})
+    with pytest.raises(TimetableError, match="stopped: 'tired'"):
+        Timetable.from_dict({**data, "stopped": "tired"})
+    drops_no_name = [{**data["moments"][0], "drop": [[]]}, *data["moments"][1:]]
+    for key, value in (("link_bound_s", None), ("moments", None), ("moments", drops_no_name)):
+        with pytest.raises(TimetableError, match="cannot be read"):
+            Timetable.from_dict({**data, key: value})
 
 
 def test_fetching_what_is_not_at_home() -> None:
