@@ -85,6 +85,18 @@ def test_nothing_keeps_the_links_busy_for_less(case: tuple[Trace, int]) -> None:
     assert shortest_step(trace, budget).link_bound_s <= busy * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("spare", [0, 4, 5, 9, 10])
+def test_sizes_far_apart(spare: int) -> None:
+    """Room for two items of a gigabyte, and beside them for none to two of 5 bytes, just or not quite."""
+    moments = tuple(Moment(f"m{at}", 1) for at in range(5))
+    large = [Item(f"large {n}", 10**9, (Use(f"m{n}"), Use(f"m{n + 2}"))) for n in range(2)]
+    small = [Item(f"small {n}", 5, (Use(f"m{n}"), Use(f"m{n + 3}"))) for n in range(2)]
+    trace = Trace(moments, (*large, *small), {"host": Link(1, 1)})
+    table = fewest_bytes(trace, 2 * 10**9 + spare)
+    assert table.stopped == "proved"
+    assert sum(table.link_s.values()) == pytest.approx(tried(trace, 2 * 10**9 + spare), rel=1e-12)
+
+
 @settings(max_examples=10)
 @given(cases(most_items=3, most_moments=5))
 def test_without_an_answer_of_the_solver(case: tuple[Trace, int]) -> None:
