@@ -60,6 +60,27 @@ _METADATA, _MANIFEST, _INDEX, _SAVE = ".metadata", "manifest.json", "index.pt", 
 _BLOCK = 2**24
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.EBADF)
 """What file systems say that cannot write a directory through."""
+_NAMED = frozenset(
+    {("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    | {
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    }
+    | {
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    }
+)
+"""(module, name) of all that a table of contents may name."""
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -478,12 +499,9 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes the objects of a table of contents, and no others."""
+    """Makes the objects of a table of contents; what else it names is not even imported."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        ours = module.startswith("torch.distributed.checkpoint.") and isinstance(found, type)
-        torchs = module == "torch" and (isinstance(found, torch.dtype) or name == "Size")
-        if ours or torchs or (module, name) == ("torch.serialization", "_get_layout"):
-            return found
-        raise CheckpointError(f"the table of contents names {module}.{name}, which is no part of one")
+        if (module, name) not in _NAMED:
+            raise CheckpointError(f"the table of contents names {module}.{name}, which is no part of one")
+        return super().find_class(module, name)

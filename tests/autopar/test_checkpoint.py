@@ -7,7 +7,9 @@ import json
 import os
 import re
 import resource
+import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -267,16 +269,29 @@ def test_a_newer_format_says_so(saved: Path) -> None:
     refused(saved, r"has format 9 and was written by autopar 3\.0; this is autopar .*update it")
 
 
-def test_a_table_of_contents_runs_no_code(saved: Path) -> None:
-    """Even one whose checksum is right."""
-    import zlib
-
-    evil = b"cos\nsystem\n(S'touch /tmp/evil'\ntR."
+@pytest.mark.parametrize(
+    "evil, named",
+    [
+        (b"cos\nmkdir\n(S'evil'\ntR.", "os.mkdir"),
+        # In protocol 4 a name may have dots, and so lead from a module that is allowed to any that it imports.
+        (
+            b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x8c\x09io.FileIO\x93(\x8c\x04evil\x8c\x01wtR.",
+            "torch.distributed.checkpoint.filesystem.io.FileIO",
+        ),
+        (b"cthis\ns\n.", "this.s"),
+    ],
+)
+def test_a_table_of_contents_runs_no_code(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, evil: bytes, named: str
+) -> None:
+    """Even one whose checksum is right; not that of a module that it names either."""
+    monkeypatch.chdir(saved.parent)
     manifest = json.loads(the(saved, "manifest.json").read_text())
     manifest[".metadata"] = {"bytes": len(evil), "crc32": zlib.crc32(evil)}
     the(saved, "manifest.json").write_text(json.dumps(manifest))
     (saved / ".metadata").write_bytes(evil)
-    refused(saved, "names os.system")
+    refused(saved, f"names {named}, which is no part of one")
+    assert not Path("evil").exists() and "this" not in sys.modules
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
