@@ -1,4 +1,4 @@
-"""Load: a checkpoint into a module and an optimizer, whatever plan wrote it; all is checked before any is changed."""
+"""Load: a checkpoint into a module and an optimizer, whatever plan wrote it; all files are checked first."""
 
 from __future__ import annotations
 
@@ -27,28 +27,31 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Go on from a checkpoint, under any plan, on any number of ranks, or in one process; every rank must call it.
 
-    Each rank reads its part. Sizes, names and checksums are checked first, so that an error changes nothing.
+    Each rank reads its part. Names, shapes, groups, ``extra`` and the checksums of all files are checked first; what is
+    wrong with these is an error on all ranks, and changes nothing. After that values are overwritten: where a file is
+    lost while it is read, or a ``load_state_dict()`` refuses what it gets, all ranks raise, and module and optimizer
+    are left half loaded: load again before they are used.
 
     Args:
         path: what :func:`autopar.save_checkpoint` wrote.
         module: what :func:`autopar.parallelize` returned, or the original model.
         optimizer: as it was when saved, over the same parameters in groups with the same members.
-        extra: objects with ``load_state_dict()``, by the names that they were saved under.
+        extra: objects with ``load_state_dict()``, by the names that they were saved under; not plain data, which
+            cannot be set from here and is in what is returned.
 
     Returns:
         The ``extra`` that was saved, with states for what had them.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of another model or optimizer.
+        CheckpointError: there is none, it is damaged, it is of another model or optimizer, or something in ``extra``
+            was not saved or takes no state.
     """
     ranks = idle(module)
     found: list[_Load] = []
 
     def check() -> tuple[set[str], set[str]]:
         load = _Load.of(Stored.open(path), Held.of(module, ranks), optimizer)
-        missing = [name for name in (extra or {}) if name not in load.extra]
-        if missing:
-            raise CheckpointError(f"the checkpoint has no extra {missing[0]!r}; it has {sorted(load.extra) or 'none'}")
+        _check_extra(load.extra, extra or {})
         found.append(load)
         return load.names
 
@@ -57,9 +60,7 @@ def load_checkpoint(
     load.check_all_taken(theirs)
     ranks.each(lambda: load.stored.verify(ranks.rank, ranks.size))
     ranks.each(load.read)
-    load.finish()
-    for name, value in (extra or {}).items():
-        value.load_state_dict(load.extra[name])
+    ranks.each(lambda: load.finish(extra or {}))
     return load.extra
 
 
@@ -142,17 +143,29 @@ class _Load:
         """Fill the parameters, the buffers, and the new state of the optimizer."""
         self.stored.read({name: (boxes(part.rows), part.local) for name, part in self.wanted.items()})
 
-    def finish(self) -> None:
+    def finish(self, extra: Mapping[str, Any]) -> None:
         """Take over all that is no tensor."""
         if self.state is not None:
             self.state.optimizer.load_state_dict(self.packed)
         module = self.held.module
-        if not isinstance(module, ParallelModule):
-            return
-        if self.index.random is not None:
-            module.state.random.seed, module.state.random.calls = self.index.random
-        if isinstance(module.program, Step):
-            module.program.left = None  # gradients of other weights
+        if isinstance(module, ParallelModule):
+            if self.index.random is not None:
+                module.state.random.seed, module.state.random.calls = self.index.random
+            if isinstance(module.program, Step):
+                module.program.left = None  # gradients of other weights
+        for name, value in extra.items():
+            value.load_state_dict(self.extra[name])
+
+
+def _check_extra(saved: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    for name, value in extra.items():
+        if name not in saved:
+            raise CheckpointError(f"the checkpoint has no extra {name!r}; it has {sorted(saved) or 'none'}")
+        if not callable(getattr(value, "load_state_dict", None)):
+            raise CheckpointError(
+                f"extra[{name!r}] is of type {type(value).__name__}, which has no load_state_dict() to take what was "
+                f"saved: leave it out, and take load_checkpoint(...)[{name!r}]"
+            )
 
 
 def _check(stored: Stored, wanted: Mapping[str, Part]) -> None:

@@ -109,8 +109,15 @@ def goes_on_to_the_bit(name: str, document: Mapping[str, Any], path: str) -> dic
     return saved
 
 
+class Fussy:
+    """Takes no state."""
+
+    def load_state_dict(self, state: Any) -> None:
+        raise RuntimeError("not on rank 1")
+
+
 def fails_together(name: str, document: Mapping[str, Any], path: str) -> None:
-    """What goes wrong on one rank is an error on all, and changes nothing."""
+    """What goes wrong on one rank is an error on all; what is wrong with the files changes nothing."""
     run = Run(parallel(model_of(name), document, batch_of(name)), name)
     run.steps(range(1))
     rank = dist.get_rank()
@@ -135,6 +142,9 @@ def fails_together(name: str, document: Mapping[str, Any], path: str) -> None:
     after = run.model.full_state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert any(not torch.equal(before[key], full[key]) for key in before)
+    run.save(path)
+    with pytest.raises(CheckpointError, match="RuntimeError: not on rank 1"):
+        autopar.load_checkpoint(path, run.model, run.optimizer, extra={"scheduler": Fussy() if rank else run.scheduler})
 
 
 class Killer:

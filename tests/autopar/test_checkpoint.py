@@ -218,11 +218,11 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def refused(path: Path, match: str, value: float = 7.0) -> None:
+def refused(path: Path, match: str, value: float = 7.0, **options: Any) -> None:
     """Loading says so, and changes nothing."""
     model, optimizer = small(value)
     with pytest.raises(CheckpointError, match=match):
-        autopar.load_checkpoint(path, model, optimizer)
+        autopar.load_checkpoint(path, model, optimizer, **options)
     found = [*model.state_dict().values(), *(state["momentum_buffer"] for state in optimizer.state.values())]
     assert all((tensor == value).all() for tensor in found)
     assert optimizer.param_groups[0]["lr"] == value
@@ -352,6 +352,9 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     save_small(str(tmp_path / "c"), 1.0)
     with pytest.raises(CheckpointError, match=r"the checkpoint has no extra 'scaler'; it has \['value'\]"):
         autopar.load_checkpoint(tmp_path / "c", model, optimizer, extra={"scaler": None})
+    refused(
+        tmp_path / "c", r"extra\['value'\] is of type float, .*load_checkpoint\(...\)\['value'\]", extra={"value": 0.0}
+    )
     with torch.device("meta"), pytest.raises(CheckpointError, match=r"weight is on the meta device.*to_empty"):
         autopar.save_checkpoint(tmp_path / "c", nn.Linear(2, 2))
     assert value_at(str(tmp_path / "c")) == 1.0
