@@ -54,29 +54,22 @@ def save_checkpoint(
     """
     where, ranks = Path(path).absolute(), idle(module)
     found: list[_Contents] = []
+    settled: list[_Share] = []
     try:
         offers = ranks.each(lambda: _prepare(where, module, optimizer, ranks, extra, found))
         _check_one_path(offers)
-        mine, name = found[0], offers[0].name
-        earlier = {key for offer in offers if 0 <= offer.stage < mine.stage for key in offer.keys}
-        parts = {key: part for key, part in mine.parts.items() if key not in earlier}
-        todo = list(pieces(parts))
-        if not wait:
-            todo = _on_host(todo)
-        shapes = {key: part.shape for key, part in parts.items()}
-        index = Index.joined(offer.index for offer in offers if offer.index is not None)
-        packed = files.packed({**vars(index), "extra": mine.extra}, "the optimizer")
+        ranks.each(lambda: settled.append(_Share.of(found[0], offers, wait)))
     except BaseException:
         if found and found[0].name:
             files.discard(where, found[0].name)
         raise
-    aliases = {MODEL + alias: MODEL + first for alias, first in index.aliases.items()}
+    share, name = settled[0], offers[0].name
 
     def save() -> None:
         try:
             ranks.first(
-                lambda: files.write(where, name, ranks.rank, todo, shapes),
-                lambda written: files.commit(where, name, written, packed, aliases),
+                lambda: files.write(where, name, ranks.rank, share.todo, share.shapes),
+                lambda written: files.commit(where, name, written, share.packed, share.aliases),
             )
         except BaseException:
             if ranks.rank == 0:
@@ -193,6 +186,37 @@ class _Offer:
     stage: int = -1
     keys: tuple[str, ...] = ()
     index: Index | None = None
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What this rank writes.
+
+    Attributes:
+        todo: name, box and values of every piece.
+        shapes: name -> shape of the whole tensor.
+        packed: what is no tensor; rank 0 writes it.
+        aliases: other names, whole, of saved tensors.
+    """
+
+    todo: list[tuple[str, Box, Tensor]]
+    shapes: dict[str, tuple[int, ...]]
+    packed: bytes
+    aliases: dict[str, str]
+
+    @staticmethod
+    def of(mine: _Contents, offers: list[_Offer], wait: bool) -> _Share:
+        """Of what this rank has, once it is known what all have; copied to the host unless it is written at once."""
+        earlier = {key for offer in offers if 0 <= offer.stage < mine.stage for key in offer.keys}
+        parts = {key: part for key, part in mine.parts.items() if key not in earlier}
+        todo = list(pieces(parts))
+        index = Index.joined(offer.index for offer in offers if offer.index is not None)
+        return _Share(
+            todo if wait else _on_host(todo),
+            {key: part.shape for key, part in parts.items()},
+            files.packed({**vars(index), "extra": mine.extra}, "the optimizer"),
+            {MODEL + alias: MODEL + first for alias, first in index.aliases.items()},
+        )
 
 
 def _prepare(

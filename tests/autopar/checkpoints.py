@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.checkpoint import files
+from autopar.checkpoint import files, save
 from autopar.exact import exact
 from planner.errors import CheckpointError
 from tests.autopar.workers import batch_of, loss_of, model_of, parallel
@@ -109,6 +109,11 @@ def goes_on_to_the_bit(name: str, document: Mapping[str, Any], path: str) -> dic
     return saved
 
 
+def raises(error: Exception) -> None:
+    """For a lambda."""
+    raise error
+
+
 class Fussy:
     """Takes no state."""
 
@@ -123,6 +128,11 @@ def fails_together(name: str, document: Mapping[str, Any], path: str) -> None:
     rank = dist.get_rank()
     with pytest.raises(CheckpointError, match=r"ranks save to different paths.*/one"):
         run.save(f"{path}/{'one' if rank else 'two'}")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(save, "_on_host", lambda todo: raises(MemoryError("of rank 1")))
+        with pytest.raises(CheckpointError, match="MemoryError: of rank 1"):
+            run.save(f"{path}/one", wait=False)
     dist.barrier()
     assert not list(Path(path).glob("*/*"))
     full = run.model.full_state_dict()
