@@ -40,7 +40,8 @@ def export_safetensors(
 ) -> list[Path]:
     """Write a checkpoint's model as safetensors; one process, and no more of a tensor in memory than a piece.
 
-    A tensor of several names is written once, as Transformers does.
+    A tensor of several names is written once, as Transformers does. Files get their names when all are on disk, the
+    index last.
 
     Args:
         path: what :func:`autopar.save_checkpoint` wrote.
@@ -61,18 +62,17 @@ def export_safetensors(
     shares = [list(sizes)] if single else _shares(sizes, file_bytes)
     files = [target] if single else [target / name for name in _file_names(len(shares))]
     _check_free(target, single)
+    if len(shares) > 1:
+        files.append(target / INDEX)
     drafts = [file.with_name(f".{file.name}.{os.getpid()}.tmp") for file in files]
     try:
         files[0].parent.mkdir(parents=True, exist_ok=True)
-        for draft, names in zip(drafts, shares, strict=True):
+        for draft, names in zip(drafts[: len(shares)], shares, strict=True):
             _write(draft, stored, names, sizes)
+        if len(shares) > 1:
+            _write_index(drafts[-1], files, shares, sizes)
         for draft, file in zip(drafts, files, strict=True):
             draft.replace(file)
-        if len(files) > 1:
-            weight_map = {name: file.name for file, names in zip(files, shares, strict=True) for name in names}
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-            (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-            files.append(target / INDEX)
     except OSError as error:
         raise CheckpointError(f"cannot write {str(error.filename or target)!r}: {error.strerror or error}") from error
     finally:
@@ -141,5 +141,15 @@ def _write(path: Path, stored: Stored, names: Sequence[str], sizes: dict[str, in
                 piece = torch.empty(box.sizes, dtype=found.properties.dtype)
                 stored.read({MODEL + name: ([Box(box.offsets, box.sizes, none)], piece)})
                 file.write(piece.reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_index(path: Path, files: Sequence[Path], shares: Sequence[Sequence[str]], sizes: dict[str, int]) -> None:
+    """Which file has which tensor, for the files of these shares."""
+    weight_map = {name: file.name for file, names in zip(files[: len(shares)], shares, strict=True) for name in names}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    with path.open("w") as file:
+        file.write(json.dumps(index, indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -206,6 +207,28 @@ def test_exports_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
     with pytest.raises(CheckpointError, match=r"exists already.*another place"):
         autopar.export_safetensors(tmp_path / "c", tmp_path / "out")
+
+
+def test_an_export_that_fails_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At whichever of its files, the index included, the disk is full."""
+    out, fsync = tmp_path / "out", os.fsync
+    left = 0
+
+    def full(file: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    for whole in range(8):  # seven files of a tensor each, and the index
+        left = whole
+        with pytest.raises(CheckpointError, match=r"cannot write .*: No space left"):
+            autopar.export_safetensors(saved, out, file_bytes=1)
+        assert os.listdir(out) == []
+    left = 8
+    assert len(autopar.export_safetensors(saved, out, file_bytes=1)) == len(os.listdir(out)) == 8
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
