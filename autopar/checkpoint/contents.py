@@ -154,8 +154,14 @@ class HeldState:
         """Of any optimizer over parameters of the module.
 
         Raises:
-            CheckpointError: it has parameters that are not the module's.
+            CheckpointError: it is none, or has parameters that are not the module's.
         """
+        lacks = [name for name in ("param_groups", "state_dict", "load_state_dict") if not hasattr(optimizer, name)]
+        if lacks:
+            raise CheckpointError(
+                f"optimizer is of type {type(optimizer).__name__}, which has no {lacks[0]}: give one of torch.optim, "
+                "or what has param_groups, state_dict() and load_state_dict() as these do; other state goes into extra"
+            )
         state = optimizer.state_dict()
         named = {}
         for numbers, group in zip(state["param_groups"], optimizer.param_groups, strict=True):

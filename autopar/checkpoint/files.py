@@ -83,6 +83,17 @@ _NAMED = frozenset(
 """(module, name) of all that a table of contents may name."""
 
 
+def place(path: Any) -> Path:
+    """Where a checkpoint is or goes.
+
+    Raises:
+        CheckpointError: it is no path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise CheckpointError(f"path is of type {type(path).__name__}: give a checkpoint's directory")
+    return Path(path)
+
+
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +356,7 @@ class Stored:
         Raises:
             CheckpointError: there is none, it is damaged, or a newer autopar wrote it.
         """
-        where = Path(path)
+        where = place(path)
         pickled = _table_of_contents(where)
         manifests = {home.name: _manifest(home / _MANIFEST) for home in sorted(where.glob(f"{_SAVE}*"))}
         sums = {"bytes": len(pickled), "crc32": zlib.crc32(pickled)}

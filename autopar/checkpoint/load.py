@@ -27,10 +27,13 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Go on from a checkpoint, under any plan, on any number of ranks, or in one process; every rank must call it.
 
-    Each rank reads its part. Names, shapes, groups, ``extra`` and the checksums of all files are checked first; what is
-    wrong with these is an error on all ranks, and changes nothing. After that values are overwritten: where a file is
-    lost while it is read, or a ``load_state_dict()`` refuses what it gets, all ranks raise, and module and optimizer
-    are left half loaded: load again before they are used.
+    Each rank reads its part. Floating-point values are cast to the module's dtypes, as by torch's
+    ``load_state_dict()``, which rounds where these are narrower.
+
+    Names, shapes, groups, ``extra`` and the checksums of all files are checked first; what is wrong with these is an
+    error on all ranks, and changes nothing. After that values are overwritten: where a file is lost while it is read,
+    or a ``load_state_dict()`` refuses what it gets, all ranks raise, and module and optimizer are left half loaded:
+    load again before they are used.
 
     Args:
         path: what :func:`autopar.save_checkpoint` wrote.
@@ -181,6 +184,12 @@ def _check(stored: Stored, wanted: Mapping[str, Part]) -> None:
         if shape != part.shape:
             raise CheckpointError(
                 f"{name.removeprefix(MODEL)} has shape {shape} in the checkpoint, {part.shape} in the module"
+            )
+        saved, own = tensors[name].properties.dtype, part.local.dtype
+        if saved != own and not (saved.is_floating_point and own.is_floating_point):
+            raise CheckpointError(
+                f"{name.removeprefix(MODEL)} is of {saved} in the checkpoint, of {own} in the module: only "
+                "floating-point values are cast; is it of another model?"
             )
 
 

@@ -40,7 +40,8 @@ def save_checkpoint(
     Args:
         path: a directory, on a file system that all ranks share.
         module: what :func:`autopar.parallelize` returned, or any module that is the same on all ranks.
-        optimizer: any torch optimizer of the module's parameters, or what has its ``param_groups`` and ``state_dict``.
+        optimizer: any torch optimizer of the module's parameters, or what has ``param_groups``, ``state_dict()`` and
+            ``load_state_dict()`` as these have.
         extra: by name, objects with ``state_dict()`` (schedulers, scalers, data loaders), and plain data. Those of
             rank 0 are saved.
         wait: ``False`` returns as soon as the values are copied to the host, and writes them in the background.
@@ -52,7 +53,7 @@ def save_checkpoint(
         CheckpointError: it cannot be written, or holds what cannot be saved. What goes wrong in the background is
             raised by ``wait()``, or by the next save.
     """
-    where, ranks = Path(path).absolute(), idle(module)
+    where, ranks = files.place(path).absolute(), idle(module)
     found: list[_Contents] = []
     settled: list[_Share] = []
     try:

@@ -383,6 +383,43 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     assert value_at(str(tmp_path / "c")) == 1.0
 
 
+def test_what_is_no_path_and_no_optimizer_says_so(saved: Path) -> None:
+    model, optimizer = small(1.0)
+    for wrong in (None, model):
+        for call in (
+            lambda path: autopar.save_checkpoint(path, model),
+            lambda path: autopar.load_checkpoint(path, model),
+            lambda path: autopar.export_safetensors(path, saved / "out"),
+        ):
+            with pytest.raises(CheckpointError, match=f"path is of type {type(wrong).__name__}: give a checkpoint's"):
+                call(wrong)
+    for other in ([optimizer], model, optimizer.state_dict()):
+        for do in (autopar.save_checkpoint, autopar.load_checkpoint):
+            with pytest.raises(
+                CheckpointError, match=rf"optimizer is of type {type(other).__name__}, .* no param_groups"
+            ):
+                do(saved, model, other)
+    assert value_at(str(saved)) == 1.0
+
+
+def test_floats_are_cast_and_nothing_else(saved: Path) -> None:
+    """To the module's dtypes; the optimizer's state follows its parameters."""
+    model, optimizer = small(0.0)
+    model.double()
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    autopar.load_checkpoint(saved, model, optimizer)
+    momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
+    for tensor in (*model.parameters(), *momenta):
+        assert tensor.dtype == torch.float64 and (tensor == 1).all()
+    model[1].num_batches_tracked = torch.tensor(5.0)
+    with pytest.raises(
+        CheckpointError, match=r"1.num_batches_tracked is of torch.int64 in .*, of torch.float32 in the"
+    ):
+        autopar.load_checkpoint(saved, model)
+    assert model[1].num_batches_tracked == 5
+
+
 @pytest.fixture
 def small_disk() -> Iterator[None]:
     """No file may grow beyond 6000 bytes."""
