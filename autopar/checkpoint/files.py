@@ -6,6 +6,7 @@
     path/save-5f3a91c2/__0_0.distcp   what rank 0 wrote
     path/save-5f3a91c2/index.pt       what is no tensor
     path/save-5f3a91c2/manifest.json  sizes and checksums of these files and of ``.metadata``
+    path/.saving                      empty; locked by the process that saves
 
 A save writes a new directory beside the files of the one before, and takes effect when ``.metadata`` is renamed into
 place. So whenever a process is killed, ``.metadata`` names files that are complete. What it does not name is rubbish.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import json
 import os
@@ -26,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -56,7 +58,7 @@ from planner.errors import CheckpointError
 
 FORMAT = 1
 """Of the manifest and of the index; larger where an older autopar would misread it."""
-_METADATA, _MANIFEST, _INDEX, _SAVE = ".metadata", "manifest.json", "index.pt", "save-"
+_METADATA, _MANIFEST, _INDEX, _SAVE, _LOCK = ".metadata", "manifest.json", "index.pt", "save-", ".saving"
 _BLOCK = 2**24
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.EBADF)
 """What file systems say that cannot write a directory through."""
@@ -97,23 +99,57 @@ def place(path: Any) -> Path:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def new_directory(path: Path) -> str:
-    """Make the directory of a new save, and remove those that a killed one left unfinished; returns its name.
+class Turn:
+    """The right to save to a path, which one process has at a time; it ends with :meth:`end`, or with the process.
 
-    Raises:
-        CheckpointError: the path cannot be written to.
+    It is a lock on ``.saving`` (``flock``). On a file system without locks every process has the right.
+
+    Attributes:
+        name: of the directory of the new save.
     """
-    name = f"{_SAVE}{secrets.token_hex(4)}"
+
+    def __init__(self, path: Path):
+        """Take the right, remove what killed saves left unfinished, and make the directory of the new one.
+
+        Raises:
+            CheckpointError: the path cannot be written to, or another save to it is under way.
+        """
+        self.name = f"{_SAVE}{secrets.token_hex(4)}"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._file = _locked(path)
+            try:
+                for left in path.glob(f"{_SAVE}*"):
+                    if not (left / _MANIFEST).exists():
+                        shutil.rmtree(left, ignore_errors=True)
+                (path / self.name).mkdir()
+                _sync_directory(path)
+            except BaseException:
+                self.end()
+                raise
+        except OSError as error:
+            raise CheckpointError(f"cannot write a checkpoint to {str(path)!r}: {error.strerror or error}") from error
+
+    def end(self) -> None:
+        """Let others save to the path."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
+        self._file.close()
+
+
+def _locked(path: Path) -> IO[bytes]:
+    file = (path / _LOCK).open("ab")
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        for left in path.glob(f"{_SAVE}*"):
-            if not (left / _MANIFEST).exists():
-                shutil.rmtree(left, ignore_errors=True)
-        (path / name).mkdir()
-        _sync_directory(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot write a checkpoint to {str(path)!r}: {error.strerror or error}") from error
-    return name
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise CheckpointError(
+            f"another save to {str(path)!r} is under way, of another module or in another process: save to another "
+            "path, or once it has ended"
+        ) from error
+    except OSError:  # no locks here
+        pass
+    return file
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ def save_checkpoint(
         The save; a later one of the same module, and :func:`autopar.load_checkpoint`, wait for it.
 
     Raises:
-        CheckpointError: it cannot be written, or holds what cannot be saved. What goes wrong in the background is
-            raised by ``wait()``, or by the next save.
+        CheckpointError: it cannot be written, holds what cannot be saved, or another save to the path is under way.
+            What goes wrong in the background is raised by ``wait()``, or by the next save.
     """
     where, ranks = files.place(path).absolute(), idle(module)
     found: list[_Contents] = []
@@ -61,10 +61,11 @@ def save_checkpoint(
         _check_one_path(offers)
         ranks.each(lambda: settled.append(_Share.of(found[0], offers, wait)))
     except BaseException:
-        if found and found[0].name:
-            files.discard(where, found[0].name)
+        if found and found[0].turn is not None:
+            files.discard(where, found[0].turn.name)
+            found[0].turn.end()
         raise
-    share, name = settled[0], offers[0].name
+    share, name, turn = settled[0], offers[0].name, found[0].turn
 
     def save() -> None:
         try:
@@ -73,9 +74,12 @@ def save_checkpoint(
                 lambda written: files.commit(where, name, written, share.packed, share.aliases),
             )
         except BaseException:
-            if ranks.rank == 0:
+            if turn is not None:
                 files.discard(where, name)
             raise
+        finally:
+            if turn is not None:
+                turn.end()
 
     saving = Saving(where, save)
     if wait:
@@ -160,12 +164,12 @@ class _Contents:
     """What this rank has.
 
     Attributes:
-        name: of the save's directory; on rank 0.
+        turn: at the path; on rank 0.
         stage: the rank's place in the pipeline.
         extra: plain data; on rank 0.
     """
 
-    name: str
+    turn: files.Turn | None
     parts: dict[str, Part]
     stage: int
     extra: dict[str, Any]
@@ -233,12 +237,13 @@ def _prepare(
         index.groups = state.groups
     files.packed(vars(index), "the optimizer")
     states = _states(extra) if ranks.rank == 0 else {}
-    name = files.new_directory(path) if ranks.rank == 0 else ""
+    turn = files.Turn(path) if ranks.rank == 0 else None
+    name = "" if turn is None else turn.name
     if not isinstance(module, ParallelModule):
-        found.append(_Contents(name, parts, 0, states))
+        found.append(_Contents(turn, parts, 0, states))
         speaks = ranks.rank == 0
     else:
-        found.append(_Contents(name, parts, 0 if module.pipeline is None else module.pipeline.rank, states))
+        found.append(_Contents(turn, parts, 0 if module.pipeline is None else module.pipeline.rank, states))
         speaks = module.rank == 0
     return _Offer(str(path), name, found[0].stage, tuple(parts), index) if speaks else _Offer(str(path), name)
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import subprocess
 import sys
 import threading
 import zlib
@@ -121,6 +122,40 @@ def test_what_is_saved_is_of_the_moment_of_the_call(tmp_path: Path, monkeypatch:
     threading.Timer(0.2, go.set).start()
     assert autopar.load_checkpoint(tmp_path, model)["list"] == [1, 2, 3]
     assert (model[0].weight == 1).all()
+
+
+def test_a_save_under_way_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another save to the path, in this process or another; a process forked meanwhile does not prolong it."""
+    go = threading.Event()
+    write = files.write
+    monkeypatch.setattr(files, "write", lambda *args: (go.wait(20), write(*args))[1])
+    saving = save_small(str(tmp_path), 1.0, wait=False)
+    try:
+        with pytest.raises(CheckpointError, match=r"another save to .* is under way, of another module or in another"):
+            save_small(str(tmp_path), 2.0)
+        script = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'ab'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        other = subprocess.run([sys.executable, "-c", script, tmp_path / ".saving"], capture_output=True, text=True)
+        assert "BlockingIOError" in other.stderr
+    finally:
+        go.set()
+    saving.wait()
+    assert value_at(str(tmp_path)) == 1.0
+    turn = files.Turn(tmp_path)
+    forked = os.dup(turn._file.fileno())
+    turn.end()
+    save_small(str(tmp_path), 2.0)
+    os.close(forked)
+    assert value_at(str(tmp_path)) == 2.0
+
+
+def test_saves_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    save_small(str(tmp_path), 1.0)
+    save_small(str(tmp_path), 2.0)
+    assert value_at(str(tmp_path)) == 2.0
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -434,7 +469,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(saved: Path, small_disk: None,
     model = nn.Linear(100, 100)
     with pytest.raises(CheckpointError, match=r"rank 0 could not write its part of .*: File too large; the checkpoint"):
         autopar.save_checkpoint(saved, model, wait=wait).wait()
-    assert value_at(str(saved)) == 1.0 and len(os.listdir(saved)) == 2
+    assert value_at(str(saved)) == 1.0 and len(list(saved.glob("save-*"))) == 1
     autopar.save_checkpoint(saved, nn.Linear(2, 2))
 
 
