@@ -36,6 +36,8 @@ HELD = 1024.0
 """The most that is held at a moment, in what a solver is given."""
 MARGIN = 1e-6
 """Part of the room that is left where a solver's tolerances have let too much stay."""
+PASSED_OVER = 1e-7
+"""What a search may pass over in every item, in parts of what the item that saves most does."""
 GAP = 1e-9
 _TOLERANCE = 1e-9
 ANSWERS = (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE)
@@ -129,6 +131,7 @@ def _solve(
     if not _fit(fits, found, left):  # a solver's tolerances may let a few bytes too many stay
         strict, _, _ = _search(groups, [math.floor(free * (1 - MARGIN)) for free in room], thorough)
         both = [_fitting(fits, each, left) for each in (found, strict)]
+        stopped = "solver" if stopped == "proved" else stopped
         found = max(both, key=lambda each: math.fsum(group.saved_s(each) for group in groups))
     none = _seconds(trace, [way.gap for way in ways], stays)
     return found, max(0.0, none - most_s), stopped
@@ -248,12 +251,19 @@ def _search(groups: Sequence[_Group], room: Sequence[int], thorough: bool) -> tu
         if is_answer and result.objective_value() * program.unit_s > saved_s:
             best, saved_s = _taken(result, program.takes), result.objective_value() * program.unit_s
         if not fixed:
-            stopped = "nodes" if is_answer else "solver"
+            ended: Stopped = "proved" if reason == mathopt.TerminationReason.OPTIMAL else "nodes"
+            stopped = ended if is_answer else "solver"
             if is_answer:
-                most_s = min(most_s, result.termination.objective_bounds.dual_bound * program.unit_s)
+                most_s = min(most_s, _searched(result, len(program.takes)) * program.unit_s)
         if saved_s >= most_s - GAP * abs(most_s):
             break
     return best, most_s, stopped
+
+
+def _searched(result: mathopt.SolveResult, takes: int) -> float:
+    """The bound of a search of the whole, less sharp by what its tolerances may pass over in every item."""
+    bound: float = result.termination.objective_bounds.dual_bound
+    return bound + GAP * abs(bound) + takes * PASSED_OVER
 
 
 def _relaxed(program: _Program) -> tuple[dict[int, float], list[float]]:

@@ -35,7 +35,8 @@ ACTIONS: dict[str, tuple[str, str]] = {
 ON_HOST = ("drop", "evict")
 """Those that entering a moment on the host may do."""
 Stopped = Literal["proved", "nodes", "choices", "solver", ""]
-"""Why the search for the least seconds on the links ended: nothing less is possible; it took as many nodes as it may;
+"""Why the search for the least seconds on the links ended: nothing less is possible, to a solver's tolerances; it took
+as many nodes as it may;
 there are too many choices to search them whole; the solver gave no answer. Nothing where there was none.
 """
 WORDS = {"evicted": "wait for the eviction of", "fetched": "wait for"}
