@@ -16,7 +16,7 @@ from autopar.localize import Call, local_form
 from autopar.runtime.conversions import convert
 from autopar.runtime.layers import LOCAL_FORMS
 from autopar.runtime.layers.loss import MEAN
-from autopar.runtime.parameters import replicate_parameters
+from autopar.runtime.parameters import gather_parameters, replicate_parameters
 from autopar.runtime.turns import of_this_turn
 from planner.conversion import Route, Step
 from planner.fold import Block
@@ -35,6 +35,7 @@ class Body:
     Attributes:
         values: where each value is found, in the layout in which it is delivered.
         ready: parameters in the layouts in which operators use them; over turns, as they are in all of them.
+        gathered: those of them that are in memory of their own.
         counts: what is known of all turns before the first, by name, see :func:`known_before`.
         taken: what each operator takes and makes, by its name and place: operands, then results.
     """
@@ -48,6 +49,7 @@ class Body:
         self.values: dict[Ref, fx.Node] = {}
         self.taken: dict[tuple[str, int], fx.Node] = {}
         self.ready: dict[tuple[Ref, Layout], fx.Node] = {}
+        self.gathered: set[fx.Node] = set()
         self.counts: dict[str, fx.Node] = {}
         self._attributes: dict[str, fx.Node] = {}
         self._entered: Counter[str] = Counter()
@@ -116,27 +118,34 @@ class Body:
         route = self.assignment.relay_route(ref)
         if self.assignment.space.graph.by_name[ref.node].op == "param" and all(step.rule == "I>R" for step in route):
             for step in route:
-                self.values[ref] = self.replicated([self.values[ref]], step.axis)[0]
+                self.values[ref] = self.brought([self.values[ref]], (step,))[0]
         else:
             self.values[ref] = self.read(ref, route)
 
-    def replicate_parameters(self, block: Block) -> None:
-        """Sum the gradients of all parameters that the block uses replicated in one all-reduce per axis."""
-        for (axes, _), wanted in self.assignment.sums(block).items():
-            current = [self.values[ref] for ref in wanted]
-            for axis in axes:
-                current = self.replicated(current, axis)
-            for (ref, layout), value in zip(wanted.items(), current, strict=True):
-                self.ready[ref, layout] = value
+    def bring_parameters(self, block: Block) -> None:
+        """Gather what the block uses replicated, and sum its gradients, in one call per chunk and axis."""
+        for chunk in self.assignment.chunks(block):
+            current = [self.values[ref] for ref in chunk]
+            for steps in zip(*chunk.values(), strict=True):
+                current = self.brought(current, steps)
+            for (ref, route), value in zip(chunk.items(), current, strict=True):
+                self.ready[ref, route[-1].after] = value
 
-    def replicated(self, values: list[fx.Node], axis: int) -> list[fx.Node]:
-        """Parameters that are invariant on an axis, made replicated together."""
+    def brought(self, values: list[fx.Node], steps: tuple[Step, ...]) -> list[fx.Node]:
+        """Parameters made replicated on an axis, together; the same step of each."""
+        axis, rule = steps[0].axis, steps[0].rule
         if self._is_here(axis):
             return values
-        call = self.graph.call_function(
-            replicate_parameters, (tuple(values), self.attribute(self.mesh.axes[axis].name))
-        )
-        return [_call(self.graph, getitem, (call, i), f"{value.name}_r") for i, value in enumerate(values)]
+        group = self.attribute(self.mesh.axes[axis].name)
+        if rule == "I>R":
+            call = self.graph.call_function(replicate_parameters, (tuple(values), group))
+        else:
+            shards = tuple(_local_text(step.before, axis, self.mesh.sizes) for step in steps)
+            call = self.graph.call_function(gather_parameters, (tuple(values), group, shards))
+        found = [_call(self.graph, getitem, (call, i), f"{value.name}_r") for i, value in enumerate(values)]
+        if rule != "I>R":
+            self.gathered.update(found)
+        return found
 
     def operand(self, node: Node, position: int) -> fx.Node:
         """An operand in the layout that the operator wants."""
@@ -209,7 +218,7 @@ class Body:
     def recomputing(self, block: Block, again: Again) -> fx.Graph:
         """Finish the program as :func:`recompute` takes it; returns the one of the statements that are run again."""
         graph, wanted = self.assignment.space.graph, []
-        stops = {*self.ready.values(), *self.graph.find_nodes(op="placeholder")}
+        stops = {*self.ready.values(), *self.graph.find_nodes(op="placeholder")} - self.gathered
         lasting = {block.nodes[at].name for at in again.lasting}
         for at, node in enumerate(block.nodes):
             stops.update(self.taken[node.name, i] for i, ref in enumerate(node.inputs) if ref.node in lasting)
@@ -332,7 +341,7 @@ def block_body(block: Block, assignment: Assignment, targets: Mapping[str, Any],
     for entry in entries_of(block, assignment):
         body.enter(entry, block.path)
     if not assignment.space.in_turns:
-        body.replicate_parameters(block)
+        body.bring_parameters(block)
     for node in block.nodes:
         body.emit(node, frozenset(block.outputs))
     return body

@@ -28,7 +28,7 @@ from autopar.localize import COUNT
 from autopar.rewrite import Rewritten, rewrite
 from autopar.runtime.conversions import convert
 from autopar.runtime.mesh import device_mesh, groups_of
-from autopar.runtime.parameters import replicate_parameters
+from autopar.runtime.parameters import gather_parameters, replicate_parameters
 from autopar.runtime.random import RandomState
 from autopar.runtime.recompute import recompute
 from autopar.runtime.state import RunState
@@ -232,7 +232,7 @@ class _Root(fx.Interpreter):
         node = n.meta.get("node")
         if node is not None:
             return self.operator(n, node)
-        if n.op == "call_function" and n.target in (convert, replicate_parameters):
+        if n.op == "call_function" and n.target in (convert, replicate_parameters, gather_parameters):
             self.checker.conversions += 1
         if n.target is torch.ops.aten.detach.default:
             with spmd.no_typecheck():

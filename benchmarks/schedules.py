@@ -97,8 +97,7 @@ def nap(x: Tensor, forward_s: float, backward_s: float) -> Tensor:
 def _steps(name: str, virtual: int, count: int) -> Beside:
     torch.set_num_threads(1)
     actions = schedule(name, RANKS, count, virtual)
-    nap_s = NAP_S / virtual
-    here = [_stage(s, actions.stages, nap_s) for s in range(actions.stages) if actions.rank_of[s] == dist.get_rank()]
+    here = [_stage(s, actions.stages, NAP_S) for s in range(actions.stages) if actions.rank_of[s] == dist.get_rank()]
     _, pipeline = pipeline_mesh(Mesh.of(all=1), "cpu", RANKS)
     assert pipeline is not None
     step = Step(
@@ -124,7 +123,7 @@ def _steps(name: str, virtual: int, count: int) -> Beside:
         spent = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(spent, dist.ReduceOp.MAX)
         observed.append(spent.item())
-    each = np.full(actions.stages, nap_s)
+    each = np.full(actions.stages, NAP_S)
     found = simulate(actions, Times(each, each, each, np.zeros(actions.stages - 1)))
     return Beside(name, virtual, count, found.step_s, tuple(observed[1:]), found.bubble)
 

@@ -12,14 +12,14 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.conversion import ConversionTable, Route, local_bytes
+from planner.conversion import ConversionTable, Route, Step, local_bytes
 from planner.cost import CostModel
 from planner.fold import Block, Folded
 from planner.graph import Graph, Node, Ref
@@ -89,11 +89,12 @@ class Assignment:
         ref = node.inputs[position]
         return self._route(ref, self.delivered(ref), self.choice(node).operands[position])
 
-    def summed_over(self, node: Node, position: int) -> tuple[int, ...]:
-        """Axes over which a parameter operand's gradient is summed together with its block's others.
+    def bringing(self, node: Node, position: int) -> Route:
+        """The conversion of a parameter operand that its block does together with those of its other parameters.
 
-        Empty unless the operand is a parameter of this reader alone, in one layout, that is stored whole and
-        used replicated: those are summed in one all-reduce per block, axis and dtype.
+        Empty unless the operand is a parameter of this reader alone, in one layout, that is used replicated where it
+        is stored whole or sharded: for those a block makes one call per axis and dtype, to gather them and to reduce
+        their gradients.
         """
         ref = node.inputs[position]
         operands = self.choice(node).operands
@@ -102,22 +103,20 @@ class Assignment:
         if self.space.graph.by_name[ref.node].op != "param" or self.space.relay_of(ref) is not None:
             return ()
         route = self.operand_route(node, position)
-        if not route or any(step.rule != "I>R" for step in route):
+        if any(step.rule not in ("I>R", "S>R") for step in route):
             return ()
-        return tuple(sorted(step.axis for step in route if self.space.mesh.axes[step.axis].size > 1))
+        return _by_axis(route) if all(step.rule == "I>R" for step in route) else route
 
-    def sums(self, block: Block) -> dict[tuple[tuple[int, ...], str], dict[Ref, Layout]]:
-        """Parameters of a block whose gradients are summed in one call for each axis, and the layout in which each is
-        used; by axes and dtype.
-        """
-        found: dict[tuple[tuple[int, ...], str], dict[Ref, Layout]] = {}
+    def chunks(self, block: Block) -> list[Chunk]:
+        """The parameters of a block that are brought together."""
+        found: dict[object, Chunk] = {}
         for node in block.nodes:
             for position, ref in enumerate(node.inputs):
-                axes = self.summed_over(node, position)
-                if axes:
-                    key = axes, self.space.graph.type_of(ref).dtype
-                    found.setdefault(key, {})[ref] = self.choice(node).operands[position]
-        return found
+                route, tensor = self.bringing(node, position), self.space.graph.type_of(ref)
+                if route:
+                    key = (tuple((step.axis, step.rule) for step in route), tensor.dtype, tensor.grad)
+                    found.setdefault(key, {})[ref] = route
+        return list(found.values())
 
     def output_layout(self, position: int) -> Layout:
         """The layout in which output number ``position`` leaves the model."""
@@ -133,6 +132,18 @@ class Assignment:
     def _route(self, ref: Ref, source: Layout, target: Layout) -> Route:
         """The steps of a conversion; what stays as it is asks for no table."""
         return self.space.table(ref).route(source, target) if source != target else ()
+
+
+Chunk = dict[Ref, Route]
+"""Parameters that are brought together, from how they are stored to how they are used, by the same steps in order."""
+
+
+def _by_axis(route: Route) -> Route:
+    """Steps of which each goes for itself, in the order of axes."""
+    found: list[Step] = []
+    for step in sorted(route, key=lambda step: step.axis):
+        found.append(replace(step, before=found[-1].after if found else route[0].before))
+    return tuple(found)
 
 
 class Prices:

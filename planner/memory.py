@@ -19,12 +19,12 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from planner.conversion import Route, Step, local_bytes
 from planner.fold import Block, Instance
-from planner.formulate import Assignment
+from planner.formulate import Assignment, Chunk
 from planner.graph import Node, Ref, TensorType
 from planner.layout import Shard
 from planner.ops import OPS
@@ -370,7 +370,7 @@ class _Run:
             heap.hold(value.storage)
         last = {ref: i for i, node in enumerate(block.nodes) for ref in node.inputs}
         kept = set(block.outputs)
-        ready = self._summed(block, frame)
+        ready = self._brought(block, frame)
         for i, node in enumerate(block.nodes):
             heap.moment(f"forward {node.path or node.name}: {node.op}")
             for ref, value in self._operator(node, frame, ready).items():
@@ -381,27 +381,77 @@ class _Run:
             for ref in dict.fromkeys(node.inputs):
                 if last[ref] == i and ref not in kept:
                     heap.drop(frame.pop(ref).storage)
+                    if ref in ready:
+                        heap.drop(ready.pop(ref).storage)
         return {ref: frame[ref] for ref in block.outputs if ref in frame}
 
     def _bucket_bytes(self, values: Mapping[Ref, _Value]) -> int:
         """Bytes of the sums that leave as gradients of parameters, whose memory the host keeps for the next step."""
-        blocks = [instance.block for instance in self.space.folded.instances]
-        groups = [[values[ref] for ref in refs] for block in blocks for refs in self.assignment.sums(block).values()]
-        return sum(value.bytes for group in groups if _are_parameters(group) for value in group if value.made)
+        found = 0
+        for instance in self.space.folded.instances:
+            for chunk in self.assignment.chunks(instance.block):
+                first = [self._crossing(route)[:1] for route in chunk.values()]
+                if all(steps and steps[0].rule == "I>R" for steps in first):
+                    chunked = [values[ref] for ref in chunk]
+                    if _are_parameters(chunked):
+                        found += sum(value.bytes for value in chunked if value.made)
+        return found
 
-    def _summed(self, block: Block, frame: dict[Ref, _Value]) -> dict[Ref, _Value]:
-        """Parameters whose gradients are summed in one call: views, and an autograd node per axis."""
+    def _crossing(self, route: Route) -> list[Step]:
+        """The steps that cross ranks or turns."""
+        return [step for step in route if self.mesh.axes[step.axis].size > 1]
+
+    def _brought(self, block: Block, frame: dict[Ref, _Value]) -> dict[Ref, _Value]:
+        """Parameters that are gathered, and whose gradients are reduced, together: an autograd node per axis; held."""
         ready: dict[Ref, _Value] = {}
-        for (axes, _), refs in self.assignment.sums(block).items():
-            for _axis in axes:
-                current = [ready.get(ref, frame[ref]) for ref in refs]
-                tape = self._tape("sum of gradients", len(current))
-                tape.together = sum(value.bytes for value in current if value.made)
-                tape.bucket = self.buckets if _are_parameters(current) else None
-                tape.targets = [_Target(*value.made, value.bytes) for value in current if value.made]
-                for number, (ref, value) in enumerate(zip(refs, current, strict=True)):
-                    ready[ref] = _Value(value.storage, value.bytes, (tape, number) if value.made else None)
+        for chunk in self.assignment.chunks(block):
+            current = [frame[ref] for ref in chunk]
+            for value in current:
+                self.heap.hold(value.storage)
+            for steps in zip(*map(self._crossing, chunk.values()), strict=True):
+                current = self._brought_on(current, chunk, steps)
+            ready.update(zip(chunk, current, strict=True))
         return ready
+
+    def _brought_on(self, values: list[_Value], chunk: Chunk, steps: tuple[Step, ...]) -> list[_Value]:
+        """The same held values after one step, held in their place."""
+        types = [self.graph.type_of(ref) for ref in chunk]
+        is_sum = steps[0].rule == "I>R"
+        tape = self._tape("sum of gradients" if is_sum else "gathering", len(values))
+        tape.together = sum(value.bytes for value in values if value.made)
+        tape.bucket = self.buckets if is_sum and _are_parameters(values) else None
+        tape.targets = [_Target(*value.made, value.bytes) for value in values if value.made]
+        made = [(tape, number) if value.made else None for number, value in enumerate(values)]
+        if is_sum:
+            return [replace(value, made=each) for value, each in zip(values, made, strict=True)]
+        sizes = [local_bytes(tensor, step.after, self.mesh) for tensor, step in zip(types, steps, strict=True)]
+        names = [f"{ref.node} as R" for ref in chunk]
+        tape.works = sum(size for size, value in zip(sizes, values, strict=True) if value.made)
+        storages = self._gathered([value.storage for value in values], names, sizes, steps)
+        return [_Value(*each) for each in zip(storages, sizes, made, strict=True)]
+
+    def _gathered(
+        self, parts: list[_Storage], names: list[str], sizes: list[int], steps: tuple[Step, ...]
+    ) -> list[_Storage]:
+        """Storages of whole parameters, made of those of their parts, which are no longer held."""
+        heap = self.heap
+        own = heap.new("parts of a chunk", "temporary", sum(part.held.bytes for part in parts) if len(parts) > 1 else 0)
+        every = heap.new(names[0] if len(parts) == 1 else "a chunk", "gathered", sum(sizes))
+        self._makes(every, parts)
+        cut = steps[0].src
+        if len(parts) == 1 and isinstance(cut, Shard) and cut.dim == 0 and cut.outer == 1:
+            found = [heap.hold(every)]
+        else:
+            found = [heap.new(name, "gathered", size) for name, size in zip(names, sizes, strict=True)]
+            for storage in found:
+                self._makes(storage, [every])
+        for storage in (own, every, *parts):
+            heap.drop(storage)
+        return found
+
+    def _makes(self, storage: _Storage, sources: list[_Storage]) -> None:
+        if self.frame is not None:
+            self.frame.makes(self.heap, storage, sources, keeps=False)
 
     def _operator(self, node: Node, frame: dict[Ref, _Value], ready: dict[Ref, _Value]) -> dict[Ref, _Value]:
         """Convert the operands, make the results, remember what backward needs; returns the results, held."""
@@ -411,10 +461,10 @@ class _Run:
         for position, ref in enumerate(node.inputs):
             key = (ref, choice.operands[position])
             if key not in converted:
-                summed = ready.get(ref) if self.assignment.summed_over(node, position) else None
-                route = () if summed else self.assignment.operand_route(node, position)
+                brought = ready.get(ref)
+                route = () if brought else self.assignment.operand_route(node, position)
                 keeps = self.frame is not None and position not in self.frame.again.taken[self.frame.at[node.name]]
-                converted[key] = self._converted(summed or frame[ref], types[position], route, ref, keeps)
+                converted[key] = self._converted(brought or frame[ref], types[position], route, ref, keeps)
             operands.append(converted[key])
         results = self._results(node, types, operands)
         for value in converted.values():

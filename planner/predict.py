@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from planner.conversion import Collective, Route, local_bytes
+from planner.conversion import Collective, Route
 from planner.exchange import Exchange, exchanges
 from planner.fold import Instance
-from planner.formulate import Assignment
+from planner.formulate import Assignment, Chunk
 from planner.graph import Node, Ref
 from planner.layout import MICRO, PIPELINE, Layout
 from planner.memory import Usage, usage
@@ -208,15 +208,11 @@ def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool)
 
 
 def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
-    """Calls of one instance of a block: conversions of operands and results, local forms, and gradient sums.
-
-    Gradients of parameters that are stored whole and used replicated are summed together, in one call per
-    axis and dtype.
-    """
+    """Calls of one instance of a block: conversions of operands and results, local forms, and parameters brought."""
     space = assignment.space
     graph, mesh = space.graph, space.mesh
     calls: Calls = Counter()
-    sums: dict[tuple[tuple[int, ...], str], tuple[dict[Ref, int], list[bool]]] = {}
+    reached: set[Ref] = set()
     for node in instance.block.nodes:
         for index in range(len(node.results)):
             ref = Ref(node.name, index)
@@ -226,12 +222,9 @@ def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
         choice = assignment.choice(node)
         differentiated = any(Ref(node.name, i) in graph.differentiated for i in range(len(node.results)))
         for position, ref in _operands(assignment, node):
-            axes, tensor = assignment.summed_over(node, position), graph.type_of(ref)
-            if axes:
-                summed, live = sums.setdefault((axes, tensor.dtype), ({}, []))
-                summed[ref] = local_bytes(tensor, choice.operands[position], mesh)
-                live.append(differentiated)
-            else:
+            if differentiated:
+                reached.add(ref)
+            if not assignment.bringing(node, position):
                 route = assignment.operand_route(node, position)
                 calls.update(_route_calls(assignment, ref, route, differentiated))
         for number, inner in choice.inner:
@@ -239,9 +232,20 @@ def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
             if on.size > 1 and on.name != MICRO and (inner.phase == "forward" or differentiated):
                 bytes_in = space.inner_bytes(space.rules[node.name], choice, inner)
                 calls[Collective(inner.kind, on.name, bytes_in, inner.phase)] += mesh.micro_batches
-    for (axes, _), (sizes, live) in sums.items():
-        for number in (axis for axis in axes if any(live) and mesh.axes[axis].name != MICRO):
-            calls[Collective("all_reduce", mesh.axes[number].name, sum(sizes.values()), "backward")] += 1
+    for chunk in assignment.chunks(instance.block):
+        calls.update(_chunk_calls(assignment, chunk, backward=not reached.isdisjoint(chunk)))
+    return calls
+
+
+def _chunk_calls(assignment: Assignment, chunk: Chunk, backward: bool) -> Calls:
+    """Calls that bring a chunk, one per step; those of ``backward`` reduce its gradients."""
+    calls: Calls = Counter()
+    graph, mesh = assignment.space.graph, assignment.space.mesh
+    for steps in zip(*chunk.values(), strict=True):
+        made = [step.collectives(graph.type_of(ref), mesh) for ref, step in zip(chunk, steps, strict=True)]
+        for each in zip(*made, strict=True):
+            if each[0].axis != MICRO and (backward or each[0].phase == "forward"):
+                calls[replace(each[0], bytes_in=sum(call.bytes_in for call in each))] += 1
     return calls
 
 
@@ -253,8 +257,12 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
         return calls
     again = space.skeleton.again(instance.kind, level)
 
+    brought: set[Ref] = set()
+
     def add(ref: Ref, route: Route) -> None:
-        forward = _route_calls(assignment, ref, route, backward=False)
+        repeat(_route_calls(assignment, ref, route, backward=False))
+
+    def repeat(forward: Calls) -> None:
         calls.update({replace(call, phase="backward"): count for call, count in forward.items()})
 
     for at, node in enumerate(instance.block.nodes):
@@ -264,14 +272,20 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
                 add(Ref(node.name, index), assignment.relay_route(Ref(node.name, index)))
         taken = {(node.inputs[position], choice.operands[position]): position for position in again.taken[at]}
         for (ref, _), position in taken.items():
-            is_kept = space.in_turns and space.graph.by_name[ref.node].op == "param"
-            if not assignment.summed_over(node, position) and not is_kept:
+            if space.in_turns and space.graph.by_name[ref.node].op == "param":
+                continue
+            if assignment.bringing(node, position):
+                brought.add(ref)
+            else:
                 add(ref, assignment.operand_route(node, position))
         for number, inner in choice.inner if at in again.operators else ():
             on = space.mesh.axes[number]
             if on.size > 1 and on.name != MICRO and inner.phase == "forward":
                 bytes_in = space.inner_bytes(space.rules[node.name], choice, inner)
                 calls[Collective(inner.kind, on.name, bytes_in, "backward")] += space.mesh.micro_batches
+    for chunk in assignment.chunks(instance.block):
+        if not brought.isdisjoint(chunk):
+            repeat(_chunk_calls(assignment, chunk, backward=False))
     return calls
 
 

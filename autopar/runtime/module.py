@@ -426,7 +426,7 @@ def _whole(value: DTensor) -> Tensor:
 def _readable(code: str, name: str) -> str:
     """A program's text without what fx adds for the interpreter."""
     code = re.sub(r";  (?:\w+ = )+None", "", code)
-    code = re.sub(r"\bautopar_runtime_\w+?_(?=convert|replicate_parameters|draw)", "", code)
+    code = re.sub(r"\bautopar_runtime_\w+?_(?=convert|(?:replicate|gather)_parameters|draw)", "", code)
     code = re.sub(r"\bautopar_runtime_layers_[a-z]+_", "layers.", code)
     code = re.sub(r"\bautopar_body_getitem\((\w+), (\d+)\)", r"\1[\2]", code)
     code = code.replace("torch.ops.aten.", "aten.").replace("def forward(self", f"def {name}(self", 1)

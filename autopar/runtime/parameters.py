@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.buckets import Buckets
 from autopar.runtime.conversions import convert
+from planner.layout import Shard, parse_layout
 
 
 class _LocalParts(torch.autograd.Function):
@@ -64,6 +65,74 @@ def renew(parameters: Iterable[DTensor]) -> None:
         parameter._local_tensor = parameter._local_tensor.detach().clone()
 
 
+class _Gather(torch.autograd.Function):
+    """Shards of a block's parameters gathered in one call; backward reduces their gradients in one."""
+
+    @staticmethod
+    def forward(ctx, axis, shards, *parameters):  # type: ignore[no-untyped-def]
+        forms = [
+            _Form(parameter.shape, shard, axis.size()) for parameter, shard in zip(parameters, shards, strict=True)
+        ]
+        ctx.axis, ctx.forms = axis, forms
+        ctx.set_materialize_grads(False)
+        own = _joined([parameter.reshape(1, -1) for parameter in parameters]).view(-1)
+        every = own.new_empty(axis.size() * own.numel())
+        dist.all_gather_into_tensor(every, own, group=axis)
+        rows = every.view(axis.size(), -1).split([parameter.numel() for parameter in parameters], 1)
+        return tuple(form.whole(each) for form, each in zip(forms, rows, strict=True))
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        like = next(grad for grad in grads if grad is not None)
+        # A parameter that does not reach the loss has no gradient; it keeps its place among the others.
+        every = _joined([form.rows(like, grad) for form, grad in zip(ctx.forms, grads, strict=True)])
+        own = every.new_empty(every.shape[1])
+        takers = [node for node, _ in ctx.next_functions if node is not None]
+        leaves = all(isinstance(node, _LocalParts._backward_cls) for node in takers)
+        work = dist.reduce_scatter_tensor(own, every.view(-1), group=ctx.axis, async_op=leaves)
+        if leaves:
+            takers[0].pending.append(work)
+        parts = own.split([form.part.numel() for form in ctx.forms])
+        shaped = (part.view(form.part) for part, form in zip(parts, ctx.forms, strict=True))
+        return None, None, *(None if g is None else part for part, g in zip(shaped, grads, strict=True))
+
+
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    """Tensors of as many rows beside one another, copied only where there are several."""
+    return rows[0].contiguous() if len(rows) == 1 else torch.cat(list(rows), 1)
+
+
+class _Form:
+    """A parameter that is cut along an axis of the mesh.
+
+    Args:
+        part: this rank's shape.
+        shard: how it is cut, e.g. ``"S(0)"``; strips counted on one rank.
+        ranks: of the axis.
+    """
+
+    def __init__(self, part: torch.Size, shard: str, ranks: int):
+        self.part, self.ranks = part, ranks
+        cut = parse_layout(shard, 1)[0]
+        assert isinstance(cut, Shard)
+        self.dim, self.opened = cut.dim, list(part)
+        if cut.outer > 1:
+            self.opened[cut.dim : cut.dim + 1] = [cut.outer, part[cut.dim] // cut.outer]
+            self.dim += 1
+        self.shape = [size * ranks if dim == cut.dim else size for dim, size in enumerate(part)]
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """The parameter from every rank's part, a row each."""
+        return rows.view(self.ranks, *self.opened).movedim(0, self.dim).reshape(self.shape)
+
+    def rows(self, like: Tensor, grad: Tensor | None) -> Tensor:
+        """What each rank gets of its gradient, a row each."""
+        if grad is None:
+            return like.new_zeros(self.ranks, self.part.numel())
+        opened = [*self.opened[: self.dim], self.ranks, *self.opened[self.dim :]]
+        return grad.reshape(opened).movedim(self.dim, 0).reshape(self.ranks, -1)
+
+
 class _SumGradients(torch.autograd.Function):
     """Identity forward; backward sums the gradients of a block's parameters over an axis in one all-reduce."""
 
@@ -104,3 +173,17 @@ def replicate_parameters(parameters: Sequence[Tensor], axis: ProcessGroup) -> tu
     if spmd.is_type_checking() or not torch.is_grad_enabled():
         return tuple(convert(p, axis, "I", "R") for p in parameters)
     return _SumGradients.apply(axis, *parameters)
+
+
+def gather_parameters(parameters: Sequence[Tensor], axis: ProcessGroup, shards: Sequence[str]) -> tuple[Tensor, ...]:
+    """``S -> R`` for all parameters of a block at once: gathered in one call, and their gradients reduced in one.
+
+    A reduced gradient is waited for where it reaches its parameter, so nothing else may read it before.
+
+    Args:
+        parameters: local parameters, all of one dtype, each read here alone.
+        shards: how each is cut along ``axis``, e.g. ``"S(0)"``; strips counted on one rank.
+    """
+    if spmd.is_type_checking():
+        return tuple(convert(p, axis, shard, "R") for p, shard in zip(parameters, shards, strict=True))
+    return _Gather.apply(axis, tuple(shards), *parameters)
