@@ -143,7 +143,7 @@ class Body:
             shards = tuple(_local_text(step.before, axis, self.mesh.sizes) for step in steps)
             call = self.graph.call_function(gather_parameters, (tuple(values), group, shards))
         found = [_call(self.graph, getitem, (call, i), f"{value.name}_r") for i, value in enumerate(values)]
-        if rule != "I>R":
+        if rule != "I>R" or not self.gathered.isdisjoint(values):
             self.gathered.update(found)
         return found
 
@@ -219,9 +219,11 @@ class Body:
         """Finish the program as :func:`recompute` takes it; returns the one of the statements that are run again."""
         graph, wanted = self.assignment.space.graph, []
         stops = {*self.ready.values(), *self.graph.find_nodes(op="placeholder")} - self.gathered
-        lasting = {block.nodes[at].name for at in again.lasting}
+        lasting, made = {block.nodes[at].name for at in again.lasting}, {node.name for node in block.nodes}
         for at, node in enumerate(block.nodes):
-            stops.update(self.taken[node.name, i] for i, ref in enumerate(node.inputs) if ref.node in lasting)
+            for i, ref in enumerate(node.inputs):
+                if ref.node in lasting or (ref.node not in made and i not in again.taken[at]):
+                    stops.add(self.taken[node.name, i])
             if any(t.grad for t in node.results):
                 wanted += [(at, place) for place in saved_places(node, graph.input_types(node))]
             if at in again.drawing:

@@ -1,7 +1,7 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
-python -m benchmarks [plan] [step] [stages] [predicted] [published] [runs] [iopddl] [memory] [pipeline] [schedules]
-                     [timetable]
+python -m benchmarks [plan] [step] [stages] [shards] [predicted] [published] [runs] [iopddl] [memory] [pipeline]
+                     [schedules] [timetable]
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ STEP_CASES = tuple(
     step_time.Case(kind, ranks, heap) for kind in ("data", "tensor") for ranks in (2, 4) for heap in ("default", "kept")
 )
 STAGE_CASES = tuple(step_time.Case("pipeline", ranks) for ranks in (2, 4))
-THEIRS = {"data": "DDP", "tensor": "parallelize_module", "pipeline": "Schedule1F1B"}
+SHARD_CASES = tuple(step_time.Case(kind, ranks) for kind in ("zero 2", "zero 3") for ranks in (2, 4))
+THEIRS = {
+    "data": "DDP",
+    "zero 2": "fully_shard, kept",
+    "zero 3": "fully_shard",
+    "tensor": "parallelize_module",
+    "pipeline": "Schedule1F1B",
+}
 
 
 def main(what: list[str]) -> None:
@@ -48,6 +55,8 @@ def main(what: list[str]) -> None:
         steps("step_time", "Step time", STEP_CASES)
     if not what or "stages" in what:
         steps("stages", "Step time of pipelines", STAGE_CASES)
+    if not what or "shards" in what:
+        steps("shards", "Step time of sharded parameters", SHARD_CASES)
     if not what or "predicted" in what:
         predictions()
     if not what or "published" in what:
@@ -160,6 +169,11 @@ def peaks() -> None:
     print(record.write("memory", title, notes, rows, [asdict(each) for each in found], facts), flush=True)
 
 
+def _peaks_of(found: step_time.Compared) -> dict[str, str]:
+    sizes = {"ours": found.ours_bytes, "theirs": found.theirs_bytes}
+    return {f"{side} peak MiB": f"{size / 2**20:.0f}" for side, size in sizes.items()}
+
+
 def steps(name: str, title: str, cases: Sequence[step_time.Case]) -> None:
     """Ours beside theirs."""
     facts = record.circumstances()
@@ -171,7 +185,7 @@ def steps(name: str, title: str, cases: Sequence[step_time.Case]) -> None:
         print(f"stepped {case.kind} {case.ranks} {case.heap}: ratio {ratios[-1]}", flush=True)
     rows = [
         {
-            "model": "Transformers GPT-2" if r.case.kind == "data" else "hand-written GPT",
+            "model": "Transformers GPT-2" if r.case.kind in step_time.ZERO else "hand-written GPT",
             "ours": ", ".join(f"{k}={v}" for k, v in r.case.pin.items()),
             "theirs": THEIRS[r.case.kind],
             "ranks": str(r.case.ranks),
@@ -185,6 +199,7 @@ def steps(name: str, title: str, cases: Sequence[step_time.Case]) -> None:
             "theirs CPU s": f"{statistics.median(r.theirs_cpu_s):.3f}",
             "CPU ratio": f"{r.cpu_ratio:.3f}",
             "loss differs by": f"{r.loss_difference:.1e}",
+            **(_peaks_of(r) if r.ours_bytes else {}),
         }
         for r, each in zip(results, ratios, strict=True)
     ]

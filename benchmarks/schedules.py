@@ -31,7 +31,7 @@ from planner.pipeline.simulate import Times, simulate
 
 RANKS = 4
 NAP_S = 0.1
-"""Seconds of a forward, of a backward for inputs, and of one for weights; of one rank's stages together."""
+"""Seconds of a forward, of a backward for inputs, and of one for weights; of every stage."""
 REPEATS = 3
 CASES = (
     ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zero_bubble", 1), ("zbv", 2),

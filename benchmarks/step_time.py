@@ -1,7 +1,9 @@
 """Step time on local gloo processes: our plan beside torch's hand-written one, step by step in the same run.
 
 Data parallel: Transformers' GPT-2, ours pinned ``{"data": n, "zero": 0}`` (parameters whole on every rank, as DDP
-holds them) against ``DistributedDataParallel``. Tensor parallel: a GPT with one linear per projection, ours pinned
+holds them) against ``DistributedDataParallel``. Sharded: the same model, ours pinned ``{"data": n, "zero": 2}``, or 3,
+against ``fully_shard`` of every layer and of the rest, without ``reshard_after_forward``, or with it; both once more
+under torch's ``MemTracker`` for their peaks. Tensor parallel: a GPT with one linear per projection, ours pinned
 ``{"tensor": n}`` against ``parallelize_module`` with column and row styles, vocabulary included. Pipeline: the same
 GPT, ours pinned ``{"pipeline": n, "micro_batches": 8, "schedule": "1f1b"}`` against ``torch.distributed.pipelining``'s
 ``Schedule1F1B`` over stages written by hand with the same cut. Both sides train
@@ -32,7 +34,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -53,6 +57,8 @@ PRELOAD = ("torch", "transformers.models.gpt2.modeling_gpt2", "benchmarks.step_t
 
 
 MICRO_BATCHES = 8
+ZERO = {"data": 0, "zero 2": 2, "zero 3": 3}
+"""Kinds that train Transformers' GPT-2, and how our side stores its parameters."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Case:
     """One comparison over ``ranks`` processes.
 
     Attributes:
-        kind: ``data``, ``tensor`` or ``pipeline``.
+        kind: ``data``, ``zero 2``, ``zero 3``, ``tensor`` or ``pipeline``.
         heap: ``default`` or ``kept``.
     """
 
@@ -76,12 +82,14 @@ class Case:
         """What our side is told."""
         if self.kind == "pipeline":
             return {"pipeline": self.ranks, "micro_batches": MICRO_BATCHES, "schedule": "1f1b"}
-        return {"data": self.ranks, "zero": 0} if self.kind == "data" else {"tensor": self.ranks}
+        return {"tensor": self.ranks} if self.kind == "tensor" else {"data": self.ranks, "zero": ZERO[self.kind]}
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Seconds per step, wall and CPU, each of the slowest rank, and by how much losses differed at most."""
+    """Seconds per step, wall and CPU, each of the slowest rank, and by how much losses differed at most; bytes at the
+    peak of this rank where they were looked at, else 0.
+    """
 
     case: Case
     ours_s: tuple[float, ...]
@@ -89,6 +97,8 @@ class Compared:
     ours_cpu_s: tuple[float, ...]
     theirs_cpu_s: tuple[float, ...]
     loss_difference: float
+    ours_bytes: int = 0
+    theirs_bytes: int = 0
 
     @property
     def ratio(self) -> float:
@@ -119,8 +129,8 @@ def train_both(case: Case) -> Compared:
     torch.manual_seed(0)
     if case.heap == "kept":
         _keep_heap()
-    model = gpt2(case.shape) if case.kind == "data" else GPT(case.shape)
-    theirs = {"data": _ddp, "tensor": _tensor_parallel, "pipeline": _pipelining}[case.kind]
+    model = gpt2(case.shape) if case.kind in ZERO else GPT(case.shape)
+    theirs = {"data": _ddp, "tensor": _tensor_parallel, "pipeline": _pipelining}.get(case.kind, _fully_sharded)
     sides = [_Side(*make(copy.deepcopy(model.train()), case)) for make in (_ours, theirs)]
     times: list[list[tuple[float, float]]] = [[], []]
     difference = 0.0
@@ -137,7 +147,8 @@ def train_both(case: Case) -> Compared:
                 times[which].append((spent[0].item(), spent[1].item()))
         difference = max(difference, abs(losses[0] - losses[1]))
     (ours, ours_cpu), (others, others_cpu) = (tuple(zip(*found, strict=True)) for found in times)
-    return Compared(case, ours, others, ours_cpu, others_cpu, difference)
+    peaks = [side.peak_bytes(_batch(case, 0)) if case.kind.startswith("zero") else 0 for side in sides]
+    return Compared(case, ours, others, ours_cpu, others_cpu, difference, *peaks)
 
 
 def _keep_heap() -> None:
@@ -180,6 +191,14 @@ class _Side:
             value /= dist.get_world_size()
         return value.item()
 
+    def peak_bytes(self, batch: Batch) -> int:
+        """Of one more step."""
+        tracker = MemTracker()
+        tracker.track_external(self.module, self.optimizer)
+        with tracker:
+            self.step(batch)
+        return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
 
 def _ours(model: nn.Module, case: Case) -> tuple[Any, ...]:
     pmodel = parallelize(model, ClusterSpec.local(case.ranks), example_kwargs=_batch(case, 0), pin=case.pin)
@@ -187,13 +206,18 @@ def _ours(model: nn.Module, case: Case) -> tuple[Any, ...]:
 
 
 def _ddp(model: nn.Module, case: Case) -> tuple[Any, ...]:
-    rank, ranks = dist.get_rank(), case.ranks
-    return (
-        DistributedDataParallel(model),
-        lambda batch: {name: t.chunk(ranks)[rank] for name, t in batch.items()},
-        contextlib.nullcontext,
-        True,
-    )
+    return DistributedDataParallel(model), _own_part(case), contextlib.nullcontext, True
+
+
+def _own_part(case: Case) -> Callable[[Batch], Batch]:
+    rank = dist.get_rank()
+    return lambda batch: {name: t.chunk(case.ranks)[rank] for name, t in batch.items()}
+
+
+def _fully_sharded(model: nn.Module, case: Case) -> tuple[Any, ...]:
+    for part in (*model.get_submodule("transformer.h").children(), model):
+        fully_shard(part, reshard_after_forward=case.kind == "zero 3")
+    return model, _own_part(case), contextlib.nullcontext, True
 
 
 def _tensor_parallel(model: nn.Module, case: Case) -> tuple[Any, ...]:
@@ -285,4 +309,4 @@ def gpt2(shape: Shape) -> nn.Module:
 def _batch(case: Case, step: int) -> Batch:
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, case.shape.vocab, (case.shape.batch, case.shape.sequence), generator=generator)
-    return {"input_ids" if case.kind == "data" else "ids": ids, "labels": ids.roll(-1, 1)}
+    return {"input_ids" if case.kind in ZERO else "ids": ids, "labels": ids.roll(-1, 1)}

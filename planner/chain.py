@@ -24,7 +24,7 @@ from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.pipeline.schedule import versions
 from planner.pipeline.stages import Block, Chain, Saving
-from planner.recompute import LEVELS, Level, ladder
+from planner.recompute import COMPUTED, Level, ladder
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _Chain:
     def __init__(self, assignment: Assignment, versions: int):
         self.assignment, self.space, self.versions = assignment, assignment.space, versions
         self.graph, self.folded = self.space.graph, self.space.folded
-        self.levels = {level: ladder(self.folded, level).steps[0] for level in LEVELS}
+        self.levels = {level: ladder(self.folded, (level,), ("none",)).steps[0] for level in COMPUTED}
         self._known: dict[object, Link] = {}
 
     @cached_property
@@ -217,7 +217,7 @@ class _Chain:
                     forward, input_, communication = forward + there, input_ + back, communication + there + back
         for name in {**dict.fromkeys(leaves), **+grown}:
             held.update(self._versions_of(name, grown[name]))
-        levels = LEVELS if len(self.folded.kinds[instance.kind]) > 1 else LEVELS[:1]
+        levels = COMPUTED if len(self.folded.kinds[instance.kind]) > 1 else COMPUTED[:1]
         savings = tuple(Saving(self._again_s(number, level), self._saved(number, level)) for level in levels)
         name = self.folded.names[instance.kind]
         return Link(

@@ -50,7 +50,8 @@ class BlockPlan:
     ``ops`` maps ``"module path: operator"`` to the strategy on every axis (``"data:m tensor:n"``);
     ``values`` maps the same keys to the layout in which a result with several readers is delivered;
     ``at`` numbers its instances among all blocks in execution order; ``recompute`` says how many of them (the first
-    ones) make again in backward what they computed: ``{"full": 3, "selective": 2}``, see :mod:`planner.recompute`.
+    ones) make again in backward what they computed or gathered: ``{"full": 3, "selective": 2, "gathered": 1}``, see
+    :mod:`planner.recompute`.
     """
 
     name: str

@@ -29,7 +29,7 @@ from planner.memory import Held, usage
 from planner.ops import OPS
 from planner.pins import ATTENTION
 from planner.polynomial import Powers, terms_of
-from planner.predict import collectives, conversions, sorted_calls
+from planner.predict import collectives, conversions, sorted_calls, use_again
 from planner.scale import OtherSizes
 from planner.strategy import Choice
 from planner.traffic import Passes
@@ -253,7 +253,7 @@ def _seconds(assignment: Assignment) -> dict[str, _Seconds]:
         for target in dict.fromkeys(wanted):
             for prices, phase in _conversion(assignment, ref, layout, target):
                 if phase == "forward":
-                    found["recompute"].add(prices, times, smallest=True)
+                    found[use_again(assignment, ref)].add(prices, times, smallest=True)
     return found
 
 

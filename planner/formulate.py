@@ -107,6 +107,17 @@ class Assignment:
             return ()
         return _by_axis(route) if all(step.rule == "I>R" for step in route) else route
 
+    @property
+    def gathering_nothing(self) -> set[int]:
+        """The kinds of blocks that have no gathered parameter to let go, or use what is gathered once a step."""
+        kinds = enumerate(self.space.folded.kinds)
+        return {kind for kind, (first, *_) in kinds if self.space.in_turns or not self._lets_go(kind, first.block)}
+
+    def _lets_go(self, kind: int, block: Block) -> bool:
+        taken = zip(block.nodes, self.space.skeleton.again(kind, "gathered").taken, strict=True)
+        routes = (self.operand_route(node, position) for node, positions in taken for position in positions)
+        return any(step.rule.startswith("S") for route in routes for step in route)
+
     def chunks(self, block: Block) -> list[Chunk]:
         """The parameters of a block that are brought together."""
         found: dict[object, Chunk] = {}
@@ -377,8 +388,10 @@ class Space:
         """
         key, limit = (limit_bytes, recompute, *up_to), math.inf if limit_bytes is None else limit_bytes
         if self._last is None or self._last[0] != key:
-            found = tuple(self._vertex(role, recompute, (recompute, *up_to), limit) for role in self.roles)
-            self._last = key, found
+            amounts = (recompute, *up_to)
+            # What operators hold is the same whether parameters are gathered again or not.
+            held_with = tuple(dict.fromkeys(each.without_gathering() for each in amounts))
+            self._last = key, tuple(self._vertex(role, amounts, held_with, limit) for role in self.roles)
         return self._last[1]
 
     def problem(
@@ -428,13 +441,16 @@ class Space:
     def assignment(self, choices: Sequence[int], recompute: Recompute = NOTHING) -> Assignment:
         """What choices for :meth:`problem` decide."""
         chosen = {role: self.options[role][choice] for role, choice in zip(self.roles, choices, strict=True)}
-        return Assignment(self, chosen, recompute)
+        found = Assignment(self, chosen, recompute)
+        return replace(found, recompute=recompute.without_gathering(found.gathering_nothing))
 
-    def _vertex(self, role: Role, recompute: Recompute, held_with: Sequence[Recompute], limit_bytes: float) -> Vertex:
+    def _vertex(
+        self, role: Role, amounts: Sequence[Recompute], held_with: Sequence[Recompute], limit_bytes: float
+    ) -> Vertex:
         """One decision.
 
         Args:
-            recompute: what runs again.
+            amounts: what runs again, at least and at most.
             held_with: amounts of recomputation; what is held is the least of what is held with each.
             limit_bytes: what a rank may hold.
         """
@@ -451,10 +467,10 @@ class Space:
                 return Vertex(
                     str(role), time * times / stages, np.zeros(size), cover, held * times // stages, transient
                 )
-            again = self.skeleton.runs_again(role, recompute)
+            again = self.skeleton.runs_again(role, amounts[0])
             (forward, backward, inner_again, inner_backward), transient, parameters = self._works_of(node, options)
             inner = inner_again + inner_backward
-            again_everywhere = all(each.levels(cast(int, role[1])) for each in held_with)
+            again_everywhere = all(each.levels(cast(int, role[1])) for each in amounts)
             # Parameters are gathered again (see :meth:`problem`), or their gradients lie beside the buckets that the
             # host keeps for them (see autopar/runtime/buckets.py).
             if not self.in_turns and (again_everywhere or self.cost.cluster.backend == "gloo"):

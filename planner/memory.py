@@ -435,9 +435,15 @@ class _Run:
     ) -> list[_Storage]:
         """Storages of whole parameters, made of those of their parts, which are no longer held."""
         heap = self.heap
-        own = heap.new("parts of a chunk", "temporary", sum(part.held.bytes for part in parts) if len(parts) > 1 else 0)
+        own = parts[0]
+        if len(parts) > 1:
+            own = heap.new("parts of a chunk", "temporary", sum(part.held.bytes for part in parts))
+            self._makes(own, parts)
+            for storage in parts:
+                heap.drop(storage)
         every = heap.new(names[0] if len(parts) == 1 else "a chunk", "gathered", sum(sizes))
-        self._makes(every, parts)
+        self._makes(every, [own])
+        heap.drop(own)
         cut = steps[0].src
         if len(parts) == 1 and isinstance(cut, Shard) and cut.dim == 0 and cut.outer == 1:
             found = [heap.hold(every)]
@@ -445,8 +451,7 @@ class _Run:
             found = [heap.new(name, "gathered", size) for name, size in zip(names, sizes, strict=True)]
             for storage in found:
                 self._makes(storage, [every])
-        for storage in (own, every, *parts):
-            heap.drop(storage)
+        heap.drop(every)
         return found
 
     def _makes(self, storage: _Storage, sources: list[_Storage]) -> None:

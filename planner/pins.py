@@ -19,7 +19,7 @@ from planner.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
-from planner.recompute import LEVELS, Level
+from planner.recompute import ALONE, COMPUTED, Level
 from planner.rules import AxisStrategy, Inner, Rule, find
 from planner.strategy import Allow, factor_at, tensors_of
 
@@ -44,8 +44,9 @@ class Pins:
         sizes: ranks per recipe axis; empty when the mesh is free.
         sequence_parallel: on the tensor axis, keep norms and residuals sharded along the sequence, or (``False``)
             whole; ``None`` leaves it to the search.
-        zero: 0 stores parameters whole on the data axis, 3 sharded; ``None`` leaves it to the search. Where no size
-            is pinned with it, every device is on the data axis, as if ``tensor`` were pinned to 1.
+        zero: 0 stores parameters whole on the data axis, 2 and 3 sharded. With 2 they are held as they are used from
+            forward to backward, with 3 gathered again in backward. ``None`` leaves it to the search. Where no size is
+            pinned with it, every device is on the data axis, as if ``tensor`` were pinned to 1.
         recompute: what every block that repeats makes again in backward: ``none``, ``selective`` (all but contractions,
             convolutions and attention) or ``full``; ``None`` leaves it to the search.
         layers: glob of module path -> {axis name: strategy}.
@@ -97,8 +98,11 @@ class Pins:
                 )
             sizes[name] = size
         zero = pin.pop("zero", None)
-        if zero not in (None, 0, 3):
-            raise PinError(f"pin 'zero' is {zero!r}; this version stores parameters whole (0) or sharded (3)")
+        if zero not in (None, 0, 2, 3):
+            raise PinError(
+                f"pin 'zero' is {zero!r}; parameters are stored whole (0), sharded and held from forward to backward "
+                "as they are used (2), or sharded and gathered again in backward (3)"
+            )
         if zero is not None and not sizes:
             sizes["tensor"] = 1
         sequence_parallel = pin.pop("sequence_parallel", None)
@@ -107,8 +111,8 @@ class Pins:
         if sequence_parallel and sizes.get("tensor", 1) == 1:
             raise PinError("pin 'sequence_parallel' shards the sequence over the tensor axis: pin 'tensor' above 1 too")
         recompute = pin.pop("recompute", None)
-        if recompute not in (None, *LEVELS):
-            raise PinError(f"pin 'recompute' is {recompute!r}; it is one of {', '.join(map(repr, LEVELS))}")
+        if recompute not in (None, *COMPUTED):
+            raise PinError(f"pin 'recompute' is {recompute!r}; it is one of {', '.join(map(repr, COMPUTED))}")
         layers = pin.pop("layers", {})
         if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):
             raise PinError("pin 'layers' maps a module path (with * and ?) to {axis name: strategy}")
@@ -128,6 +132,16 @@ class Pins:
     def in_turns(self) -> bool:
         """Whether they leave only steps of several stages, of several micro-batches, or of two versions of weights."""
         return (self.stages or 1) > 1 or (self.micro_batches or 1) > 1 or versions(self.schedule) > 1
+
+    @property
+    def levels(self) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
+        """The levels of recomputation that they leave blocks that repeat, and others."""
+        alone = {None: ALONE, 3: ALONE[1:]}.get(self.zero, ALONE[:1])
+        if self.recompute is None:
+            return (*alone, *COMPUTED[1:]), alone
+        if self.recompute == "none":  # nor anything gathered again, unless that is pinned
+            return alone[:1], alone[:1]
+        return (self.recompute,), alone
 
     def to_dict(self) -> dict[str, object]:
         """The user's form."""
@@ -431,7 +445,7 @@ def _check_strategy(glob: str, rule: Rule, axis: Axis, strategy: object) -> None
 def _check_weights(pins: Pins, mesh: Mesh, rules: Mapping[str, Rule], weighted: Mapping[str, frozenset[str]]) -> None:
     """Refuse recipes that would shard no weight at all."""
     sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
-    if pins.zero == 3 and mesh.size > 1 and "data" not in mesh.names:
+    if pins.zero and mesh.size > 1 and "data" not in mesh.names:
         raise PinError(
             f"pin 'zero' is {pins.zero}; it says how the data axis stores parameters, and the other pins leave no data "
             "axis: leave out or lower one of them, or 'zero'"

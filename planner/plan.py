@@ -35,7 +35,7 @@ from planner.pipeline.stages import Pipeline
 from planner.pipeline.stages import evaluate as cut_of
 from planner.predict import Prediction, predict, predict_in_turns
 from planner.problem import evaluate
-from planner.recompute import LEVELS, Amount, Recompute
+from planner.recompute import COMPUTED, LEVELS, Amount, Recompute
 from planner.seams import finer
 from planner.strategy import Choice
 from planner.turns import Staged, price
@@ -322,7 +322,7 @@ def describe(
 
 def _pipeline(staged: Staged) -> PipelinePlan:
     pipeline = staged.pipeline
-    levels = {level: staged.at(level) for level in LEVELS[1:]}
+    levels = {level: staged.at(level) for level in COMPUTED[1:]}
     recompute: dict[str, tuple[int, ...]] = {level: numbers for level, numbers in levels.items() if numbers}
     return PipelinePlan(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages, tuple(staged.cut.bounds), recompute)
 
@@ -350,12 +350,12 @@ def restage(plan: Plan, assignment: Assignment) -> Staged | None:
     savings = [0] * size
     for level, numbers in found.recompute.items():
         for number in numbers:
-            if level not in LEVELS[1:] or number >= size or len(links[number].block.savings) == 1:
+            if level not in COMPUTED[1:] or number >= size or len(links[number].block.savings) == 1:
                 raise PlanError(
-                    f"the plan recomputes block {number} at level {level!r}; levels are {' and '.join(LEVELS[1:])}, "
+                    f"the plan recomputes block {number} at level {level!r}; levels are {' and '.join(COMPUTED[1:])}, "
                     f"and only blocks below {size} that repeat recompute"
                 )
-            savings[number] = LEVELS.index(level)
+            savings[number] = COMPUTED.index(level)
     try:
         return price(links, pipeline, cut_of(pipeline, chain_of(links), found.bounds, savings))
     except ScheduleError as error:
@@ -431,19 +431,19 @@ def restore(plan: Plan, space: Space, model: Mapping[str, Any]) -> Assignment:
 
 def _amount(block: BlockPlan) -> Amount:
     """How many of a block's instances recompute."""
-    known = [level for level in LEVELS if level != "none"]
+    known = LEVELS[1:]
     for level, count in block.recompute.items():
         if level not in known or not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise PlanError(
                 f"the plan recomputes {{{level!r}: {count!r}}} of block {block.name!r}; it takes "
-                f"{' and '.join(map(repr, known))}, each with a whole number of instances"
+                f"{', '.join(map(repr, known))}, each with a whole number of instances"
             )
     if sum(block.recompute.values()) > block.count:
         raise PlanError(
             f"the plan recomputes {sum(block.recompute.values())} instances of block {block.name!r}, which occurs "
             f'{block.count} times: lower the numbers in its "recompute"'
         )
-    return Amount(block.recompute.get("full", 0), block.recompute.get("selective", 0))
+    return Amount.of(block.recompute)
 
 
 def _check_entries(plan: Plan, known: Iterable[tuple[object, str]]) -> None:

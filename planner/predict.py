@@ -35,8 +35,8 @@ class Prediction:
     Attributes:
         step_time_s: seconds of the whole step.
         peak_bytes: bytes at the fullest moment.
-        time_s: seconds by use: ``compute``, ``recompute`` (what backward makes again, its communication included),
-            ``communication`` (of activations, and gathering parameters),
+        time_s: seconds by use: ``compute``, ``recompute`` (what backward makes again, and what that communicates),
+            ``communication`` (of activations, and gathering parameters, in backward too),
             ``gradients`` (their reduction, as far as backward does not hide it), ``optimizer``, ``bubble`` (waiting
             for other stages).
         memory_bytes: bytes at the fullest moment by use: ``parameters``, ``gradients``, ``optimizer``, ``gathered``
@@ -289,9 +289,14 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
     return calls
 
 
-def _converted_again_s(assignment: Assignment) -> float:
-    """Seconds of the conversions that recomputation repeats."""
-    space, seconds = assignment.space, 0.0
+def use_again(assignment: Assignment, ref: Ref) -> str:
+    """The use of seconds in which a value is converted again in backward."""
+    return "communication" if assignment.space.graph.by_name[ref.node].op == "param" else "recompute"
+
+
+def _converted_again_s(assignment: Assignment) -> dict[str, float]:
+    """Seconds of the conversions that backward repeats, by use."""
+    space, seconds = assignment.space, {"communication": 0.0, "recompute": 0.0}
     for (tail, head, ref, positions), times in space.skeleton.flows_again(assignment.recompute).items():
         source = assignment.chosen[tail]
         layout = source.results[ref.index] if isinstance(source, Choice) else source
@@ -299,7 +304,7 @@ def _converted_again_s(assignment: Assignment) -> float:
         wanted = [reader.operands[p] for p in positions] if isinstance(reader, Choice) else [reader]
         table = space.table(ref)
         pairs = [(table.index[layout], table.index[each]) for each in dict.fromkeys(wanted)]
-        seconds += sum(float(table.forward_s[pair]) for pair in pairs) * times
+        seconds[use_again(assignment, ref)] += sum(float(table.forward_s[pair]) for pair in pairs) * times
     return seconds
 
 
@@ -343,7 +348,8 @@ def predict(assignment: Assignment, step_time_s: float, memory: Usage | None = N
         time["communication"] += float(table.forward_s[pair]) * times
         is_param = space.graph.by_name[each.ref.node].op == "param"
         time["gradients" if is_param else "communication"] += float(table.backward_s[pair]) * times
-    time["recompute"] += _converted_again_s(assignment)
+    for use, seconds in _converted_again_s(assignment).items():
+        time[use] += seconds
     time["gradients"] = max(0.0, time["gradients"] - cover)
     memory = memory or usage(assignment)
     return Prediction(

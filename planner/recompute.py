@@ -1,7 +1,8 @@
 """Recompute: which values of a block are made again in backward instead of being kept since forward.
 
 Of the instances of a block some run at level ``full``, which keeps what enters the block and makes everything else
-again, some at ``selective``, which also keeps the results of contractions, convolutions and attention, and the others
+again, some at ``selective``, which also keeps the results of contractions, convolutions and attention, some at
+``gathered``, which keeps everything but parameters that were gathered for use and gathers them again, and the others
 at ``none``. What was drawn at random is drawn again, alike; what operators without a row made is always kept. What the
 block converts for an operator that needs it is converted again unless it is the result of a kept operator: gathered
 parameters too.
@@ -12,24 +13,29 @@ backward, while all others still hold what they saved. So the first instances re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from planner.fold import Block, Folded
 from planner.graph import Graph, Node, Ref
 from planner.ops import OPS, saved_places
 from planner.ops.table import OWN, no_flops
 
-Level = Literal["none", "selective", "full"]
-LEVELS: tuple[Level, ...] = ("none", "selective", "full")
+Level = Literal["none", "gathered", "selective", "full"]
+LEVELS: tuple[Level, ...] = ("none", "gathered", "selective", "full")
+ALONE: tuple[Level, ...] = ("none", "gathered")
+"""Those of blocks that do not repeat."""
+COMPUTED: tuple[Level, ...] = ("none", "selective", "full")
+"""Those that differ where parameters are gathered once a step, for all turns."""
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How many instances of a block recompute: the first ``full`` at that level, the next ``selective`` at theirs.
+    """How many instances of a block recompute: the first ``full`` at that level, the next ``selective`` at theirs, and
+    those after them ``gathered``.
 
     ``leads``: what an instance makes again is counted among what is held. Only one instance does so at a time: where
     equal blocks are kinds of their own, the first of them stands for all.
@@ -37,11 +43,24 @@ class Amount:
 
     full: int = 0
     selective: int = 0
+    gathered: int = 0
     leads: bool = True
+
+    @classmethod
+    def of(cls, counts: Mapping[Any, int], leads: bool = True) -> Amount:
+        """So many instances at each of some levels."""
+        return cls(counts.get("full", 0), counts.get("selective", 0), counts.get("gathered", 0), leads)
 
     def level(self, nth: int) -> Level:
         """The level of instance number ``nth`` of its kind."""
-        return "full" if nth < self.full else "selective" if nth < self.full + self.selective else "none"
+        return next((level for level, numbers in self.levels if nth in numbers), "none")
+
+    @property
+    def levels(self) -> tuple[tuple[Level, range], ...]:
+        """The levels above ``none`` at which instances run, with the numbers of those instances."""
+        ends = [0, *accumulate((self.full, self.selective, self.gathered))]
+        found = zip(reversed(LEVELS[1:]), map(range, ends, ends[1:]), strict=True)
+        return tuple((level, numbers) for level, numbers in found if numbers)
 
 
 @dataclass(frozen=True)
@@ -51,7 +70,7 @@ class Recompute:
     amounts: tuple[Amount, ...] = ()
 
     def __bool__(self) -> bool:
-        return any(amount.full or amount.selective for amount in self.amounts)
+        return any(amount.levels for amount in self.amounts)
 
     def level(self, kind: int, nth: int) -> Level:
         """The level of instance number ``nth`` of a kind."""
@@ -63,14 +82,14 @@ class Recompute:
 
     def levels(self, kind: int) -> tuple[tuple[Level, range], ...]:
         """The levels above ``none`` at which instances of a kind run, with the numbers of those instances."""
-        if not self.amounts:
-            return ()
-        full, selective = self.amounts[kind].full, self.amounts[kind].selective
-        found: tuple[tuple[Level, range], ...] = (
-            ("full", range(full)),
-            ("selective", range(full, full + selective)),
+        return self.amounts[kind].levels if self.amounts else ()
+
+    def without_gathering(self, kinds: Collection[int] | None = None) -> Recompute:
+        """The same where these kinds, or all, gather nothing."""
+        amounts = enumerate(self.amounts)
+        return Recompute(
+            tuple(replace(each, gathered=0) if kinds is None or kind in kinds else each for kind, each in amounts)
         )
-        return tuple((level, numbers) for level, numbers in found if numbers)
 
 
 NOTHING = Recompute()
@@ -85,7 +104,7 @@ def apart(recompute: Recompute, numbers: Sequence[tuple[int, int]]) -> Recompute
     levels = [recompute.level(kind, nth) for kind, nth in numbers]
     return Recompute(
         tuple(
-            Amount(int(level == "full"), int(level == "selective"), nth == 0 and recompute.leads(kind))
+            Amount.of({level: 1}, leads=nth == 0 and recompute.leads(kind))
             for level, (kind, nth) in zip(levels, numbers, strict=True)
         )
     )
@@ -100,7 +119,8 @@ def together(recompute: Recompute, kinds: Sequence[int]) -> Recompute:
     amounts = [Amount(leads=False)] * (max(kinds, default=-1) + 1)
     for kind, more in zip(kinds, recompute.amounts, strict=True):
         old = amounts[kind]
-        amounts[kind] = Amount(old.full + more.full, old.selective + more.selective, old.leads or more.leads)
+        counts = {level: getattr(old, level) + getattr(more, level) for level in LEVELS[1:]}
+        amounts[kind] = Amount.of(counts, leads=old.leads or more.leads)
     return Recompute(tuple(amounts))
 
 
@@ -125,33 +145,31 @@ class Ladder:
         return Ladder(tuple(apart(step, numbers) for step in self.steps), self.bends)
 
 
-def ladder(folded: Folded, level: Level | None = None) -> Ladder:
-    """From nothing, by one more instance at a time that recomputes selectively, kind after kind, then by one more
-    that does in full, to everything. Blocks that do not repeat never recompute.
+def ladder(folded: Folded, levels: Sequence[Level] = LEVELS, alone: Sequence[Level] = ALONE) -> Ladder:
+    """From every block at its first level, by one more instance at a time at its next one, level after level and kind
+    after kind, to every block at its last.
 
     Args:
-        level: only the step at which all of them are at this level.
+        levels: of blocks that repeat, in their order.
+        alone: of blocks that do not; they are gathered again at most.
     """
-    counts = [len(instances) if len(instances) > 1 else 0 for instances in folded.kinds]
-    total = sum(counts)
-    if level is not None:
-        return Ladder((_step(counts, LEVELS.index(level) * total),))
-    bends = {0, 2 * total}
-    for start in (0, total):
-        for before in accumulate(counts, initial=start):
-            bends |= {before, before + 1}
-    steps = tuple(_step(counts, step) for step in range(2 * total + 1))
-    return Ladder(steps, tuple(sorted(bend for bend in bends if bend < len(steps))))
+    sizes = [len(instances) for instances in folded.kinds]
+    own = [levels if size > 1 else alone for size in sizes]
+    step: list[Mapping[Level, int]] = [{each[0]: size} for each, size in zip(own, sizes, strict=True)]
+    steps, bends = [_amounts(step)], {0}
+    for above in LEVELS:
+        for kind, each in enumerate(own):
+            if above in each[1:]:
+                below = each[each.index(above) - 1]
+                bends |= {len(steps) - 1, len(steps)}
+                for moved in range(1, sizes[kind] + 1):
+                    step[kind] = {above: moved, below: sizes[kind] - moved}
+                    steps.append(_amounts(step))
+    return Ladder(tuple(steps), tuple(sorted(bends | {len(steps) - 1})))
 
 
-def _step(counts: Sequence[int], step: int) -> Recompute:
-    selective, full = min(step, sum(counts)), max(0, step - sum(counts))
-    amounts = []
-    for count in counts:
-        some, most = min(selective, count), min(full, count)
-        amounts.append(Amount(most, some - most))
-        selective, full = selective - some, full - most
-    return Recompute(tuple(amounts))
+def _amounts(step: Sequence[Mapping[Level, int]]) -> Recompute:
+    return Recompute(tuple(map(Amount.of, step)))
 
 
 @dataclass(frozen=True)
@@ -188,6 +206,11 @@ def again(graph: Graph, block: Block, level: Level) -> Again:
     is_kept = [_is_kept(node, level) for node in nodes]
     root = _roots(nodes)
 
+    def is_converted_again(ref: Ref) -> bool:
+        if level == "gathered":
+            return graph.by_name[ref.node].op == "param"
+        return not _is_result(ref, at_of, is_kept)
+
     def is_made_again(ref: Ref) -> bool:
         return ref.node in at_of and not is_kept[at_of[ref.node]]
 
@@ -209,8 +232,7 @@ def again(graph: Graph, block: Block, level: Level) -> Again:
         operands = range(len(node.inputs))
         wanted = dict.fromkeys((*saved[at], *(operands if at in running else ())))
         origin = {place: root.get(tensors[at][place], tensors[at][place]) for place in wanted}
-        converted = (i for i in operands if i in wanted and not _is_result(node.inputs[i], at_of, is_kept))
-        taken.append(frozenset(converted))
+        taken.append(frozenset(i for i in operands if i in wanted and is_converted_again(node.inputs[i])))
         kept.append(tuple(place for place in wanted if not is_made_again(origin[place])))
         gone = {origin[place]: place for place in reversed(saved[at]) if is_made_again(origin[place])}
         more = {place for ref, place in gone.items() if ref not in counted}
@@ -225,7 +247,7 @@ def again(graph: Graph, block: Block, level: Level) -> Again:
 def _is_kept(node: Node, level: Level) -> bool:
     """Whether what an operator makes is kept."""
     row = OPS.get(node.op)
-    return row is None or (level == "selective" and row.flops is not no_flops)
+    return row is None or level == "gathered" or (level == "selective" and row.flops is not no_flops)
 
 
 def _keeps_what_it_draws(graph: Graph, node: Node) -> bool:

@@ -149,7 +149,7 @@ def _search(
     setting: Setting, skeleton: Skeleton, graph: Graph, plain: tuple[Division, ...], turned: tuple[Division, ...]
 ) -> Searched:
     """The fastest plan within the setting's memory, over divisions of one turn and others."""
-    rungs = ladder(skeleton.folded, setting.pins.recompute)
+    rungs = ladder(skeleton.folded, *setting.pins.levels)
     best, looks = _explore(setting, skeleton, (*plain, *turned), rungs, None)
     rows, proofs = _rows(looks), looks
     if plain and may_differ(skeleton.folded):

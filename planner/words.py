@@ -24,12 +24,17 @@ MEMORY_USES = {
     "temporary": "the largest operator's own",
 }
 
+AGAIN = {"full": "in full", "selective": "selectively"}
+
 
 def recomputed(counts: Mapping[str, int], of: int) -> str:
     """``"recomputed in backward: 12 in full, 4 selectively"``; empty where nothing is."""
-    words = {"full": "in full", "selective": "selectively"}
-    parts = [f"{'all' if count == of else count} {words[level]}" for level, count in counts.items()]
-    return f"recomputed in backward: {', '.join(parts)}" if parts else ""
+    some = {level: "all" if count == of else str(count) for level, count in counts.items()}
+    parts = [f"{some[level]} {words}" for level, words in AGAIN.items() if level in some]
+    found = [f"recomputed in backward: {', '.join(parts)}"] if parts else []
+    if "gathered" in some:
+        found.append("gathered again in backward" + (f": {some['gathered']}" if of > 1 else ""))
+    return "; ".join(found)
 
 
 def in_bytes(count: float) -> str:

@@ -9,6 +9,7 @@ wait there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import spmd_types as spmd
 import torch
@@ -70,36 +71,40 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, axis, shards, *parameters):  # type: ignore[no-untyped-def]
-        forms = [
-            _Form(parameter.shape, shard, axis.size()) for parameter, shard in zip(parameters, shards, strict=True)
-        ]
-        ctx.axis, ctx.forms = axis, forms
+        forms = [_Form(part.shape, shard, axis.size()) for part, shard in zip(parameters, shards, strict=True)]
+        ctx.axis, ctx.forms, ctx.like = axis, forms, parameters[0].detach()
         ctx.set_materialize_grads(False)
-        own = _joined([parameter.reshape(1, -1) for parameter in parameters]).view(-1)
-        every = own.new_empty(axis.size() * own.numel())
-        dist.all_gather_into_tensor(every, own, group=axis)
-        rows = every.view(axis.size(), -1).split([parameter.numel() for parameter in parameters], 1)
+        every = _gathered([parameter.reshape(-1) for parameter in parameters], axis)
+        rows = every.split([parameter.numel() for parameter in parameters], 1)
         return tuple(form.whole(each) for form, each in zip(forms, rows, strict=True))
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        like = next(grad for grad in grads if grad is not None)
-        # A parameter that does not reach the loss has no gradient; it keeps its place among the others.
-        every = _joined([form.rows(like, grad) for form, grad in zip(ctx.forms, grads, strict=True)])
-        own = every.new_empty(every.shape[1])
+        sizes = [form.part.numel() for form in ctx.forms]
+        every = ctx.like.new_empty(ctx.axis.size(), sum(sizes))
+        for form, grad, rows in zip(ctx.forms, grads, every.split(sizes, 1), strict=True):
+            form.fill(rows, grad)
+        own = every.new_empty(sum(sizes))
         takers = [node for node, _ in ctx.next_functions if node is not None]
         leaves = all(isinstance(node, _LocalParts._backward_cls) for node in takers)
-        work = dist.reduce_scatter_tensor(own, every.view(-1), group=ctx.axis, async_op=leaves)
+        work = _reduce_scatter(own, every.view(-1), group=ctx.axis, async_op=leaves)
         if leaves:
             takers[0].pending.append(work)
-        parts = own.split([form.part.numel() for form in ctx.forms])
-        shaped = (part.view(form.part) for part, form in zip(parts, ctx.forms, strict=True))
-        return None, None, *(None if g is None else part for part, g in zip(shaped, grads, strict=True))
+        parts = (part.view(form.part) for part, form in zip(own.split(sizes), ctx.forms, strict=True))
+        return None, None, *(None if g is None else part for part, g in zip(parts, grads, strict=True))
 
 
-def _joined(rows: Sequence[Tensor]) -> Tensor:
-    """Tensors of as many rows beside one another, copied only where there are several."""
-    return rows[0].contiguous() if len(rows) == 1 else torch.cat(list(rows), 1)
+# Torch 2.13 has other names for these two, and warns of the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _gathered(flat: Sequence[Tensor], axis: ProcessGroup) -> Tensor:
+    """Every rank's tensors behind one another, a row each."""
+    own = flat[0] if len(flat) == 1 else torch.cat(list(flat))
+    every = own.new_empty(axis.size() * own.numel())
+    _all_gather(every, own, group=axis)
+    return every.view(axis.size(), -1)
 
 
 class _Form:
@@ -122,15 +127,16 @@ class _Form:
         self.shape = [size * ranks if dim == cut.dim else size for dim, size in enumerate(part)]
 
     def whole(self, rows: Tensor) -> Tensor:
-        """The parameter from every rank's part, a row each."""
-        return rows.view(self.ranks, *self.opened).movedim(0, self.dim).reshape(self.shape)
+        """The parameter from every rank's part, a row each; in their memory only if that is all of it."""
+        return rows.view(self.ranks, *self.opened).movedim(0, self.dim).reshape(self.shape).contiguous()
 
-    def rows(self, like: Tensor, grad: Tensor | None) -> Tensor:
-        """What each rank gets of its gradient, a row each."""
+    def fill(self, rows: Tensor, grad: Tensor | None) -> None:
+        """Write what each rank gets of the gradient, a row each; nothing came for one that does not reach the loss."""
         if grad is None:
-            return like.new_zeros(self.ranks, self.part.numel())
+            rows.zero_()
+            return
         opened = [*self.opened[: self.dim], self.ranks, *self.opened[self.dim :]]
-        return grad.reshape(opened).movedim(self.dim, 0).reshape(self.ranks, -1)
+        rows.view(self.ranks, *self.opened).copy_(grad.reshape(opened).movedim(self.dim, 0))
 
 
 class _SumGradients(torch.autograd.Function):

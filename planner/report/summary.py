@@ -12,7 +12,7 @@ from planner.conversion import Collective
 from planner.detail import BlockDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
 from planner.pipeline.schedule import versions
-from planner.words import in_seconds, sizes_text
+from planner.words import AGAIN, in_seconds, sizes_text
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,9 @@ def in_turns(document: Document) -> str:
         parts.append(f"bubble {bubble * 100:.1f} % of all ranks' time")
     if versions(pipeline.schedule) > 1:
         parts.append("this changes training: an update takes the gradient of the batch before, found one update ago")
-    words = {"full": "in full", "selective": "selectively"}
-    again = [f"{len(pipeline.recompute[level])} {words[level]}" for level in words if level in pipeline.recompute]
+    again = [
+        f"{len(pipeline.recompute[level])} {words}" for level, words in AGAIN.items() if level in pipeline.recompute
+    ]
     if again:
         parts.append(f"of {pipeline.bounds[-1]} blocks recomputed in backward: {', '.join(again)}")
     return "; ".join(parts)

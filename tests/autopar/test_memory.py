@@ -13,7 +13,7 @@ from planner.formulate import Training
 from planner.pins import Pins
 from tests.autopar.models import MODELS
 
-TOLERANCE = 0.04  # of models so small that a few numbers per row show; the issue of the benchmark is the mean
+TOLERANCE = 0.05  # of models so small that a few numbers per row show; the issue of the benchmark is the mean
 
 
 @pytest.mark.parametrize("name", ["functional-gpt", "llama", "vit"])

@@ -27,7 +27,7 @@ from benchmarks.memory import observed_peak
 from planner.errors import PlanError, VerificationError
 from planner.formulate import Training
 from planner.pins import Pins
-from planner.recompute import LEVELS, NOTHING, Amount, Recompute
+from planner.recompute import COMPUTED, NOTHING, Amount, Recompute
 from tests.autopar.models import MODELS
 
 DATA, TENSOR, CONTEXT, MIXED = (
@@ -94,8 +94,8 @@ def test_a_plan_may_recompute_some_of_its_blocks(tmp_path: Any) -> None:
     "wrong, says",
     [
         ({"full": 3}, "recomputes 3 instances of block 'transformer.h.*', which occurs 2 times"),
-        ({"some": 1}, "it takes 'selective' and 'full', each with a whole number"),
-        ({"full": -1}, "it takes 'selective' and 'full', each with a whole number"),
+        ({"some": 1}, "it takes 'gathered', 'selective', 'full', each with a whole number"),
+        ({"full": -1}, "it takes 'gathered', 'selective', 'full', each with a whole number"),
     ],
 )
 def test_wrong_amounts_in_a_plan_are_refused(wrong: dict[str, int], says: str) -> None:
@@ -149,7 +149,7 @@ def test_what_was_dropped_is_dropped_again(pin: dict[str, Any]) -> None:
     pins = Pins.parse({**pin, "recompute": "full"})
     assignment = plan_traced(captured, ClusterSpec.local(ranks, cores=2), pins, Training()).assignment
     assert assignment is not None and assignment.recompute
-    selective = Recompute(tuple(Amount(0, each.full, each.leads) for each in assignment.recompute.amounts))
+    selective = Recompute(tuple(Amount(0, each.full, leads=each.leads) for each in assignment.recompute.amounts))
     found = {}
     for level, amounts in (("none", NOTHING), ("selective", selective), ("full", assignment.recompute)):
         recomputing = replace(assignment, recompute=amounts)
@@ -184,7 +184,7 @@ def test_what_is_dropped_is_not_held_until_backward() -> None:
     model, x = Dropping(hidden=32, layers=6, widely=False), torch.randn(16, 32, 32)
     captured = trace(model, (x,))
     peaks = []
-    for level in LEVELS:
+    for level in COMPUTED:
         pins = Pins.parse({"data": 2, "recompute": level})
         plan = plan_traced(captured, ClusterSpec.local(2, cores=2), pins, Training())
         assert plan.assignment is not None

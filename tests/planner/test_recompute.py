@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 
@@ -11,7 +12,7 @@ from planner.fold import fold
 from planner.formulate import Space, Training, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.mesh import candidate_meshes
-from planner.recompute import Again, Amount, Recompute, again, apart, ladder, together
+from planner.recompute import COMPUTED, LEVELS, Again, Amount, Recompute, again, apart, ladder, together
 from planner.skeleton import Skeleton
 from planner.solve import lower_bound_between, solve
 from tests.planner.plans import cluster, plan_of, residual_mlp
@@ -92,21 +93,30 @@ def test_what_was_drawn_is_drawn_again() -> None:
 
 
 def test_the_ladder_goes_from_nothing_to_everything() -> None:
-    steps = ladder(FOLDED).steps
+    steps, kinds = ladder(FOLDED).steps, len(FOLDED.kinds)
     assert [step.amounts[LAYER] for step in steps] == [
-        *(Amount(0, some) for some in range(5)),
+        *([Amount()] * LAYER),
+        *(Amount(0, 0, some) for some in range(5)),
+        *([Amount(0, 0, 4)] * (kinds - LAYER - 1)),
+        *(Amount(0, some, 4 - some) for some in range(1, 5)),
         *(Amount(full, 4 - full) for full in range(1, 5)),
     ]
     assert not steps[0] and all(steps[1:])
-    assert ladder(FOLDED, "none").steps == steps[:1]
-    assert ladder(FOLDED, "selective").steps == steps[4:5]
-    assert ladder(FOLDED, "full").steps == steps[-1:]
+    assert ladder(FOLDED, ("none",), ("none",)).steps == steps[:1]
+    for level, step in (("gathered", kinds + 3), ("selective", kinds + 7), ("full", -1)):
+        assert ladder(FOLDED, (level,), ("gathered",)).steps == (steps[step],)
+    assert ladder(FOLDED, LEVELS[1:], ("gathered",)).steps == steps[kinds + 3 :]
+    held = ladder(FOLDED, COMPUTED, ("none",)).steps
+    assert len(held) == 9 and not any(amount.gathered for step in held for amount in step.amounts)
+    assert len(ladder(FOLDED, ("full",)).steps) == kinds
 
 
 def test_levels_go_to_the_first_instances() -> None:
-    amounts = Recompute((Amount(), Amount(1, 2), Amount()))
-    assert [amounts.level(1, nth) for nth in range(4)] == ["full", "selective", "selective", "none"]
-    assert amounts.levels(1) == (("full", range(1)), ("selective", range(1, 3))) and amounts.levels(0) == ()
+    amounts = Recompute((Amount(), Amount(1, 2, 1), Amount()))
+    assert [amounts.level(1, nth) for nth in range(5)] == ["full", "selective", "selective", "gathered", "none"]
+    assert amounts.levels(1) == (("full", range(1)), ("selective", range(1, 3)), ("gathered", range(3, 4)))
+    assert amounts.levels(0) == ()
+    assert amounts.without_gathering({1}) == Recompute((Amount(), Amount(1, 2), Amount()))
 
 
 def test_apart_and_together_are_inverse() -> None:
@@ -133,11 +143,35 @@ def test_every_step_takes_longer_and_bounds_hold_between() -> None:
                     assert (below.time_s <= above.time_s).all() and (below.held_bytes <= above.held_bytes).all()
 
 
+def test_zero_3_gathers_again_what_zero_2_holds() -> None:
+    plans = [plan_of(GRAPH, pin={"data": 4, "zero": zero, "recompute": "none"}) for zero in (0, 2, 3)]
+    whole, held, again_ = plans
+    assert not any(b.recompute for plan in (whole, held) for b in plan.blocks)
+    # The stem's input has no gradient, so that backward does not need its weight.
+    assert {b.name: dict(b.recompute) for b in again_.blocks if b.recompute} == {
+        "layers.*": {"gathered": 4},
+        "head": {"gathered": 1},
+    }
+    gathers = []
+    for plan in plans:
+        gathers.append(Counter[str]())
+        for call, count in plan.predicted.collectives:
+            gathers[-1][call.phase] += count if call.kind == "all_gather" else 0
+    assert [(each["forward"], each["backward"]) for each in gathers] == [(0, 0), (6, 0), (6, 5)]
+    assert again_.predicted.peak_bytes < held.predicted.peak_bytes < whole.predicted.peak_bytes
+    times = [plan.predicted.time_s["communication"] for plan in plans]
+    assert times[0] < times[1] < times[2] < 2 * times[1]
+    assert all(plan.certificate.holds for plan in plans)
+
+
 @pytest.mark.parametrize("level", ["selective", "full"])
 def test_a_pinned_level_is_planned_predicted_and_read_back(level: str) -> None:
     plan = plan_of(GRAPH, pin={"data": 4, "zero": 3, "recompute": level})
-    free = plan_of(GRAPH, pin={"data": 4, "zero": 3, "recompute": "none"})
-    assert {b.name: dict(b.recompute) for b in plan.blocks if b.recompute} == {"layers.*": {level: 4}}
+    free = plan_of(GRAPH, pin={"data": 4, "zero": 2, "recompute": "none"})
+    layers = {"layers.*": {level: 4}}
+    assert {b.name: dict(b.recompute) for b in plan.blocks if b.recompute} == layers | {"head": {"gathered": 1}}
+    holding = plan_of(GRAPH, pin={"data": 4, "zero": 2, "recompute": level})
+    assert {b.name: dict(b.recompute) for b in holding.blocks if b.recompute} == layers
     assert plan.predicted.time_s["recompute"] > 0 == free.predicted.time_s["recompute"]
     assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s)
     assert plan.predicted.peak_bytes < free.predicted.peak_bytes
