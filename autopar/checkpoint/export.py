@@ -110,6 +110,8 @@ def _file_names(count: int) -> list[str]:
 
 
 def _check_free(target: Path, single: bool) -> None:
+    if not single and target.exists() and not target.is_dir():
+        raise CheckpointError(f"{str(target)!r} is a file: give a directory, or a file that ends in .safetensors")
     there = [target] if single else [*target.glob("model*.safetensors"), target / INDEX]
     found = next((path for path in there if path.exists()), None)
     if found is not None:

@@ -232,8 +232,9 @@ def _group(number: int, group: Mapping[str, Any], index: Index, state: HeldState
             f"group {number} of the optimizer has parameters of {len(saved)} groups with different options in the "
             "checkpoint: make the groups as they were when it was saved"
         )
+    # A scheduler adds options, such as initial_lr; of another kind of optimizer some are missing, too.
     unknown = [key for key in options if key not in group]
-    if unknown:
+    if unknown and not options.keys() >= state.optimizer.defaults.keys():
         raise CheckpointError(
             f"the checkpoint's optimizer has the option {unknown[0]!r}, which this one "
             f"({type(state.optimizer).__name__}) lacks: give an optimizer of the kind that was saved"

@@ -242,6 +242,19 @@ def test_exports_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
     with pytest.raises(CheckpointError, match=r"exists already.*another place"):
         autopar.export_safetensors(tmp_path / "c", tmp_path / "out")
+    (tmp_path / "notes.txt").write_text("kept")
+    with pytest.raises(CheckpointError, match=r"is a file: give a directory"):
+        autopar.export_safetensors(tmp_path / "c", tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "kept"
+
+
+def test_what_a_scheduler_added_to_an_optimizer_is_loaded_before_there_is_one(tmp_path: Path) -> None:
+    model, optimizer = trained(OPTIMIZERS["sgd"])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    autopar.save_checkpoint(tmp_path / "c", model, optimizer)
+    other, fresh = trained(OPTIMIZERS["sgd"])
+    autopar.load_checkpoint(tmp_path / "c", other, fresh)
+    assert fresh.param_groups[0]["initial_lr"] == optimizer.param_groups[0]["initial_lr"]
 
 
 def test_an_export_that_fails_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
