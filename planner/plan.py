@@ -210,12 +210,12 @@ class Plan(Document):
     def _sizes(self) -> OtherSizes:
         from planner.scale import OtherSizes
 
+        self._check_one_turn()
         if self.assignment is None:
             raise PlanError(
                 "this plan was read from a file and does not carry its model's graph: give it one with "
                 "autopar.evaluate(model, plan), and ask the plan that returns"
             )
-        self._check_one_turn()
         return OtherSizes(self.assignment)
 
     def _check_one_turn(self) -> None:

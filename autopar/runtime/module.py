@@ -314,7 +314,7 @@ class ParallelModule(nn.Module):
             value = inputs[leaf.name]
             expected = local_shape(leaf.shape, leaf.layout, self.mesh.sizes)
             assert expected is not None
-            _check_input(leaf, value, expected, f"rank {self.rank}'s part")
+            _check_input(leaf, value, expected, "this rank's part")
             if value.requires_grad and torch.is_grad_enabled():
                 raise InputError(
                     f"input {leaf.name!r} requires a gradient, which a plan does not sum over ranks: detach it, or "

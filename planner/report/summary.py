@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from planner.conversion import Collective
@@ -151,6 +151,21 @@ def standing(document: Document) -> str:
 def counted(steps: Mapping[str, float]) -> float:
     """The sum of seconds by step."""
     return sum(steps.values())
+
+
+def stages(document: Document) -> list[tuple[str, str]]:
+    """The blocks of every stage of a pipeline, stages with the same ones together: ``("0-3", "9 x layers.*")``."""
+    assert document.pipeline is not None
+    names = {number: block.name for block in document.blocks for number in block.at}
+    found: list[tuple[list[int], str]] = []
+    for stage, (low, high) in enumerate(pairwise(document.pipeline.bounds)):
+        runs = [(name, len([*each])) for name, each in groupby(names.get(number, "?") for number in range(low, high))]
+        text = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in runs)
+        if found and found[-1][1] == text:
+            found[-1][0].append(stage)
+        else:
+            found.append(([stage], text))
+    return [(str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}", text) for own, text in found]
 
 
 def in_turns(document: Document) -> str:

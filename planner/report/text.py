@@ -15,6 +15,7 @@ from planner.report.summary import (
     in_turns,
     is_notable,
     op_calls,
+    stages,
     standing,
     stored,
     traffic,
@@ -55,6 +56,7 @@ def _head(document: Document) -> str:
     rows = [
         ("mesh", sizes_text(document.sizes) + (f"   pinned: {pins}" if pins else "")),
         *([("turns", in_turns(document))] if document.pipeline is not None else []),
+        *(_stages(document) if document.pipeline is not None and document.pipeline.ranks > 1 else []),
         ("search", f"{search.status}{proof}, {counted(search.seconds):.2f} s" + (f" ({steps})" if steps else "")),
         *([("", standing(document))] if len(search.candidates) > 1 else []),
         *([("proof", textwrap.fill(_proof(document), 100))] if document.assignment is not None else []),
@@ -70,6 +72,11 @@ def _head(document: Document) -> str:
     ]
     title = f"{document.model['class']}, {document.model['parameters']:,} parameters"
     return "\n".join([f"{title}, on {document.cluster.name}: {devices}", labelled(rows)])
+
+
+def _stages(document: Document) -> list[tuple[str, str]]:
+    rows = [textwrap.fill(f"{own}: {text}", 100, subsequent_indent="   ") for own, text in stages(document)]
+    return [("stages" if not number else "", row) for number, row in enumerate(rows)]
 
 
 def _proof(document: Document) -> str:

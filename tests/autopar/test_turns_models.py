@@ -470,7 +470,7 @@ def test_a_batch_of_another_size_is_refused() -> None:
     ref, assignment, found = in_turns("mean", pinned(2, 4, "1f1b"))
     with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, found) as simulation:
         args, kwargs = simulation.inputs(ref.args, ref.kwargs)
-        with pytest.raises(InputError, match=r"'ids' has shape \(14, 4\), but rank 0's part was planned as \(28, 4\)"):
+        with pytest.raises(InputError, match=r"shape \(14, 4\), but this rank's part was planned as \(28, 4\)"):
             simulation.module(*args, **{name: value[:14] for name, value in kwargs.items()})
 
 

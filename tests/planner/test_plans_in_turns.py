@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import random
@@ -24,6 +25,7 @@ from planner.layout import Mesh
 from planner.pins import Pins, filters
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice
 from planner.predict import predict_in_turns
+from planner.report.summary import stages
 from planner.seams import finer
 from planner.search import Searched, search
 from planner.solve import lower_bounds
@@ -120,6 +122,21 @@ def test_a_pipelined_plan_reads_shows_and_comes_back() -> None:
     priced = reprice(again, plan.assignment)
     assert priced.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-12)
     assert priced.predicted.peak_bytes == plan.predicted.peak_bytes
+
+
+def test_a_report_says_which_blocks_a_stage_has() -> None:
+    plan = planned('{"pipeline": 4, "micro_batches": 8}')
+    assert plan.pipeline is not None
+    names = {number: block.name for block in plan.blocks for number in block.at}
+    found = []
+    for own, text in stages(plan):
+        first, _, last = own.partition("-")
+        blocks = [each.partition(" x ") for each in text.split(", ")]
+        held = [name for count, _, named in blocks for name in ([named] * int(count) if named else [count])]
+        found += [held] * (int(last or first) - int(first) + 1)
+        assert f"{own}: {text}" in str(plan) and f"stage {own}: {text}" in plan.to_html()
+    bounds = itertools.pairwise(plan.pipeline.bounds)
+    assert found == [[names[number] for number in range(low, high)] for low, high in bounds]
 
 
 def test_a_plan_draws_the_step_that_it_predicts(tmp_path: Path) -> None:
