@@ -335,8 +335,8 @@ def schedules_run() -> None:
         for r in results
     ]
     notes = (
-        f"Steps in turns on {schedules.RANKS} local gloo processes whose stages sleep: {schedules.NAP_S:g} s of a "
-        "rank's stages together for a forward, a backward for inputs and one for weights. Medians of "
+        f"Steps in turns on {schedules.RANKS} local gloo processes whose stages sleep: {schedules.NAP_S:g} s in "
+        "every stage for a forward, a backward for inputs and one for weights. Medians of "
         f"{schedules.REPEATS} steps of the slowest rank; the simulator's schedules are run by the runtime's own step."
     )
     print(record.write("schedules", "Schedules", notes, rows, [asdict(r) for r in results], facts), flush=True)
