@@ -46,7 +46,8 @@ def convert(x: Tensor, axis: ProcessGroup, src: str, dst: str) -> Tensor:
     source, target = _parse(src), _parse(dst)
     if {src, dst} == {"R", "I"} and not (x.requires_grad or spmd.is_type_checking()):
         return x
-    x, restore = _open_strips(x.contiguous(), source, target)
+    # What a conversion hands on as it is keeps its strides, with gradients or without: recomputation relies on that.
+    x, restore = _open_strips(x if {src, dst} == {"R", "I"} else x.contiguous(), source, target)
     src_type, dst_type = _spmd_type(source, restore), _spmd_type(target, restore)
     result = _step(x, axis, src_type, dst_type)
     if result.requires_grad:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def recompute(program: GraphModule, again: GraphModule, *inputs: Tensor) -> Any:
 
     with saved_tensors_hooks(pack, _Cell.unpack), state.random.recorded() as seeds:
         outputs, given_up, kept = program(*inputs)
-    frame = _Frame(again, kept, state, _entered(program, again, seeds) if seeds else {})
+    frame = _Frame(again, given_up, kept, state, _entered(program, again, seeds) if seeds else {})
     places: dict[int, Place] = {memory_of(value): place for place, value in reversed([*enumerate(given_up)])}
     stay = {memory_of(value) for value in kept}
     seen: Counter[int] = Counter()
@@ -99,8 +99,7 @@ class _Cell:
 
     def give_up(self, frame: _Frame, place: Place) -> None:
         """Let go of the tensor; it will be a view of what the frame finds at ``place``."""
-        tensor = self.tensor
-        self.geometry = (tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
+        self.geometry = _geometry(self.tensor)
         self.frame, self.place, self.saved = frame, place, None
         frame.uses[place] += 1
 
@@ -120,11 +119,19 @@ class _Frame:
         uses: how many saved tensors are views of what is at each place.
     """
 
-    def __init__(self, again: GraphModule, kept: list[Tensor], state: RunState, regions: Mapping[int, int]):
+    def __init__(
+        self,
+        again: GraphModule,
+        given_up: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        state: RunState,
+        regions: Mapping[int, int],
+    ):
         self.uses: Counter[Place] = Counter()
         self.regions = regions
         self._again, self._versions = again, [value._version for value in kept]
         self._kept = [(value.detach(), value.requires_grad) for value in kept]
+        self._geometries = [_geometry(value) for value in given_up]
         self._state, self._training, self._autocast = state, state.training, _autocast_now()
         self._made: dict[Place, Tensor] = {}
         self._left: Counter[Place] = Counter()
@@ -151,6 +158,13 @@ class _Frame:
                 made = self._drawn() if self.regions else self._run()
         finally:
             self._state.training = training
+        for place, geometry in enumerate(self._geometries):
+            if _geometry(made[place]) != geometry:
+                raise RuntimeError(
+                    f"value {place} of a block that recomputes was made again with size, strides and offset "
+                    f"{_geometry(made[place])}, in forward with {geometry}: what autograd saved of it would be read wrongly. "
+                    "Plan with pin={'recompute': 'none'}, and report this"
+                )
         self._left = self.uses.copy()
         self._made = {place: made[place] for place in self.uses}
 
@@ -179,6 +193,11 @@ class _Frame:
 
 def _none(_: None) -> Tensor:
     raise AssertionError("nothing runs backward through what is made again")
+
+
+def _geometry(tensor: Tensor) -> Geometry:
+    """Where a tensor's elements lie in its memory."""
+    return tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -43,6 +43,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("llama", TENSOR, "selective"),
     ("llama", CONTEXT, "full"),
     ("llama", MIXED, "full"),
+    ("shared-layers", {"tensor": 2}, "full"),  # batch second, so that what is saved is a transposed view
 ]
 
 
@@ -287,6 +288,18 @@ def test_autocast_of_forward_holds_when_values_are_made_again() -> None:
         loss = recompute(program_of(block), program_of(again), x, weight)
     found = torch.autograd.grad(loss, (x, weight))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_value_that_lies_otherwise_in_memory_is_an_error() -> None:
+    x, weight = inputs()
+
+    def turned(x: Tensor, weight: Tensor) -> Any:
+        hidden = torch.tanh(x)
+        return hidden.t().contiguous().t(), hidden @ weight
+
+    loss = recompute(program_of(block), program_of(turned), x, weight)
+    with pytest.raises(RuntimeError, match=r"made again with size, strides and offset .*\(1, 64\).* in forward"):
+        loss.backward()
 
 
 def test_a_value_changed_in_between_is_an_error() -> None:
