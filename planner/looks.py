@@ -9,6 +9,7 @@ A division begins as a :class:`Candidate` of which only arithmetic is known. Eac
 A look covers some steps of the ladder of recomputation (:class:`planner.recompute.Ladder`): with the time of the first
 and the memory of the last it bounds them all. Where that leaves a better plan possible it is split, first at the bends
 of the ladder. Between two of them costs change evenly, and the bounds of both ends at one price of memory hold for all.
+Where everything fits at the first step, no other is looked at: more recomputation would only take more time.
 
 Of a division in turns, pipelines are cut for what solves the problem of a typical rank, then that of the average one.
 """
@@ -32,7 +33,7 @@ from planner.graph import Graph
 from planner.layout import Mesh
 from planner.pins import Labels, Pins, filters, label_dims
 from planner.pipeline.stages import Pipeline
-from planner.problem import Evaluation, evaluate
+from planner.problem import Evaluation, evaluate, most_bytes
 from planner.recompute import Ladder, Recompute
 from planner.rules import Rule
 from planner.skeleton import Skeleton
@@ -249,6 +250,7 @@ def look_closer(setting: Setting, skeleton: Skeleton, look: Look, best: Best | N
     if look.candidate.division.in_turns:
         return [(_at_average if look.is_sought else _for_pipeline)(setting, look, best)]
     if not look.is_priced:
+        look = _where_memory_counts(setting, look)
         return [(_between if look.is_even else _relaxed)(setting, look, best)]
     if look.high - look.low >= FEW or look.candidate.proof == "search":
         return _split(look)
@@ -272,6 +274,16 @@ def _at_work(setting: Setting, skeleton: Skeleton, look: Look) -> Look:
     candidate = replace(look.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="work")
     setting.took("build", before)
     return replace(look, candidate=candidate, posed=space)
+
+
+def _where_memory_counts(setting: Setting, look: Look) -> Look:
+    """The look at its first step alone if everything fits there: more recomputation only takes more time."""
+    if look.low == look.high:
+        return look
+    before = time.monotonic()
+    problem = look.space.problem(setting.limit_bytes, look.ladder.steps[look.low])
+    setting.took("build", before)
+    return replace(look, high=look.low) if most_bytes(problem) <= setting.limit_bytes else look
 
 
 def _bounded(setting: Setting, look: Look, best: Best | None) -> tuple[Look, Bounds]:

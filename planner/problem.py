@@ -134,6 +134,14 @@ def evaluate(problem: Problem, choices: tuple[int, ...]) -> Evaluation:
     return Evaluation(time + exposed, exposed, peak, fits and np.isfinite(time))
 
 
+def most_bytes(problem: Problem) -> int:
+    """No assignment's peak is above this: everything at its own largest, all spans alive at once."""
+    held = sum(int(vertex.held_bytes.max()) for vertex in problem.vertices)
+    held += sum(int(span.held_bytes.max()) for vertex in problem.vertices for span in vertex.spans)
+    held += sum(int(edge.held_bytes.max()) for edge in problem.edges)
+    return held + max((int(vertex.transient_bytes.max()) for vertex in problem.vertices), default=0)
+
+
 Status = Literal["optimal", "feasible", "infeasible"]
 
 

@@ -24,7 +24,7 @@ from planner.graph import Graph
 from planner.memory import Usage, usage
 from planner.mesh import candidate_meshes
 from planner.pins import Pins
-from planner.problem import Problem, evaluate
+from planner.problem import Problem, evaluate, most_bytes
 from planner.recompute import ladder
 from planner.search import Searched, search
 from planner.skeleton import Skeleton
@@ -206,6 +206,23 @@ def test_the_best_recomputation_is_that_of_brute_force(start: int) -> None:
         assert certificate.holds and certificate.objective_s == pytest.approx(expected, rel=2e-6), f"seed {seed}"
         recomputed += bool(found.assignment.recompute)
     assert recomputed, "no limit of these made a layer recompute"
+
+
+def test_where_everything_fits_recomputing_is_not_looked_at_and_could_not_be_better() -> None:
+    """With room for the fullest assignment, the best of all is the best without recomputation."""
+    for seed in range(4):
+        rng = random.Random(seed)
+        graph, spec = a_case(rng, large=True)
+        free = problems(graph, spec, None)
+        expected = brute_force(problems_with_recomputation(graph, spec, None), spec)
+        most = max(map(most_bytes, free))
+        for problem in free:
+            _, peak = sums(problem)
+            assert int(peak.max()) <= most_bytes(problem)
+            assert evaluate(problem, (0,) * len(problem.vertices)).peak_bytes <= most_bytes(problem)
+        found = search(graph, with_memory(spec, most), Pins(), Training())
+        assert found.status == "optimal" and not found.assignment.recompute, f"seed {seed}"
+        assert found.evaluation.time_s == pytest.approx(expected, rel=2e-6), f"seed {seed}"
 
 
 def test_what_the_sum_misses_never_makes_a_plan_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
