@@ -175,7 +175,7 @@ def test_the_same_answer_in_every_process(tmp_path: Path) -> None:
 
 def test_a_time_limit_ends_with_what_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = grid(12, 8, seed=2)
-    hurried = run(write(tmp_path, document), capsys, "--time-limit", "15")
+    hurried = run(write(tmp_path, document), capsys, "--time-limit", "8")
     assert hurried["status"] == "feasible" and hurried["bound"] < hurried["cost"]
     cost, usage = cost_and_usage(document, tuple(hurried["assignment"]))
     assert cost == hurried["cost"] and usage <= document["problem"]["usage_limit"]
@@ -184,7 +184,7 @@ def test_a_time_limit_ends_with_what_is_known(tmp_path: Path, capsys: pytest.Cap
 def test_an_interrupt_ends_with_what_is_known(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "planner.solve", str(write(tmp_path, grid(25, 9, seed=3))), "--time-limit", "200"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(12)
+    time.sleep(6)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     answer = json.loads(out)
