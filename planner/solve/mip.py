@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import threading
-from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy as np
 from ortools.math_opt.python import mathopt
-from ortools.math_opt.solvers.highs_pb2 import HighsOptionsProto
 
+from planner import highs
 from planner.problem import Floats, Ints
 from planner.solve.model import EXPOSED, HELD, TIME, WALL, Mask, Model
 
-_TOLERANCE = 1e-9  # of integrality and of rows, whose largest numbers are near one
 _GAP = 1e-7
+_LEAST_S = 0.01
+"""HiGHS is given so much time at least."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +82,7 @@ def solve_mip(model: Model, floor_bytes: float, target_s: float, time_limit_s: f
         program.add_linear_constraint(step <= target_s / second)
     program.minimize(step)
 
-    result = _run(program, time_limit_s)
+    result = highs.run(program, gap=_GAP, time_limit_s=max(_LEAST_S, time_limit_s))
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         return Outcome(None, math.inf)
@@ -107,24 +105,3 @@ def _within(model: Model, target_s: float) -> tuple[list[Mask], dict[tuple[int, 
 def _sum(variables: list[mathopt.Variable], factors: Floats) -> mathopt.LinearSum:
     return mathopt.fast_sum(float(factor) * x for factor, x in zip(factors, variables, strict=True) if factor != 0.0)
 
-
-def _run(program: mathopt.Model, time_limit_s: float) -> mathopt.SolveResult:
-    """Solve on a thread of its own, so that an interrupt reaches the caller while HiGHS is at work."""
-    tolerances = {"mip_feasibility_tolerance": _TOLERANCE, "primal_feasibility_tolerance": _TOLERANCE}
-    parameters = mathopt.SolveParameters(
-        time_limit=timedelta(seconds=max(0.01, time_limit_s)),
-        relative_gap_tolerance=_GAP,
-        absolute_gap_tolerance=0.0,
-        random_seed=0,
-        highs=HighsOptionsProto(int_options={"threads": 1}, double_options=tolerances),
-    )
-    outcome: Future[mathopt.SolveResult] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(mathopt.solve(program, mathopt.SolverType.HIGHS, params=parameters))
-        except Exception as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return outcome.result()

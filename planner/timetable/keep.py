@@ -12,15 +12,13 @@ in two rows instead of in one for every moment of its gap.
 from __future__ import annotations
 
 import math
-import threading
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ortools.math_opt.python import mathopt
-from ortools.math_opt.solvers.highs_pb2 import HighsOptionsProto
 
+from planner import highs
 from planner.timetable.gaps import Gap
 from planner.timetable.table import Stopped
 from planner.timetable.trace import Trace
@@ -39,7 +37,6 @@ MARGIN = 1e-6
 PASSED_OVER = 1e-7
 """What a search may pass over in every item, in parts of what the item that saves most does."""
 GAP = 1e-9
-_TOLERANCE = 1e-9
 ANSWERS = (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE)
 """How a search ends whose choice and whose bound count: at its end, or at its node limit."""
 
@@ -245,7 +242,7 @@ def _search(groups: Sequence[_Group], room: Sequence[int], thorough: bool) -> tu
         for number, take in program.takes.items():
             sure = [each for each in fixed if abs(values[number] - each) < SURE]
             take.lower_bound, take.upper_bound = (sure[0], sure[0]) if sure else (0.0, 1.0)
-        result = _run(program.model, NODES_OF_PART if fixed else NODES)
+        result = highs.run(program.model, gap=GAP, node_limit=NODES_OF_PART if fixed else NODES)
         reason = result.termination.reason
         is_answer = reason in ANSWERS and result.has_primal_feasible_solution()
         if is_answer and result.objective_value() * program.unit_s > saved_s:
@@ -315,24 +312,3 @@ def _fitting(fits: Sequence[Way], stays: set[int], left: Sequence[int]) -> set[i
 def _taken(result: mathopt.SolveResult, takes: Mapping[int, mathopt.Variable]) -> set[int]:
     return {number for number, take in takes.items() if result.variable_values(take) > 0.5}
 
-
-def _run(program: mathopt.Model, nodes: int) -> mathopt.SolveResult:
-    """Solve on a thread of its own, so that an interrupt reaches the caller while HiGHS is at work."""
-    tolerances = {"mip_feasibility_tolerance": _TOLERANCE, "primal_feasibility_tolerance": _TOLERANCE}
-    parameters = mathopt.SolveParameters(
-        node_limit=nodes,
-        relative_gap_tolerance=GAP,
-        absolute_gap_tolerance=0.0,
-        random_seed=0,
-        highs=HighsOptionsProto(int_options={"threads": 1}, double_options=tolerances),
-    )
-    outcome: Future[mathopt.SolveResult] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(mathopt.solve(program, mathopt.SolverType.HIGHS, params=parameters))
-        except Exception as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return outcome.result()

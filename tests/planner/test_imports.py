@@ -33,7 +33,8 @@ ROOMS: dict[str, set[str]] = {
     "mesh": {"errors", "layout", "cluster"},
     "cost": {*BASE, "cluster", "mesh", "kernel", "tiles"},
     "problem": {"errors"},
-    "solve": {"errors", "problem"},
+    "highs": set(),
+    "solve": {"errors", "problem", "highs"},
     "conversion": {*BASE, "cost", "problem"},
     "strategy": {*BASE, "rules", "ops"},
     "seams": {"graph", "rules", "ops", "stacks", "fold"},
@@ -61,7 +62,7 @@ ROOMS: dict[str, set[str]] = {
     "words": {"layout"},
     "exchange": {"graph", "fold", "conversion", "formulate"},
     "timeline": {"errors", "files", "pipeline", "words"},
-    "timetable": {"errors", "words"},
+    "timetable": {"errors", "words", "highs"},
 }
 ROOMS["chain"] = {*BASE, "conversion", "exchange", "formulate", "ops", "pipeline", "recompute"}
 ROOMS["turns"] = {"errors", "fold", "memory", "pipeline", "problem", "recompute", "chain"}
@@ -85,7 +86,7 @@ ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "
 ROOMS["capacity"] = {"errors", "polynomial", "scale"}
 ROOMS["formulas"] = {*ROOMS["scale"], "ops", "kernel", "cost", "conversion", "pins", "scale", "traffic"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
-VIEWS = {*ROOMS} - {"search", "looks", "apart", "refusal"}
+VIEWS = {*ROOMS} - {"search", "looks", "apart", "refusal", "highs"}
 ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}
 ROOMS["why"] = {

@@ -1,0 +1,44 @@
+"""HiGHS: how a mixed-integer program is solved, on one thread."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from datetime import timedelta
+
+from ortools.math_opt.python import mathopt
+from ortools.math_opt.solvers.highs_pb2 import HighsOptionsProto
+
+TOLERANCE = 1e-9
+"""Of integrality and of rows; absolute, so the numbers of a program should be near one."""
+
+
+def run(
+    program: mathopt.Model, *, gap: float, time_limit_s: float | None = None, node_limit: int | None = None
+) -> mathopt.SolveResult:
+    """Solve a program, or search until a limit.
+
+    It runs on a thread of its own, so that an interrupt reaches the caller while HiGHS is at work.
+
+    Args:
+        gap: relative, between the solution and the bound at which the search ends.
+    """
+    tolerances = {"mip_feasibility_tolerance": TOLERANCE, "primal_feasibility_tolerance": TOLERANCE}
+    parameters = mathopt.SolveParameters(
+        time_limit=None if time_limit_s is None else timedelta(seconds=time_limit_s),
+        node_limit=node_limit,
+        relative_gap_tolerance=gap,
+        absolute_gap_tolerance=0.0,
+        random_seed=0,
+        highs=HighsOptionsProto(int_options={"threads": 1}, double_options=tolerances),
+    )
+    outcome: Future[mathopt.SolveResult] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(mathopt.solve(program, mathopt.SolverType.HIGHS, params=parameters))
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return outcome.result()
