@@ -442,6 +442,8 @@ class Space:
         """What choices for :meth:`problem` decide."""
         chosen = {role: self.options[role][choice] for role, choice in zip(self.roles, choices, strict=True)}
         found = Assignment(self, chosen, recompute)
+        if not recompute.gathers:
+            return found
         return replace(found, recompute=recompute.without_gathering(found.gathering_nothing))
 
     def _vertex(

@@ -390,11 +390,10 @@ class _Run:
         found = 0
         for instance in self.space.folded.instances:
             for chunk in self.assignment.chunks(instance.block):
-                first = [self._crossing(route)[:1] for route in chunk.values()]
-                if all(steps and steps[0].rule == "I>R" for steps in first):
-                    chunked = [values[ref] for ref in chunk]
-                    if _are_parameters(chunked):
-                        found += sum(value.bytes for value in chunked if value.made)
+                steps = self._crossing(next(iter(chunk.values())))  # like those of the others
+                chunked = [values[ref] for ref in chunk]
+                if steps and steps[0].rule == "I>R" and _are_parameters(chunked):
+                    found += sum(value.bytes for value in chunked if value.made)
         return found
 
     def _crossing(self, route: Route) -> list[Step]:

@@ -55,7 +55,7 @@ class Amount:
         """The level of instance number ``nth`` of its kind."""
         return next((level for level, numbers in self.levels if nth in numbers), "none")
 
-    @property
+    @cached_property
     def levels(self) -> tuple[tuple[Level, range], ...]:
         """The levels above ``none`` at which instances run, with the numbers of those instances."""
         ends = [0, *accumulate((self.full, self.selective, self.gathered))]
@@ -71,6 +71,11 @@ class Recompute:
 
     def __bool__(self) -> bool:
         return any(amount.levels for amount in self.amounts)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether any instance runs at level ``gathered``."""
+        return any(amount.gathered for amount in self.amounts)
 
     def level(self, kind: int, nth: int) -> Level:
         """The level of instance number ``nth`` of a kind."""

@@ -104,4 +104,3 @@ def _within(model: Model, target_s: float) -> tuple[list[Mask], dict[tuple[int, 
 
 def _sum(variables: list[mathopt.Variable], factors: Floats) -> mathopt.LinearSum:
     return mathopt.fast_sum(float(factor) * x for factor, x in zip(factors, variables, strict=True) if factor != 0.0)
-

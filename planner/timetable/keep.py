@@ -311,4 +311,3 @@ def _fitting(fits: Sequence[Way], stays: set[int], left: Sequence[int]) -> set[i
 
 def _taken(result: mathopt.SolveResult, takes: Mapping[int, mathopt.Variable]) -> set[int]:
     return {number for number, take in takes.items() if result.variable_values(take) > 0.5}
-
