@@ -31,7 +31,8 @@ _MARKS = {"R": spmd.R, "I": spmd.I, "P": spmd.P}
 
 
 @functools.cache
-def _parse(text: str) -> LocalType:
+def local_type(text: str) -> LocalType:
+    """A local type as it is written, e.g. ``"S(1)"``."""
     return parse_layout(text, 1)[0]
 
 
@@ -43,11 +44,11 @@ def convert(x: Tensor, axis: ProcessGroup, src: str, dst: str) -> Tensor:
         axis: the axis's process group.
         src, dst: local types, e.g. ``"P"``, ``"S(1)"``; a legal step of :data:`planner.conversion.STEPS`.
     """
-    source, target = _parse(src), _parse(dst)
+    source, target = local_type(src), local_type(dst)
     if {src, dst} == {"R", "I"} and not (x.requires_grad or spmd.is_type_checking()):
         return x
     # What a conversion hands on as it is keeps its strides, with gradients or without: recomputation relies on that.
-    x, restore = _open_strips(x if {src, dst} == {"R", "I"} else x.contiguous(), source, target)
+    x, restore = open_strips(x if {src, dst} == {"R", "I"} else x.contiguous(), source, target)
     src_type, dst_type = _spmd_type(source, restore), _spmd_type(target, restore)
     result = _step(x, axis, src_type, dst_type)
     if result.requires_grad:
@@ -71,7 +72,7 @@ def _step(x: Tensor, axis: ProcessGroup, src: object, dst: object) -> Tensor:
     return spmd.convert(x, axis, src=src, dst=dst, expert_mode=True, **options)
 
 
-def _open_strips(x: Tensor, *types: LocalType) -> tuple[Tensor, tuple[int, ...]]:
+def open_strips(x: Tensor, *types: LocalType) -> tuple[Tensor, tuple[int, ...]]:
     """View dims that are cut in strips as (strips, rest); returns those dims, last first."""
     cut = sorted({(t.dim, t.outer) for t in types if isinstance(t, Shard) and t.outer > 1}, reverse=True)
     for dim, strips in cut:
@@ -85,8 +86,8 @@ def _close_strips(x: Tensor, dims: Sequence[int]) -> Tensor:
     return x
 
 
-def _spmd_type(local_type: LocalType, opened: Sequence[int]) -> object:
-    if isinstance(local_type, Mark):
-        return _MARKS[local_type.letter]
-    shift = sum(1 for dim in opened if dim < local_type.dim or (dim == local_type.dim and local_type.outer > 1))
-    return spmd.S(local_type.dim + shift)
+def _spmd_type(each: LocalType, opened: Sequence[int]) -> object:
+    if isinstance(each, Mark):
+        return _MARKS[each.letter]
+    shift = sum(1 for dim in opened if dim < each.dim or (dim == each.dim and each.outer > 1))
+    return spmd.S(each.dim + shift)

@@ -1,9 +1,10 @@
 """How parameters enter a program, and how their gradients leave it.
 
-Parameters enter as this rank's parts (:func:`local_parts`). Where a block uses parameters replicated, their
-gradients are summed in one all-reduce (:func:`replicate_parameters`), which runs beside the rest of backward:
-autograd takes the node that was made last first, so the parts, made before the program, come after all of it, and
-wait there.
+Parameters enter as this rank's parts (:func:`local_parts`). Where a block uses parameters replicated that are stored
+whole, their gradients are summed in one all-reduce (:func:`replicate_parameters`); those that are stored in shards are
+gathered in one call, and their gradients reduced in one (:func:`gather_parameters`). Both run beside the rest of
+backward: autograd takes the node that was made last first, so the parts, made before the program, come after all of
+it, and wait there.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.buckets import Buckets
-from autopar.runtime.conversions import convert
-from planner.layout import Shard, parse_layout
+from autopar.runtime.conversions import convert, local_type, open_strips
+from planner.layout import Shard
 
 
 class _LocalParts(torch.autograd.Function):
@@ -45,6 +46,17 @@ class _LocalParts(torch.autograd.Function):
         while ctx.pending:
             ctx.pending.pop(0).wait()
         return None, *found
+
+
+def _parts_of(node: Any) -> tuple[Any, int] | None:
+    """Where a node of autograd need not wait for the gradients that it finds, if all it found them for are parts.
+
+    Returns:
+        Their node, which waits for what is ``pending``, and the number of the first part; ``None``: other nodes read
+        the gradients too.
+    """
+    takers = [(taker, place) for taker, place in node.next_functions if taker is not None]
+    return takers[0] if all(isinstance(taker, _LocalParts._backward_cls) for taker, _ in takers) else None
 
 
 def local_parts(tensors: Mapping[str, Tensor], buckets: Buckets) -> dict[str, Tensor]:
@@ -85,11 +97,10 @@ class _Gather(torch.autograd.Function):
         for form, grad, rows in zip(ctx.forms, grads, every.split(sizes, 1), strict=True):
             form.fill(rows, grad)
         own = every.new_empty(sum(sizes))
-        takers = [node for node, _ in ctx.next_functions if node is not None]
-        leaves = all(isinstance(node, _LocalParts._backward_cls) for node in takers)
-        work = _reduce_scatter(own, every.view(-1), group=ctx.axis, async_op=leaves)
-        if leaves:
-            takers[0].pending.append(work)
+        found = _parts_of(ctx)
+        work = _reduce_scatter(own, every.view(-1), group=ctx.axis, async_op=found is not None)
+        if found is not None:
+            found[0].pending.append(work)
         parts = (part.view(form.part) for part, form in zip(own.split(sizes), ctx.forms, strict=True))
         return None, None, *(None if g is None else part for part, g in zip(parts, grads, strict=True))
 
@@ -117,26 +128,27 @@ class _Form:
     """
 
     def __init__(self, part: torch.Size, shard: str, ranks: int):
-        self.part, self.ranks = part, ranks
-        cut = parse_layout(shard, 1)[0]
+        cut = local_type(shard)
         assert isinstance(cut, Shard)
-        self.dim, self.opened = cut.dim, list(part)
-        if cut.outer > 1:
-            self.opened[cut.dim : cut.dim + 1] = [cut.outer, part[cut.dim] // cut.outer]
-            self.dim += 1
+        self.part, self.cut, self.ranks = part, cut, ranks
         self.shape = [size * ranks if dim == cut.dim else size for dim, size in enumerate(part)]
 
     def whole(self, rows: Tensor) -> Tensor:
         """The parameter from every rank's part, a row each; in their memory only if that is all of it."""
-        return rows.view(self.ranks, *self.opened).movedim(0, self.dim).reshape(self.shape).contiguous()
+        return self._opened(rows).reshape(self.shape).contiguous()
 
     def fill(self, rows: Tensor, grad: Tensor | None) -> None:
         """Write what each rank gets of the gradient, a row each; nothing came for one that does not reach the loss."""
         if grad is None:
             rows.zero_()
-            return
-        opened = [*self.opened[: self.dim], self.ranks, *self.opened[self.dim :]]
-        rows.view(self.ranks, *self.opened).copy_(grad.reshape(opened).movedim(self.dim, 0))
+        else:
+            opened = self._opened(rows)
+            opened.copy_(grad.reshape(opened.shape))
+
+    def _opened(self, rows: Tensor) -> Tensor:
+        """Rows in the order of the whole, as a view: the dim that is cut is (strips,) ranks, what one has of each."""
+        parts, strips = open_strips(rows.view(self.ranks, *self.part), Shard(self.cut.dim + 1, self.cut.outer))
+        return parts.movedim(0, self.cut.dim + len(strips))
 
 
 class _SumGradients(torch.autograd.Function):
@@ -156,14 +168,14 @@ class _SumGradients(torch.autograd.Function):
         terms = [
             torch.zeros(s, dtype=d, device=v) if g is None else g for g, (s, d, v) in zip(grads, like, strict=True)
         ]
-        takers = [(node, place) for node, place in ctx.next_functions if node is not None]
-        if all(isinstance(node, _LocalParts._backward_cls) for node, _ in takers):
-            parts, place = takers[0]
-            flat = parts.buckets.joined(place, terms)
-            parts.pending.append(dist.all_reduce(flat, group=ctx.axis, async_op=True))
-        else:
+        found = _parts_of(ctx)
+        if found is None:
             flat = torch.cat([term.reshape(-1) for term in terms])
             dist.all_reduce(flat, group=ctx.axis)
+        else:
+            parts, place = found
+            flat = parts.buckets.joined(place, terms)
+            parts.pending.append(dist.all_reduce(flat, group=ctx.axis, async_op=True))
         sums = flat.split([term.numel() for term in terms])
         return None, *(None if g is None else s.view_as(g) for s, g in zip(sums, grads, strict=True))
 
