@@ -16,7 +16,7 @@ from planner.fold import relabel
 from planner.formulate import Assignment, Role, Space
 from planner.graph import Ref
 from planner.layout import Layout
-from planner.problem import Evaluation, evaluate
+from planner.problem import Evaluation, Ints, evaluate
 from planner.recompute import Recompute, apart
 from planner.skeleton import Skeleton
 from planner.strategy import Choice
@@ -30,7 +30,7 @@ class Certificate:
     """What a plan's step costs by two ways of counting, and what is proved about it.
 
     Attributes:
-        objective_s, peak_bytes: on the folded problem.
+        objective_s, peak_bytes: on the folded problem; bytes are those of all stages of a pipeline together.
         unfolded_s, unfolded_bytes: of the same decisions on the unfolded graph.
         decisions, edges: how many of each were priced there.
         bound_s: no plan is faster.
@@ -91,7 +91,7 @@ def certify(assignment: Assignment, bound_s: float) -> Certificate:
 
 def _price(assignment: Assignment, skeleton: Skeleton, recompute: Recompute) -> tuple[Evaluation, int, int]:
     """What the decisions cost on a skeleton of their graph; how many decisions and edges it has."""
-    problem = Decided(assignment, skeleton).problem(None, recompute)
+    problem = _Together(assignment, skeleton).problem(None, recompute)
     choices = (0,) * len(problem.vertices)
     return evaluate(problem, choices), len(problem.vertices), len(problem.edges)
 
@@ -133,3 +133,10 @@ class Decided(Space):
 
     def table(self, ref: Ref) -> ConversionTable:
         return self._assignment.space.table(ref)
+
+
+class _Together(Decided):
+    """The same with what all stages hold, since rounding the average rank's share of each decision is no miscount."""
+
+    def on_average(self, held: Ints) -> Ints:
+        return held

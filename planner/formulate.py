@@ -436,7 +436,12 @@ class Space:
         if not is_param:
             return (forward * runs + backward * count) * self.rounds, np.zeros(forward.shape), gathered
         once = count if self.in_turns else runs
-        return forward * once / self.stages, backward * count / self.stages, gathered * kept // self.stages
+        held = self.on_average(gathered * kept)
+        return forward * once / self.stages, backward * count / self.stages, held
+
+    def on_average(self, held: Ints) -> Ints:
+        """Bytes that the average rank holds of what the stages hold together, rounded down so that bounds stay ones."""
+        return held // self.stages
 
     def assignment(self, choices: Sequence[int], recompute: Recompute = NOTHING) -> Assignment:
         """What choices for :meth:`problem` decide."""
@@ -466,9 +471,8 @@ class Space:
                 for i, layout in enumerate(options):
                     assert isinstance(layout, tuple)
                     time[i], held[i] = self.storage(node, layout)
-                return Vertex(
-                    str(role), time * times / stages, np.zeros(size), cover, held * times // stages, transient
-                )
+                held = self.on_average(held * times)
+                return Vertex(str(role), time * times / stages, np.zeros(size), cover, held, transient)
             again = self.skeleton.runs_again(role, amounts[0])
             (forward, backward, inner_again, inner_backward), transient, parameters = self._works_of(node, options)
             inner = inner_again + inner_backward
@@ -481,7 +485,7 @@ class Space:
             time += (forward + backward + inner) * self._waited(role)
             cover = backward * self.overlap * times / stages
             held = np.min([self._held(role, node, options, each) for each in held_with], axis=0)
-            held = (held * (self.in_flight or 1.0)).astype(np.int64) // stages
+            held = self.on_average((held * (self.in_flight or 1.0)).astype(np.int64))
             if stages > 1 and self.in_flight is None:  # the rank with this operator may hold less than the average
                 time = np.where(transient > limit_bytes, math.inf, time)
                 transient = np.zeros_like(transient)

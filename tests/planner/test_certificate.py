@@ -6,8 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from planner.certificate import certify
+from planner.certificate import Decided, certify
+from planner.fold import relabel
+from planner.formulate import Training
+from planner.pins import Pins
 from planner.plan import Plan
+from planner.problem import Problem, evaluate
+from planner.search import search
+from planner.skeleton import Skeleton
 from tests.planner.plans import cluster, plan_of, residual_mlp
 from tests.planner.test_search import chain
 
@@ -56,6 +62,28 @@ def test_a_fold_that_counts_wrongly_is_found():
     certificate = certify(plan.assignment, 0.0)
     assert not certificate.holds
     assert certificate.difference_s < 0 and "NOT CERTIFIED" in str(certificate)
+
+
+def test_stages_that_divide_no_size_are_no_miscount():
+    """Of every decision the average rank's share is rounded; what all stages hold together is not, and says it all."""
+    graph = residual_mlp(layers=7, width=100, batch=24)
+    found = search(graph, cluster(3), Pins.parse({"pipeline": 3, "micro_batches": 2}), Training())
+    skeleton = found.assignment.space.skeleton
+    unfolded = Skeleton(relabel(skeleton.folded, range(len(skeleton.folded.instances))), skeleton.rules)
+    rounded = [peak_bytes(Decided(found.assignment, each).problem(None)) for each in (skeleton, unfolded)]
+    assert rounded[0] != rounded[1]
+    certificate = certify(found.assignment, 0.0)
+    assert certificate.holds and 0 <= certificate.peak_bytes - 3 * rounded[0] < 3 * certificate.decisions
+    members = skeleton.members
+    repeated = max((role for role in members if role[0] == "leaf"), key=lambda role: len(members[role]))
+    members[repeated].pop()
+    certificate = certify(found.assignment, 0.0)
+    assert not certificate.holds and certificate.difference_bytes < 0
+
+
+def peak_bytes(problem: Problem) -> int:
+    """Of a problem in which everything is decided."""
+    return evaluate(problem, (0,) * len(problem.vertices)).peak_bytes
 
 
 def test_the_report_shows_it():
