@@ -86,25 +86,26 @@ def in_one_turn(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tuple[Divisi
     """Every division of one stage and one turn that the pins allow; steps of one turn have no gradient to leave."""
     if pins.in_turns:
         return ()
-    meshes = (pinned_mesh(cluster, pins.sizes),) if pins.sizes else candidate_meshes(cluster, max_axes)
-    return tuple(Division(1, mesh) for mesh in meshes)
+    return tuple(Division(1, mesh) for mesh in _meshes(cluster, pins, max_axes, 1))
 
 
-def in_turns(cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_axes: int) -> tuple[Division, ...]:
+def in_turns(
+    cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_axes: int, pipelines: bool = False
+) -> tuple[Division, ...]:
     """Every other division: stages among which so many blocks can be cut, and micro-batches that divide the batch.
+
+    Args:
+        pipelines: whether stages are searched also where the pins put all devices of a stage on the data axis.
 
     Raises:
         PinError: more stages are pinned than there are blocks, or micro-batches that do not divide the batch.
     """
-    found = []
-    for stages in _stage_counts(cluster, pins, blocks):
-        if pins.sizes:
-            meshes: tuple[Mesh, ...] = (pinned_mesh(cluster, pins.sizes, stages),)
-        else:
-            meshes = candidate_meshes(cluster, max_axes, cluster.world_size // stages)
-        ranks = max((axis.size for mesh in meshes for axis in mesh.axes if axis.name == "data"), default=1)
-        for turns in _turn_counts(pins, graph, ranks):
-            found += [Division(stages, mesh.in_turns(turns)) for mesh in meshes]
+    found, samples = [], batch_of(graph) // (pins.micro_batches or 1)
+    counts = _stage_counts(cluster, pins, blocks, pipelines)
+    meshes = {stages: _meshes(cluster, pins, max_axes, stages) for stages in counts}
+    for stages in [each for each in counts if samples % _data(meshes[each]) == 0] or counts:
+        for turns in _turn_counts(pins, graph, _data(meshes[stages])):
+            found += [Division(stages, mesh.in_turns(turns)) for mesh in meshes[stages]]
     names, virtual = schedules(pins), pins.virtual_stages
     runs = [s for s in found if s.in_turns and pipelines_of(s.stages, s.mesh.micro_batches, blocks, names, virtual)]
     if not runs and pins.schedule == "2bw" and found:
@@ -122,10 +123,29 @@ def in_turns(cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_ax
     return tuple(runs)
 
 
-def _stage_counts(cluster: ClusterSpec, pins: Pins, blocks: int) -> list[int]:
+def dividing(divisions: Iterable[Division], graph: Graph) -> tuple[Division, ...]:
+    """Those whose data axis, if it is pinned, divides the batch."""
+    return tuple(each for each in divisions if batch_of(graph) % _data([each.mesh]) == 0)
+
+
+def _data(meshes: Iterable[Mesh]) -> int:
+    """The most ranks that share a micro-batch, as pinned."""
+    return max((axis.size for mesh in meshes for axis in mesh.axes if axis.name == "data"), default=1)
+
+
+def _meshes(cluster: ClusterSpec, pins: Pins, max_axes: int, stages: int) -> tuple[Mesh, ...]:
+    """Those of one of so many stages."""
+    if pins.sizes:
+        return (pinned_mesh(cluster, pins.sizes, stages),)
+    return candidate_meshes(cluster, max_axes, cluster.world_size // stages)
+
+
+def _stage_counts(cluster: ClusterSpec, pins: Pins, blocks: int, pipelines: bool) -> list[int]:
     world = cluster.world_size
     if pins.stages is None:
-        return [1] if pins.sizes else [n for n in range(1, min(blocks, world) + 1) if world % n == 0]
+        leaves_all_to_data = "data" not in pins.sizes and all(size == 1 for size in pins.sizes.values())
+        is_free = not pins.sizes or (pipelines and leaves_all_to_data)
+        return [n for n in range(1, min(blocks, world) + 1) if world % n == 0] if is_free else [1]
     if world % pins.stages:
         raise PinError(
             f"pin 'pipeline' is {pins.stages}, which does not divide the {world} devices of {cluster.name!r}"
@@ -171,7 +191,7 @@ def pipelines_of(
 
 
 def batch_of(graph: Graph) -> int:
-    """The global batch: what divides dim 0 of every input that has one."""
+    """The global batch: what divides dim 0 of every input that has one; 0: none has."""
     shapes = (leaf.results[0].shape for leaf in graph.leaves if leaf.op == "input")
     return math.gcd(*(shape[0] for shape in shapes if shape and shape[0] > 1))
 

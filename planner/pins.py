@@ -46,7 +46,7 @@ class Pins:
             whole; ``None`` leaves it to the search.
         zero: 0 stores parameters whole on the data axis, 2 and 3 sharded. With 2 they are held as they are used from
             forward to backward, with 3 gathered again in backward. ``None`` leaves it to the search. Where no size is
-            pinned with it, every device is on the data axis, as if ``tensor`` were pinned to 1.
+            pinned with it, every device of a stage is on the data axis, as if ``tensor`` were pinned to 1.
         recompute: what every block that repeats makes again in backward: ``none``, ``selective`` (all but contractions,
             convolutions and attention) or ``full``; ``None`` leaves it to the search.
         layers: glob of module path -> {axis name: strategy}.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from planner.apart import apart, may_differ, together_again
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
-from planner.division import Arithmetic, Division, in_one_turn, in_turns, seeds, stages_wanted
+from planner.division import Arithmetic, Division, dividing, in_one_turn, in_turns, seeds, stages_wanted
 from planner.errors import InputError, PinError
 from planner.fold import fold, fold_off
 from planner.formulate import Assignment, Training, rules_of
@@ -122,7 +122,8 @@ def search(
     turned: tuple[Division, ...] = ()
     if pipelines or not plain:
         folded = finer(folded, rules, stages_wanted(pins))
-        turned = in_turns(cluster, pins, graph, len(folded.instances), max_axes)
+        turned = in_turns(cluster, pins, graph, len(folded.instances), max_axes, pipelines)
+        plain = dividing(plain, graph) if turned else plain
     skeleton = Skeleton(folded, rules)
     skeleton.survey()
     setting = Setting(CostModel(cluster), training, rules, pins, start + time_limit_s, progress)

@@ -212,6 +212,22 @@ def test_a_wrong_pin_is_named(pin: dict[str, Any], message: str) -> None:
         searched(cluster(8), pin)
 
 
+def test_stages_whose_data_axis_does_not_divide_the_batch_are_left_out() -> None:
+    """12 samples on 8 devices that are all on the data axis: no single stage, but pipelines of 2 and 4."""
+    graph, pins = residual_mlp(layers=4, batch=12), Pins.parse({"zero": 0, "recompute": "full"})
+    found = search(graph, cluster(8), pins, Training(), pipelines=True)
+    sizes = {
+        tuple(candidate.division.sizes.get(name, 1) for name in ("pipeline", "data")) for candidate in found.candidates
+    }
+    assert sizes == {(2, 4), (4, 2)} and found.staged is not None
+    pinned = search(graph, cluster(8), replace(pins, micro_batches=6), Training(), pipelines=True)
+    assert {str(candidate.division) for candidate in pinned.candidates} == {"pipeline 4 x micro 6 x data 2"}
+    with pytest.raises(PinError, match=r"'data' is 8 but input 'x' has a batch of 12"):
+        search(graph, cluster(8), pins, Training())
+    with pytest.raises(PinError, match=r"leave 8 ranks to 'data', which does not divide .* 12 into 6 of 2"):
+        search(graph, cluster(8), replace(pins, micro_batches=6), Training())
+
+
 @pytest.mark.parametrize("pin", [{"pipeline": 4, "data": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
 def test_micro_batches_leave_a_sample_to_every_rank(pin: dict[str, Any]) -> None:
     found = searched(cluster(8), {**pin, "schedule": "1f1b"})
