@@ -131,7 +131,7 @@ def _from_checkpoint(path: Path) -> Callable[[list[str]], _Stored | None]:
         opened.append(Stored.open(path))
         opened[0].verify(ranks.rank, ranks.size)
 
-    ranks.each(check)
+    ranks.each(f"reading the checkpoint {str(path)!r}", check)
     stored = opened[0]
 
     def from_checkpoint(names: list[str]) -> _Stored | None:

@@ -43,6 +43,10 @@ class Index:
     groups: list[tuple[dict[str, Any], list[str]]] = field(default_factory=list)
     random: tuple[int, int] | None = None
 
+    def first(self, name: str) -> str:
+        """The name that a tensor is saved under, by any of its names."""
+        return self.aliases.get(name, name)
+
     @staticmethod
     def joined(stages: Iterable[Index]) -> Index:
         """That of all stages together. Groups that agree in place and options become one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 from collections.abc import Sequence
@@ -57,7 +56,7 @@ def export_safetensors(
     stored, target = Stored.open(path), Path(out)
     stored.verify()
     aliases = stored.contents["aliases"]
-    sizes = {name: _bytes(stored, name) for name in _names(stored) if name not in aliases}
+    sizes = {name: stored.bytes_of(MODEL + name) for name in stored.names(MODEL) if name not in aliases}
     single = target.suffix == ".safetensors"
     shares = [list(sizes)] if single else _shares(sizes, file_bytes)
     files = [target] if single else [target / name for name in _file_names(len(shares))]
@@ -79,15 +78,6 @@ def export_safetensors(
         for draft in drafts:
             draft.unlink(missing_ok=True)
     return files
-
-
-def _names(stored: Stored) -> list[str]:
-    return sorted(name.removeprefix(MODEL) for name in stored.tensors if name.startswith(MODEL))
-
-
-def _bytes(stored: Stored, name: str) -> int:
-    found = stored.tensors[MODEL + name]
-    return math.prod(found.size) * found.properties.dtype.itemsize
 
 
 def _shares(sizes: dict[str, int], file_bytes: int) -> list[list[str]]:

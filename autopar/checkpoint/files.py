@@ -19,6 +19,7 @@ import errno
 import fcntl
 import io
 import json
+import math
 import os
 import pickle
 import secrets
@@ -99,7 +100,7 @@ def place(path: Any) -> Path:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-class Turn:
+class Claim:
     """The right to save to a path, which one process has at a time; it ends with :meth:`end`, or with the process.
 
     It is a lock on ``.saving`` (``flock``). On a file system without locks every process has the right.
@@ -124,7 +125,7 @@ class Turn:
                         shutil.rmtree(left, ignore_errors=True)
                 (path / self.name).mkdir()
                 _sync_directory(path)
-            except BaseException:
+            except BaseException:  # also Ctrl-C, after which the process may save again
                 self.end()
                 raise
         except OSError as error:
@@ -276,11 +277,11 @@ class _Pieces(DefaultSavePlanner):
         self._values: dict[MetadataIndex, Tensor] = {}
         items = []
         for name, box, values in pieces:
-            place = MetadataIndex(name, box.offsets)
-            self._values[place] = values
+            index = MetadataIndex(name, box.offsets)
+            self._values[index] = values
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             data = TensorWriteData(chunk, TensorProperties(values.dtype), torch.Size(shapes[name]))
-            items.append(WriteItem(place, WriteItemType.SHARD, tensor_data=data))
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         # model.a.b is {"model": {"a.b": ...}} to those who ask for a nested state dict.
         nested = {item.index.fqn: tuple(item.index.fqn.split(".", 1)) for item in items}
         self.plan = SavePlan(items, planner_data=nested)
@@ -421,6 +422,15 @@ class Stored:
         """Shape, dtype and boxes of every tensor, by its name in the checkpoint."""
         known = self.metadata.state_dict_metadata
         return {name: found for name, found in known.items() if isinstance(found, TensorStorageMetadata)}
+
+    def names(self, kind: str) -> list[str]:
+        """The tensors whose names begin so, without that: ``model.`` or ``optim.``."""
+        return sorted(name.removeprefix(kind) for name in self.tensors if name.startswith(kind))
+
+    def bytes_of(self, name: str) -> int:
+        """Of a tensor, by its name in the checkpoint."""
+        found = self.tensors[name]
+        return math.prod(found.size) * found.properties.dtype.itemsize
 
     @cached_property
     def contents(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import defaultdict
 
@@ -21,32 +20,31 @@ def inspected(path: str | os.PathLike[str]) -> str:
     stored.verify()
     contents, manifest = stored.contents, stored.manifest
     aliases: dict[str, str] = contents["aliases"]
-    sizes = {
-        name: math.prod(found.size) * found.properties.dtype.itemsize
-        for name, found in stored.tensors.items()
-        if name.removeprefix(MODEL) not in aliases
-    }
-    model, optim = ([name for name in sizes if name.startswith(start)] for start in (MODEL, OPTIM))
+    model = [name for name in stored.names(MODEL) if name not in aliases]
+
+    def taken(kind: str, names: list[str]) -> str:
+        return in_bytes(sum(stored.bytes_of(kind + name) for name in names))
+
     lines = [
         f"{path}: format {manifest['format']}, written by autopar {manifest['autopar']} with torch {manifest['torch']}",
-        f"  model      {len(model)} tensors, {in_bytes(sum(sizes[name] for name in model))}",
+        f"  model      {len(model)} tensors, {taken(MODEL, model)}",
     ]
     if contents["state"] is None:
         lines.append("  optimizer  none")
     else:
         keys = sorted({key for state in contents["state"].values() for key in state})
         groups = f"{len(contents['groups'])} group{'s' * (len(contents['groups']) != 1)} of parameters"
-        held = f"{in_bytes(sum(sizes[name] for name in optim))} in {', '.join(keys)}" if keys else "no state"
+        held = f"{taken(OPTIM, stored.names(OPTIM))} in {', '.join(keys)}" if keys else "no state"
         lines.append(f"  optimizer  {groups}, {held}")
     lines.append(f"  extra      {', '.join(sorted(contents['extra'])) or 'none'}")
     lines.append(f"  files      {len(manifest['files'])}, with the checksums that were written")
     names = defaultdict(list)
     for alias, first in aliases.items():
         names[first].append(alias)
-    width = max((len(name) for name in model), default=0) - len(MODEL)
-    for name in sorted(model):
-        found, short = stored.tensors[name], name.removeprefix(MODEL)
+    width = max(map(len, model), default=0)
+    for name in model:
+        found = stored.tensors[MODEL + name]
         shape = "x".join(map(str, found.size)) or "scalar"
-        also = f", also {', '.join(sorted(names[short]))}" if names[short] else ""
-        lines.append(f"  {short:<{width}}  {str(found.properties.dtype).removeprefix('torch.')} {shape}{also}")
+        also = f", also {', '.join(sorted(names[name]))}" if names[name] else ""
+        lines.append(f"  {name:<{width}}  {str(found.properties.dtype).removeprefix('torch.')} {shape}{also}")
     return "\n".join(lines)

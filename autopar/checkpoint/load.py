@@ -58,12 +58,13 @@ def load_checkpoint(
         found.append(load)
         return load.names
 
-    theirs = ranks.each(check)
+    task = f"loading the checkpoint {str(path)!r}"
+    theirs = ranks.each(task, check)
     load = found[0]
     load.check_all_taken(theirs)
-    ranks.each(lambda: load.stored.verify(ranks.rank, ranks.size))
-    ranks.each(load.read)
-    ranks.each(lambda: load.finish(extra or {}))
+    ranks.each(task, lambda: load.stored.verify(ranks.rank, ranks.size))
+    ranks.each(task, load.read)
+    ranks.each(task, lambda: load.finish(extra or {}))
     return load.extra
 
 
@@ -73,7 +74,7 @@ class _Load:
 
     Attributes:
         wanted: name in the checkpoint -> where it goes.
-        packed: the optimizer's new state dict.
+        renewed: the optimizer's new state dict.
     """
 
     stored: Stored
@@ -82,7 +83,7 @@ class _Load:
     extra: dict[str, Any]
     wanted: dict[str, Part]
     state: HeldState | None
-    packed: dict[str, Any]
+    renewed: dict[str, Any]
 
     @staticmethod
     def of(stored: Stored, held: Held, optimizer: Any) -> _Load:
@@ -120,15 +121,13 @@ class _Load:
         names = {name.removeprefix(MODEL) for name in self.wanted if name.startswith(MODEL)} | self.held.aliases.keys()
         if self.state is None:
             return names, set()
-        return names, {_saved_name(name, self.index) for name, _ in self.state.named.values()}
+        return names, {self.index.first(name) for name, _ in self.state.named.values()}
 
     def check_all_taken(self, theirs: list[tuple[set[str], set[str]]]) -> None:
         """Raises :class:`CheckpointError` where the checkpoint has more than all ranks take."""
         names = set().union(*(of_rank for of_rank, _ in theirs))
-        saved = [name.removeprefix(MODEL) for name in self.stored.tensors if name.startswith(MODEL)]
-        first_of = self.index.aliases
-        taken = names | {first_of.get(name, name) for name in names}
-        spare = [name for name in saved if first_of.get(name, name) not in taken]
+        taken = set(map(self.index.first, names))
+        spare = [name for name in self.stored.names(MODEL) if self.index.first(name) not in taken]
         if spare:
             raise CheckpointError(
                 f"the checkpoint has {len(spare)} tensors that the module lacks, {spare[0]!r} the first; is it of "
@@ -149,7 +148,7 @@ class _Load:
     def finish(self, extra: Mapping[str, Any]) -> None:
         """Take over all that is no tensor."""
         if self.state is not None:
-            self.state.optimizer.load_state_dict(self.packed)
+            self.state.optimizer.load_state_dict(self.renewed)
         module = self.held.module
         if isinstance(module, ParallelModule):
             if self.index.random is not None:
@@ -193,10 +192,6 @@ def _check(stored: Stored, wanted: Mapping[str, Part]) -> None:
             )
 
 
-def _saved_name(name: str, index: Index) -> str:
-    return index.aliases.get(name, name)
-
-
 def _state(stored: Stored, index: Index, state: HeldState) -> tuple[dict[int, dict[str, Any]], dict[str, Part]]:
     """The new state of this rank's parameters, still to be read, and what is to be read into it."""
     assert index.state is not None
@@ -204,7 +199,7 @@ def _state(stored: Stored, index: Index, state: HeldState) -> tuple[dict[int, di
     wanted: dict[str, Part] = {}
     tensors = stored.tensors
     for number, (name, _) in state.named.items():
-        saved = _saved_name(name, index)
+        saved = index.first(name)
         if saved not in index.state:
             raise CheckpointError(
                 f"the checkpoint's optimizer had no parameter {name!r}: make this one over the parameters that it had"
@@ -222,7 +217,7 @@ def _state(stored: Stored, index: Index, state: HeldState) -> tuple[dict[int, di
 
 def _group(number: int, group: Mapping[str, Any], index: Index, state: HeldState) -> dict[str, Any]:
     """A group of the optimizer with the options that its parameters were saved with."""
-    names = {_saved_name(state.named[n][0], index) for n in group["params"]}
+    names = {index.first(state.named[n][0]) for n in group["params"]}
     saved = [options for options, members in index.groups if names & set(members)]
     if not names and number < len(index.groups):
         saved = [index.groups[number][0]]

@@ -54,32 +54,23 @@ def save_checkpoint(
             What goes wrong in the background is raised by ``wait()``, or by the next save.
     """
     where, ranks = files.place(path).absolute(), idle(module)
-    found: list[_Contents] = []
-    settled: list[_Share] = []
-    try:
-        offers = ranks.each(lambda: _prepare(where, module, optimizer, ranks, extra, found))
-        _check_one_path(offers)
-        ranks.each(lambda: settled.append(_Share.of(found[0], offers, wait)))
-    except BaseException:
-        if found and found[0].turn is not None:
-            files.discard(where, found[0].turn.name)
-            found[0].turn.end()
-        raise
-    share, name, turn = settled[0], offers[0].name, found[0].turn
+    task = f"saving the checkpoint {str(where)!r}"
+    share, name, claim = _begun(where, module, optimizer, ranks, extra, wait, task)
 
     def save() -> None:
         try:
             ranks.first(
+                task,
                 lambda: files.write(where, name, ranks.rank, share.todo, share.shapes),
                 lambda written: files.commit(where, name, written, share.packed, share.aliases),
             )
-        except BaseException:
-            if turn is not None:
+        except BaseException:  # also Ctrl-C
+            if claim is not None:
                 files.discard(where, name)
             raise
         finally:
-            if turn is not None:
-                turn.end()
+            if claim is not None:
+                claim.end()
 
     saving = Saving(where, save)
     if wait:
@@ -89,6 +80,30 @@ def save_checkpoint(
         _known[module] = ranks, saving
         saving.start()
     return saving
+
+
+def _begun(
+    where: Path,
+    module: nn.Module,
+    optimizer: Any,
+    ranks: Ranks,
+    extra: Mapping[str, Any] | None,
+    wait: bool,
+    task: str,
+) -> tuple[_Share, str, files.Claim | None]:
+    """What this rank writes, the name of the save, and, on rank 0, the claim to its path."""
+    found: list[_Contents] = []
+    settled: list[_Share] = []
+    try:
+        offers = ranks.each(task, lambda: _prepare(where, module, optimizer, ranks, extra, found))
+        _check_one_path(offers)
+        ranks.each(task, lambda: settled.append(_Share.of(found[0], offers, wait)))
+    except BaseException:  # also Ctrl-C
+        if found and found[0].claim is not None:
+            files.discard(where, found[0].claim.name)
+            found[0].claim.end()
+        raise
+    return settled[0], offers[0].name, found[0].claim
 
 
 class Saving:
@@ -108,7 +123,10 @@ class Saving:
         except AutoparError as error:
             self._error = error
         except Exception as error:
-            self._error = CheckpointError(f"the checkpoint {str(self.path)!r} was not saved: {error}")
+            self._error = CheckpointError(
+                f"the checkpoint {str(self.path)!r} was not saved: {error}; what is there, if anything, is whole: "
+                "save again, or go on from it"
+            )
             self._error.__cause__ = error
         finally:
             self._save = None  # and with it the copies
@@ -164,12 +182,12 @@ class _Contents:
     """What this rank has.
 
     Attributes:
-        turn: at the path; on rank 0.
+        claim: to the path; on rank 0.
         stage: the rank's place in the pipeline.
         extra: plain data; on rank 0.
     """
 
-    turn: files.Turn | None
+    claim: files.Claim | None
     parts: dict[str, Part]
     stage: int
     extra: dict[str, Any]
@@ -237,13 +255,13 @@ def _prepare(
         index.groups = state.groups
     files.packed(vars(index), "the optimizer")
     states = _states(extra) if ranks.rank == 0 else {}
-    turn = files.Turn(path) if ranks.rank == 0 else None
-    name = "" if turn is None else turn.name
+    claim = files.Claim(path) if ranks.rank == 0 else None
+    name = "" if claim is None else claim.name
     if not isinstance(module, ParallelModule):
-        found.append(_Contents(turn, parts, 0, states))
+        found.append(_Contents(claim, parts, 0, states))
         speaks = ranks.rank == 0
     else:
-        found.append(_Contents(turn, parts, 0 if module.pipeline is None else module.pipeline.rank, states))
+        found.append(_Contents(claim, parts, 0 if module.pipeline is None else module.pipeline.rank, states))
         speaks = module.rank == 0
     return _Offer(str(path), name, found[0].stage, tuple(parts), index) if speaks else _Offer(str(path), name)
 

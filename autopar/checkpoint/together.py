@@ -51,43 +51,45 @@ class Ranks:
         """How many there are."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    def each(self, make: Callable[[], T]) -> list[T]:
+    def each(self, task: str, make: Callable[[], T]) -> list[T]:
         """What ``make`` returns on every rank.
+
+        Args:
+            task: what it is part of, for the error of a rank on which it fails unforeseen.
 
         Raises:
             AutoparError: what it raised on this rank, or the first that it raised on another.
         """
-        mine = _tried(make)
+        mine = self._tried(task, make)
         found: list[Any] = [mine]
         if self.group is not None:
             found = [None] * self.size
             dist.all_gather_object(found, mine, group=self.group)
         return _good(mine, found)
 
-    def first(self, make: Callable[[], T], then: Callable[[list[T]], None]) -> None:
+    def first(self, task: str, make: Callable[[], T], then: Callable[[list[T]], None]) -> None:
         """``make`` on every rank, then ``then`` on rank 0 with what all made; errors as in :meth:`each`."""
-        mine = _tried(make)
+        mine = self._tried(task, make)
         found: list[Any] = [mine]
         if self.group is not None:
             found = [None] * self.size
             dist.gather_object(mine, found if self.rank == 0 else None, 0, self.group)
         outcome: list[Any] = [None]
         if self.rank == 0:
-            outcome = [_tried(lambda: then(_good(mine, found)))]
+            outcome = [self._tried(task, lambda: then(_good(mine, found)))]
         if self.group is not None:
             dist.broadcast_object_list(outcome, 0, self.group)
         _good(mine, outcome)
 
-
-def _tried(make: Callable[[], T]) -> T | AutoparError:
-    try:
-        return make()
-    except AutoparError as error:
-        return error
-    except Exception as error:
-        other = CheckpointError(f"{type(error).__name__}: {error}")
-        other.__cause__ = error
-        return other
+    def _tried(self, task: str, make: Callable[[], T]) -> T | AutoparError:
+        try:
+            return make()
+        except AutoparError as error:
+            return error
+        except Exception as error:
+            other = CheckpointError(f"rank {self.rank} failed while {task}: {type(error).__name__}: {error}")
+            other.__cause__ = error
+            return other
 
 
 def _good(mine: Any, found: list[Any]) -> list[Any]:

@@ -131,7 +131,9 @@ def fails_together(name: str, document: Mapping[str, Any], path: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank:
             patch.setattr(save, "_on_host", lambda todo: raises(MemoryError("of rank 1")))
-        with pytest.raises(CheckpointError, match="MemoryError: of rank 1"):
+        with pytest.raises(
+            CheckpointError, match=r"rank 1 failed while saving the checkpoint .*/one': MemoryError: of rank 1"
+        ):
             run.save(f"{path}/one", wait=False)
     dist.barrier()
     assert not list(Path(path).glob("*/save-*"))
@@ -153,7 +155,9 @@ def fails_together(name: str, document: Mapping[str, Any], path: str) -> None:
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert any(not torch.equal(before[key], full[key]) for key in before)
     run.save(path)
-    with pytest.raises(CheckpointError, match="RuntimeError: not on rank 1"):
+    with pytest.raises(
+        CheckpointError, match=r"rank 1 failed while loading the checkpoint .*RuntimeError: not on rank 1"
+    ):
         autopar.load_checkpoint(path, run.model, run.optimizer, extra={"scheduler": Fussy() if rank else run.scheduler})
 
 

@@ -140,9 +140,9 @@ def test_a_save_under_way_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monk
         go.set()
     saving.wait()
     assert value_at(str(tmp_path)) == 1.0
-    turn = files.Turn(tmp_path)
-    forked = os.dup(turn._file.fileno())
-    turn.end()
+    claim = files.Claim(tmp_path)
+    forked = os.dup(claim._file.fileno())
+    claim.end()
     save_small(str(tmp_path), 2.0)
     os.close(forked)
     assert value_at(str(tmp_path)) == 2.0
