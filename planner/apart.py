@@ -6,7 +6,6 @@ say. So the search also decides for every instance of a small model; instances t
 
 from __future__ import annotations
 
-from planner.division import Division
 from planner.fold import Block, Folded, relabel
 from planner.formulate import Assignment, Role, Space
 from planner.graph import Ref
@@ -49,7 +48,7 @@ def together_again(setting: Setting, folded: Folded, best: Best) -> Best:
         for instance in space.folded.instances
     ]
     skeleton = Skeleton(relabel(folded, labels), setting.rules, like=space.skeleton)
-    merged = setting.pose(skeleton, Division(1, space.mesh))
+    merged = setting.pose(skeleton, best.division)
     picks = []
     for role in merged.roles:
         decision = chosen.chosen.get(role) if role[0] == "output" else _decision(merged, role, chosen)

@@ -110,7 +110,8 @@ class Best:
 class Setting:
     """What all candidates of a search share.
 
-    ``seconds`` adds up where time goes; ``posed`` holds the last space of each division.
+    ``spare_bytes`` are left of every device's memory; ``seconds`` adds up where time goes; ``known`` holds the labels
+    that were found, ``posed`` the last space of each division.
     """
 
     cost: CostModel

@@ -26,10 +26,9 @@ def check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:
         return
     if any(look.posed is None or look.space.stages > 1 for look in looks):  # stages divide the blocks among them
         return
-    for look in looks:
-        for options in look.posed.options.values() if look.posed is not None else ():
-            if any(isinstance(option, Choice) and any(s.factor for s in option.axes) for option in options):
-                return
+    choices = (option for look in looks for options in look.space.options.values() for option in options)
+    if any(isinstance(choice, Choice) and any(s.factor for s in choice.axes) for choice in choices):
+        return
     sizes = sorted({size for node in graph.nodes for t in node.results for size in t.shape if size > 1})
     raise ClusterError(
         f"{cluster.world_size} devices of {cluster.name!r} cannot share this model: no axis of them divides any size "

@@ -19,7 +19,7 @@ from planner.graph import Node, Ref
 from planner.recompute import NOTHING, Again, Level, Recompute, again
 from planner.rules import Rule
 from planner.strategy import Cuts, Ways, Wires
-from planner.traffic import Traffic, added, traffic
+from planner.traffic import Traffic, added_places, traffic
 from planner.working import Working, working
 
 Role = tuple[object, ...]
@@ -260,7 +260,7 @@ class Skeleton:
             nodes = self.folded.kinds[kind][0].block.nodes
             following = (each for each in nodes[at + 1 :] if any(tensor.grad for tensor in each.results))
             later = frozenset(ref for each in following for ref in each.inputs)
-            where = added(self.graph, nodes[at], later)
+            where = added_places(self.graph, nodes[at], later)
             self._traffic[kind, at, on_host] = traffic(self.graph, nodes[at], where, on_host=on_host)
         return self._traffic[kind, at, on_host]
 

@@ -58,7 +58,8 @@ def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_host: b
         backward = [2.0] * len(tensors)
     elif _is_view(node, row):
         forward = nothing
-        starts = _undo_view(types, node.results, besides) if flows else 0
+        if flows:
+            besides, starts = _undone(types, node.results)
     elif row.view:
         backward = nothing  # the gradient of a copy is that of the view
     else:
@@ -81,7 +82,7 @@ def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_host: b
     return Traffic(tuple(forward), tuple(backward), tuple(besides), starts, any(forward))
 
 
-def added(graph: Graph, node: Node, later: frozenset[Ref]) -> tuple[int, ...]:
+def added_places(graph: Graph, node: Node, later: frozenset[Ref]) -> tuple[int, ...]:
     """Operands of which other readers find a gradient, too, before this one does.
 
     Args:
@@ -101,18 +102,15 @@ def _is_view(node: Node, row: Row) -> bool:
     return all(place >= 0 for place in found) if found else row.view and not node.shares
 
 
-def _undo_view(types: tuple[TensorType, ...], results: tuple[TensorType, ...], besides: list[float]) -> int:
-    """Note what the gradient of a view takes: a part's is put into zeros, those of all parts together are joined, an
-    expanded one's is summed; returns how many kernels that are.
+def _undone(types: tuple[TensorType, ...], results: tuple[TensorType, ...]) -> tuple[list[float], int]:
+    """Passes and kernels that the gradient of a view takes: a part's is put into zeros, those of all parts together are
+    joined, an expanded one's is summed.
     """
     whole, parts = types[0].numel, [result.numel for result in results]
-    if max(parts) == whole and len(parts) == 1:
-        return 0
-    of_part = 2.0 if parts[0] < whole and len(parts) == 1 else 1.0
-    besides[0] += 1
-    for number in range(len(results)):
-        besides[len(types) + number] += of_part
-    return int(of_part)
+    if parts == [whole]:
+        return [0.0] * (len(types) + len(results)), 0
+    kernels = 2 if len(parts) == 1 and parts[0] < whole else 1
+    return [1.0, *[0.0] * (len(types) - 1), *[float(kernels)] * len(results)], kernels
 
 
 def _own(row: Row, node: Node, types: tuple[TensorType, ...], on_host: bool) -> float:

@@ -97,8 +97,7 @@ class Staged:
     def recompute(self, folded: Folded) -> Recompute:
         """How many instances of each kind recompute; which of them is the cut's to say."""
         kinds = [instance.kind for instance in folded.instances]
-        counts = [Counter(kinds[number] for number in self.at(level)) for level in ("full", "selective")]
-        full, selective = counts
+        full, selective = (Counter(kinds[number] for number in self.at(level)) for level in ("full", "selective"))
         return Recompute(tuple(Amount(full[kind], selective[kind]) for kind in range(len(folded.kinds))))
 
     @cached_property

@@ -549,9 +549,13 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
+    """What a manifest says, if it is there and whole."""
     try:
-        return dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError):
+        found = dict(json.loads(path.read_bytes()))
+        sums = [found[_METADATA], found["files"][_INDEX], *found["files"].values()]
+        whole = isinstance(found["format"], int) and all(each.keys() == {"bytes", "crc32"} for each in sums)
+        return found if whole and {"autopar", "torch"} <= found.keys() else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

@@ -32,12 +32,14 @@ ACTIONS: dict[str, tuple[str, str]] = {
     "fetched": ("coming", "resident"),
 }
 """What each action makes of an item, in the order in which they are done on entering a moment."""
+TAKES = {action: (after != "home") - (before != "home") for action, (before, after) in ACTIONS.items()}
+"""Whether its bytes are taken by an action (1), given back (-1), or neither (0)."""
 ON_HOST = ("drop", "evict")
 """Those that entering a moment on the host may do."""
 Stopped = Literal["proved", "nodes", "choices", "solver", ""]
 """Why the search for the least seconds on the links ended: nothing less is possible, to a solver's tolerances; it took
-as many nodes as it may;
-there are too many choices to search them whole; the solver gave no answer. Nothing where there was none.
+as many nodes as it may; there are too many choices to search them whole; the solver gave no answer. Nothing where there
+was none.
 """
 WORDS = {"evicted": "wait for the eviction of", "fetched": "wait for"}
 
@@ -92,15 +94,17 @@ class Timetable:
                 states[name] = ACTIONS[action][0]
         return states
 
+    @property
+    def begun_bytes(self) -> int:
+        """What items take as a step begins, in the middle of a run."""
+        return sum(self.trace.item[name].bytes for name, state in self.beginning.items() if state != "home")
+
     @cached_property
     def occupied_bytes(self) -> tuple[int, ...]:
         """Of each moment: what items on the device, coming or leaving take, and others beside them."""
-        states, found = dict(self.beginning), []
-        held = sum(self.trace.item[name].bytes for name, state in states.items() if state != "home")
+        held, found = self.begun_bytes, []
         for moment, entry in zip(self.trace.moments, self.entries, strict=True):
-            for action, name in entry.actions():
-                before, after = ACTIONS[action]
-                held += self.trace.item[name].bytes * ((after != "home") - (before != "home"))
+            held += sum(self.trace.item[name].bytes * TAKES[action] for action, name in entry.actions())
             found.append(held + moment.other_bytes)
         return tuple(found)
 
@@ -244,7 +248,7 @@ class _State:
         self.here = {name: state in ("resident", "coming") for name, state in self.where.items()}
         self.at_home = dict.fromkeys(self.where, True)
         self.history = dict.fromkeys(self.where, "nothing")
-        self.held = sum(self.trace.item[name].bytes for name, state in self.where.items() if state != "home")
+        self.held = table.begun_bytes
 
     def step(self, settled: bool) -> None:
         """Follow the timetable once around."""
@@ -281,7 +285,7 @@ class _State:
             self.at_home[name] = True
         if action in ("drop", "evict", "make", "fetch"):
             self.here[name] = action == "fetch"
-        self.held += self.trace.item[name].bytes * ((after != "home") - (before != "home"))
+        self.held += self.trace.item[name].bytes * TAKES[action]
         self.where[name] = after
         self.history[name] = f"{action} on entering {moment.name}"
 

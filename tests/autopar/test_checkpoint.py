@@ -313,7 +313,7 @@ def test_files_that_changed_are_refused(saved: Path) -> None:
             whole[path][: size // 2],
             b"",
             whole[path] + b"x",
-            *(whole[path][:at] + bytes([whole[path][at] ^ 4]) + whole[path][at + 1 :] for at in range(9, size, 997)),
+            *(flipped(whole[path], at) for at in range(9, size, 997)),
         ):
             path.write_bytes(changed)
             refused(saved, text)
@@ -322,6 +322,26 @@ def test_files_that_changed_are_refused(saved: Path) -> None:
     refused(saved, "No such file")
     data.write_bytes(whole[data])
     assert value_at(str(saved)) == 1.0
+
+
+def test_a_manifest_that_changed_is_refused_unless_all_that_matters_is_as_it_was(saved: Path) -> None:
+    manifest = the(saved, "manifest.json")
+    whole, errors, loads = manifest.read_bytes(), [], 0
+    changes = [b"", b"5", b"[1]", b"{}", *(flipped(whole, at) for at in range(len(whole)))]
+    for changed in changes:
+        manifest.write_bytes(changed)
+        try:
+            stored = files.Stored.open(saved)
+            stored.verify()
+            loads += stored.contents["extra"] == {"value": 1.0}
+        except CheckpointError as error:
+            errors.append(str(error))
+    assert all(re.search(r"is damaged|instead of|No such file|has format 5", error) for error in errors)
+    assert loads == len(changes) - len(errors) < 30  # all that does not matter is who wrote it
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
 
 
 def test_what_is_no_checkpoint_says_so(saved: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.graph import Graph, Node, Ref, TensorType
-from planner.traffic import Traffic, added, traffic
+from planner.traffic import Traffic, added_places, traffic
 
 X = TensorType((8, 64), "bfloat16", True)
 
@@ -74,8 +74,8 @@ def test_a_gradient_is_added_where_others_read_on() -> None:
     square = Node("square", "aten.mul.Tensor", (("a", Ref("x")), ("b", Ref("x"))), (X,))
     scaled = Node("scaled", "aten.mul.Tensor", (("a", Ref("x")), ("b", Ref("w"))), (X,))
     graph = Graph((x, w, square, scaled), (Ref("square"), Ref("scaled")))
-    assert added(graph, square, frozenset({Ref("x"), Ref("w")})) == (0, 1)
-    assert added(graph, square, frozenset()) == (0,)
-    assert added(graph, scaled, frozenset({Ref("w")})) == ()
+    assert added_places(graph, square, frozenset({Ref("x"), Ref("w")})) == (0, 1)
+    assert added_places(graph, square, frozenset()) == (0,)
+    assert added_places(graph, scaled, frozenset({Ref("w")})) == ()
     found = traffic(graph, square, (0, 1))
     assert found.besides == (3, 3, 0) and found.starts == 2
