@@ -162,8 +162,8 @@ class _Frame:
             if _geometry(made[place]) != geometry:
                 raise RuntimeError(
                     f"value {place} of a block that recomputes was made again with size, strides and offset "
-                    f"{_geometry(made[place])}, in forward with {geometry}: what autograd saved of it would be read wrongly. "
-                    "Plan with pin={'recompute': 'none'}, and report this"
+                    f"{_geometry(made[place])}, in forward with {geometry}: what autograd saved of it would be read "
+                    "wrongly. Plan with pin={'recompute': 'none'}, and report this"
                 )
         self._left = self.uses.copy()
         self._made = {place: made[place] for place in self.uses}
