@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -102,6 +102,29 @@ def chain_of(links: Sequence[Link]) -> Chain:
     return [(block, len(list(same))) for block, same in groupby(link.block for link in links)]
 
 
+@dataclass
+class _Sums:
+    """What a block comes to while its leaves and operators are gone through, as in :class:`Link`.
+
+    Attributes:
+        reduce_s, hidden_s: reducing gradients, and how much of it backward could hide.
+        grown: bytes of what each leaf is gathered into.
+        working_bytes: of the operator that needs most while it runs.
+    """
+
+    forward_s: float = 0.0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+    communication_s: float = 0.0
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    hidden_s: float = 0.0
+    update_s: float = 0.0
+    held: Counter[str] = field(default_factory=Counter)
+    grown: Counter[str] = field(default_factory=Counter)
+    working_bytes: int = 0
+
+
 class _Chain:
     """The links of one assignment; blocks that are entered and left alike are worked out once."""
 
@@ -185,51 +208,59 @@ class _Chain:
         return found
 
     def _work_out(self, number: int, leaves: list[str], send_s: float) -> Link:
-        instance, space = self.folded.instances[number], self.space
-        turns = space.mesh.micro_batches
-        forward = input_ = weight = communication = gather = reduce = hidden = update = 0.0
-        held, grown, working = Counter[str](), Counter[str](), 0
+        instance, sums = self.folded.instances[number], _Sums()
         for name in leaves:
-            layout = self.assignment.produced(Ref(name))
             update_s, stored = self._stored(name)
-            update += update_s
-            held.update(stored)
-            delivered = self.assignment.delivered(Ref(name))
-            there, back, gathered = self._conversion(Ref(name), layout, delivered)
-            summed = self._summed_s(Ref(name), layout, delivered)
-            weight, gather, reduce = weight + summed, gather + there, reduce + back - turns * summed
-            grown[name] += gathered
+            sums.update_s += update_s
+            sums.held.update(stored)
+            self._convert_once(
+                sums, Ref(name), self.assignment.produced(Ref(name)), self.assignment.delivered(Ref(name))
+            )
         for node in instance.block.nodes:
-            work = space.work(node, self.assignment.choice(node))
-            forward += work.forward_s + work.inner_forward_s
-            weighted = work.backward_s / 2 if self._has_weights(node) else 0.0
-            input_ += work.backward_s - weighted + work.inner_backward_s
-            weight, communication = weight + weighted, communication + work.inner_s
-            hidden += work.backward_s * space.overlap
-            working = max(working, work.transient_bytes)
-            for ref, source, target in self._moves(node):
-                there, back, gathered = self._conversion(ref, source, target)
-                if self.graph.by_name[ref.node].op == "param":
-                    summed = self._summed_s(ref, source, target)
-                    weight, gather, reduce = weight + summed, gather + there, reduce + back - turns * summed
-                    grown[ref.node] += gathered
-                else:
-                    forward, input_, communication = forward + there, input_ + back, communication + there + back
-        for name in {**dict.fromkeys(leaves), **+grown}:
-            held.update(self._versions_of(name, grown[name]))
+            self._run(sums, node)
+        for name in {**dict.fromkeys(leaves), **+sums.grown}:
+            sums.held.update(self._versions_of(name, sums.grown[name]))
         levels = COMPUTED if len(self.folded.kinds[instance.kind]) > 1 else COMPUTED[:1]
         savings = tuple(Saving(self._again_s(number, level), self._saved(number, level)) for level in levels)
-        name = self.folded.names[instance.kind]
+        name, held_bytes = self.folded.names[instance.kind], sum(sums.held.values())
         return Link(
-            Block(name, forward, input_, weight, sum(held.values()), savings, send_s),
-            communication,
-            gather,
-            max(0.0, reduce - hidden),
-            update,
-            held,
+            Block(name, sums.forward_s, sums.input_s, sums.weight_s, held_bytes, savings, send_s),
+            sums.communication_s,
+            sums.gather_s,
+            max(0.0, sums.reduce_s - sums.hidden_s),
+            sums.update_s,
+            sums.held,
             levels,
-            tuple(working + self._dropped(number, level) for level in levels),
+            tuple(sums.working_bytes + self._dropped(number, level) for level in levels),
         )
+
+    def _run(self, sums: _Sums, node: Node) -> None:
+        """Add an operator, with the conversions of its operands and of what it delivers."""
+        work = self.space.work(node, self.assignment.choice(node))
+        weighted_s = work.backward_s / 2 if self._has_weights(node) else 0.0
+        sums.forward_s += work.forward_s + work.inner_forward_s
+        sums.input_s += work.backward_s - weighted_s + work.inner_backward_s
+        sums.weight_s += weighted_s
+        sums.communication_s += work.inner_s
+        sums.hidden_s += work.backward_s * self.space.overlap
+        sums.working_bytes = max(sums.working_bytes, work.transient_bytes)
+        for ref, source, target in self._moves(node):
+            if self.graph.by_name[ref.node].op == "param":
+                self._convert_once(sums, ref, source, target)
+            else:
+                there_s, back_s, _ = self._conversion(ref, source, target)
+                sums.forward_s += there_s
+                sums.input_s += back_s
+                sums.communication_s = sums.communication_s + there_s + back_s
+
+    def _convert_once(self, sums: _Sums, ref: Ref, source: Layout, target: Layout) -> None:
+        """Add what is gathered before all micro-batches and reduced after them, and adding up the gradients of each."""
+        there_s, back_s, gathered = self._conversion(ref, source, target)
+        summed_s = self._summed_s(ref, source, target)
+        sums.weight_s += summed_s
+        sums.gather_s += there_s
+        sums.reduce_s = sums.reduce_s + back_s - self.space.mesh.micro_batches * summed_s
+        sums.grown[ref.node] += gathered
 
     def _moves(self, node: Node) -> list[tuple[Ref, Layout, Layout]]:
         """Conversions of a node's operands, each value to each layout once, then of what it delivers."""
