@@ -61,15 +61,19 @@ def test_the_graph_is_the_same_on_every_model_of_the_zoo(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plan_costs_the_same_on_every_model_of_the_zoo(name: str) -> None:
     model, batch = MODELS[name].build()
-    plans = [
-        autopar.plan(model, CLUSTER, example_kwargs=batch, pin={"data": 2}, fold=fold)  # type: ignore[arg-type]
-        for fold in ("capture", "graph", "off")
-    ]
-    assert {plan.model["fingerprint"] for plan in plans} == {plans[0].model["fingerprint"]}
-    assert plans[0].digest() == plans[1].digest()
-    assert plans[0].predicted == plans[1].predicted
+
+    def planned(fold: str) -> autopar.Plan:
+        return autopar.plan(model, CLUSTER, example_kwargs=batch, pin={"data": 2}, fold=fold)  # type: ignore[arg-type]
+
+    plan, unfolded = planned("capture"), planned("off")
+    assert unfolded.model["fingerprint"] == plan.model["fingerprint"]
     # Decided node by node, equally fast plans may differ in what they hold.
-    assert plans[2].predicted.step_time_s == pytest.approx(plans[0].predicted.step_time_s, rel=1e-9)
+    assert unfolded.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+    if name in ("gpt2", "t5", "resnet"):  # of the others the graphs are equal, as the test above says
+        again = planned("graph")
+        assert again.model["fingerprint"] == plan.model["fingerprint"]
+        assert again.digest() == plan.digest()
+        assert again.predicted == plan.predicted
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
