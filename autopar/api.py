@@ -25,6 +25,8 @@ from planner.cost import CostModel
 from planner.errors import ClusterError, InputError, PinError, PlanError
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
+from planner.memory import usage
+from planner.offload import offloaded
 from planner.pins import Pins, filters
 from planner.pipeline.schedule import schedule
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restage, restore
@@ -150,8 +152,12 @@ def plan_traced(
         progress=progress,
     )
     assignment, staged = found.assignment, found.staged
+    timetable = None
     if staged is None:
-        predicted = predict(assignment, found.evaluation.time_s, found.memory)
+        memory = found.memory or usage(assignment)
+        predicted = predict(assignment, found.evaluation.time_s, memory)
+        if pins.tier != "device":
+            timetable, predicted = offloaded(assignment, memory, predicted)
     else:
         predicted = predict_in_turns(assignment, staged)
     looked = [c for c in found.candidates if c.proof != "arithmetic" or c.status != "not tried"]
@@ -164,6 +170,7 @@ def plan_traced(
         predicted,
         Search(found.status, found.gap, seconds, seen, unseen),
         staged,
+        timetable,
     )
 
 
@@ -201,7 +208,8 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     rules = rules_of(traced.graph)
     pins = Pins.parse(plan.pin)
     kept, stages = filters(pins, traced.graph, rules, plan.mesh), 1 if plan.pipeline is None else plan.pipeline.ranks
-    space = Space(folded, plan.mesh, CostModel(plan.cluster), Training(), rules, *kept, stages=stages)
+    training = Training(tier=pins.tier)
+    space = Space(folded, plan.mesh, CostModel(plan.cluster), training, rules, *kept, stages=stages)
     return restore(plan, space, facts)
 
 
@@ -266,7 +274,7 @@ def parallelize(
     make_part = part_maker(model, traced.captured, stage_mesh, rank, device, state_dict, seed)
     if in_turns is not None:
         in_turns = replace(in_turns, pipeline=pipeline)
-    return build(model, traced.captured, assignment, mesh, rank, make_part, seed, in_turns)
+    return build(model, traced.captured, assignment, mesh, rank, make_part, seed, in_turns, plan.timetable)
 
 
 def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, InTurns | None]:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from autopar.localize import Call, local_form
+from autopar.runtime.carrier import enter_block
 from autopar.runtime.conversions import convert
 from autopar.runtime.layers import LOCAL_FORMS
 from autopar.runtime.layers.loss import MEAN
@@ -26,7 +27,7 @@ from planner.layout import MICRO, I, Layout, Mark, Mesh, P, R, Shard, local_oute
 from planner.ops import saved_places
 from planner.recompute import Again
 
-STATE = "state"
+STATE, CARRIER = "state", "carrier"
 
 
 class Body:
@@ -367,7 +368,7 @@ def bind_results(graph: fx.Graph, call: fx.Node, refs: tuple[Ref, ...], values: 
 def module_of(holder: dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphModule:
     """A finished program, with what it names of ``holder``."""
     used = {str(node.target).split(".")[0] for node in graph.nodes if node.op in ("get_attr", "call_module")}
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node.target is enter_block)
     graph.lint()
     return fx.GraphModule({key: value for key, value in holder.items() if key in used}, graph, name)
 

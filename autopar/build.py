@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.body import STATE
+from autopar.body import CARRIER, STATE
 from autopar.capture import Captured
 from autopar.flatten import canonical_names
 from autopar.rewrite import rewrite
+from autopar.runtime.carrier import Carried, Carrier
 from autopar.runtime.mail import Between, Pipeline, Within
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModule, Program
@@ -25,11 +26,14 @@ from autopar.runtime.step import Leaving, Step, Tie, Trainers
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from autopar.stages import Outline, stages_of
+from planner.errors import PlanError
 from planner.exchange import ties
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
+from planner.offload import chunks_of, gradients, moments_of, parameters
 from planner.pipeline.schedule import Schedule
+from planner.timetable import Timetable
 
 MakePart = Callable[[LeafSpec], Tensor]
 """Makes this rank's part of a parameter, buffer or constant."""
@@ -66,6 +70,7 @@ def build(
     make_part: MakePart,
     seed: int = 0,
     in_turns: InTurns | None = None,
+    timetable: Timetable | None = None,
 ) -> ParallelModule:
     """Emit the program and hold its parameters.
 
@@ -74,10 +79,12 @@ def build(
         make_part: this rank's part of a parameter, buffer or constant.
         seed: of dropout and other random operators, the same on all ranks.
         in_turns: for a plan in turns.
+        timetable: for a plan with model data on the host.
     """
     state = RunState(RandomState(seed))
-    holder = {**groups_of(device_mesh), STATE: state}
     device = torch.device(device_mesh.device_type)
+    carrier = None if timetable is None else _carrier(assignment, timetable, device)
+    holder = {**groups_of(device_mesh), STATE: state, **({} if carrier is None else {CARRIER: carrier})}
     leaves = [leaf.name for leaf in assignment.space.graph.leaves]
     program: Program
     if in_turns is None:
@@ -104,7 +111,33 @@ def build(
         make_part=make_part,
         state=state,
         pipeline=None if in_turns is None else in_turns.pipeline,
+        carrier=carrier,
     )
+
+
+def _carrier(assignment: Assignment, table: Timetable, device: torch.device) -> Carrier:
+    """What moves chunks of parameters and gradients as a timetable says.
+
+    Raises:
+        PlanError: the timetable is of other chunks or blocks than the plan's.
+    """
+    graph, moments = assignment.space.graph, moments_of(assignment)
+    items = {item.name: item.bytes for item in table.trace.items}
+    carried = []
+    sizes: dict[str, int] = {}
+    for chunk in chunks_of(assignment):
+        leaves = [graph.by_name[name] for name in chunk.leaves]
+        starts = {leaf.target: start for leaf, start in zip(leaves, chunk.starts, strict=False)}
+        trained = tuple(leaf.target for leaf in leaves if leaf.results[0].grad)
+        item = gradients(chunk) if gradients(chunk) in items else None
+        carried.append(Carried(parameters(chunk), chunk.bytes, starts, chunk.entered, item, trained))
+        sizes |= {parameters(chunk): chunk.bytes} | ({item: chunk.gradient_bytes} if item else {})
+    if items != sizes or any(name not in table.trace.place for name, _ in moments.values()):
+        raise PlanError(
+            "the plan's timetable is of other chunks or blocks than its layouts make: one of them was edited; make "
+            "another with autopar.evaluate(model, plan)"
+        )
+    return Carrier(table, carried, moments, device)
 
 
 def _made_together(whole: Interface, own: Interface, make_part: MakePart) -> MakePart:

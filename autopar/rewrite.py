@@ -15,12 +15,26 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.body import STATE, Body, bind_results, block_body, entries_of, identifier, module_of, one_or_all
+from autopar.body import (
+    CARRIER,
+    STATE,
+    Body,
+    bind_results,
+    block_body,
+    entries_of,
+    getitem,
+    identifier,
+    module_of,
+    one_or_all,
+)
 from autopar.capture import Captured
+from autopar.runtime.carrier import enter_block, leave_block
 from autopar.runtime.recompute import recompute
 from planner.fold import Block
 from planner.formulate import Assignment
 from planner.graph import Ref
+from planner.memory import BEFORE
+from planner.offload import chunks_of
 from planner.recompute import Level
 
 
@@ -45,7 +59,8 @@ def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any
     Args:
         captured: the model's graph, for the operators' targets.
         assignment: what to do, from the planner.
-        groups: process group of every mesh axis, by name; ``"state"`` holds the run state.
+        groups: process group of every mesh axis, by name; ``"state"`` holds the run state, ``"carrier"`` what moves
+            parameters between tiers, if they move.
         device: where factory operators create tensors.
     """
     assert not assignment.space.in_turns
@@ -53,6 +68,7 @@ def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any
     graph = assignment.space.graph
     for leaf in graph.leaves:
         root.body.enter(Ref(leaf.name))
+    root.enter(BEFORE)
     for leaf in graph.leaves:
         root.body.relay(Ref(leaf.name))
     for number in range(len(assignment.space.folded.instances)):
@@ -80,6 +96,7 @@ class Root:
         self.body = Body(assignment, targets, device)
         self.calls: dict[str, int] = {}
         self._names = program_names(assignment)
+        self._chunks = chunks_of(assignment) if CARRIER in groups else ()
         self._made: dict[tuple[object, ...], str] = {}
         self._holder: dict[str, Any] = {}
 
@@ -94,6 +111,7 @@ class Root:
             self._made[key] = self._program(instance.block, kind, level)
         name = self._made[key]
         self.calls[name] += 1
+        self.enter(number)
         inputs = tuple(self.body.found(entry) for entry in entries_of(instance.block, assignment))
         if level == "none":
             call = graph.call_module(name, inputs)
@@ -101,6 +119,28 @@ class Root:
             programs = (self.body.attribute(name), self.body.attribute(_again(name)))
             call = graph.call_function(recompute, (*programs, *inputs))
         bind_results(graph, call, instance.block.outputs, self.body.values)
+        self.leave(number, instance.block)
+
+    def enter(self, number: int) -> None:
+        """Have the parameters of a block on the device, or those that enter before all blocks, if parameters move."""
+        body = self.body
+        chunks = [chunk for chunk in self._chunks if chunk.entered == number]
+        if CARRIER in self.groups and (chunks or number != BEFORE):
+            refs = [Ref(name) for chunk in chunks for name in chunk.leaves]
+            parts = tuple(body.values[ref] for ref in refs)
+            call = body.graph.call_function(enter_block, (body.attribute(CARRIER), number, parts))
+            for place, ref in enumerate(refs):
+                body.values[ref] = body.graph.call_function(getitem, (call, place))
+
+    def leave(self, number: int, block: Block) -> None:
+        """Note where backward enters a block, if parameters move."""
+        body, differentiated = self.body, self.assignment.space.graph.differentiated
+        refs = [ref for ref in block.outputs if ref in differentiated]
+        if CARRIER in self.groups and refs:
+            values = tuple(body.values[ref] for ref in refs)
+            call = body.graph.call_function(leave_block, (body.attribute(CARRIER), number, values))
+            for place, ref in enumerate(refs):
+                body.values[ref] = body.graph.call_function(getitem, (call, place))
 
     def _program(self, block: Block, kind: int, level: Level) -> str:
         """Emit a distinct block; returns its name."""
@@ -134,7 +174,7 @@ def targets_of(captured: Captured) -> dict[str, Any]:
 def program_names(assignment: Assignment) -> list[str]:
     """A Python identifier for each kind of block."""
     found: list[str] = []
-    taken = (*assignment.space.mesh.names, STATE)
+    taken = (*assignment.space.mesh.names, STATE, CARRIER)
     for path in assignment.space.folded.names:
         name = identifier(path.replace(".*", ""))
         while name in found or name in taken or iskeyword(name) or hasattr(fx.GraphModule, name):

@@ -56,7 +56,7 @@ def _leaf_detail(assignment: Assignment, members: Sequence[str], after: Iterable
     tensor = node.results[0]
     layout = assignment.produced(Ref(node.name))
     size = local_bytes(tensor, layout, space.mesh)
-    held = space.storage(node, layout)[1]
+    held = max(size, space.storage(node, layout)[1])
     return LeafDetail(tensor.shape, tensor.dtype, len(nodes), size, held - size, tuple(after), fillings(names))
 
 

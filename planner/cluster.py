@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
-from planner import host
+from planner import host as machine
 from planner.calibration import Calibration
 from planner.errors import ClusterError
 from planner.files import read_yaml, write_text
@@ -112,9 +112,23 @@ class Level(Described):
 Levels = Annotated[tuple[Level, ...], FROZEN]
 
 
+class Host(Described):
+    """The memory of the machine that a device is in: its share of it, and the way there.
+
+    Attributes:
+        link_bytes_per_s: between a device and this memory, in each direction.
+        memory_bandwidth_bytes_per_s: a device's share of what the host's cores pass over.
+    """
+
+    memory_bytes: Bytes = Field(gt=0, examples=["256 GB"])
+    link_bytes_per_s: BytesPerS = Field(gt=0, examples=["25 GB/s"])
+    memory_bandwidth_bytes_per_s: BytesPerS = Field(gt=0, examples=["50 GB/s"])
+
+
 class ClusterSpec(Described):
     """A homogeneous cluster: equal devices under nested network levels, innermost first.
 
+    ``host`` is what plans that keep model data beside the device need to know (``pin={"offload": "host"}``).
     ``overlap`` is the share of backward's computing beside which gradients can be reduced: 0 where reducing starts when
     backward is over. Left out, it is what the backend allows.
     """
@@ -122,6 +136,7 @@ class ClusterSpec(Described):
     name: str = Field(min_length=1, examples=["my-cluster"])
     device: Device = Field(examples=["{kind: ..., memory_bytes: 80 GiB, ...}"])
     levels: Levels = Field(min_length=1, examples=["[{name: node, size: 8, ...}, {name: cluster, size: 4, ...}]"])
+    host: Host | None = Field(default=None, examples=["{memory_bytes: 256 GB, link_bytes_per_s: 25 GB/s, ...}"])
     backend: Literal["nccl", "gloo"] = Field(default="nccl", examples=["nccl"])
     overlap: float | None = Field(default=None, ge=0, le=1, examples=["0.9"])
     calibration: Calibration | None = Field(default=None, examples=["calibration.yaml, in a cluster file"])
@@ -150,6 +165,24 @@ class ClusterSpec(Described):
         sizes = [level.size for level in self.levels]
         return tuple(math.prod(sizes[: i + 1]) for i in range(len(sizes)))
 
+    @property
+    def host_memory(self) -> Host:
+        """The host's memory as plans that offload to it see it, with the link as measured where it was.
+
+        Raises :class:`ClusterError` if this cluster does not say what its host has.
+        """
+        if self.host is None:
+            fields = "memory_bytes, link_bytes_per_s and memory_bandwidth_bytes_per_s"
+            way_out = (
+                "ClusterSpec.local takes host_memory_bytes" if self.backend == "gloo" else "all of one device's share"
+            )
+            raise ClusterError(
+                f"cluster {self.name!r} does not say what memory its devices have beside them, which a plan that "
+                f"offloads must know: add 'host' with {fields} ({way_out})"
+            )
+        measured = None if self.calibration is None else self.calibration.host_link_bytes_per_s
+        return self.host if measured is None else self.host.model_copy(update={"link_bytes_per_s": measured})
+
     @classmethod
     def preset(cls, name: str, nodes: int | None = None, devices: int | None = None) -> ClusterSpec:
         """A well-known machine; ``nodes`` of them, or as many as hold ``devices``.
@@ -177,19 +210,28 @@ class ClusterSpec(Described):
         return spec.model_copy(update={"levels": levels})
 
     @classmethod
-    def local(cls, devices: int, memory_bytes: int | str | None = None, cores: int | None = None) -> ClusterSpec:
+    def local(
+        cls,
+        devices: int,
+        memory_bytes: int | str | None = None,
+        cores: int | None = None,
+        host_memory_bytes: int | str | None = None,
+    ) -> ClusterSpec:
         """``devices`` CPU processes on this machine, talking over gloo on the loopback interface.
 
         Each process gets its share of the cores and, unless ``memory_bytes`` is given, of the memory.
         Give ``memory_bytes`` and ``cores`` for a description that does not depend on the machine.
+
+        For plans that offload, ``memory_bytes`` is the device's budget and ``host_memory_bytes`` is beside it: left
+        out, a share of the machine's memory, or none if ``cores`` are given.
         """
         _check_count("local cluster", "devices", devices)
         if cores is not None:
             _check_count("local cluster", "cores", cores)
-        share = (cores or host.cores()) / devices
+        share = (cores or machine.cores()) / devices
         device = {
             "kind": "cpu",
-            "memory_bytes": host.memory_bytes() // devices if memory_bytes is None else memory_bytes,
+            "memory_bytes": machine.memory_bytes() // devices if memory_bytes is None else memory_bytes,
             # Per core: AVX2 does two fused multiply-adds of 8 floats a cycle, 32 FLOP, at a cautious 1.5 GHz.
             # Without AMX, half precision is computed in float32.
             "peak_flops_per_s": {"float32": 48e9 * share, "float64": 24e9 * share},
@@ -203,7 +245,17 @@ class ClusterSpec(Described):
             "latency_s": 200e-6,
             "bandwidth_bytes_per_s": 0.6e9 * min(1.0, share),
         }
-        return cls.from_dict({"name": "local", "device": device, "levels": [level], "backend": "gloo"})
+        spec = {"name": "local", "device": device, "levels": [level], "backend": "gloo"}
+        if host_memory_bytes is None and cores is None:
+            host_memory_bytes = machine.memory_bytes() // devices
+        if host_memory_bytes is not None:
+            passed = 8e9 * share
+            spec["host"] = {
+                "memory_bytes": host_memory_bytes,
+                "link_bytes_per_s": passed / 2,  # a copy reads and writes
+                "memory_bandwidth_bytes_per_s": passed,
+            }
+        return cls.from_dict(spec)
 
     @classmethod
     def detect(cls) -> ClusterSpec:
@@ -211,9 +263,9 @@ class ClusterSpec(Described):
 
         Raises :class:`ClusterError` for GPUs that no preset describes.
         """
-        names = host.gpus()
+        names = machine.gpus()
         if not names:
-            return cls.local(min(8, host.cores()))
+            return cls.local(min(8, machine.cores()))
         preset = next((preset for pattern, preset in _PRESETS if re.search(pattern, names[0])), None)
         if preset is None or len(set(names)) > 1:
             raise ClusterError(
@@ -281,6 +333,11 @@ class ClusterSpec(Described):
             "  peak "
             + ", ".join(f"{dtype} {peak / 1e12:.4g} TFLOP/s" for dtype, peak in device.peak_flops_per_s if peak),
         ]
+        if self.host is not None:
+            lines.append(
+                f"  host memory {self.host.memory_bytes / 2**30:.4g} GiB per device, "
+                f"{self.host.link_bytes_per_s / 1e9:.4g} GB/s there and back"
+            )
         unit = "devices"
         for level in self.levels:
             if level.size == 1:

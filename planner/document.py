@@ -18,11 +18,13 @@ from planner.detail import Account
 from planner.division import Division
 from planner.errors import PlanError
 from planner.formulate import Assignment
+from planner.graph import Ref
 from planner.layout import Mesh
 from planner.pipeline.schedule import schedule
 from planner.pipeline.simulate import simulate
 from planner.predict import Prediction
 from planner.timeline import StepTimeline, predicted
+from planner.timetable import Timetable
 from planner.turns import TurnTimes
 
 
@@ -96,6 +98,7 @@ class Document:
         predicted: the step's time, memory and collectives.
         search: status, bound and seconds.
         pipeline: how a step runs in turns; ``None``: forward once, backward once.
+        timetable: what a step moves between device and host; ``None``: nothing, all model data is on the device.
         coverage: operators that the op table does not know -> how often they occur; they run replicated.
         recorded: the details that a file brought along.
         assignment: the decisions themselves, where the plan was made in this process; not part of the file.
@@ -114,6 +117,7 @@ class Document:
     predicted: Prediction
     search: Search
     pipeline: PipelinePlan | None = None
+    timetable: Timetable | None = None
     coverage: Mapping[str, int] = field(default_factory=dict)
     recorded: Account | None = field(default=None, compare=False, repr=False)
     assignment: Assignment | None = field(default=None, compare=False, repr=False)
@@ -135,7 +139,19 @@ class Document:
                 "this plan was read from a file and does not carry its model's graph: give it one with "
                 "autopar.evaluate(model, plan), and ask the plan that returns"
             )
-        return certify(self.assignment, self.predicted.step_time_s * (1 - self.search.gap))
+        return certify(self.assignment, self._objective_s * (1 - self.search.gap))
+
+    @property
+    def _objective_s(self) -> float:
+        """What the search made least: the predicted step; with a timetable, one in which nothing stays and moving
+        overlaps with nothing, see :meth:`planner.formulate.Space.moved_s`.
+        """
+        if self.timetable is None or self.assignment is None:
+            return self.predicted.step_time_s
+        space, stored = self.assignment.space, self.assignment.produced
+        parameters = (leaf for leaf in space.graph.leaves if leaf.op == "param")
+        waits_s = sum(space.moved_s(leaf, stored(Ref(leaf.name))) for leaf in parameters)
+        return self.predicted.step_time_s - self.predicted.time_s["offload"] + waits_s
 
     @property
     def times(self) -> TurnTimes | None:

@@ -20,6 +20,7 @@ from planner.exchange import Exchange
 from planner.layout import Axis, Mesh
 from planner.names import parse_runs, runs
 from planner.predict import Prediction
+from planner.timetable import Timetable
 from planner.turns import TurnTimes
 
 FORMAT, VERSION = "autopar-plan", 1
@@ -50,6 +51,7 @@ def decisions(document: Document) -> dict[str, Any]:
     """The part that decides what is run: what a person edits, and what all ranks must agree on."""
     return {
         **({"pipeline": _pipeline(document.pipeline)} if document.pipeline is not None else {}),
+        **({"timetable": document.timetable.to_dict()} if document.timetable is not None else {}),
         "mesh": [asdict(axis) for axis in document.mesh.axes],
         "pin": dict(document.pin),
         "inputs": dict(document.inputs),
@@ -192,6 +194,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         "predicted": field("predicted", _read_prediction),
         "search": field("search", _read_search),
         "pipeline": field("pipeline", _read_pipeline) if "pipeline" in data else None,
+        "timetable": field("timetable", Timetable.from_dict) if "timetable" in data else None,
         "recorded": Account(
             field("details", lambda details: tuple(map(_read_details, _list(details)))),
             field("leaves", lambda leaves: {name: _read_leaf(leaf) for name, leaf in _mapping(leaves).items()}),

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ from planner.traffic import Traffic
 
 AllowLeaf = Callable[[Node, Layout], bool]
 Mask = NDArray[np.bool_]
+Tier = Literal["device", "host"]
 BUCKET_BYTES = 25 * 2**20
 OVERLAP = {"nccl": 0.9, "gloo": 0.0}
 """Share of backward work that can hide gradient communication, where a cluster does not say. Gloo communicates on the
@@ -44,12 +45,16 @@ cores that compute."""
 
 @dataclass(frozen=True)
 class Training:
-    """What a training step keeps besides the model: bytes of optimizer state per parameter element.
+    """What a training step keeps besides the model, and where.
 
-    The default is Adam's two moments in float32.
+    Attributes:
+        optimizer_bytes_per_element: of optimizer state, per parameter element; Adam's two moments in float32 are 8.
+        tier: where parameters, gradients and optimizer state are at home: on the device, or on the host, which then
+            updates them, and devices hold of them what they use.
     """
 
     optimizer_bytes_per_element: int = 8
+    tier: Tier = "device"
 
 
 @dataclass(frozen=True)
@@ -569,16 +574,41 @@ class Space:
         return sum(local_bytes(tensors[place], layouts[place], self.mesh) for place in places)
 
     def storage(self, node: Node, layout: Layout) -> tuple[float, int]:
-        """Optimizer seconds and bytes held for one leaf: parameter, gradient and optimizer state."""
+        """Seconds once a step for one leaf, to update and to move it, and the bytes of it that a device always holds:
+        parameter, gradient and optimizer state.
+        """
         tensor = node.results[0]
         held = local_bytes(tensor, layout, self.mesh)
-        if node.op != "param" or not tensor.grad:
+        if node.op != "param":
             return 0.0, held
-        elements = held // tensor.item_bytes
-        state = elements * self.training.optimizer_bytes_per_element
-        # The update reads parameter, gradient and state, and writes parameter and state.
-        update_s = self.cost.compute_s(0.0, 3 * held + 2 * state, tensor.dtype, kernel=Stream("optimizer"))
-        return update_s, 2 * held + state
+        trained, away = tensor.grad, self.training.tier != "device"
+        state = held // tensor.item_bytes * self.training.optimizer_bytes_per_element if trained else 0
+        seconds = self.update_s(node, layout) + self.moved_s(node, layout)
+        return seconds, 0 if away else held * (1 + trained) + state
+
+    def update_s(self, node: Node, layout: Layout) -> float:
+        """Seconds of the optimizer for one parameter: it reads parameter, gradient and state, and writes parameter and
+        state.
+        """
+        tensor = node.results[0]
+        if not tensor.grad:
+            return 0.0
+        held = local_bytes(tensor, layout, self.mesh)
+        state = held // tensor.item_bytes * self.training.optimizer_bytes_per_element
+        if self.training.tier == "device":
+            return self.cost.compute_s(0.0, 3 * held + 2 * state, tensor.dtype, kernel=Stream("optimizer"))
+        return (3 * held + 2 * state) / self.cost.cluster.host_memory.memory_bandwidth_bytes_per_s
+
+    def moved_s(self, node: Node, layout: Layout) -> float:
+        """Seconds to fetch a parameter for forward and for backward and to evict its gradient, as if nothing of it
+        stayed and nothing were computed meanwhile.
+        """
+        if self.training.tier == "device":
+            return 0.0
+        tensor = node.results[0]
+        return (
+            (2 + tensor.grad) * local_bytes(tensor, layout, self.mesh) / self.cost.cluster.host_memory.link_bytes_per_s
+        )
 
     def work(self, node: Node, choice: Choice) -> Work:
         """Seconds and bytes of one operator on one rank."""

@@ -10,7 +10,8 @@ that needs one of these values makes them all, in the order of forward (:mod:`pl
 
 A block's inputs are held by its caller until it returns; gradients of parameters stay; outputs other than the loss are
 taken to be dropped before backward starts (``loss = pmodel(**batch).loss``). Optimizer state and parameters
-are there throughout. Blocks handed out by the allocator are larger than what is asked for by the cluster's
+are there throughout, unless they are at home on the host: then they, and gradients of parameters, are left out here
+(:mod:`planner.offload`). Blocks handed out by the allocator are larger than what is asked for by the cluster's
 ``reserve_fraction`` at most, which is not counted here.
 """
 
@@ -18,9 +19,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 from planner.conversion import Route, Step, local_bytes
 from planner.fold import Block, Instance
@@ -33,6 +35,9 @@ from planner.recompute import Again
 
 SHOWN = 20
 """So many tensors are listed at the fullest moment."""
+
+Direction = Literal["forward", "backward"]
+BEFORE = -1
 
 USES = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
 
@@ -57,6 +62,9 @@ class Usage:
         alive: every storage at the peak, largest first.
         kept: every storage when forward is over.
         left: every storage when backward is over.
+        by_block: the most that is alive in a block, forward and backward, by direction and its number; a number of
+            :data:`BEFORE` stands for what is done before the first block, and undone after it.
+        read_again: the leaves whose own memory backward of a block may read, by its number.
     """
 
     peak_bytes: int
@@ -65,6 +73,8 @@ class Usage:
     alive: tuple[Held, ...]
     kept: tuple[Held, ...]
     left: tuple[Held, ...]
+    by_block: Mapping[tuple[Direction, int], int]
+    read_again: Mapping[int, frozenset[str]]
 
     def __str__(self) -> str:
         """The fullest moment and what fills it, largest first."""
@@ -79,6 +89,21 @@ class Usage:
         for held in self.alive:
             found[held.use] += held.bytes
         return found
+
+
+def readers_of(assignment: Assignment) -> dict[str, tuple[int, ...]]:
+    """The numbers of the blocks that read each parameter, by its name; without those that none reads."""
+    found: dict[str, list[int]] = {}
+    for number, instance in enumerate(assignment.space.folded.instances):
+        for name in dict.fromkeys(ref.node for ref in instance.block.inputs):
+            if assignment.space.graph.by_name[name].op == "param":
+                found.setdefault(name, []).append(number)
+    return {name: tuple(numbers) for name, numbers in found.items()}
+
+
+def enters_before(assignment: Assignment, name: str, readers: tuple[int, ...]) -> bool:
+    """Whether a parameter enters the program before the first block, since several read it or it is converted there."""
+    return len(readers) > 1 or bool(assignment.relay_route(Ref(name)))
 
 
 def usage(assignment: Assignment) -> Usage:
@@ -108,6 +133,13 @@ class _Heap:
         self._changes: list[_Storage] = []  # each once when it is made, and again when it is freed
         self._changes_to_peak = 0
         self.moments: list[tuple[str, int]] = [(self.peak_at, 0)]
+        self.by_block: dict[tuple[Direction, int], int] = {}
+        self._block: tuple[Direction, int] = ("forward", BEFORE)
+
+    def enter(self, direction: Direction, number: int) -> None:
+        """A block runs from here on."""
+        self._block = direction, number
+        self.by_block[self._block] = max(self.by_block.get(self._block, 0), self.total)
 
     def moment(self, what: str) -> None:
         """Something else runs from here on."""
@@ -122,6 +154,8 @@ class _Heap:
         what, most = self.moments[-1]
         if self.total > most:
             self.moments[-1] = what, self.total
+        if self.total > self.by_block.get(self._block, 0):
+            self.by_block[self._block] = self.total
         if self.total > self.peak:
             self.peak, self.peak_at = self.total, what
             self._changes_to_peak = len(self._changes)
@@ -158,6 +192,7 @@ class _Tape:
 
     Attributes:
         number: nodes that were made later run earlier.
+        block: the number of the block that made it.
         incoming: the gradient of each result, as far as it has arrived.
         saved: storages held until the node has run.
         again: storages that it needs and that its block makes again for it.
@@ -166,11 +201,13 @@ class _Tape:
         together: bytes of one storage in which all of its gradients lie; 0: each has its own.
         bucket: where that storage lies if it is there from the start.
         keeps: its gradient stays when backward is over (a parameter's).
+        leaves: its gradient is not counted here, since it goes to the host as soon as its block is undone.
         waits_for: nodes that still have to run before it.
     """
 
     number: int
     name: str
+    block: int
     incoming: list[_Storage | None]
     saved: list[_Storage] = field(default_factory=list)
     again: list[tuple[_Frame, _Storage]] = field(default_factory=list)
@@ -179,6 +216,7 @@ class _Tape:
     together: int = 0
     bucket: _Storage | None = None
     keeps: bool = False
+    leaves: bool = False
     waits_for: int = 0
 
 
@@ -281,6 +319,11 @@ class _Frame:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
+def _is_index(word: str, types: Sequence[TensorType]) -> bool:
+    """Whether what backward needs is an operand that only says where to read, such as the tokens of an embedding."""
+    return word.startswith("in") and "float" not in types[int(word[2:])].dtype
+
+
 def _are_parameters(values: Iterable[_Value]) -> bool:
     """Whether gradients of these values are those of parameters."""
     return all(value.made[0].keeps for value in values if value.made)
@@ -294,20 +337,27 @@ class _Run:
         self.tapes: list[_Tape] = []
         self.frame: _Frame | None = None
         self.buckets: _Storage | None = None
+        self.number = BEFORE
+        self.is_away = self.space.training.tier != "device"
+        self.leaves: dict[_Storage, str] = {}
+        self.read_again: dict[int, frozenset[str]] = {}
 
     def step(self) -> Usage:
         heap = self.heap
         values = self._leaves()
         heap.moment("forward")
         values = {ref: self._relayed(ref, value) for ref, value in values.items()}
-        if self.space.cost.cluster.backend == "gloo":  # see autopar/runtime/buckets.py
+        if self.space.cost.cluster.backend == "gloo" and not self.is_away:  # see autopar/runtime/buckets.py
             self.buckets = heap.new("gradients", "gradients", self._bucket_bytes(values))
         readers = self._readers()
         for number, instance in enumerate(self.space.folded.instances):
+            self.number = number
+            heap.enter("forward", number)
             inputs = {ref: values[ref] for ref in instance.block.inputs}
             values.update(self._recomputing(instance, self.space.skeleton.numbers[number][1], inputs))
             for ref in [ref for ref, last in readers.items() if last == number and ref in values]:
                 heap.drop(values.pop(ref).storage)
+        self.number = BEFORE
         leaving = [self._output(position, values) for position in range(len(self.space.leaving))]
         for value in (*values.values(), *leaving):
             heap.drop(value.storage)
@@ -315,7 +365,14 @@ class _Run:
         self._backward([leaving[i] for i in self.graph.roots])
         alive = sorted(heap.at_peak(), key=lambda held: -held.bytes)
         left = tuple(each.held for each in heap.alive)
-        return Usage(heap.peak, heap.peak_at, tuple(heap.moments), tuple(alive), kept, left)
+        return Usage(
+            heap.peak, heap.peak_at, tuple(heap.moments), tuple(alive), kept, left, heap.by_block, self.read_again
+        )
+
+    def _reads_again(self, storages: Iterable[_Storage]) -> None:
+        """Note that backward of this block reads the memory of leaves among these."""
+        names = {self.leaves[each] for each in storages if each in self.leaves}
+        self.read_again[self.number] = self.read_again.get(self.number, frozenset()) | names
 
     def _readers(self) -> dict[Ref, int]:
         """Value -> number of the last block that reads it, for values that nothing else needs."""
@@ -328,23 +385,27 @@ class _Run:
 
     def _leaves(self) -> dict[Ref, _Value]:
         values = {}
+        readers = readers_of(self.assignment)
         for leaf in self.graph.leaves:
             tensor, layout = leaf.results[0], self.assignment.produced(Ref(leaf.name))
             size = local_bytes(tensor, layout, self.mesh)
             use = "parameters" if leaf.op in ("param", "buffer") else "activations"
-            storage = self.heap.new(leaf.target or leaf.name, use, size)
+            is_away = self.is_away and leaf.op == "param"
+            storage = self.heap.new(leaf.target or leaf.name, use, 0 if is_away else size)
+            self.leaves[storage] = leaf.name
             made = None
             if leaf.op == "param" and tensor.grad:
                 state = size // tensor.item_bytes * self.space.training.optimizer_bytes_per_element
-                self.heap.new(leaf.target, "optimizer", state)
+                self.heap.new(leaf.target, "optimizer", 0 if is_away else state)
                 tape = self._tape(leaf.target, 1)
-                tape.keeps = True
+                own = is_away and not enters_before(self.assignment, leaf.name, readers.get(leaf.name, ()))
+                tape.keeps, tape.leaves = True, own
                 made = (tape, 0)
             values[Ref(leaf.name)] = _Value(self.heap.hold(storage), size, made)
         return values
 
     def _tape(self, name: str, results: int) -> _Tape:
-        tape = _Tape(len(self.tapes), name, [None] * results)
+        tape = _Tape(len(self.tapes), name, self.number, [None] * results)
         self.tapes.append(tape)
         return tape
 
@@ -359,6 +420,7 @@ class _Run:
         self.frame = _Frame(instance.block, self.space.skeleton.again(instance.kind, level))
         outputs = self._block(instance, inputs)
         self.frame.gives_up(self.heap, self.tapes[before:])
+        self._reads_again(self.frame.held)
         self.frame = None
         return outputs
 
@@ -500,6 +562,8 @@ class _Run:
         tape = self._tape(f"{node.path or node.name}: {node.op}", len(sizes))
         saves = row.saved(node, types) if row is not None else tuple(f"in{i}" for i in range(len(operands)))
         tensors = {f"in{i}": value.storage for i, value in enumerate(operands)}
+        if not all(_is_index(word, types) for word in saves):  # then autograd saves whatever it computes with
+            self._reads_again(tensors.values())
         tensors |= {f"out{i}": storage for i, storage in enumerate(storages)}
         for word in saves:
             if word in OWN:
@@ -621,10 +685,12 @@ class _Run:
         heap = self.heap
         if tape.keeps:
             return
+        heap.enter("backward", tape.block)
         heap.moment(f"backward {tape.name}")
         saved = [*tape.saved, *(frame.take(heap, storage) for frame, storage in tape.again)]
         works = heap.new(tape.name, "temporary", tape.works)
-        together = heap.hold(tape.bucket) if tape.bucket else heap.new("gradients", "gradients", tape.together)
+        size = 0 if all(target.tape.leaves for target in tape.targets) else tape.together
+        together = heap.hold(tape.bucket) if tape.bucket else heap.new("gradients", "gradients", size)
         arriving = []
         for target in tape.targets:
             came = tape.incoming[target.of]
@@ -634,7 +700,8 @@ class _Run:
                 storage = heap.hold(came)
             else:
                 stays = target.tape.keeps or target.tape.together
-                storage = heap.new(f"gradient in {tape.name}", "gradients" if stays else "temporary", target.bytes)
+                size = 0 if target.tape.leaves else target.bytes
+                storage = heap.new(f"gradient in {tape.name}", "gradients" if stays else "temporary", size)
             arriving.append((target, storage))
         for storage in (together, works, *filter(None, tape.incoming), *saved):
             heap.drop(storage)

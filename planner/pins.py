@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from planner.errors import PinError
-from planner.formulate import AllowLeaf
+from planner.formulate import AllowLeaf, Tier
 from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.ops import OPS
@@ -25,7 +25,7 @@ from planner.strategy import Allow, factor_at, tensors_of
 
 SIZES = ("data", "context", "tensor")
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
-LATER = {"offload": ("none", "offload")}
+TIERS: Mapping[str, Tier] = {"none": "device", "host": "host"}
 
 FREE_AXES = ("all", "outer", "middle", "inner")
 """Axes of the meshes that are tried when no size is pinned."""
@@ -54,6 +54,7 @@ class Pins:
         micro_batches: turns in which a step takes the global batch.
         schedule: the pipeline's, by name; see :mod:`planner.pipeline.schedule`.
         virtual_stages: stages of each rank of the pipeline, for schedules that interleave them.
+        offload: where model data is at home: ``host``; ``None``: on the device.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Pins:
     micro_batches: int | None = None
     schedule: str | None = None
     virtual_stages: int | None = None
+    offload: str | None = None
 
     @staticmethod
     def parse(pin: Mapping[str, object] | None) -> Pins:
@@ -76,15 +78,12 @@ class Pins:
         if pin is not None and not isinstance(pin, Mapping):
             raise PinError(f"pin is {pin!r}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
         pin = dict(pin or {})
-        known = {*SIZES, *COUNTS, *LATER, "sequence_parallel", "zero", "recompute", "layers", "schedule"}
+        known = {*SIZES, *COUNTS, "sequence_parallel", "zero", "recompute", "offload", "layers", "schedule"}
         unknown = sorted(set(pin) - known)
         if unknown:
             raise PinError(
                 f"pin has no decision called {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}"
             )
-        for name, (only, what) in LATER.items():
-            if pin.pop(name, only) not in (only, None):
-                raise PinError(f"pin {name!r}: this version plans no {what}; leave it out or pin {only!r}")
         counts = {name: _count(name, what, pin.pop(name, None)) for name, what in COUNTS.items()}
         schedule = _schedule(pin.pop("schedule", None), counts["virtual_stages"])
         sizes: dict[str, int] = {}
@@ -113,6 +112,12 @@ class Pins:
         recompute = pin.pop("recompute", None)
         if recompute not in (None, *COMPUTED):
             raise PinError(f"pin 'recompute' is {recompute!r}; it is one of {', '.join(map(repr, COMPUTED))}")
+        offload = pin.pop("offload", None) or "none"
+        if offload not in TIERS:
+            raise PinError(
+                f"pin 'offload' is {offload!r}; parameters, gradients and optimizer state are at home on the device "
+                "('none', as if it were left out) or on the host ('host')"
+            )
         layers = pin.pop("layers", {})
         if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):
             raise PinError("pin 'layers' maps a module path (with * and ?) to {axis name: strategy}")
@@ -126,7 +131,13 @@ class Pins:
             counts["micro_batches"],
             schedule,
             counts["virtual_stages"],
+            None if offload == "none" else str(offload),
         )
+
+    @property
+    def tier(self) -> Tier:
+        """Where model data is at home."""
+        return TIERS[self.offload or "none"]
 
     @property
     def in_turns(self) -> bool:
@@ -154,6 +165,8 @@ class Pins:
             found["recompute"] = self.recompute
         if self.layers:
             found["layers"] = {path: dict(axes) for path, axes in self.layers.items()}
+        if self.offload is not None:
+            found["offload"] = self.offload
         turns = {
             "pipeline": self.stages,
             "micro_batches": self.micro_batches,

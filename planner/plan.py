@@ -29,7 +29,9 @@ from planner.fold import Folded, fold, fold_off, relabel
 from planner.formulate import Assignment, Role, Space, rules_of
 from planner.graph import Graph, Ref
 from planner.layout import Layout, format_layout
+from planner.memory import usage
 from planner.names import role_names
+from planner.offload import offloaded
 from planner.ops import OPS
 from planner.pipeline.stages import Pipeline
 from planner.pipeline.stages import evaluate as cut_of
@@ -38,6 +40,7 @@ from planner.problem import evaluate
 from planner.recompute import COMPUTED, LEVELS, Amount, Recompute
 from planner.seams import finer
 from planner.strategy import Choice
+from planner.timetable import Timetable
 from planner.turns import Staged, price
 from planner.words import shape_text
 
@@ -224,6 +227,11 @@ class Plan(Document):
                 "this plan runs in turns (micro-batches, or the stages of a pipeline), and only a step that goes "
                 "forward and backward once can be asked this: plan without pipelines, or plan again at the other size"
             )
+        if self.timetable is not None:
+            raise PlanError(
+                "this plan keeps model data on the host, and only one with all of it on the device can be asked this: "
+                "plan without pin 'offload', or plan again at the other size"
+            )
 
 
 def _save(path: Path, text: str) -> None:
@@ -271,8 +279,9 @@ def describe(
     predicted: Prediction,
     search: Search,
     staged: Staged | None = None,
+    timetable: Timetable | None = None,
 ) -> Plan:
-    """Write an assignment down; ``staged``: how it runs in turns."""
+    """Write an assignment down; ``staged``: how it runs in turns; ``timetable``: what moves between device and host."""
     space = assignment.space
     names = role_names(space)
     sections: dict[str, dict[str, str]] = {"inputs": {}, "parameters": {}, "buffers": {}, "values": {}}
@@ -315,6 +324,7 @@ def describe(
         predicted=predicted,
         search=replace(search, candidates=tuple(_finite(c) for c in search.candidates)),
         pipeline=None if staged is None else _pipeline(staged),
+        timetable=timetable,
         coverage=coverage(space.graph),
         assignment=assignment,
     )
@@ -508,13 +518,19 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
     problem = space.problem(plan.cluster.device.usable_bytes, assignment.recompute)
     chosen = tuple(space.options[role].index(assignment.chosen[role]) for role in space.roles)  # type: ignore[arg-type]
     staged = restage(plan, assignment)
-    step_s = evaluate(problem, chosen).time_s if staged is None else staged.step_s
-    predicted = predict(assignment, step_s) if staged is None else predict_in_turns(assignment, staged)
-    search = plan.search
+    timetable = None
+    if staged is not None:
+        predicted = predict_in_turns(assignment, staged)
+    else:
+        memory = usage(assignment)
+        predicted = predict(assignment, evaluate(problem, chosen).time_s, memory)
+        if space.training.tier != "device":
+            timetable, predicted = offloaded(assignment, memory, predicted)
+    step_s, search = predicted.step_time_s, plan.search
     if not math.isclose(step_s, plan.predicted.step_time_s, rel_tol=1e-9):
         bound = plan.predicted.step_time_s * (1 - search.gap)
         search = replace(search, status="edited", gap=max(0.0, 1 - bound / step_s))
-    return describe(assignment, plan.model, plan.pin, predicted, search, staged)
+    return describe(assignment, plan.model, plan.pin, predicted, search, staged, timetable)
 
 
 def _entry(values: tuple[str, ...], position: int) -> str | None:

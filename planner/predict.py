@@ -38,7 +38,7 @@ class Prediction:
         time_s: seconds by use: ``compute``, ``recompute`` (what backward makes again, and what that communicates),
             ``communication`` (of activations, and gathering parameters, in backward too),
             ``gradients`` (their reduction, as far as backward does not hide it), ``optimizer``, ``bubble`` (waiting
-            for other stages).
+            for other stages), ``offload`` (waiting for what moves between the device and the host).
         memory_bytes: bytes at the fullest moment by use: ``parameters``, ``gradients``, ``optimizer``, ``gathered``
             (parameters that are used in a larger layout than they are stored in), ``activations`` (inputs, and what
             forward made), ``temporary`` (gradients of activations, and what operators need while they run).
@@ -329,12 +329,16 @@ def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
 def predict(assignment: Assignment, step_time_s: float, memory: Usage | None = None) -> Prediction:
     """Break a step down by use; ``step_time_s`` is the evaluation's, ``memory`` what it holds where that is known."""
     space = assignment.space
-    time = {"compute": 0.0, "recompute": 0.0, "communication": 0.0, "gradients": 0.0, "optimizer": 0.0}
+    uses = ("compute", "recompute", "communication", "gradients", "optimizer", "offload")
+    time = dict.fromkeys(uses, 0.0)
     cover = 0.0
     for role, names in space.members.items():
         node, times = space.graph.by_name[names[0]], len(names)
         if node.is_leaf:
-            time["optimizer"] += space.storage(node, assignment.produced(Ref(node.name)))[0] * times
+            layout = assignment.produced(Ref(node.name))
+            if node.op == "param":
+                time["optimizer"] += space.update_s(node, layout) * times
+                time["offload"] += space.moved_s(node, layout) * times
             continue
         work = space.work(node, assignment.choice(node))
         time["compute"] += (work.forward_s + work.backward_s) * times
@@ -351,6 +355,8 @@ def predict(assignment: Assignment, step_time_s: float, memory: Usage | None = N
     for use, seconds in _converted_again_s(assignment).items():
         time[use] += seconds
     time["gradients"] = max(0.0, time["gradients"] - cover)
+    if space.training.tier == "device":
+        del time["offload"]
     memory = memory or usage(assignment)
     return Prediction(
         step_time_s,

@@ -39,6 +39,7 @@ from planner.looks import (
     look_closer,
 )
 from planner.memory import Usage, usage
+from planner.offload import needed_bytes
 from planner.pins import Pins
 from planner.problem import Evaluation
 from planner.recompute import Ladder, ladder
@@ -110,6 +111,9 @@ def search(
     """
     check_time_limit(time_limit_s)
     start = time.monotonic()
+    training = replace(training, tier=pins.tier)
+    if training.tier != "device":
+        _check_offloads(cluster, pins, pipelines)
     plain = in_one_turn(cluster, pins, max_axes)
     if not pipelines and plain and (pins.schedule or pins.virtual_stages):
         raise PinError("pins 'schedule' and 'virtual_stages' are a pipeline's: pin 'pipeline' too, or search pipelines")
@@ -134,10 +138,21 @@ def search(
             return found
         # The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed.
         memory = usage(found.assignment)
-        excess = memory.peak_bytes - cluster.device.usable_bytes
+        needed = memory.peak_bytes if training.tier == "device" else needed_bytes(found.assignment, memory)
+        excess = needed - cluster.device.usable_bytes
         if excess <= 0:
             return found.with_memory(memory)
         setting = replace(setting, spare_bytes=setting.spare_bytes + excess)
+
+
+def _check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
+    """Refuse what plans with model data on the host cannot be yet, and clusters that do not say what hosts have."""
+    if pipelines or pins.in_turns:
+        raise PinError(
+            f"pin 'offload' is {pins.offload!r}, which plans in turns (a pipeline, micro-batches) do not do: leave out "
+            "pipelines, 'pipeline' and 'micro_batches', or pin 'offload' 'none'"
+        )
+    cluster.host_memory  # noqa: B018
 
 
 def check_time_limit(seconds: float) -> None:

@@ -14,6 +14,7 @@ TIME_USES = {
     "gradients": "reducing gradients, as far as backward does not hide it",
     "optimizer": "updating parameters",
     "bubble": "waiting for other stages of the pipeline",
+    "offload": "waiting for what moves between device and host",
 }
 MEMORY_USES = {
     "parameters": "parameters and buffers as stored",
@@ -22,6 +23,8 @@ MEMORY_USES = {
     "gathered": "parameters used in a larger layout than stored",
     "activations": "saved for backward, and the inputs",
     "temporary": "the largest operator's own",
+    "chunks": "parameters and gradients that are on the device just then",
+    "beside": "activations, gathered parameters, and what operators need",
 }
 
 AGAIN = {"full": "in full", "selective": "selectively"}

@@ -39,11 +39,16 @@ class Buckets:
         kept = self._kept.get(key)
         if kept is None or (kept.dtype, kept.numel()) != (like.dtype, size):
             kept = self._kept[key] = torch.cat(flat)
-        elif _holders(kept) == _NOBODY_ELSE:
+        elif not is_held_elsewhere(kept):
             torch.cat(flat, out=kept)
         else:
             return torch.cat(flat)
         return kept.detach()  # another tensor of the same storage, so that who holds it is counted
+
+
+def is_held_elsewhere(tensor: Tensor) -> bool:
+    """Whether anything but this tensor, held once, holds its storage."""
+    return _holders(tensor) != _NOBODY_ELSE
 
 
 def _holders(tensor: Tensor) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule
 
 from autopar.runtime.buckets import Buckets
+from autopar.runtime.carrier import Carrier
 from autopar.runtime.gradients import Holders, know_each_other
 from autopar.runtime.mail import Pipeline
 from autopar.runtime.mesh import groups_of, part_of, placements
@@ -92,6 +94,7 @@ class ParallelModule(nn.Module):
         make_part: makes this rank's part of a leaf (local tensor).
         state: training mode and random numbers.
         pipeline: the ranks that hold the same part of other stages.
+        carrier: moves parameters and gradients between tiers, if they move.
     """
 
     def __init__(
@@ -107,8 +110,10 @@ class ParallelModule(nn.Module):
         make_part: Callable[[LeafSpec], Tensor],
         state: RunState,
         pipeline: Pipeline | None = None,
+        carrier: Carrier | None = None,
     ):
         super().__init__()
+        self.carrier = carrier
         self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
         self.state, self.pipeline = state, pipeline
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
@@ -131,6 +136,8 @@ class ParallelModule(nn.Module):
     def _stored(self, leaf: LeafSpec, part: Tensor) -> Tensor:
         if leaf.kind == "buffer":
             return part
+        if self.carrier is not None and self.carrier.holds(leaf.name):
+            part = self.carrier.keep(leaf.name, part)
         stored = DTensor.from_local(
             part,
             self.device_mesh,
@@ -216,6 +223,11 @@ class ParallelModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """Parameters and buffers of its own, on the same process groups; every rank copies for itself."""
+        if self.carrier is not None:
+            raise InputError(
+                "a module whose parameters are at home on the host cannot be copied: call autopar.parallelize again, "
+                "with state_dict=pmodel.full_state_dict()"
+            )
         groups = list(groups_of(self.device_mesh).values())
         if isinstance(self.program, Step):
             groups += [tie.group for tie in self.program.ties]
@@ -285,8 +297,9 @@ class ParallelModule(nn.Module):
         """
         flat = self._flatten(args, kwargs)
         inputs = {name: value for name, value in zip(self.interface.input_names, flat, strict=True) if name}
-        held = local_parts({name: _lookup(self, name) for name in self._leaf_names}, self.buckets)
-        results = self.program(*(self._leaf(leaf, inputs, held) for leaf in self.interface.leaves))
+        held = self._held()
+        with nullcontext() if self.carrier is None else self.carrier.watching():
+            results = self.program(*(self._leaf(leaf, inputs, held) for leaf in self.interface.leaves))
         if isinstance(self.program, Step) and torch.is_grad_enabled():
             # What the program has of the old memory stays as it is.
             renew(self._stored_as(self.program.borrowed))
@@ -300,6 +313,15 @@ class ParallelModule(nn.Module):
             for spec, static in zip(self.interface.outputs, self.interface.static_outputs, strict=True)
         ]
         return pytree.tree_unflatten(flat_outputs, self.interface.out_spec)
+
+    def _held(self) -> dict[str, Tensor]:
+        """What this rank holds, by name: of a parameter its part, whose gradient is the parameter's."""
+        tensors = {name: _lookup(self, name) for name in self._leaf_names}
+        if self.carrier is None:
+            return local_parts(tensors, self.buckets)
+        carried = {name: t for name, t in tensors.items() if isinstance(t, DTensor) and self.carrier.holds(name)}
+        others = {name: t for name, t in tensors.items() if name not in carried}
+        return {**local_parts(others, self.buckets), **self.carrier.local_parts(carried)}
 
     def _stored_as(self, leaves: Collection[str]) -> list[DTensor]:
         """The parameters that are these leaves of a step in turns."""
@@ -426,7 +448,8 @@ def _whole(value: DTensor) -> Tensor:
 def _readable(code: str, name: str) -> str:
     """A program's text without what fx adds for the interpreter."""
     code = re.sub(r";  (?:\w+ = )+None", "", code)
-    code = re.sub(r"\bautopar_runtime_\w+?_(?=convert|(?:replicate|gather)_parameters|draw)", "", code)
+    words = "convert|(?:replicate|gather)_parameters|draw|(?:enter|leave)_block"
+    code = re.sub(rf"\bautopar_runtime_\w+?_(?={words})", "", code)
     code = re.sub(r"\bautopar_runtime_layers_[a-z]+_", "layers.", code)
     code = re.sub(r"\bautopar_body_getitem\((\w+), (\d+)\)", r"\1[\2]", code)
     code = code.replace("torch.ops.aten.", "aten.").replace("def forward(self", f"def {name}(self", 1)

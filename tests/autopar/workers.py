@@ -131,7 +131,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def cluster_of(ranks: int) -> ClusterSpec:
-    return ClusterSpec.local(ranks, memory_bytes="4 GiB", cores=4)
+    return ClusterSpec.local(ranks, memory_bytes="4 GiB", cores=4, host_memory_bytes="4 GiB")
 
 
 def plan_of(

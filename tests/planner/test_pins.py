@@ -43,7 +43,7 @@ def attention(length: int = 48) -> Graph:
         ({"sequence_parallel": True, "tensor": 1}, "pin 'tensor' above 1 too"),
         ({"pipeline": 0}, "pin 'pipeline' is 0; it is how many stages there are: a whole number from 1"),
         ({"recompute": "some"}, "pin 'recompute' is 'some'; it is one of 'none', 'selective', 'full'"),
-        ({"offload": "host"}, "plans no offload"),
+        ({"offload": "attic"}, "at home on the device"),
         ({"micro_batches": "8"}, "pin 'micro_batches' is '8'"),
         ({"virtual_stages": True}, "pin 'virtual_stages' is True"),
         ({"schedule": "1f2b"}, "pin 'schedule' is '1f2b'; it is one of 'gpipe', '1f1b'"),

@@ -1,0 +1,336 @@
+"""Carrier: moves chunks between the host and the device as a timetable says, while the program runs.
+
+The program says when it enters a block (:func:`enter_block`), which hands it the block's parameters on the device, and
+when it leaves one (:func:`leave_block`), which backward passes first. Gradients of a block's parameters leave the
+program where backward leaves the block, and reach ``.grad`` from their home when backward is over.
+
+A step that goes another way than the timetable (backward of two calls, a second backward) is carried on demand until
+the next call: each block's chunks are fetched as it is entered. That is slower, and said once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from autopar.runtime.recompute import memory_of
+from autopar.runtime.tiers import Arena, Chunk, Gradients, Link, Parameters
+from planner.errors import InputError, TimetableError
+from planner.memory import BEFORE
+from planner.timetable import Timetable
+
+ON_DEMAND = (
+    "a step goes another way than its timetable (backward of several calls of the model at once, or a second time): "
+    "until the next call parameters are fetched where they are used, which is slower"
+)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A chunk of a plan.
+
+    Attributes:
+        name: its item of parameters.
+        bytes: of its parameters, with what lies between them.
+        starts: the byte at which each parameter begins, by name.
+        block: the number of the block that hands them to the program, or that of what comes before all blocks.
+        gradients: its item of gradients, if backward makes any.
+        trained: the names of the parameters that have gradients.
+    """
+
+    name: str
+    bytes: int
+    starts: Mapping[str, int]
+    block: int
+    gradients: str | None
+    trained: Sequence[str]
+
+
+class Carrier:
+    """What is on the device, and what the timetable says of it.
+
+    Args:
+        table: the step's timetable.
+        carried: its chunks.
+        moments: the names of the moments of each block's forward and backward, by its number.
+        device: where the program computes.
+
+    Attributes:
+        arena: what the device may hold of chunks.
+        bytes_moved: of the last whole step, by direction.
+    """
+
+    def __init__(
+        self,
+        table: Timetable,
+        carried: Sequence[Carried],
+        moments: Mapping[int, tuple[str, str]],
+        device: torch.device,
+    ):
+        self.table, self.arena, self.link = table, Arena(table.budget_bytes), Link(device)
+        self.bytes_moved: dict[str, int] = {}
+        self._moments = moments
+        self._parameters = {
+            each.name: Parameters(each.name, each.bytes, each.starts, device, self.arena, self.link) for each in carried
+        }
+        self._gradients: dict[str, Gradients] = {}
+        self._blocks = {number: [each for each in carried if each.block == number] for number in moments}
+        self._chunk_of = {name: each for each in carried for name in each.starts}
+        self._kept: dict[str, Tensor] = {}
+        self._at: int | None = None
+        self._absent: set[str] = set()
+        self._on_demand = self._is_watched = False
+        self._by_memory = {memory_of(chunk.here): chunk for chunk in self._parameters.values()}
+        self._number: int | None = None
+
+    # ---- what it holds -----------------------------------------------------------------------------------------
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter is in a chunk."""
+        return name in self._chunk_of
+
+    def keep(self, name: str, part: Tensor) -> Tensor:
+        """Take a parameter into its chunk; its new self, at home."""
+        carried = self._chunk_of[name]
+        self._kept[name] = self._parameters[carried.name].keep(name, part)
+        if carried.gradients is not None and self._kept.keys() >= carried.starts.keys():
+            like = {each: self._kept[each] for each in carried.trained}
+            self._gradients[carried.name] = Gradients(carried.gradients, like, self.arena, self.link)
+        return self._kept[name]
+
+    def local_parts(self, parameters: Mapping[str, DTensor]) -> dict[str, Tensor]:
+        """What a rank holds of parameters in chunks, at home, by name; their gradients arrive when backward is over."""
+        for name, parameter in parameters.items():
+            if parameter._local_tensor.data_ptr() != self._kept[name].data_ptr():
+                raise InputError(
+                    f"{name} is no longer where the plan keeps it: change parameters in place "
+                    "(parameter.data.copy_(...), load_state_dict without assign=True) instead of replacing them"
+                )
+        return dict(zip(parameters, _Home.apply(self, tuple(parameters), *parameters.values()), strict=True))
+
+    # ---- the timetable -----------------------------------------------------------------------------------------
+
+    @property
+    def _chunks(self) -> dict[str, Chunk]:
+        return {chunk.name: chunk for chunk in (*self._parameters.values(), *self._gradients.values())}
+
+    def enter(self, number: int, is_backward: bool) -> None:
+        """The program enters a block."""
+        place = self.table.trace.place[self._moments[number][is_backward]]
+        self._number = None if is_backward or number == BEFORE else number
+        if place == 0:
+            self._begin()
+        self._on_demand = self._on_demand or self._at is None or place <= self._at
+        if self._on_demand:
+            self._demand(place)
+        else:
+            self._follow(place)
+        moment = self.table.trace.moments[place]
+        for item, _ in self.table.trace.used[place]:
+            self._chunks[item.name].check_present(moment.name)
+
+    def _begin(self) -> None:
+        """A step begins: as the one before ended, or with the timetable's beginning."""
+        if self._on_demand or self._at != len(self.table.entries) - 1:
+            for chunk in self._chunks.values():
+                self._send_home(chunk, "a new step")
+            self._absent = {name for name, state in self.table.beginning.items() if state == "leaving"}
+            self.arena.enter(0)
+            for name, state in self.table.beginning.items():
+                if state in ("coming", "resident"):
+                    self._chunks[name].act("fetch", "a new step")
+                if state == "resident":
+                    self._chunks[name].act("fetched", "a new step")
+        self._at, self._on_demand = -1, False
+        self.link.bytes_moved.clear()
+
+    def _follow(self, place: int) -> None:
+        """Do what stands in the timetable up to a moment; blocks that backward does not reach are passed."""
+        assert self._at is not None
+        chunks = self._chunks
+        for passed in range(self._at + 1, place + 1):
+            moment = self.table.trace.moments[passed]
+            self.arena.enter(moment.other_bytes)
+            for action, name in self.table.entries[passed].actions():
+                if action == "evicted" and name in self._absent:
+                    self._absent.remove(name)
+                else:
+                    chunks[name].act(action, moment.name)
+            self.arena.check(moment.name)
+        self._at = place
+
+    def _demand(self, place: int) -> None:
+        """Have on the device what a moment uses, and nothing else."""
+        if self._at is not None and self._at >= 0:
+            warnings.warn(ON_DEMAND, stacklevel=3)
+        moment, used = self.table.trace.moments[place], dict(self._uses(place))
+        for name, chunk in self._chunks.items():
+            if name not in used or chunk.state != "resident":
+                self._send_home(chunk, moment.name)
+        self.arena.enter(moment.other_bytes)
+        for name, reads in used.items():
+            chunk = self._chunks[name]
+            if chunk.state == "home":
+                chunk.act("fetch" if reads else "make", moment.name)
+                if reads:
+                    chunk.act("fetched", moment.name)
+        self._at = None
+
+    def _uses(self, place: int) -> list[tuple[str, bool]]:
+        return [(item.name, use.reads) for item, use in self.table.trace.used[place]]
+
+    def _send_home(self, chunk: Chunk, moment: str) -> None:
+        """Take a chunk off the device; gradients that nothing else holds go to their home."""
+        if chunk.state == "coming":
+            chunk.act("fetched", moment)
+        if chunk.state == "resident" and isinstance(chunk, Gradients) and not chunk.is_empty:
+            chunk.act("evict", moment)
+        if chunk.state == "resident":
+            chunk.act("drop", moment)
+        if chunk.state == "leaving":
+            chunk.act("evicted", moment)
+
+    # ---- the first step ----------------------------------------------------------------------------------------
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """While the program runs for the first time: nothing may save a parameter that its backward has not."""
+        if self._is_watched:
+            return nullcontext()
+        return saved_tensors_hooks(self._check_saved, lambda tensor: tensor)
+
+    def _check_saved(self, tensor: Tensor) -> Tensor:
+        self._is_watched = True
+        chunk = self._by_memory.get(memory_of(tensor))
+        if chunk is not None and self._number is not None:
+            place = self.table.trace.place.get(self._moments[self._number][True])
+            if place is None or chunk.name not in dict(self._uses(place)):
+                raise TimetableError(
+                    f"autograd saved some of {chunk.name} in {self._moments[self._number][False]}, but in its backward "
+                    "the timetable does not have it on the device: plan without pin 'offload', and report this"
+                )
+        return tensor
+
+    def check_leaving(self, values: Sequence[Tensor]) -> None:
+        """Raise :class:`TimetableError` if a block hands on the memory of parameters."""
+        for value in values:
+            chunk = self._by_memory.get(memory_of(value))
+            if chunk is not None:
+                raise TimetableError(
+                    f"a block hands on a view of {chunk.name}, which may be gone when it is read: plan without pin "
+                    "'offload', and report this"
+                )
+
+    # ---- what the program and autograd call --------------------------------------------------------------------
+
+    def values(self, number: int) -> tuple[Tensor, ...]:
+        """The parameters that a block hands to the program, on the device."""
+        return tuple(value for each in self._blocks[number] for value in self._parameters[each.name].values())
+
+    def made(self, number: int, grads: Sequence[Tensor | None]) -> None:
+        """Backward made the gradients of what a block was handed."""
+        found = dict(zip((name for each in self._blocks[number] for name in each.starts), grads, strict=True))
+        for each in self._blocks[number]:
+            if each.name in self._gradients:
+                gradients = self._gradients[each.name]
+                gradients.check_present("backward")
+                gradients.made({name: found[name] for name in each.trained})
+
+    def finish(self) -> dict[str, Tensor]:
+        """Backward is over: gradients, at home, by name."""
+        if not self._on_demand and self._at is not None and self._at >= 0:
+            self._follow(len(self.table.entries) - 1)
+            self.bytes_moved = dict(self.link.bytes_moved)
+        else:
+            for gradients in self._gradients.values():
+                self._send_home(gradients, "the end of backward")
+        found: dict[str, Tensor] = {}
+        for gradients in self._gradients.values():
+            found.update(gradients.take())
+        return found
+
+
+class _Home(torch.autograd.Function):
+    """Parameters at home; their gradients, too, which the carrier has when backward is over."""
+
+    @staticmethod
+    def forward(ctx, carrier, names, *parameters):  # type: ignore[no-untyped-def]
+        ctx.carrier, ctx.names, ctx.specs = carrier, names, [parameter._spec for parameter in parameters]
+        ctx.set_materialize_grads(False)
+        found = tuple(parameter._local_tensor.detach() for parameter in parameters)
+        frozen = [each for each, parameter in zip(found, parameters, strict=True) if not parameter.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return found
+
+    @staticmethod
+    def backward(ctx, *_):  # type: ignore[no-untyped-def]
+        found = ctx.carrier.finish()
+        grads = [
+            DTensor(found[name], spec, requires_grad=False) if name in found else None
+            for name, spec in zip(ctx.names, ctx.specs, strict=True)
+        ]
+        return None, None, *grads
+
+
+class _Entering(torch.autograd.Function):
+    """A block's parameters, from their home to the device; their gradients go to the carrier."""
+
+    @staticmethod
+    def forward(ctx, carrier, number, *parts):  # type: ignore[no-untyped-def]
+        ctx.carrier, ctx.number, ctx.count = carrier, number, len(parts)
+        ctx.set_materialize_grads(False)
+        found = carrier.values(number)
+        ctx.mark_non_differentiable(*(v for v, part in zip(found, parts, strict=True) if not part.requires_grad))
+        return found
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        if ctx.number == BEFORE:
+            ctx.carrier.enter(ctx.number, is_backward=True)
+        ctx.carrier.made(ctx.number, grads)
+        return None, None, *(None for _ in range(ctx.count))
+
+
+class _Leaving(torch.autograd.Function):
+    """Identity; backward enters the block."""
+
+    @staticmethod
+    def forward(ctx, carrier, number, *values):  # type: ignore[no-untyped-def]
+        ctx.carrier, ctx.number = carrier, number
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        ctx.carrier.enter(ctx.number, is_backward=True)
+        return None, None, *grads
+
+
+def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The parameters of a block on the device.
+
+    Args:
+        number: of the block, or that of what comes before all blocks.
+        parts: the parameters at home.
+    """
+    carrier.enter(number, is_backward=False)
+    return _Entering.apply(carrier, number, *parts) if parts else ()
+
+
+def leave_block(carrier: Carrier, number: int, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What a block returns; backward enters the block where it comes to it.
+
+    Args:
+        values: those through which backward may come.
+    """
+    carrier.check_leaving(values)
+    reached = [value for value in values if value.requires_grad]
+    left = iter(_Leaving.apply(carrier, number, *reached) if reached else ())
+    return tuple(next(left) if value.requires_grad else value for value in values)

@@ -1,0 +1,283 @@
+"""Tiers: chunks of parameters and of gradients, at home in the host's memory, and what of them is on the device.
+
+On a machine without an accelerator the device is a budget of host memory: an :class:`Arena` counts there as everywhere
+what is on the device, and what moves is really copied.
+
+The tensors that a program reads are views of a chunk's memory on the device, made once. While the chunk is away that
+memory is empty; what autograd saved of it is whole again when the chunk is back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.buckets import is_held_elsewhere
+from planner.errors import TimetableError
+from planner.timetable.table import ACTIONS
+
+REMEMBERED = 8
+"""So many of the last things that were done with a chunk are told where one is used that is not there."""
+
+
+class Arena:
+    """What chunks may take of a device, less what is beside them.
+
+    Attributes:
+        budget_bytes: of chunks and all that is beside them.
+        beside_bytes: what is beside them just now.
+        held_bytes: what chunks take just now.
+        high_water_bytes: the most that both took.
+    """
+
+    def __init__(self, budget_bytes: int):
+        self.budget_bytes = budget_bytes
+        self.beside_bytes = self.held_bytes = self.high_water_bytes = 0
+
+    def enter(self, beside_bytes: int) -> None:
+        """What is beside chunks from here on."""
+        self.beside_bytes = beside_bytes
+
+    def take(self, size: int, what: str) -> None:
+        """Take bytes.
+
+        Raises:
+            TimetableError: they are not free.
+        """
+        self.held_bytes += size
+        try:
+            self.check(f"{what}, which takes {size:,} bytes")
+        except TimetableError:
+            self.held_bytes -= size
+            raise
+
+    def check(self, what: str) -> None:
+        """Raise :class:`TimetableError` if what is taken is over the budget."""
+        total = self.held_bytes + self.beside_bytes
+        if total > self.budget_bytes:
+            raise TimetableError(
+                f"{what}: chunks take {self.held_bytes:,} bytes on the device, and what is beside them "
+                f"{self.beside_bytes:,}, {total - self.budget_bytes:,} more than its {self.budget_bytes:,}"
+            )
+        self.high_water_bytes = max(self.high_water_bytes, total)
+
+    def give(self, size: int) -> None:
+        """Give bytes back."""
+        self.held_bytes -= size
+
+
+class Link:
+    """Copies between the host and the device, each direction in order, beside what the device computes.
+
+    On a CPU, where the device is the host, a copy is made at once.
+
+    Attributes:
+        bytes_moved: by direction, ``fetch`` and ``evict``.
+    """
+
+    def __init__(self, device: torch.device):
+        self.bytes_moved: Counter[str] = Counter()
+        self._streams: dict[str, Any] = {}
+        if device.type == "cuda":
+            self._streams = {way: torch.cuda.Stream(device) for way in ("fetch", "evict")}
+
+    def start(self, way: str, copies: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """Start to copy, of each pair, the second into the first, after what was computed so far; what to wait for."""
+        self.bytes_moved[way] += sum(source.numel() * source.element_size() for _, source in copies)
+        if not self._streams:
+            for target, source in copies:
+                target.copy_(source)
+            return None
+        stream = self._streams[way]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        return done
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether copies are made beside what the device computes, from and to pinned memory."""
+        return bool(self._streams)
+
+    @staticmethod
+    def wait(started: Any) -> None:
+        """Let the device wait for what was started."""
+        if started is not None:
+            torch.cuda.current_stream().wait_event(started)
+
+    @staticmethod
+    def settle(started: Any) -> None:
+        """Let the host wait for it."""
+        if started is not None:
+            started.synchronize()
+
+
+@dataclass
+class Chunk:
+    """A chunk of the timetable: its name there, its state, and what was done with it.
+
+    States and actions are those of :data:`planner.timetable.table.ACTIONS`.
+    """
+
+    name: str
+    bytes: int
+    arena: Arena
+    link: Link
+    state: str = field(default="home", init=False)
+    history: list[str] = field(default_factory=list, init=False)
+    started: Any = field(default=None, init=False)
+
+    def act(self, action: str, moment: str) -> None:
+        """Do what a timetable says on entering a moment.
+
+        Raises:
+            TimetableError: the chunk is not in the state that the action starts from, or there is no room for it.
+        """
+        before, after = ACTIONS[action]
+        if self.state != before:
+            raise TimetableError(
+                f"{action} {self.name} on entering {moment}: it is {self.state}, not {before}; {self.told}"
+            )
+        if before == "home":
+            self.arena.take(self.bytes, f"{action} {self.name} on entering {moment}")
+        getattr(self, f"_{action}")()
+        if after == "home":
+            self.arena.give(self.bytes)
+        self.state = after
+        self.history = [*self.history[1 - REMEMBERED :], f"{action} on entering {moment}"]
+
+    def check_present(self, user: str) -> None:
+        """Raise :class:`TimetableError` unless the chunk is on the device."""
+        if self.state != "resident":
+            raise TimetableError(f"{user} uses {self.name}, which is {self.state}, not resident; {self.told}")
+
+    @property
+    def told(self) -> str:
+        """What was done with the chunk, last first."""
+        return f"last: {'; before: '.join(reversed(self.history)) or 'nothing'}"
+
+    def _evicted(self) -> None:
+        self.link.wait(self.started)
+        self._drop()
+
+    def _fetched(self) -> None:
+        self.link.wait(self.started)
+        self.started = None
+
+    def _drop(self) -> None:
+        raise NotImplementedError
+
+
+class Parameters(Chunk):
+    """A chunk of parameters.
+
+    Args:
+        starts: the byte at which each begins, by name; the memory between them is not used.
+        device: where they are computed with.
+
+    Attributes:
+        here: their memory on the device, empty while they are away.
+    """
+
+    def __init__(self, name: str, size: int, starts: Mapping[str, int], device: torch.device, arena: Arena, link: Link):
+        super().__init__(name, size, arena, link)
+        self.starts = starts
+        self._home = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.here = torch.empty(size, dtype=torch.uint8, device=device)
+        self._views: dict[str, Tensor] = {}
+
+    def keep(self, name: str, part: Tensor) -> Tensor:
+        """Take a parameter in; its new self, at home."""
+        home, here = (_view(flat, self.starts[name], part) for flat in (self._home, self.here))
+        home.copy_(part)
+        self._views[name] = here
+        if len(self._views) == len(self.starts):
+            self._drop()
+        return home
+
+    def values(self) -> tuple[Tensor, ...]:
+        """The parameters on the device."""
+        return tuple(self._views[name].detach() for name in self.starts)
+
+    def _fetch(self) -> None:
+        self.here.untyped_storage().resize_(self.bytes)
+        with torch.autograd._unsafe_preserve_version_counter(self.here):
+            self.started = self.link.start("fetch", [(self.here, self._home)])
+
+    def _drop(self) -> None:
+        self.here.untyped_storage().resize_(0)
+
+
+class Gradients(Chunk):
+    """The gradients of a chunk of parameters: on the device the tensors that autograd made, at home one memory.
+
+    Args:
+        like: the parameters that are trained, by name, at home.
+    """
+
+    def __init__(self, name: str, like: Mapping[str, Tensor], arena: Arena, link: Link):
+        super().__init__(name, sum(value.numel() * value.element_size() for value in like.values()), arena, link)
+        self.like = dict(sorted(like.items(), key=lambda each: -each[1].element_size()))  # so that all begin well
+        self._made: dict[str, Tensor] = {}
+        self._arriving: dict[str, Tensor] = {}
+        self._homes: list[Tensor] = []
+
+    def made(self, grads: Mapping[str, Tensor | None]) -> None:
+        """Take what backward made."""
+        for name, grad in grads.items():
+            if grad is not None:
+                self._made[name] = self._made[name] + grad if name in self._made else grad
+
+    def take(self) -> dict[str, Tensor]:
+        """What arrived at home since the last time, whole."""
+        self.link.settle(self.started)
+        found, self._arriving = self._arriving, {}
+        return found
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was made of it since it came to the device."""
+        return not self._made
+
+    def _make(self) -> None:
+        self._made = {}
+
+    def _evict(self) -> None:
+        home, at, copies = self._free_home(), 0, []
+        for name, value in self.like.items():
+            size = value.numel() * value.element_size()
+            if name in self._made:
+                view = _view(home, at, value)
+                arrived = self._arriving.pop(name, None)
+                if arrived is not None:
+                    self._made[name] = self._made[name] + arrived.to(self._made[name].device)
+                self._arriving[name] = view
+                copies.append((view, self._made[name]))
+            at += size
+        self.started = self.link.start("evict", copies)
+
+    def _drop(self) -> None:
+        self._made = {}
+
+    def _free_home(self) -> Tensor:
+        """Memory for what leaves, that nobody holds: no parameter's ``.grad``, and not the user."""
+        for home in self._homes:
+            if not is_held_elsewhere(home):
+                return home
+        pinned = self.link.is_beside
+        self._homes = [*self._homes[-1:], torch.empty(self.bytes, dtype=torch.uint8, pin_memory=pinned)]
+        return self._homes[-1]
+
+
+def _view(flat: Tensor, start: int, like: Tensor) -> Tensor:
+    """The part of a flat memory that holds a tensor like another one."""
+    size = like.numel() * like.element_size()
+    return flat[start : start + size].view(like.dtype).view(like.shape)

@@ -1,0 +1,252 @@
+"""What processes of ``test_offload.py`` do: train with model data on the host, and look at what moves."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.meter import LiveBytes
+from autopar.runtime.carrier import Carrier
+from autopar.runtime.module import ParallelModule
+from planner.cluster import ClusterSpec
+from planner.errors import InfeasibleError, InputError, PlanError
+from planner.plan import Plan
+from planner.timetable import Timetable, fewest_bytes, shortest_step
+from tests.autopar.models import MODELS, Batch
+
+TIMETABLES: tuple[Callable[..., Timetable], ...] = (fewest_bytes, shortest_step)
+
+
+def model_of(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Batch]:
+    """A model of the zoo without dropout, and a batch."""
+    model, batch = MODELS[name].build()
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in key or (isinstance(module, nn.Dropout) and key == "p")):
+                setattr(module, key, 0.0)
+    return model.to(dtype), cast(batch, dtype)
+
+
+def cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    return {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+
+
+def another(name: str, seed: int, dtype: torch.dtype = torch.float64) -> Batch:
+    torch.manual_seed(seed)
+    return cast(MODELS[name].batch(), dtype)
+
+
+def plan_of(name: str, pin: dict[str, Any], ranks: int, memory_bytes: int | str = "1 GiB") -> Plan:
+    model, batch = model_of(name)
+    cluster = ClusterSpec.local(ranks, memory_bytes=memory_bytes, cores=2, host_memory_bytes="1 GiB")
+    return autopar.plan(model, cluster, example_kwargs=batch, pin={"offload": "host", **pin})
+
+
+def parallel(model: nn.Module, plan: Plan, batch: Batch) -> tuple[ParallelModule, Carrier]:
+    pmodel = autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch)
+    assert pmodel.carrier is not None
+    return pmodel, pmodel.carrier
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    return loss_of_part(model, model.shard(batch) if isinstance(model, ParallelModule) else batch)
+
+
+def loss_of_part(model: nn.Module, part: Batch) -> Tensor:
+    found = model(**part)
+    loss: Tensor = found["loss"] if isinstance(found, dict) else found[0] if isinstance(found, tuple) else found
+    return loss
+
+
+def same_gradients(pmodel: nn.Module, model: nn.Module) -> None:
+    for (name, mine), theirs in zip(pmodel.named_parameters(), model.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if mine.grad is not None and theirs.grad is not None:
+            whole = mine.grad.full_tensor()  # type: ignore[attr-defined]
+            torch.testing.assert_close(whole, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def trains_under_any_timetable(name: str, document: dict[str, Any], shares: list[float]) -> None:
+    """Three steps of AdamW with clipping for each budget: what moves is as planned, and never over the budget."""
+    original, batch = model_of(name)
+    plan = Plan.from_dict(document)
+    assert plan.timetable is not None
+    trace = plan.timetable.trace
+    least, all_bytes = max(trace.needed_bytes), sum(item.bytes for item in trace.items)
+    for number, share in enumerate(shares):
+        table = TIMETABLES[number % 2](trace, least + int(share * all_bytes))
+        model = copy.deepcopy(original)
+        pmodel, carrier = parallel(copy.deepcopy(model), replace(plan, timetable=table), batch)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
+        for step in range(3):
+            losses = [loss_of(m, another(name, step)) for m in (model, pmodel)]
+            torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)
+            for loss, m, optimizer in zip(losses, (model, pmodel), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+                optimizer.step()
+            same_gradients(pmodel, model)
+            planned = {way: size for (_, way), size in table.bytes_moved.items() if size}
+            assert {way: size for way, size in carrier.bytes_moved.items() if size} == planned
+        assert table.budget_bytes >= carrier.arena.high_water_bytes == table.high_water_bytes
+        expected = model.state_dict()
+        for key, value in pmodel.full_state_dict().items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+
+
+def is_bit_equal(name: str, document: dict[str, Any]) -> None:
+    """On one rank nothing is summed in another order."""
+    model, batch = model_of(name, torch.float32)
+    pmodel, _ = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, pmodel)]
+    for step in range(2):
+        for m, optimizer in zip((model, pmodel), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(m, another(name, step, torch.float32)).backward()
+            optimizer.step()
+    expected = model.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in pmodel.full_state_dict().items())
+
+
+def goes_other_ways(document: dict[str, Any]) -> None:
+    """Steps that are not forward, backward, update; each computes what the original computes."""
+    model, batch = model_of("mlp")
+    pmodel, carrier = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
+    batches = [another("mlp", seed) for seed in range(3)]
+
+    def both(run: Callable[[nn.Module], Any]) -> None:
+        for m in (model, pmodel):
+            m.zero_grad()
+            run(m)
+        same_gradients(pmodel, model)
+
+    def accumulates(m: nn.Module) -> None:
+        for each in batches:
+            loss_of(m, each).backward()
+
+    def fills_zeros(m: nn.Module) -> None:
+        loss_of(m, batches[0]).backward()
+        m.zero_grad(set_to_none=False)
+        loss_of(m, batches[1]).backward()
+
+    def evaluates_between(m: nn.Module) -> None:
+        with torch.no_grad():
+            loss_of(m, batches[1])
+        loss = loss_of(m, batches[0])
+        loss.backward()
+
+    def gives_up_a_step(m: nn.Module) -> None:
+        loss_of(m, batches[1])
+        loss_of(m, batches[0]).backward()
+
+    def twice(m: nn.Module) -> None:
+        loss = loss_of(m, batches[0])
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def two_at_once(m: nn.Module) -> None:
+        (loss_of(m, batches[0]) + 2 * loss_of(m, batches[1])).backward()
+
+    for run in (accumulates, fills_zeros, evaluates_between, gives_up_a_step):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            both(run)
+    for run in (twice, two_at_once):
+        with pytest.warns(UserWarning, match="another way than its timetable"):
+            both(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        both(accumulates)
+    held = [parameter.grad for parameter in pmodel.parameters()]
+    before = [None if grad is None else grad.full_tensor().clone() for grad in held]  # type: ignore[attr-defined]
+    pmodel.zero_grad()
+    loss_of(pmodel, batches[2]).backward()
+    for grad, value in zip(held, before, strict=True):  # what the user still holds is left alone
+        assert grad is not None and value is not None
+        assert torch.equal(grad.full_tensor(), value)  # type: ignore[attr-defined]
+    assert carrier.arena.high_water_bytes <= carrier.arena.budget_bytes
+
+    for m in (model, pmodel):
+        with torch.no_grad():
+            next(m.parameters()).mul_(1.5)
+    both(lambda m: loss_of(m, batches[0]).backward())
+    pmodel.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
+    model.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
+    both(lambda m: loss_of(m, batches[1]).backward())
+    for m in (model, pmodel):
+        next(m.parameters()).requires_grad_(False)
+    both(lambda m: loss_of(m, batches[2]).backward())
+
+    with pytest.raises(InputError, match="cannot be copied"):
+        copy.deepcopy(pmodel)
+    pmodel.load_state_dict(pmodel.full_state_dict(), assign=True)
+    with pytest.raises(InputError, match="no longer where the plan keeps it: change parameters in place"):
+        loss_of(pmodel, batches[0])
+
+
+def runs_in_eval(document: dict[str, Any]) -> None:
+    model, batch = model_of("mlp")
+    pmodel, carrier = parallel(copy.deepcopy(model).eval(), Plan.from_dict(document), batch)
+    for seed in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(pmodel, another("mlp", seed)), loss_of(model, another("mlp", seed)))
+    assert carrier.arena.high_water_bytes <= carrier.arena.budget_bytes
+
+
+def refuses_what_does_not_fit(document: dict[str, Any]) -> None:
+    model, batch = model_of("mlp")
+    plan = Plan.from_dict(document)
+    assert plan.timetable is not None
+    data = plan.timetable.to_dict()
+    data["items"][0]["bytes"] += 64
+    with pytest.raises(PlanError, match="timetable is of other chunks or blocks"):
+        parallel(model, replace(plan, timetable=Timetable.from_dict(data)), batch)
+    small = ClusterSpec.local(1, memory_bytes="64 KiB", cores=2, host_memory_bytes="1 GiB")
+    with pytest.raises(InfeasibleError):
+        autopar.parallelize(model, small, example_kwargs=batch, pin={"offload": "host"})
+
+
+class OnDevice(LiveBytes):
+    """Counts live storages, of chunks only what is on the device."""
+
+    def __init__(self, carrier: Carrier, pmodel: ParallelModule):
+        self.carrier, self.fullest = carrier, 0
+        super().__init__()
+        parameters = carrier._parameters.values()
+        for tensor in (*(flat for each in parameters for flat in (each._home, each.here)), *pmodel.buffers()):
+            self._known[tensor.untyped_storage()._cdata] = 0
+            weakref.finalize(tensor.untyped_storage(), self._drop, tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for home in [home for each in self.carrier._gradients.values() for home in each._homes]:
+            self._known.setdefault(home.untyped_storage()._cdata, 0)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        parameters = sum(each.bytes for each in self.carrier._parameters.values() if each.state != "home")
+        self.fullest = max(self.fullest, self.now + parameters)
+        return result
+
+
+def holds_no_more_than_planned(name: str, document: dict[str, Any]) -> tuple[int, int]:
+    """Bytes at the fullest moment of a step, observed and planned."""
+    model, batch = model_of(name)
+    plan = Plan.from_dict(document)
+    pmodel, carrier = parallel(model, plan, batch)
+    part = pmodel.shard(batch)
+    for _ in range(2):
+        loss_of_part(pmodel, part).backward()
+        pmodel.zero_grad()
+    with OnDevice(carrier, pmodel) as meter:
+        for value in part.values():
+            meter._add(value)
+        loss_of_part(pmodel, part).backward()
+    return meter.fullest, plan.predicted.peak_bytes

@@ -1,0 +1,137 @@
+"""Model data on the host: what the carrier moves, that it is never over the budget, and that nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autopar
+from autopar.processes import LocalProcesses
+from autopar.runtime.tiers import Arena, Gradients, Link, Parameters
+from planner.cluster import ClusterSpec
+from planner.errors import TimetableError
+from planner.timetable.table import ACTIONS
+from tests.autopar import carried
+
+CASES: list[tuple[str, dict[str, Any], int]] = [
+    ("mlp", {"data": 2, "zero": 0}, 2),
+    ("gpt2", {}, 1),
+    ("shared-layers", {"tensor": 2, "recompute": "full"}, 2),
+    ("t5", {"data": 2, "zero": 3}, 2),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalProcesses]:
+    with LocalProcesses(2, ("torch", "tests.autopar.carried"), timeout_s=60) as processes:
+        yield processes
+
+
+@pytest.mark.parametrize("name, pin, ranks", CASES, ids=str)
+def test_any_timetable_computes_the_same(pool: LocalProcesses, name: str, pin: dict[str, Any], ranks: int) -> None:
+    document = carried.plan_of(name, pin, ranks).to_dict()
+    shares = [0.0, random.Random(name).random() * 0.2, random.Random(name).random() * 0.6]
+    pool.run(carried.trains_under_any_timetable, name, document, shares, ranks=ranks)
+
+
+def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
+    document = carried.plan_of("mlp", {"data": 2, "zero": 3}, 2).to_dict()
+    pool.run(carried.goes_other_ways, document, ranks=2)
+
+
+def test_one_rank_computes_the_same_bits(pool: LocalProcesses) -> None:
+    model, batch = carried.model_of("gpt2", torch.float32)
+    cluster = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")
+    plan = autopar.plan(model, cluster, example_kwargs=batch, pin={"offload": "host"})
+    pool.run(carried.is_bit_equal, "gpt2", plan.to_dict(), ranks=1)
+
+
+def test_models_that_do_not_train_are_carried_too(pool: LocalProcesses) -> None:
+    model, batch = carried.model_of("mlp")
+    cluster = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")
+    plan = autopar.plan(model.eval(), cluster, example_kwargs=batch, pin={"offload": "host"})
+    pool.run(carried.runs_in_eval, plan.to_dict(), ranks=1)
+
+
+def test_what_does_not_fit_is_refused(pool: LocalProcesses) -> None:
+    pool.run(carried.refuses_what_does_not_fit, carried.plan_of("mlp", {}, 1).to_dict(), ranks=1)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_device_holds_what_was_planned(pool: LocalProcesses, name: str) -> None:
+    found = carried.plan_of(name, {}, 1)
+    tight = carried.plan_of(name, {}, 1, memory_bytes=int(found.predicted.peak_bytes))
+    (seen, planned), *_ = pool.run(carried.holds_no_more_than_planned, name, tight.to_dict(), ranks=1)
+    assert planned * 0.85 <= seen <= planned * 1.05
+
+
+# ---- chunks by themselves --------------------------------------------------------------------------------------------
+
+
+def chunk(budget_bytes: int = 1024) -> Parameters:
+    cpu = torch.device("cpu")
+    made = Parameters("parameters a", 128, {"weight": 0, "bias": 64}, cpu, Arena(budget_bytes), Link(cpu))
+    made.keep("weight", torch.arange(8.0))
+    made.keep("bias", torch.arange(4.0))
+    return made
+
+
+@given(st.lists(st.sampled_from([*ACTIONS]), max_size=12))
+def test_only_legal_transitions_happen(actions: list[str]) -> None:
+    like = {"weight": torch.zeros(8), "bias": torch.zeros(4)}
+    arena, done = Arena(1024), []
+    made = Gradients("gradients a", like, arena, Link(torch.device("cpu")))
+    state = "home"
+    for action in actions:
+        if action in ("fetch", "fetched"):
+            continue  # gradients are never fetched
+        before, after = ACTIONS[action]
+        if state != before:
+            with pytest.raises(TimetableError, match=rf"{action} gradients a .* it is {state}, not {before}; last: "):
+                made.act(action, "a moment")
+        else:
+            made.act(action, "a moment")
+            state = after
+            done.append(action)
+        assert made.state == state
+        assert arena.held_bytes == (0 if state == "home" else 48)
+    assert made.told.count("on entering a moment") == min(len(done), 8)
+
+
+def test_parameters_come_and_go() -> None:
+    made = chunk()
+    with pytest.raises(TimetableError, match="forward uses parameters a, which is home, not resident; last: nothing"):
+        made.check_present("forward")
+    for _ in range(2):
+        made.act("fetch", "forward")
+        made.act("fetched", "forward")
+        weight, bias = made.values()
+        assert torch.equal(weight, torch.arange(8.0)) and torch.equal(bias, torch.arange(4.0))
+        version = weight._version
+        made.act("drop", "backward")
+        made.act("fetch", "backward")
+        assert weight._version == version and torch.equal(weight, torch.arange(8.0))
+        made.act("fetched", "backward")
+        made.act("drop", "update")
+        assert weight.untyped_storage().nbytes() == 0
+    assert made.link.bytes_moved == {"fetch": 4 * 128}
+    assert made.arena.high_water_bytes == 128 and made.arena.held_bytes == 0
+
+
+def test_an_arena_is_never_over_its_budget() -> None:
+    made = chunk(budget_bytes=150)
+    made.arena.enter(beside_bytes=40)
+    with pytest.raises(
+        TimetableError, match=r"fetch parameters a on entering forward, which takes 128 bytes: .* 18 more than its 150"
+    ):
+        made.act("fetch", "forward")
+    assert made.state == "home" and made.arena.held_bytes == 0
+    made.arena.enter(beside_bytes=22)
+    made.act("fetch", "forward")
+    assert made.arena.high_water_bytes == 150
