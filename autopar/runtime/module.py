@@ -27,6 +27,7 @@ from autopar.runtime.carrier import Carrier
 from autopar.runtime.gradients import Holders, know_each_other
 from autopar.runtime.mail import Pipeline
 from autopar.runtime.mesh import groups_of, part_of, placements
+from autopar.runtime.optimizer import Groups, make_optimizer
 from autopar.runtime.parameters import local_parts, renew
 from autopar.runtime.stage import programs_in
 from autopar.runtime.state import RunState
@@ -175,6 +176,34 @@ class ParallelModule(nn.Module):
     def stored(self) -> Mapping[str, LeafSpec]:
         """How the parameters and buffers that this rank holds are stored, by their first names."""
         return self._leaf_names
+
+    def optimizer(self, make: Callable[..., Any], groups: Groups = (), **options: Any) -> Any:
+        """An optimizer over the parameters that this rank holds; parameters at home on the host are updated there.
+
+        It is what ``make([...], **options)`` makes: schedulers, clipping, ``torch.amp.GradScaler`` and checkpoints take
+        it as any other. Adam and AdamW step by torch's fused kernels, unless ``fused``, ``foreach`` or
+        ``differentiable`` is given; torch's other fused kernels take no DTensors.
+
+        Args:
+            make: the optimizer's class, e.g. ``torch.optim.AdamW``.
+            groups: parameters that have options of their own, by patterns of their names:
+                ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``. A parameter is in the first group that
+                takes any of its names; those that none takes come first, in ``param_groups[0]``.
+            options: of the optimizer.
+
+        Raises:
+            InputError: ranks hold parts of the model, and the optimizer is not elementwise, so that it would update a
+                part otherwise than the whole; or a pattern matches no parameter.
+        """
+        buffers = {leaf.name for leaf in self._leaf_names.values() if leaf.kind == "buffer"}
+        return make_optimizer(
+            make,
+            {self._everywhere[name]: parameter for name, parameter in self.named_parameters()},
+            {name: first for name, first in self._everywhere.items() if first not in buffers},
+            self.pipeline is not None or any(_is_cut(parameter) for parameter in self.parameters()),
+            groups,
+            options,
+        )
 
     def print_code(self) -> None:
         """Print the emitted Python: each distinct block once, then the root that calls them."""
@@ -429,6 +458,10 @@ class ParallelModule(nn.Module):
         return DTensor.from_local(
             part, self.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
         )
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and any(not placement.is_replicate() for placement in parameter.placements)
 
 
 def _on_cpu(value: Tensor) -> Tensor:

@@ -86,7 +86,10 @@ def trains_under_any_timetable(name: str, document: dict[str, Any], shares: list
         table = TIMETABLES[number % 2](trace, least + int(share * all_bytes))
         model = copy.deepcopy(original)
         pmodel, carrier = parallel(copy.deepcopy(model), replace(plan, timetable=table), batch)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
+        optimizers = [
+            torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
+            pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
+        ]
         for step in range(3):
             losses = [loss_of(m, another(name, step)) for m in (model, pmodel)]
             torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)
@@ -187,6 +190,8 @@ def goes_other_ways(document: dict[str, Any]) -> None:
         next(m.parameters()).requires_grad_(False)
     both(lambda m: loss_of(m, batches[2]).backward())
 
+    with pytest.raises(InputError, match="Adafactor is not elementwise"):
+        pmodel.optimizer(torch.optim.Adafactor)
     with pytest.raises(InputError, match="cannot be copied"):
         copy.deepcopy(pmodel)
     pmodel.load_state_dict(pmodel.full_state_dict(), assign=True)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.checkpoint import files, save
 from autopar.exact import exact
+from autopar.runtime.module import ParallelModule
 from planner.errors import CheckpointError
 from tests.autopar.workers import batch_of, loss_of, model_of, parallel
 
@@ -28,10 +29,15 @@ class Run:
 
     def __init__(self, model: nn.Module, name: str, dtype: torch.dtype = torch.float64):
         self.model, self.name, self.dtype = model, name, dtype
-        matrices = [p for p in model.parameters() if p.ndim > 1]
-        others = [p for p in model.parameters() if p.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+        others = {name: p for name, p in model.named_parameters() if p.ndim <= 1}
+        options: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}
+        if isinstance(model, ParallelModule):
+            groups = [{"params": [*others], "weight_decay": 0.0}]
+            self.optimizer = model.optimizer(torch.optim.AdamW, groups, **options)
+        else:
+            matrices = [p for p in model.parameters() if p.ndim > 1]
+            by_hand = [{"params": matrices}, {"params": [*others.values()], "weight_decay": 0.0}]
+            self.optimizer = torch.optim.AdamW(by_hand, **options)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10)
 
     def steps(self, seeds: range) -> list[float]:

@@ -1,0 +1,154 @@
+"""Optimizer: any elementwise one of torch's form, over the parameters of a parallel module.
+
+A rank's optimizer sees this rank's parts of parameters. That is right if the update of a part is the part of the
+update, which is not asked of the optimizer's name but of what it does (:func:`check_elementwise`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.errors import InputError
+
+Groups = Sequence[Mapping[str, Any]]
+"""Each has ``params``, a pattern of names or several (``*`` and ``?`` allowed), and options of its own."""
+
+FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW)
+"""Those whose fused kernels take DTensors, on CPUs and GPUs; torch has no sharding rule for the kernels of others."""
+FUSED_ON = ("cpu", "cuda")
+CHOSEN = frozenset({"fused", "foreach", "differentiable"})
+"""Options that say how to step."""
+SIZE = 256
+"""Rows and columns of the matrix that is tried: some optimizers go by elements where it is smaller."""
+SCALES = (1e-3, 1.0, 1e3)
+"""Of the gradients of each step: some optimizers clip them."""
+
+
+def make_optimizer(
+    make: Callable[..., Any],
+    parameters: Mapping[str, nn.Parameter],
+    names: Mapping[str, str],
+    is_apart: bool,
+    groups: Groups,
+    options: Mapping[str, Any],
+) -> Any:
+    """An optimizer over a rank's parameters; see :meth:`autopar.runtime.module.ParallelModule.optimizer`.
+
+    Args:
+        parameters: those of this rank by their first names, parts in DTensors.
+        names: every name of a parameter of the whole model -> its first name.
+        is_apart: whether ranks hold different parts of parameters, or different parameters.
+    """
+    if not callable(make):
+        raise InputError(
+            f"the optimizer is of type {type(make).__name__}: give its class, and its options beside it, e.g. "
+            "pmodel.optimizer(torch.optim.AdamW, lr=1e-3)"
+        )
+    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+    place = _places(names, groups)
+    own: list[dict[str, Any]] = [
+        {},
+        *({key: value for key, value in group.items() if key != "params"} for group in groups),
+    ]
+    if is_apart:
+        for each in own:
+            check_elementwise(make, {**options, **each}, device)
+    grouped: list[dict[str, Any]] = [{**each, "params": []} for each in own]
+    for name, parameter in parameters.items():
+        grouped[place.get(name, 0)]["params"].append(parameter)
+    if make in FUSED and device.type in FUSED_ON and not any(CHOSEN & each.keys() for each in (options, *own)):
+        options = {**options, "fused": True}
+    made = make(grouped, **options)
+    for option in {key for each in own for key in each} - made.defaults.keys():
+        raise InputError(f"groups: {_name(make)} has no option {option!r}; {_close(option, sorted(made.defaults))}")
+    return made
+
+
+def _places(names: Mapping[str, str], groups: Groups) -> dict[str, int]:
+    """The number of the first group, from 1, that takes a parameter, by its first name.
+
+    Raises:
+        InputError: a group without patterns, or a pattern without parameters.
+    """
+    found: dict[str, int] = {}
+    for number, group in enumerate(groups, 1):
+        given = group.get("params")
+        patterns = [given] if isinstance(given, str) else given
+        if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise InputError(
+                f"groups[{number - 1}] has params of type {type(given).__name__}: give patterns of parameters' names, "
+                "e.g. {'params': ['*.bias', '*norm*'], 'weight_decay': 0.0}; groups of parameters themselves go to "
+                "the optimizer's class"
+            )
+        for pattern in patterns:
+            taken = [first for name, first in names.items() if fnmatchcase(name, pattern)]
+            if not taken:
+                raise InputError(f"groups[{number - 1}]: no parameter matches {pattern!r}; {_close(pattern, [*names])}")
+            for first in taken:
+                found.setdefault(first, number)
+    return found
+
+
+def _close(given: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(given, names, n=3, cutoff=0.4)
+    return f"{'close' if near else 'there'} are: {', '.join(map(repr, near or names[:3]))}"
+
+
+def check_elementwise(make: Callable[..., Any], options: Mapping[str, Any], device: torch.device) -> None:
+    """Raise :class:`InputError` unless an optimizer updates the parts of a matrix as it updates the matrix.
+
+    Tried in three steps in float64 on a matrix and its halves, by rows and by columns, each with an optimizer of its
+    own, as ranks have.
+
+    Args:
+        options: what the optimizer is made with; with a rate of 0 nothing would be seen, so another one is taken.
+        device: where the parameters are.
+    """
+    options = {**options, "lr": 1e-2} if "lr" in options else dict(options)
+    generator = torch.Generator().manual_seed(0)
+    value, *gradients = (
+        torch.randn(SIZE, SIZE, dtype=torch.float64, generator=generator).to(device) * scale for scale in (1.0, *SCALES)
+    )
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        whole = _stepped(make, options, value, gradients)
+        for dim in (0, 1):
+            parts = zip(*(each.chunk(2, dim) for each in (value, *gradients)), strict=True)
+            joined = torch.cat([_stepped(make, options, part, made) for part, *made in parts], dim)
+            if not torch.allclose(joined, whole, rtol=1e-10, atol=1e-12):
+                raise InputError(
+                    f"{_name(make)} is not elementwise: two halves of a matrix, each by itself, become another "
+                    f"one than the whole (by up to {(joined - whole).abs().max().item():.1g}). {WAY_OUT}"
+                )
+
+
+def _stepped(
+    make: Callable[..., Any], options: Mapping[str, Any], value: Tensor, gradients: Sequence[Tensor]
+) -> Tensor:
+    """A parameter after steps with these gradients."""
+    parameter = nn.Parameter(value.clone())
+    optimizer = make([parameter], **options)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        try:
+            optimizer.step()
+        except (TypeError, RuntimeError, NotImplementedError, AssertionError) as error:
+            raise InputError(
+                f"{_name(make)} does not step from gradients alone ({str(error).splitlines()[0]}). {WAY_OUT}"
+            ) from error
+    return parameter.detach()
+
+
+WAY_OUT = (
+    "Ranks of this plan hold parts of the parameters, and each updates its own: take an optimizer that updates every "
+    "element by itself (AdamW, SGD, RMSprop, Adagrad ...), or a plan that shards no parameter (pin={'zero': 0})"
+)
+
+
+def _name(make: Callable[..., Any]) -> str:
+    return getattr(make, "__name__", repr(make))
