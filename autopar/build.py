@@ -31,6 +31,7 @@ from planner.exchange import ties
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
+from planner.memory import BEFORE
 from planner.offload import chunks_of, gradients, moments_of, parameters
 from planner.pipeline.schedule import Schedule
 from planner.timetable import Timetable
@@ -121,17 +122,20 @@ def _carrier(assignment: Assignment, table: Timetable, device: torch.device) -> 
     Raises:
         PlanError: the timetable is of other chunks or blocks than the plan's.
     """
-    graph, moments = assignment.space.graph, moments_of(assignment)
-    items = {item.name: item.bytes for item in table.trace.items}
+    graph, items = assignment.space.graph, {item.name: item.bytes for item in table.trace.items}
     carried = []
     sizes: dict[str, int] = {}
     for chunk in chunks_of(assignment):
+        if parameters(chunk) not in items:  # it stays on the device
+            continue
         leaves = [graph.by_name[name] for name in chunk.leaves]
         starts = {leaf.target: start for leaf, start in zip(leaves, chunk.starts, strict=False)}
         trained = tuple(leaf.target for leaf in leaves if leaf.results[0].grad)
         item = gradients(chunk) if gradients(chunk) in items else None
         carried.append(Carried(parameters(chunk), chunk.bytes, starts, chunk.entered, item, trained))
         sizes |= {parameters(chunk): chunk.bytes} | ({item: chunk.gradient_bytes} if item else {})
+    entering = {each.block for each in carried}
+    moments = {n: names for n, names in moments_of(assignment).items() if n != BEFORE or n in entering}
     if items != sizes or any(name not in table.trace.place for name, _ in moments.values()):
         raise PlanError(
             "the plan's timetable is of other chunks or blocks than its layouts make: one of them was edited; make "

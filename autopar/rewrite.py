@@ -34,7 +34,7 @@ from planner.fold import Block
 from planner.formulate import Assignment
 from planner.graph import Ref
 from planner.memory import BEFORE
-from planner.offload import chunks_of
+from planner.offload import chunks_of, parameters
 from planner.recompute import Level
 
 
@@ -96,7 +96,8 @@ class Root:
         self.body = Body(assignment, targets, device)
         self.calls: dict[str, int] = {}
         self._names = program_names(assignment)
-        self._chunks = chunks_of(assignment) if CARRIER in groups else ()
+        carrier = groups.get(CARRIER)
+        self._chunks = [] if carrier is None else [c for c in chunks_of(assignment) if carrier.carries(parameters(c))]
         self._made: dict[tuple[object, ...], str] = {}
         self._holder: dict[str, Any] = {}
 

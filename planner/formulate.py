@@ -36,7 +36,7 @@ from planner.traffic import Traffic
 
 AllowLeaf = Callable[[Node, Layout], bool]
 Mask = NDArray[np.bool_]
-Tier = Literal["device", "host"]
+Tier = Literal["device", "host", "either"]
 BUCKET_BYTES = 25 * 2**20
 OVERLAP = {"nccl": 0.9, "gloo": 0.0}
 """Share of backward work that can hide gradient communication, where a cluster does not say. Gloo communicates on the
@@ -49,8 +49,9 @@ class Training:
 
     Attributes:
         optimizer_bytes_per_element: of optimizer state, per parameter element; Adam's two moments in float32 are 8.
-        tier: where parameters, gradients and optimizer state are at home: on the device, or on the host, which then
-            updates them, and devices hold of them what they use.
+        tier: where parameters, gradients and optimizer state are at home: on the device; on the host, which then
+            updates them, and devices hold of them what they use; or either, of each block what fits
+            (:mod:`planner.offload`). To the search, which decides before that, either is the host.
     """
 
     optimizer_bytes_per_element: int = 8
@@ -581,21 +582,30 @@ class Space:
         held = local_bytes(tensor, layout, self.mesh)
         if node.op != "param":
             return 0.0, held
-        trained, away = tensor.grad, self.training.tier != "device"
-        state = held // tensor.item_bytes * self.training.optimizer_bytes_per_element if trained else 0
         seconds = self.update_s(node, layout) + self.moved_s(node, layout)
-        return seconds, 0 if away else held * (1 + trained) + state
+        if self.training.tier != "device":
+            return seconds, 0
+        return seconds, held * (1 + tensor.grad) + self.state_bytes(node, layout)
 
-    def update_s(self, node: Node, layout: Layout) -> float:
+    def state_bytes(self, node: Node, layout: Layout) -> int:
+        """Bytes of optimizer state for one parameter."""
+        tensor = node.results[0]
+        if not tensor.grad:
+            return 0
+        return local_bytes(tensor, layout, self.mesh) // tensor.item_bytes * self.training.optimizer_bytes_per_element
+
+    def update_s(self, node: Node, layout: Layout, tier: Tier | None = None) -> float:
         """Seconds of the optimizer for one parameter: it reads parameter, gradient and state, and writes parameter and
         state.
+
+        Args:
+            tier: where it is at home; left out: where this step keeps all.
         """
         tensor = node.results[0]
         if not tensor.grad:
             return 0.0
-        held = local_bytes(tensor, layout, self.mesh)
-        state = held // tensor.item_bytes * self.training.optimizer_bytes_per_element
-        if self.training.tier == "device":
+        held, state = local_bytes(tensor, layout, self.mesh), self.state_bytes(node, layout)
+        if (tier or self.training.tier) == "device":
             return self.cost.compute_s(0.0, 3 * held + 2 * state, tensor.dtype, kernel=Stream("optimizer"))
         return (3 * held + 2 * state) / self.cost.cluster.host_memory.memory_bandwidth_bytes_per_s
 

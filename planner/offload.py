@@ -5,29 +5,37 @@ chunk. A chunk is an item of the trace, fetched for forward, and again for backw
 own memory there; its gradients are another, made by backward and evicted. The host then updates all of them at once:
 whatever optimizer the user brings steps over memory of the host, and so does clipping.
 
+A chunk may also *stay*: its parameters, gradients and optimizer state are on the device throughout and are updated
+there, and nothing of it is in the trace. As many stay as make the step shortest, of a few counts that are tried.
+
 What several blocks read, or what is converted before them, enters the program before the first block, and its gradient
 leaves it when the last is undone.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from planner.chain import Link as BlockLink
 from planner.chain import links_of
 from planner.conversion import local_bytes
 from planner.errors import InfeasibleError
-from planner.formulate import Assignment
+from planner.formulate import Assignment, Tier
 from planner.graph import Ref
-from planner.memory import BEFORE, Usage, enters_before, readers_of
+from planner.memory import BEFORE, Direction, Usage, enters_before, readers_of
 from planner.predict import Prediction, predict
 from planner.timetable import Item, Link, Moment, Timetable, Trace, Use, shortest_step, simulate
 from planner.words import in_bytes
 
 ALIGN_BYTES = 64
 """Parameters begin at multiples of it in their chunk."""
-UPDATE = "update"
+UPDATE, UPDATE_THERE = "update", "update what stays"
+SHARES = (1.0, 0.75, 0.5)
+"""Parts of what can stay that are tried, beside nothing: room for what moves may be worth more."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +96,6 @@ def label(assignment: Assignment, number: int) -> str:
     return f"{number} {instance.block.path or folded.names[instance.kind]}"
 
 
-def forward(number: int, called: str) -> str:
-    """The moment of a block's forward; that of :data:`BEFORE` comes before the first block's."""
-    return f"forward {called}" if number != BEFORE else "begin"
-
-
-def backward(number: int, called: str) -> str:
-    """The moment of a block's backward; that of :data:`BEFORE` comes after the first block's."""
-    return f"backward {called}" if number != BEFORE else "end"
-
-
 def parameters(chunk: Chunk) -> str:
     """The item of a chunk's parameters."""
     return f"parameters {chunk.name}"
@@ -109,81 +107,160 @@ def gradients(chunk: Chunk) -> str:
 
 
 def moments_of(assignment: Assignment) -> dict[int, tuple[str, str]]:
-    """The names of the moments of each block's forward and backward, by its number; :data:`BEFORE` with the others if
-    several blocks read a parameter.
+    """The names of the moments of each block's forward and backward, by its number; those of
+    :data:`planner.memory.BEFORE` come before all forwards and after all backwards, where anything moves then.
     """
-    numbers = [*range(len(assignment.space.folded.instances))]
+    numbers = range(len(assignment.space.folded.instances))
     called = {number: label(assignment, number) for number in numbers}
-    if any(chunk.is_before for chunk in chunks_of(assignment)):
-        called[BEFORE] = ""
-    return {number: (forward(number, name), backward(number, name)) for number, name in called.items()}
+    return {BEFORE: ("begin", "end"), **{n: (f"forward {name}", f"backward {name}") for n, name in called.items()}}
 
 
-def undone(assignment: Assignment) -> list[int]:
-    """The numbers of the blocks that have a backward, in the order of forward."""
-    space = assignment.space
-    return [
-        number
-        for number, instance in enumerate(space.folded.instances)
-        if any(ref in space.graph.differentiated for ref in instance.block.outputs)
-    ]
-
-
-def trace_of(assignment: Assignment, usage: Usage, prediction: Prediction) -> Trace:
+@dataclass(frozen=True)
+class _Step:
     """A step of an assignment, block by block.
 
-    Args:
+    Attributes:
         usage: what the step holds besides chunks and gradients.
         prediction: of the step; its seconds on the device are shared out by what the blocks take.
     """
-    chunks, host = chunks_of(assignment), assignment.space.cost.cluster.host_memory
-    numbers = range(len(assignment.space.folded.instances))
-    before = [BEFORE] if any(chunk.is_before for chunk in chunks) else []
-    trained = [chunk for chunk in chunks if chunk.gradient_bytes]
-    after = [BEFORE] if any(chunk.is_before for chunk in trained) else []
-    called = {BEFORE: "", **{number: label(assignment, number) for number in numbers}}
-    forwards, backwards = [*before, *numbers], [*reversed(undone(assignment)), *after]
-    seconds = _seconds(assignment, prediction)
-    moments = [
-        Moment(forward(n, called[n]), seconds["forward", n], usage.by_block.get(("forward", n), 0)) for n in forwards
-    ]
-    moments += [
-        Moment(backward(n, called[n]), seconds["backward", n], usage.by_block.get(("backward", n), 0))
-        for n in backwards
-    ]
-    if trained:
-        moments.append(Moment(UPDATE, prediction.time_s["optimizer"], on="host"))
-    items = []
-    for chunk in chunks:
-        uses = [Use(forward(n, called[n])) for n in (*[BEFORE] * chunk.is_before, *chunk.readers)]
-        read = [n for n in reversed(chunk.readers) if _is_read_again(chunk, usage, n)]
-        uses += [Use(backward(n, called[n])) for n in read if n in backwards]
-        if chunk.gradient_bytes:
-            uses.append(Use(UPDATE, "rw"))
-        items.append(Item(parameters(chunk), chunk.bytes, tuple(uses)))
-        if chunk.gradient_bytes and (made := chunk.entered) in backwards:
-            uses = [Use(backward(made, called[made]), "w"), Use(UPDATE)]
-            items.append(Item(gradients(chunk), chunk.gradient_bytes, tuple(uses)))
-    return Trace(tuple(moments), tuple(items), {"host": Link(host.link_bytes_per_s, host.link_bytes_per_s)})
 
+    assignment: Assignment
+    usage: Usage
+    prediction: Prediction
 
-def _is_read_again(chunk: Chunk, usage: Usage, number: int) -> bool:
-    """Whether backward of a block reads a chunk; what is brought into the program before all blocks may be anywhere."""
-    names: Collection[str] = {*usage.read_again.get(number, ()), *usage.read_again.get(BEFORE, ())}
-    return not set(chunk.leaves).isdisjoint(names)
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return chunks_of(self.assignment)
 
+    @cached_property
+    def budget_bytes(self) -> int:
+        return self.assignment.space.cost.cluster.device.usable_bytes
 
-def _seconds(assignment: Assignment, prediction: Prediction) -> dict[tuple[str, int], float]:
-    """Seconds on the device of every block, by direction and number, that add up to the prediction's."""
-    recompute, skeleton = assignment.recompute, assignment.space.skeleton
-    found = {("forward", BEFORE): 0.0, ("backward", BEFORE): 0.0}
-    for number, (link, (kind, nth)) in enumerate(zip(links_of(assignment), skeleton.numbers, strict=True)):
-        found["forward", number] = link.block.forward_s + link.gather_s
-        found["backward", number] = link.block.input_s + link.block.weight_s + link.reduce_s
-        found["backward", number] += _again_s(link, recompute.level(kind, nth))
-    on_device = sum(seconds for use, seconds in prediction.time_s.items() if use not in ("optimizer", "offload"))
-    scale = on_device / (sum(found.values()) or 1.0)
-    return {key: seconds * scale for key, seconds in found.items()}
+    def trace(self, stays: Collection[Chunk] = ()) -> Trace:
+        """The step as a trace, with chunks that stay on the device throughout."""
+        moves = [chunk for chunk in self.chunks if chunk not in stays]
+        trained = [chunk for chunk in moves if chunk.gradient_bytes]
+        names = {n: each for n, each in self._names.items() if n != BEFORE or any(chunk.is_before for chunk in moves)}
+        backwards = [*reversed(self._undone), *[BEFORE] * any(chunk.is_before for chunk in trained)]
+        held = sum(map(self.stays_bytes, stays))
+        moments = [self._moment("forward", names[n][0], n, held) for n in sorted(names)]
+        moments += [self._moment("backward", names[n][1], n, held) for n in backwards]
+        if any(chunk.gradient_bytes for chunk in stays):
+            moments.append(Moment(UPDATE_THERE, sum(self._update_s(chunk, "device") for chunk in stays), held))
+        if trained:
+            moments.append(Moment(UPDATE, sum(self._update_s(chunk, "host") for chunk in trained), on="host"))
+        items = []
+        for chunk in moves:
+            uses = [Use(names[n][0]) for n in (*[BEFORE] * chunk.is_before, *chunk.readers)]
+            uses += [
+                Use(names[n][1]) for n in reversed(chunk.readers) if n in backwards and self._reads_again(chunk, n)
+            ]
+            uses += [Use(UPDATE, "rw")] * bool(chunk.gradient_bytes)
+            items.append(Item(parameters(chunk), chunk.bytes, tuple(uses)))
+            if chunk.gradient_bytes and chunk.entered in backwards:
+                made = Use(names[chunk.entered][1], "w")
+                items.append(Item(gradients(chunk), chunk.gradient_bytes, (made, Use(UPDATE))))
+        speed = self.assignment.space.cost.cluster.host_memory.link_bytes_per_s
+        return Trace(tuple(moments), tuple(items), {"host": Link(speed, speed)})
+
+    @cached_property
+    def _names(self) -> dict[int, tuple[str, str]]:
+        return moments_of(self.assignment)
+
+    @cached_property
+    def _undone(self) -> list[int]:
+        """The numbers of the blocks that have a backward, in the order of forward."""
+        graph = self.assignment.space.graph
+        blocks = [instance.block for instance in self.assignment.space.folded.instances]
+        return [n for n, block in enumerate(blocks) if any(ref in graph.differentiated for ref in block.outputs)]
+
+    def _moment(self, direction: Direction, name: str, number: int, held: int) -> Moment:
+        beside = self.usage.by_block.get((direction, number), 0)
+        return Moment(name, self._seconds.get((direction, number), 0.0), beside + held)
+
+    def _reads_again(self, chunk: Chunk, number: int) -> bool:
+        """Whether backward of a block reads a chunk; what is converted before all blocks may be read in any."""
+        read = self.usage.read_again
+        return not {*read.get(number, ()), *read.get(BEFORE, ())}.isdisjoint(chunk.leaves)
+
+    def _update_s(self, chunk: Chunk, tier: Tier) -> float:
+        space, stored = self.assignment.space, self.assignment.produced
+        return math.fsum(space.update_s(space.graph.by_name[name], stored(Ref(name)), tier) for name in chunk.leaves)
+
+    def stays_bytes(self, chunk: Chunk) -> int:
+        """What a chunk takes of where it is at home: parameters, gradients and optimizer state."""
+        space, stored = self.assignment.space, self.assignment.produced
+        state = sum(space.state_bytes(space.graph.by_name[name], stored(Ref(name))) for name in chunk.leaves)
+        return chunk.bytes + chunk.gradient_bytes + state
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[Direction, int], float]:
+        """Seconds on the device of every block, by direction and number, that add up to the prediction's."""
+        recompute, skeleton = self.assignment.recompute, self.assignment.space.skeleton
+        found: dict[tuple[Direction, int], float] = {}
+        for number, (link, (kind, nth)) in enumerate(zip(links_of(self.assignment), skeleton.numbers, strict=True)):
+            found["forward", number] = link.block.forward_s + link.gather_s
+            found["backward", number] = link.block.input_s + link.block.weight_s + link.reduce_s
+            found["backward", number] += _again_s(link, recompute.level(kind, nth))
+        times = self.prediction.time_s.items()
+        on_device = math.fsum(seconds for use, seconds in times if use not in ("optimizer", "offload"))
+        scale = on_device / (math.fsum(found.values()) or 1.0)
+        return {key: seconds * scale for key, seconds in found.items()}
+
+    def may_stay(self) -> list[tuple[Chunk, ...]]:
+        """What may stay on the device: chunks that save most of the link's time for their bytes, first."""
+        trace = self.trace()
+        moved = {item.name: item.bytes * sum(use.moment != UPDATE for use in item.uses) for item in trace.items}
+
+        def worth(chunk: Chunk) -> float:
+            return (moved[parameters(chunk)] + moved.get(gradients(chunk), 0)) / (self.stays_bytes(chunk) or 1)
+
+        ordered = sorted(self.chunks, key=worth, reverse=True)
+        counts = range(1, len(ordered) + 1)
+        most = bisect_right(
+            counts, 0, key=lambda count: max(self.trace(ordered[:count]).needed_bytes) - self.budget_bytes
+        )
+        return [tuple(ordered[:count]) for count in dict.fromkeys((0, *(int(most * share) for share in SHARES)))]
+
+    def check_host(self, stays: Collection[Chunk]) -> None:
+        """Refuse a host whose memory does not hold what is at home there."""
+        has = self.assignment.space.cost.cluster.host_memory.memory_bytes
+        needed = sum(self.stays_bytes(chunk) for chunk in self.chunks if chunk not in stays)
+        if needed > has:
+            raise InfeasibleError(
+                f"the host has {has:,} bytes for each device ({in_bytes(has)}), and a device's part of parameters, "
+                f"gradients and optimizer state is {needed:,} bytes: shard them over more devices (pin 'zero' 2 or 3, "
+                "or 'tensor'), or take hosts with more memory",
+                needed - has,
+            )
+
+    def predicted(self, table: Timetable, stays: Collection[Chunk]) -> Prediction:
+        """What the step takes that obeys a timetable.
+
+        On a cluster of CPU processes nothing moves while something else is computed: moving takes the same cores.
+        """
+        moments = table.trace.moments
+        update_s = math.fsum(moment.seconds for moment in moments if moment.name in (UPDATE, UPDATE_THERE))
+        computing_s = math.fsum(moment.seconds for moment in moments) - update_s
+        if self.assignment.space.cost.cluster.backend == "gloo":
+            waits_s = sum(table.link_s.values())
+        else:
+            waits_s = max(0.0, simulate(table).step_s - computing_s - update_s)
+        held, fullest = sum(map(self.stays_bytes, stays)), moments[table.occupied_bytes.index(table.high_water_bytes)]
+        bytes_by_use = {
+            "stays": held,
+            "chunks": table.high_water_bytes - fullest.other_bytes,
+            "beside": fullest.other_bytes - held,
+        }
+        return replace(
+            self.prediction,
+            step_time_s=computing_s + update_s + waits_s,
+            peak_bytes=table.high_water_bytes,
+            time_s={**self.prediction.time_s, "optimizer": update_s, "offload": waits_s},
+            memory_bytes={use: size for use, size in bytes_by_use.items() if stays or use != "stays"},
+            fullest_at=fullest.name,
+            largest=(),
+        )
 
 
 def _again_s(link: BlockLink, level: str) -> float:
@@ -193,59 +270,30 @@ def _again_s(link: BlockLink, level: str) -> float:
 
 def needed_bytes(assignment: Assignment, usage: Usage) -> int:
     """The largest working set of a step: the chunks that a moment uses, and all that is there beside them."""
-    return max(trace_of(assignment, usage, predict(assignment, 0.0, usage)).needed_bytes)
+    return max(_Step(assignment, usage, predict(assignment, 0.0, usage)).trace().needed_bytes)
 
 
 def offloaded(assignment: Assignment, usage: Usage, prediction: Prediction) -> tuple[Timetable, Prediction]:
     """The timetable of a step, and what is predicted of the step that obeys it.
 
-    On a cluster of CPU processes nothing moves while something else is computed: moving takes the same cores.
+    Args:
+        usage: what the step holds besides chunks and gradients.
+        prediction: of the step, as if nothing stayed and nothing were moved beside computing.
 
     Raises:
         InfeasibleError: the host's memory does not hold the model's data.
     """
-    space = assignment.space
-    trace = trace_of(assignment, usage, prediction)
-    _check_host(assignment)
-    table = shortest_step(trace, space.cost.cluster.device.usable_bytes)
-    on_device = sum(moment.seconds for moment in trace.moments if moment.on == "device")
-    update_s = prediction.time_s["optimizer"]
-    if space.cost.cluster.backend == "gloo":
-        waits_s = sum(table.link_s.values())
-    else:
-        waits_s = max(0.0, simulate(table).step_s - on_device - update_s)
-    place = table.occupied_bytes.index(table.high_water_bytes)
-    moment = trace.moments[place]
-    beside = moment.other_bytes
-    return table, replace(
-        prediction,
-        step_time_s=on_device + update_s + waits_s,
-        peak_bytes=table.high_water_bytes,
-        time_s={**prediction.time_s, "offload": waits_s},
-        memory_bytes={"chunks": table.high_water_bytes - beside, "beside": beside},
-        fullest_at=moment.name,
-        largest=(),
-    )
-
-
-def home_bytes(assignment: Assignment) -> int:
-    """Bytes of the host's memory that a rank's parameters, gradients and optimizer state take."""
-    space, found = assignment.space, 0
-    for leaf in space.graph.leaves:
-        if leaf.op == "param":
-            tensor = leaf.results[0]
-            size = local_bytes(tensor, assignment.produced(Ref(leaf.name)), space.mesh)
-            state = size // tensor.item_bytes * space.training.optimizer_bytes_per_element
-            found += 2 * size + state if tensor.grad else size
-    return found
-
-
-def _check_host(assignment: Assignment) -> None:
-    host, needed = assignment.space.cost.cluster.host_memory, home_bytes(assignment)
-    if needed > host.memory_bytes:
-        raise InfeasibleError(
-            f"the host has {host.memory_bytes:,} bytes for each device ({in_bytes(host.memory_bytes)}), and a device's "
-            f"part of parameters, gradients and optimizer state is {needed:,} bytes: shard them over more devices (pin "
-            "'zero' 2 or 3, or 'tensor'), or take hosts with more memory",
-            needed - host.memory_bytes,
-        )
+    step = _Step(assignment, usage, prediction)
+    ways: list[tuple[Chunk, ...]] = [()] if assignment.space.training.tier == "host" else step.may_stay()
+    found, refused = [], None
+    for stays in ways:
+        try:
+            step.check_host(stays)
+        except InfeasibleError as error:
+            refused = error
+            continue
+        table = shortest_step(step.trace(stays), step.budget_bytes)
+        found.append((table, step.predicted(table, stays)))
+    if refused is not None and not found:
+        raise refused
+    return min(found, key=lambda each: each[1].step_time_s)

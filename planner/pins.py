@@ -25,7 +25,7 @@ from planner.strategy import Allow, factor_at, tensors_of
 
 SIZES = ("data", "context", "tensor")
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
-TIERS: Mapping[str, Tier] = {"none": "device", "host": "host"}
+TIERS: Mapping[str, Tier] = {"none": "device", "host": "host", "auto": "either"}
 
 FREE_AXES = ("all", "outer", "middle", "inner")
 """Axes of the meshes that are tried when no size is pinned."""
@@ -54,7 +54,8 @@ class Pins:
         micro_batches: turns in which a step takes the global batch.
         schedule: the pipeline's, by name; see :mod:`planner.pipeline.schedule`.
         virtual_stages: stages of each rank of the pipeline, for schedules that interleave them.
-        offload: where model data is at home: ``host``; ``None``: on the device.
+        offload: where model data is at home: on the ``host``, or ``auto``: of some blocks there, of as many as do not
+            fit on the device; ``None``: on the device.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -116,7 +117,8 @@ class Pins:
         if offload not in TIERS:
             raise PinError(
                 f"pin 'offload' is {offload!r}; parameters, gradients and optimizer state are at home on the device "
-                "('none', as if it were left out) or on the host ('host')"
+                "('none', as if it were left out), on the host ('host'), or on both: of some blocks on the host, of as "
+                "many as do not fit on the device ('auto')"
             )
         layers = pin.pop("layers", {})
         if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):

@@ -93,6 +93,10 @@ class Carrier:
 
     # ---- what it holds -----------------------------------------------------------------------------------------
 
+    def carries(self, item: str) -> bool:
+        """Whether a chunk of parameters moves, by its name in the timetable; others stay on the device."""
+        return item in self._parameters
+
     def holds(self, name: str) -> bool:
         """Whether a parameter is in a chunk."""
         return name in self._chunk_of

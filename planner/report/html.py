@@ -25,6 +25,7 @@ from planner.report.summary import (
     counted,
     in_turns,
     is_notable,
+    offloads,
     op_calls,
     stages,
     standing,
@@ -127,11 +128,14 @@ def _mesh(document: Document) -> str:
     chips = enumerate(document.sizes.items())
     axes = "".join(f'<span class="chip a{i % 3}">{escape(name)} {size}</span> ' for i, (name, size) in chips)
     turns = "" if document.pipeline is None else f"<p>{escape(in_turns(document))}</p>"
+    moves = "" if document.timetable is None else f"<p>offload: {escape(offloads(document.timetable))}</p>"
     if document.pipeline is not None and document.pipeline.ranks > 1:
         turns += "".join(f"<p>stage {escape(own)}: {escape(text)}</p>" for own, text in stages(document))
     links = "".join(f"<li>{escape(line)}</li>" for line in _links(document.cluster))
     drawing = _drawing(document.mesh.in_turns(1), document.cluster.spans[0])
-    return f'<div class="card"><h2>Mesh</h2>{drawing}<div>{axes}</div>{turns}<ul class="links">{links}</ul></div>'
+    return (
+        f'<div class="card"><h2>Mesh</h2>{drawing}<div>{axes}</div>{turns}{moves}<ul class="links">{links}</ul></div>'
+    )
 
 
 def _links(cluster: ClusterSpec) -> list[str]:

@@ -12,7 +12,8 @@ from planner.conversion import Collective
 from planner.detail import BlockDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
 from planner.pipeline.schedule import versions
-from planner.words import AGAIN, in_seconds, sizes_text
+from planner.timetable import Timetable
+from planner.words import AGAIN, in_bytes, in_seconds, sizes_text
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,16 @@ def stages(document: Document) -> list[tuple[str, str]]:
         else:
             found.append(([stage], text))
     return [(str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}", text) for own, text in found]
+
+
+def offloads(table: Timetable) -> str:
+    """What is at home on the host, and what a step moves."""
+    sizes = {way: sum(n for (_, each), n in table.bytes_moved.items() if each == way) for way in ("fetch", "evict")}
+    chunks = sum(item.name.startswith("parameters ") for item in table.trace.items)
+    return (
+        f"parameters, gradients and optimizer state of {chunks} chunks at home on the host; a step fetches "
+        f"{in_bytes(sizes['fetch'])} and evicts {in_bytes(sizes['evict'])}"
+    )
 
 
 def in_turns(document: Document) -> str:
