@@ -268,9 +268,26 @@ def _again_s(link: BlockLink, level: str) -> float:
     return ways[level].recompute_s if level in ways else 0.0
 
 
-def needed_bytes(assignment: Assignment, usage: Usage) -> int:
-    """The largest working set of a step: the chunks that a moment uses, and all that is there beside them."""
-    return max(_Step(assignment, usage, predict(assignment, 0.0, usage)).trace().needed_bytes)
+@dataclass(frozen=True)
+class WorkingSet:
+    """What a moment of a step cannot do without: the chunks that it uses, and all that is there beside them."""
+
+    moment: str
+    chunk_bytes: int
+    beside_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Of both."""
+        return self.chunk_bytes + self.beside_bytes
+
+
+def largest_working_set(assignment: Assignment, usage: Usage) -> WorkingSet:
+    """That of the moment which needs the most: no smaller budget will do."""
+    trace = _Step(assignment, usage, predict(assignment, 0.0, usage)).trace()
+    most = max(trace.needed_bytes)
+    moment = trace.moments[trace.needed_bytes.index(most)]
+    return WorkingSet(moment.name, most - moment.other_bytes, moment.other_bytes)
 
 
 def offloaded(assignment: Assignment, usage: Usage, prediction: Prediction) -> tuple[Timetable, Prediction]:

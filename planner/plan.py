@@ -167,7 +167,7 @@ class Plan(Document):
 
         Raises:
             PlanError: the plan was read from a file: ask the plan that ``autopar.evaluate(model, plan)`` returns.
-            PinError: the recipe is malformed.
+            PinError: the recipe is malformed, or offloads.
         """
         from planner.why import why_not
 

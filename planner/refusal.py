@@ -8,8 +8,11 @@ import time
 from planner.chain import links_of
 from planner.division import Division
 from planner.errors import ClusterError, InfeasibleError, PinError
+from planner.formulate import Assignment
 from planner.graph import Graph
 from planner.looks import GRACE_S, Look, Setting
+from planner.memory import usage
+from planner.offload import largest_working_set
 from planner.problem import Problem, evaluate
 from planner.solve import lightest, lower_bounds, solve
 from planner.strategy import Choice
@@ -51,7 +54,9 @@ def nothing_fits(setting: Setting, graph: Graph, looks: list[Look]) -> Infeasibl
             "over the batch), or an input has another dim 0 than the others; pin 'micro_batches' 1"
         )
     open_ = [look for look in looks if math.isfinite(look.candidate.bound_s)]
-    least, division = _leanest(setting, looks)
+    if setting.training.tier != "device":
+        return _nothing_works(setting, looks, bool(open_))
+    least, _, division = min(_lean(setting, looks), key=lambda each: each[0])
     if open_:
         return InfeasibleError(
             f"no plan that fits {cluster.name!r} was found before the time limit, but none was ruled out either: "
@@ -73,12 +78,39 @@ def nothing_fits(setting: Setting, graph: Graph, looks: list[Look]) -> Infeasibl
     )
 
 
-def _leanest(setting: Setting, looks: list[Look]) -> tuple[int, Division]:
-    """The least peak of any plan and its division: candidates in the order of what they need at least.
+def _nothing_works(setting: Setting, looks: list[Look], is_open: bool) -> InfeasibleError:
+    """The same of plans with model data on the host: what a device must hold is the largest working set."""
+    cluster = setting.cost.cluster
+    limit = cluster.device.usable_bytes
+    found = [(assignment, division) for _, assignment, division in _lean(setting, looks) if assignment is not None]
+    sets = [(largest_working_set(assignment, usage(assignment)), division) for assignment, division in found]
+    least, division = min(sets, key=lambda each: each[0].bytes)
+    needed = math.ceil(least.bytes / (1 - cluster.device.reserve_fraction))
+    excess = least.bytes - limit
+    head = (
+        f"no plan that fits {cluster.name!r} was found before the time limit, but none was ruled out either"
+        if is_open
+        else f"no plan with model data on the host fits {cluster.name!r}"
+    )
+    recompute = "" if setting.pins.recompute in (None, "full") else "pin 'recompute' 'full', "
+    return InfeasibleError(
+        f"{head}: each of its {cluster.world_size} devices can use {limit:,} bytes, and the largest working set of the "
+        f"leanest plan found ({division}) takes {least.bytes:,}, {excess:,} too many: {least.moment} needs "
+        f"{least.chunk_bytes:,} of parameters and gradients at once, and {least.beside_bytes:,} beside them for "
+        f"activations and what operators need. What would lower it: a smaller global batch, {recompute}parameters "
+        "sharded over more devices (pin 'zero' 3 or 'tensor'). What would fit: devices with memory_bytes of at least "
+        f"{needed:,}",
+        excess,
+    )
 
-    A light plan of each comes first, then the leanest is looked for while there is time.
+
+def _lean(setting: Setting, looks: list[Look]) -> list[tuple[int, Assignment | None, Division]]:
+    """Lean plans: what each needs by the search's reckoning, its decisions unless it runs in turns, and its division.
+
+    A light plan of each division comes first, in the order of what they need at least, then the leanest is looked for
+    while there is time.
     """
-    found: list[tuple[int, Division]] = []
+    found: list[tuple[int, Assignment | None, Division]] = []
     until = min(setting.deadline, time.monotonic() + LEANEST_S)
 
     def leanest(problem: Problem) -> tuple[int, ...]:
@@ -87,17 +119,20 @@ def _leanest(setting: Setting, looks: list[Look]) -> tuple[int, Division]:
     for pick in (lightest, leanest):
         begun = [look for look in looks if look.posed is not None]
         for look in sorted(begun, key=lambda look: look.candidate.peak_bytes):
-            least = min((peak_bytes for peak_bytes, _ in found), default=math.inf)
+            least = min((peak_bytes for peak_bytes, _, _ in found), default=math.inf)
             if found and (look.candidate.peak_bytes >= least or time.monotonic() > until):
                 break
             for step in dict.fromkeys((look.high, look.low)):
                 division = look.candidate.division
                 space = look.space.holding(division.in_flight) if division.in_turns else look.space
-                problem = space.problem(setting.limit_bytes, look.ladder.steps[step])
+                recompute = look.ladder.steps[step]
+                problem = space.problem(setting.limit_bytes, recompute)
                 choices = pick(problem)
                 if choices is not None:
-                    found.append((_peak_bytes(setting, look, problem, choices), look.candidate.division))
-    return min(found, key=lambda each: each[0])
+                    peak_bytes = _peak_bytes(setting, look, problem, choices)
+                    assignment = None if division.in_turns else space.assignment(choices, recompute)
+                    found.append((peak_bytes, assignment, division))
+    return found
 
 
 def _peak_bytes(setting: Setting, look: Look, problem: Problem, choices: tuple[int, ...]) -> int:

@@ -39,7 +39,7 @@ from planner.looks import (
     look_closer,
 )
 from planner.memory import Usage, usage
-from planner.offload import needed_bytes
+from planner.offload import largest_working_set
 from planner.pins import Pins
 from planner.problem import Evaluation
 from planner.recompute import Ladder, ladder
@@ -138,11 +138,14 @@ def search(
             return found
         # The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed.
         memory = usage(found.assignment)
-        needed = memory.peak_bytes if training.tier == "device" else needed_bytes(found.assignment, memory)
+        on_device = training.tier == "device"
+        needed = memory.peak_bytes if on_device else largest_working_set(found.assignment, memory).bytes
         excess = needed - cluster.device.usable_bytes
         if excess <= 0:
             return found.with_memory(memory)
-        setting = replace(setting, spare_bytes=setting.spare_bytes + excess)
+        # In steps of the excess, past the limits at which the search would find the same plan again.
+        steps = 1 + (setting.limit_bytes - found.evaluation.peak_bytes) // excess
+        setting = replace(setting, spare_bytes=setting.spare_bytes + steps * excess)
 
 
 def _check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:

@@ -123,7 +123,7 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
 
     Raises:
         PlanError: the plan was read from a file, without its model.
-        PinError: the recipe is malformed. One that only cannot be is an answer.
+        PinError: the recipe is malformed, or offloads. One that only cannot be is an answer.
         InputError: the time limit is not positive.
     """
     if plan.assignment is None:
@@ -132,7 +132,11 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
             "autopar.evaluate(model, plan), and ask the plan that returns"
         )
     check_time_limit(time_limit_s)
-    Pins.parse(pin)
+    if Pins.parse(pin).tier != "device":
+        raise PinError(
+            f"pin 'offload' is {pin['offload']!r}, and why_not compares plans with all model data on the device: plan "
+            "with this pin, and compare what the two plans predict"
+        )
     recipe = _Recipe(plan.assignment, plan.cluster, dict(pin), time_limit_s)
     facts = plan.predicted.step_time_s, plan.predicted.peak_bytes
     found = recipe.search(frozenset({*pin, MEMORY}))

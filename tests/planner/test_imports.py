@@ -75,6 +75,7 @@ ROOMS["looks"] = {*BASE, "rules", "cost", "problem", "solve", "strategy", "recom
 ROOMS["looks"] |= {"pipeline", "chain", "turns", "division", "certificate"}
 ROOMS["apart"] = {*BASE, "fold", "problem", "strategy", "recompute", "skeleton", "formulate", "looks"}
 ROOMS["refusal"] = {*BASE, "problem", "solve", "strategy", "chain", "turns", "division", "looks"}
+ROOMS["refusal"] |= {"formulate", "memory", "offload"}
 ROOMS["search"] = {*ROOMS["looks"], "cluster", "fold", "seams", "memory", "offload", "looks", "apart", "refusal"}
 ROOMS["detail"] = {"conversion"}
 ROOMS["names"] = {"graph", "formulate"}
