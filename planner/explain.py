@@ -86,7 +86,7 @@ class ExplainedOp:
 
 @dataclass(frozen=True)
 class ExplainedLeaf:
-    """A parameter, buffer or input, with the operators that read it."""
+    """A parameter, buffer or input, with the operators that read it; ``on_host``: where it is at home."""
 
     name: str
     layout: str
@@ -94,6 +94,7 @@ class ExplainedLeaf:
     readers: tuple[str, ...]
     uses: tuple[Move, ...]
     next_best: Alternative | None = None
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class Explanation:
             detail = leaf.detail
             shape = shape_text(detail.shape)
             held = f", and {in_bytes(detail.state_bytes)} for gradient and optimizer" if detail.state_bytes else ""
-            lines[1] += f", of {shape} {detail.dtype}: {in_bytes(detail.local_bytes)} on each device{held}"
+            where = "for each device, at home on the host" if leaf.on_host else "on each device"
+            lines[1] += f", of {shape} {detail.dtype}: {in_bytes(detail.local_bytes)} {where}{held}"
             if detail.count > 1:
                 lines.append(f"  {detail.count} of them share this entry")
             lines += [f"  once      {_move(move, '')}" for move in detail.after]
@@ -287,7 +289,8 @@ def _explain_leaf(document: Document, name: str) -> ExplainedLeaf:
             readers += [f"{block.count} x {block.name} / {key}, as {layout}" for layout in wanted]
             uses += [move for move in op.before if move.value == name]
     leaf = document.account.leaves.get(name)
-    return ExplainedLeaf(name, _leaves(document)[name], leaf, tuple(readers), tuple(uses))
+    on_host = document.timetable is not None and name in document.parameters
+    return ExplainedLeaf(name, _leaves(document)[name], leaf, tuple(readers), tuple(uses), on_host=on_host)
 
 
 # ---- the next best ---------------------------------------------------------------------------------------------------

@@ -22,13 +22,14 @@ from functools import cached_property
 
 from planner.chain import Link as BlockLink
 from planner.chain import links_of
+from planner.cluster import Host
 from planner.conversion import local_bytes
 from planner.errors import InfeasibleError
 from planner.formulate import Assignment, Tier
 from planner.graph import Ref
 from planner.memory import BEFORE, Direction, Usage, enters_before, readers_of
 from planner.predict import Prediction, predict
-from planner.timetable import Item, Link, Moment, Timetable, Trace, Use, shortest_step, simulate
+from planner.timetable import Item, Link, Moment, Timetable, Trace, Use, fewest_bytes, shortest_step, simulate
 from planner.words import in_bytes
 
 ALIGN_BYTES = 64
@@ -142,7 +143,7 @@ class _Step:
         trained = [chunk for chunk in moves if chunk.gradient_bytes]
         names = {n: each for n, each in self._names.items() if n != BEFORE or any(chunk.is_before for chunk in moves)}
         backwards = [*reversed(self._undone), *[BEFORE] * any(chunk.is_before for chunk in trained)]
-        held = sum(map(self.stays_bytes, stays))
+        held = sum(map(self.all_bytes, stays))
         moments = [self._moment("forward", names[n][0], n, held) for n in sorted(names)]
         moments += [self._moment("backward", names[n][1], n, held) for n in backwards]
         if any(chunk.gradient_bytes for chunk in stays):
@@ -160,7 +161,7 @@ class _Step:
             if chunk.gradient_bytes and chunk.entered in backwards:
                 made = Use(names[chunk.entered][1], "w")
                 items.append(Item(gradients(chunk), chunk.gradient_bytes, (made, Use(UPDATE))))
-        speed = self.assignment.space.cost.cluster.host_memory.link_bytes_per_s
+        speed = self.host.link_bytes_per_s
         return Trace(tuple(moments), tuple(items), {"host": Link(speed, speed)})
 
     @cached_property
@@ -187,8 +188,8 @@ class _Step:
         space, stored = self.assignment.space, self.assignment.produced
         return math.fsum(space.update_s(space.graph.by_name[name], stored(Ref(name)), tier) for name in chunk.leaves)
 
-    def stays_bytes(self, chunk: Chunk) -> int:
-        """What a chunk takes of where it is at home: parameters, gradients and optimizer state."""
+    def all_bytes(self, chunk: Chunk) -> int:
+        """Of a chunk's parameters, gradients and optimizer state."""
         space, stored = self.assignment.space, self.assignment.produced
         state = sum(space.state_bytes(space.graph.by_name[name], stored(Ref(name))) for name in chunk.leaves)
         return chunk.bytes + chunk.gradient_bytes + state
@@ -213,7 +214,7 @@ class _Step:
         moved = {item.name: item.bytes * sum(use.moment != UPDATE for use in item.uses) for item in trace.items}
 
         def worth(chunk: Chunk) -> float:
-            return (moved[parameters(chunk)] + moved.get(gradients(chunk), 0)) / (self.stays_bytes(chunk) or 1)
+            return (moved[parameters(chunk)] + moved.get(gradients(chunk), 0)) / (self.all_bytes(chunk) or 1)
 
         ordered = sorted(self.chunks, key=worth, reverse=True)
         counts = range(1, len(ordered) + 1)
@@ -222,10 +223,13 @@ class _Step:
         )
         return [tuple(ordered[:count]) for count in dict.fromkeys((0, *(int(most * share) for share in SHARES)))]
 
+    def home_bytes(self, stays: Collection[Chunk]) -> int:
+        """What is at home on the host."""
+        return sum(self.all_bytes(chunk) for chunk in self.chunks if chunk not in stays)
+
     def check_host(self, stays: Collection[Chunk]) -> None:
         """Refuse a host whose memory does not hold what is at home there."""
-        has = self.assignment.space.cost.cluster.host_memory.memory_bytes
-        needed = sum(self.stays_bytes(chunk) for chunk in self.chunks if chunk not in stays)
+        needed, has = self.home_bytes(stays), self.host.memory_bytes
         if needed > has:
             raise InfeasibleError(
                 f"the host has {has:,} bytes for each device ({in_bytes(has)}), and a device's part of parameters, "
@@ -234,19 +238,28 @@ class _Step:
                 needed - has,
             )
 
-    def predicted(self, table: Timetable, stays: Collection[Chunk]) -> Prediction:
-        """What the step takes that obeys a timetable.
+    @cached_property
+    def host(self) -> Host:
+        return self.assignment.space.cost.cluster.host_memory
 
-        On a cluster of CPU processes nothing moves while something else is computed: moving takes the same cores.
-        """
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything moves while something else is computed; between CPU processes moving takes the same cores."""
+        return self.assignment.space.cost.cluster.backend != "gloo"
+
+    def timetable(self, stays: Collection[Chunk]) -> Timetable:
+        """The timetable of the shortest step; where nothing overlaps that is the one that moves the fewest bytes."""
+        return (shortest_step if self.overlaps else fewest_bytes)(self.trace(stays), self.budget_bytes)
+
+    def predicted(self, table: Timetable, stays: Collection[Chunk]) -> Prediction:
+        """What the step takes that obeys a timetable."""
         moments = table.trace.moments
         update_s = math.fsum(moment.seconds for moment in moments if moment.name in (UPDATE, UPDATE_THERE))
         computing_s = math.fsum(moment.seconds for moment in moments) - update_s
-        if self.assignment.space.cost.cluster.backend == "gloo":
-            waits_s = sum(table.link_s.values())
-        else:
+        waits_s = sum(table.link_s.values())
+        if self.overlaps:
             waits_s = max(0.0, simulate(table).step_s - computing_s - update_s)
-        held, fullest = sum(map(self.stays_bytes, stays)), moments[table.occupied_bytes.index(table.high_water_bytes)]
+        held, fullest = sum(map(self.all_bytes, stays)), moments[table.occupied_bytes.index(table.high_water_bytes)]
         bytes_by_use = {
             "stays": held,
             "chunks": table.high_water_bytes - fullest.other_bytes,
@@ -302,15 +315,10 @@ def offloaded(assignment: Assignment, usage: Usage, prediction: Prediction) -> t
     """
     step = _Step(assignment, usage, prediction)
     ways: list[tuple[Chunk, ...]] = [()] if assignment.space.training.tier == "host" else step.may_stay()
-    found, refused = [], None
+    step.check_host(ways[-1])
+    found = []
     for stays in ways:
-        try:
-            step.check_host(stays)
-        except InfeasibleError as error:
-            refused = error
-            continue
-        table = shortest_step(step.trace(stays), step.budget_bytes)
-        found.append((table, step.predicted(table, stays)))
-    if refused is not None and not found:
-        raise refused
+        if step.home_bytes(stays) <= step.host.memory_bytes:
+            table = step.timetable(stays)
+            found.append((table, step.predicted(table, stays)))
     return min(found, key=lambda each: each[1].step_time_s)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from planner.cluster import ClusterSpec, Device, Level, PeakFlops
+from planner.calibration import Calibration
+from planner.cluster import ClusterSpec, Device, Host, Level, PeakFlops
 from planner.errors import ClusterError
 from tests.planner.plans import plan_of, residual_mlp
 
@@ -28,6 +29,9 @@ levels:
   - {name: node, size: 4, latency_s: 500 ns, bandwidth_bytes_per_s: 1e11}
   - {name: rack, size: 2, latency_s: 0.01 ms, bandwidth_bytes_per_s: 200 Gb/s}
 """
+
+
+HOST = {"memory_bytes": "256 GB", "link_bytes_per_s": "25 GB/s", "memory_bandwidth_bytes_per_s": "50 GB/s"}
 
 
 def written() -> dict[str, Any]:
@@ -76,6 +80,52 @@ def test_presets_have_plausible_numbers(name: str) -> None:
     inner, outer = spec.levels
     assert inner.bandwidth_bytes_per_s > outer.bandwidth_bytes_per_s
     assert inner.latency_s < outer.latency_s
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_presets_of_gpus_know_their_host(name: str) -> None:
+    """More room than the device has, behind a link that is slower than either memory."""
+    spec = ClusterSpec.preset(name)
+    host = spec.host_memory
+    assert spec.device.memory_bytes < host.memory_bytes < 1e12
+    assert 5e9 < host.link_bytes_per_s < host.memory_bandwidth_bytes_per_s * 2
+    assert 10e9 < host.memory_bandwidth_bytes_per_s < spec.device.memory_bandwidth_bytes_per_s / 10
+
+
+def test_local_processes_have_a_host_where_it_is_given_or_the_machine_s_own() -> None:
+    assert ClusterSpec.local(2, "1 GiB", cores=2).host is None
+    host = ClusterSpec.local(2, "1 GiB", cores=2, host_memory_bytes="4 GiB").host_memory
+    assert (host.memory_bytes, host.link_bytes_per_s) == (4 * 2**30, 4e9)
+    assert host.memory_bandwidth_bytes_per_s == 2 * host.link_bytes_per_s  # a copy reads and writes
+    mine = ClusterSpec.local(2)
+    assert mine.host is not None and mine.host.memory_bytes == mine.device.memory_bytes
+
+
+def test_a_cluster_without_a_host_says_what_to_add() -> None:
+    with pytest.raises(ClusterError, match=r"'lab' .* add 'host' with memory_bytes, link_bytes_per_s and memory_band"):
+        _ = ClusterSpec.from_dict(written()).host_memory
+    with pytest.raises(ClusterError, match=r"ClusterSpec.local takes host_memory_bytes"):
+        _ = ClusterSpec.local(1, "1 GiB", cores=2).host_memory
+
+
+def test_a_host_is_written_and_read_with_units() -> None:
+    data = {**written(), "host": HOST}
+    spec = ClusterSpec.from_dict(data)
+    assert spec.host == Host(memory_bytes=256 * 10**9, link_bytes_per_s=25e9, memory_bandwidth_bytes_per_s=50e9)
+    assert ClusterSpec.from_dict(spec.to_dict()) == spec
+    assert "host memory 238.4 GiB per device, 25 GB/s there and back" in spec.describe()
+    assert "host" not in ClusterSpec.from_dict(written()).to_dict()
+
+
+def test_the_link_to_the_host_is_as_it_was_measured() -> None:
+    spec = ClusterSpec.local(1, "1 GiB", cores=2, host_memory_bytes="4 GiB")
+    found = {"format": "autopar-calibration", "version": 1, "device": "cpu", "ranks": 1, "launch_s": 1e-5}
+    tables: dict[str, Any] = {name: [] for name in ("products", "attention", "streams", "collectives")}
+    for measured, speed in ((None, 8e9), (3e9, 3e9)):
+        calibration = Calibration.from_dict({**found, **tables, "host_link_bytes_per_s": measured})
+        calibrated = spec.calibrated(calibration)
+        assert calibrated.host_memory.link_bytes_per_s == speed
+        assert calibrated.host == spec.host
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -232,6 +282,11 @@ def edited(*path: str | int, value: object) -> dict[str, Any]:
         ),
         (edited("device", "reserve_fraction", value=1.0), ["device.reserve_fraction is 1.0", "less than 1"]),
         (edited("device", 3, value=1), ["3 cannot be the name of a field"]),
+        (edited("host", value="much"), ["host is 'much'", "memory_bytes: 256 GB"]),
+        (edited("host", value={**HOST, "memory_bytes": 0}), ["host.memory_bytes is 0", "greater than 0", "256 GB"]),
+        (edited("host", value={**HOST, "link_bytes_per_s": "25 GB"}), ["host.link_bytes_per_s is '25 GB'", "25 GB/s"]),
+        (edited("host", value={"memory_bytes": 1}), ["host.link_bytes_per_s is missing", "host.memory_bandwidth"]),
+        (edited("host", value={**HOST, "size": 1}), ["host.size: there is no such field"]),
         (edited("backend", value="mpi"), ["backend is 'mpi'", "'nccl' or 'gloo'"]),
         (edited("self", value=1), ["self: there is no such field"]),
         ({}, ["name is missing", "device is missing", "levels is missing"]),

@@ -69,7 +69,18 @@ ROOMS["turns"] = {"errors", "fold", "memory", "pipeline", "problem", "recompute"
 ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}
 ROOMS["predict"] = {*BASE, "fold", "cost", "conversion", "strategy", "recompute", "formulate", "memory", "exchange"}
 ROOMS["predict"] |= {"words", "turns"}
-ROOMS["offload"] = {"errors", "graph", "conversion", "formulate", "memory", "chain", "predict", "timetable", "words"}
+ROOMS["offload"] = {
+    "errors",
+    "cluster",
+    "graph",
+    "conversion",
+    "formulate",
+    "memory",
+    "chain",
+    "predict",
+    "timetable",
+    "words",
+}
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
 ROOMS["looks"] = {*BASE, "rules", "cost", "problem", "solve", "strategy", "recompute", "skeleton", "formulate", "pins"}
 ROOMS["looks"] |= {"pipeline", "chain", "turns", "division", "certificate"}

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError, PinError
+from planner.errors import ClusterError, InfeasibleError, PinError
+from planner.formulate import Training
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.pins import Pins
 from planner.plan import Plan
+from planner.search import search
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 GRAPH = residual_mlp(layers=2, width=64, batch=48)
@@ -43,7 +45,12 @@ def attention(length: int = 48) -> Graph:
         ({"sequence_parallel": True, "tensor": 1}, "pin 'tensor' above 1 too"),
         ({"pipeline": 0}, "pin 'pipeline' is 0; it is how many stages there are: a whole number from 1"),
         ({"recompute": "some"}, "pin 'recompute' is 'some'; it is one of 'none', 'selective', 'full'"),
+<<<<<<< HEAD
         ({"offload": "attic"}, "at home on the device"),
+=======
+        ({"offload": "disk"}, r"pin 'offload' is 'disk'; .* on the device \('none', .* or on the host \('host'\)"),
+        ({"offload": True}, "pin 'offload' is True"),
+>>>>>>> 630a1bf (Test plans with model data on the host; move the fewest bytes where moving overlaps with nothing)
         ({"micro_batches": "8"}, "pin 'micro_batches' is '8'"),
         ({"virtual_stages": True}, "pin 'virtual_stages' is True"),
         ({"schedule": "1f2b"}, "pin 'schedule' is '1f2b'; it is one of 'gpipe', '1f1b'"),
@@ -102,7 +109,24 @@ def test_pins_come_back_as_the_user_wrote_them() -> None:
     assert Pins.parse(pin).to_dict() == pin
     turns = {"pipeline": 4, "micro_batches": 8, "schedule": "interleaved_1f1b", "virtual_stages": 2}
     assert Pins.parse(turns).to_dict() == turns
-    assert Pins.parse({"offload": "none"}) == Pins()
+    assert Pins.parse({"offload": "host"}).to_dict() == {"offload": "host"}
+    assert [Pins.parse({"offload": where}).tier for where in (None, "none", "host")] == ["device", "device", "host"]
+
+
+@pytest.mark.parametrize(
+    "pin, pipelines",
+    [({"pipeline": 2}, False), ({"micro_batches": 2}, False), ({"schedule": "2bw"}, False), ({}, True)],
+    ids=str,
+)
+def test_model_data_on_the_host_is_not_planned_in_turns(pin: dict[str, Any], pipelines: bool) -> None:
+    spec = ClusterSpec.local(2, "1 GiB", cores=2, host_memory_bytes="1 GiB")
+    with pytest.raises(PinError, match=r"'offload' is 'host', which plans in turns .* do not do: leave out pipelines"):
+        search(GRAPH, spec, Pins.parse({"offload": "host", **pin}), Training(), pipelines=pipelines)
+
+
+def test_model_data_on_the_host_needs_a_cluster_that_has_one() -> None:
+    with pytest.raises(ClusterError, match="does not say what memory its devices have beside them"):
+        plan_of(GRAPH, cluster(2), {"offload": "host"})
 
 
 def strategies(plan: Plan, op: str) -> set[str]:

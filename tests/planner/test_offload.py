@@ -1,0 +1,500 @@
+"""Offload: what plans with model data on the host move and predict, what they agree with, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cluster import ClusterSpec, Host
+from planner.conversion import local_bytes
+from planner.errors import ClusterError, InfeasibleError, PinError, PlanError
+from planner.formulate import Assignment, Training
+from planner.graph import Graph, Ref
+from planner.memory import BEFORE, enters_before, readers_of, usage
+from planner.offload import (
+    ALIGN_BYTES,
+    chunks_of,
+    gradients,
+    home_bytes,
+    largest_working_set,
+    moments_of,
+    offloaded,
+    parameters,
+    undone,
+)
+from planner.pins import Pins
+from planner.plan import Plan, Search, describe, model_facts, reprice
+from planner.predict import predict
+from planner.search import search
+from planner.timetable import Use, fewest_bytes, simulate
+from tests.planner.plans import plan_of, residual_mlp
+
+GRAPH = residual_mlp(layers=4, width=128, batch=64)
+
+
+def cluster(memory: int | str = "64 MiB", devices: int = 1, host: int | str = "1 GiB") -> ClusterSpec:
+    """CPU processes with a host beside them, the same on every machine."""
+    return ClusterSpec.local(devices, memory, cores=2, host_memory_bytes=host)
+
+
+def gpu(memory: str = "8 MiB") -> ClusterSpec:
+    """A GPU so small that a small model does not fit."""
+    spec = ClusterSpec.preset("dgx-a100", devices=1)
+    return spec.model_copy(update={"device": spec.device.model_copy(update={"memory_bytes": _bytes(memory)})})
+
+
+def _bytes(text: str) -> int:
+    return ClusterSpec.local(1, text, cores=1).device.memory_bytes
+
+
+def with_usable(spec: ClusterSpec, usable: int) -> ClusterSpec:
+    """A cluster of whose devices a plan may fill so many bytes."""
+    device = spec.device.model_copy(update={"memory_bytes": usable, "reserve_fraction": 0.0})
+    return spec.model_copy(update={"device": device})
+
+
+def offload(graph: Graph = GRAPH, spec: ClusterSpec | None = None, **pin: Any) -> Plan:
+    """A plan with model data on the host, as :func:`autopar.plan` makes it."""
+    pins = Pins.parse({"offload": "host", **pin})
+    found = search(graph, spec or cluster("2.5 MiB"), pins, Training())
+    assert found.memory is not None
+    predicted = predict(found.assignment, found.evaluation.time_s, found.memory)
+    table, predicted = offloaded(found.assignment, found.memory, predicted)
+    facts, result = model_facts(graph, "ResidualMLP"), Search(found.status, found.gap, {"solve": 0.5})
+    return describe(found.assignment, facts, pins.to_dict(), predicted, result, None, table)
+
+
+def frozen(graph: Graph, *names: str) -> Graph:
+    """The same without gradients of some parameters."""
+    nodes = [
+        replace(node, results=(replace(node.results[0], grad=False),)) if node.name in names else node
+        for node in graph.nodes
+    ]
+    return Graph(tuple(nodes), graph.outputs)
+
+
+def tied(layers: int = 3) -> Graph:
+    """A model whose head reads the weight of its stem."""
+    graph = residual_mlp(layers, width=64, batch=64)
+    assert graph.by_name["stem_w"].results == graph.by_name["head_w"].results
+    nodes = [node for node in graph.nodes if node.name != "head_w"]
+    head = next(node for node in nodes if node.name == "head")
+    args = tuple((name, Ref("stem_w") if value == Ref("head_w") else value) for name, value in head.args)
+    nodes[nodes.index(head)] = replace(head, args=args)
+    return Graph(tuple(nodes), graph.outputs)
+
+
+def decided(plan: Plan) -> Assignment:
+    assert plan.assignment is not None
+    return plan.assignment
+
+
+def moved(plan: Plan) -> int:
+    assert plan.timetable is not None
+    return sum(plan.timetable.bytes_moved.values())
+
+
+FROZEN = ("head_w", "head_b", *(f"up{i}_b" for i in range(4)))
+PLANS: dict[str, Callable[[], Plan]] = {
+    "tight": lambda: offload(),
+    "roomy": lambda: offload(spec=cluster()),
+    "two ranks": lambda: offload(spec=cluster("3 MiB", devices=2), data=2, zero=3),
+    "tied": lambda: offload(tied(), cluster("1 MiB")),
+    "frozen": lambda: offload(frozen(GRAPH, *FROZEN)),
+    "gpu": lambda: offload(spec=gpu("3 MiB")),
+}
+
+
+@pytest.fixture(scope="module")
+def plans() -> Callable[[str], Plan]:
+    """The plans above, each made once."""
+    made: dict[str, Plan] = {}
+
+    def plan(name: str) -> Plan:
+        if name not in made:
+            made[name] = PLANS[name]()
+        return made[name]
+
+    return plan
+
+
+each_plan = pytest.mark.parametrize("name", PLANS)
+
+
+# ---- what is where ---------------------------------------------------------------------------------------------------
+
+
+@each_plan
+def test_every_parameter_is_in_one_chunk_aligned_and_has_its_bytes(plans: Callable[[str], Plan], name: str) -> None:
+    assignment = decided(plans(name))
+    graph, mesh = assignment.space.graph, assignment.space.mesh
+    chunks = chunks_of(assignment)
+    leaves = [leaf for chunk in chunks for leaf in chunk.leaves]
+    assert sorted(leaves) == sorted(node.name for node in graph.leaves if node.op == "param")
+    for chunk in chunks:
+        sizes = [local_bytes(graph.by_name[n].results[0], assignment.produced(Ref(n)), mesh) for n in chunk.leaves]
+        trained = [graph.by_name[n].results[0].grad for n in chunk.leaves]
+        assert all(start % ALIGN_BYTES == 0 for start in chunk.starts)
+        for start, size, end in zip(chunk.starts[:-1], sizes, chunk.starts[1:], strict=True):
+            assert start + size <= end < start + size + ALIGN_BYTES
+        assert chunk.gradient_bytes == sum(size for size, grad in zip(sizes, trained, strict=True) if grad)
+
+
+@each_plan
+def test_the_trace_has_a_chunk_s_parameters_and_the_gradients_of_the_trained(
+    plans: Callable[[str], Plan], name: str
+) -> None:
+    plan = plans(name)
+    assert plan.timetable is not None
+    chunks, items = chunks_of(decided(plan)), plan.timetable.trace.item
+    wanted = {parameters(chunk): chunk.bytes for chunk in chunks}
+    wanted |= {gradients(chunk): chunk.gradient_bytes for chunk in chunks if chunk.gradient_bytes}
+    assert {name: item.bytes for name, item in items.items()} == wanted
+    for chunk in chunks:
+        uses = items[parameters(chunk)].uses
+        assert (Use("update", "rw") in uses) == bool(chunk.gradient_bytes)
+        entered, left = moments_of(decided(plan))[chunk.entered]
+        assert uses[0] == Use(entered)
+        if chunk.gradient_bytes:
+            assert items[gradients(chunk)].uses == (Use(left, "w"), Use("update"))
+
+
+@each_plan
+def test_moments_follow_the_blocks_there_and_back(plans: Callable[[str], Plan], name: str) -> None:
+    plan = plans(name)
+    assert plan.timetable is not None
+    assignment, trace = decided(plan), plan.timetable.trace
+    moments = moments_of(assignment)
+    forth = [moments[number][0] for number in sorted(moments)]
+    back = [moments[number][1] for number in reversed([*([BEFORE] if BEFORE in moments else []), *undone(assignment)])]
+    assert [moment.name for moment in trace.moments] == [*forth, *back, "update"]
+    assert [moment.on for moment in trace.moments] == ["device"] * (len(forth) + len(back)) + ["host"]
+
+
+def test_what_is_frozen_has_no_gradient_and_is_not_updated(plans: Callable[[str], Plan]) -> None:
+    plan = plans("frozen")
+    assert plan.timetable is not None
+    items = plan.timetable.trace.item
+    assert [use.moment for use in items["parameters 5 head"].uses] == ["forward 5 head", "backward 5 head"]
+    assert "gradients 5 head" not in items
+    assert items["gradients 1 layers.0"].bytes == items["parameters 1 layers.0"].bytes - 4 * 4 * 128
+    still = sum(GRAPH.by_name[name].results[0].size_bytes for name in FROZEN)
+    less = home_bytes(decided(plans("tight"))) - home_bytes(decided(plan))
+    assert less == 3 * still  # a gradient, and Adam's two moments
+
+
+def test_a_shared_parameter_enters_before_all_blocks_and_its_gradient_leaves_after(
+    plans: Callable[[str], Plan],
+) -> None:
+    plan = plans("tied")
+    assignment = decided(plan)
+    readers = readers_of(assignment)
+    last = len(assignment.space.folded.instances) - 1
+    assert readers["stem_w"] == (0, last) and enters_before(assignment, "stem_w", readers["stem_w"])
+    assert readers["up1_w"] == (2,) and not enters_before(assignment, "up1_w", readers["up1_w"])
+    (chunk,) = (chunk for chunk in chunks_of(assignment) if chunk.is_before)
+    assert (chunk.leaves, chunk.name, chunk.entered) == (("stem_w",), "stem.weight", BEFORE)
+    assert plan.timetable is not None
+    items = plan.timetable.trace.item
+    assert [use.moment for use in items[parameters(chunk)].uses] == [
+        "begin", "forward 0 stem", f"forward {last} head", f"backward {last} head", "backward 0 stem", "update",
+    ]  # fmt: skip
+    assert items[gradients(chunk)].uses[0] == Use("end", "w")
+
+
+def test_backward_fetches_again_only_what_it_reads(plans: Callable[[str], Plan]) -> None:
+    """Linear's backward reads its weight, unless nothing needs the gradient of its input."""
+    plan = plans("tight")
+    assert plan.timetable is not None
+    items = plan.timetable.trace.item
+    read = {name: [use.moment for use in item.uses] for name, item in items.items() if name.startswith("parameters")}
+    assert "backward 2 layers.1" in read["parameters 2 layers.1"]
+    again = usage(decided(plan)).read_again
+    for chunk in chunks_of(decided(plan)):
+        names = again.get(chunk.entered, frozenset())
+        backward = moments_of(decided(plan))[chunk.entered][1]
+        assert (backward in read[parameters(chunk)]) == bool(names & {*chunk.leaves})
+
+
+# ---- what is predicted -----------------------------------------------------------------------------------------------
+
+
+@each_plan
+def test_the_prediction_is_the_timetable_s(plans: Callable[[str], Plan], name: str) -> None:
+    plan = plans(name)
+    table, predicted = plan.timetable, plan.predicted
+    assert table is not None
+    table.check()
+    usable = plan.cluster.device.usable_bytes
+    assert predicted.peak_bytes == table.high_water_bytes <= table.budget_bytes == usable
+    assert sum(predicted.memory_bytes.values()) == predicted.peak_bytes
+    assert sum(predicted.time_s.values()) == pytest.approx(predicted.step_time_s, rel=1e-9)
+    moments = table.trace.moments
+    on_device = sum(moment.seconds for moment in moments if moment.on == "device")
+    others = sum(s for use, s in predicted.time_s.items() if use not in ("optimizer", "offload"))
+    assert on_device == pytest.approx(others, rel=1e-9)
+    assert moments[-1].seconds == predicted.time_s["optimizer"]
+    step_s = on_device + predicted.time_s["optimizer"] + predicted.time_s["offload"]
+    assert predicted.step_time_s == pytest.approx(step_s, rel=1e-12)
+    if plan.cluster.backend == "gloo":
+        assert predicted.time_s["offload"] == pytest.approx(sum(table.link_s.values()), rel=1e-12)
+    else:
+        assert predicted.step_time_s == pytest.approx(simulate(table).step_s, rel=1e-9)
+
+
+@each_plan
+def test_what_is_beside_chunks_is_followed_by_block(plans: Callable[[str], Plan], name: str) -> None:
+    plan = plans(name)
+    assert plan.timetable is not None
+    memory = usage(decided(plan))
+    assert max(memory.by_block.values()) == memory.peak_bytes
+    others = {moment.name: moment.other_bytes for moment in plan.timetable.trace.moments}
+    for number, names in moments_of(decided(plan)).items():
+        for direction, moment in zip(("forward", "backward"), names, strict=True):
+            assert others.get(moment, 0) == memory.by_block.get((direction, number), 0)  # type: ignore[call-overload]
+    assert memory.by_use()["parameters"] == memory.by_use()["optimizer"] == 0
+
+
+@each_plan
+def test_a_plan_is_certified_and_comes_back_from_its_file(plans: Callable[[str], Plan], name: str) -> None:
+    plan = plans(name)
+    assert plan.certificate is not None and plan.certificate.holds
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert again == plan and again.timetable == plan.timetable and again.digest() == plan.digest()
+    assert again.predicted == plan.predicted
+
+
+@each_plan
+def test_pricing_again_keeps_the_plan(plans: Callable[[str], Plan], name: str) -> None:
+    plan = plans(name)
+    again = reprice(plan, decided(plan))
+    assert again == plan and again.search.status == plan.search.status
+
+
+def test_a_digest_names_the_timetable_too(plans: Callable[[str], Plan]) -> None:
+    plan = plans("tight")
+    assert replace(plan, timetable=plans("roomy").timetable).digest() != plan.digest()
+
+
+def test_a_file_with_a_timetable_that_cannot_be_is_refused(plans: Callable[[str], Plan]) -> None:
+    data = json.loads(json.dumps(plans("tight").to_dict()))
+    data["timetable"]["budget_bytes"] = 1000
+    with pytest.raises(PlanError, match=r"timetable.*over the budget of 1000"):
+        Plan.from_dict(data)
+
+
+def test_the_report_says_what_moves(plans: Callable[[str], Plan]) -> None:
+    plan = plans("tight")
+    text = str(plan)
+    assert "pinned: offload host" in text and "certified" in text
+    step, memory = plan.predicted.time_s["offload"], plan.predicted.memory_bytes
+    assert step > 0 and re.search(r"optimizer [\d.]+ \ws \(\d+ %\), offload [\d.]+ \ws \(\d+ %\)", text)
+    assert memory.keys() == {"chunks", "beside"} and re.search(r"chunks [\d.]+ \w+ \(\d+ %\), beside [\d.]+", text)
+    assert "fullest in " in text and repr(plan).startswith("<Plan of ResidualMLP")
+    page = plan.to_html()
+    assert "waiting for what moves between device and host" in page
+    assert "parameters and gradients that are on the device just then" in page
+
+
+def test_a_parameter_is_explained_as_at_home_on_the_host(plans: Callable[[str], Plan]) -> None:
+    found = plans("tight").explain("layers.0.up.weight")
+    assert "256.0 KiB for each device, at home on the host" in str(found)
+    assert "layers.* / up: linear" in str(plans("tight").explain("layers.0.up"))
+    assert "on each device" in str(plans("tight").explain("x"))
+
+
+# ---- laws ------------------------------------------------------------------------------------------------------------
+
+
+def test_with_room_for_all_the_host_s_update_is_all_that_moves_anything(plans: Callable[[str], Plan]) -> None:
+    """Parameters come once, since the host writes them, and gradients go once."""
+    plan = plans("roomy")
+    assert plan.timetable is not None
+    chunks = chunks_of(decided(plan))
+    assert plan.timetable.bytes_moved == {
+        ("host", "fetch"): sum(chunk.bytes for chunk in chunks),
+        ("host", "evict"): sum(chunk.gradient_bytes for chunk in chunks),
+    }
+
+
+@settings(deadline=None, max_examples=12)
+@given(data=st.data())
+def test_a_tighter_budget_moves_no_less(data: st.DataObject) -> None:
+    """Of one trace, where everything is proved to be the least."""
+    assignment, trace = _case()
+    least, room = max(trace.needed_bytes), sum(item.bytes for item in trace.items)
+    budgets = sorted(data.draw(st.lists(st.integers(least, least + room), min_size=2, max_size=4)))
+    tables = [fewest_bytes(trace, budget) for budget in budgets]
+    assert all(table.stopped == "proved" for table in tables)
+    numbers = [sum(table.bytes_moved.values()) for table in tables]
+    assert numbers == sorted(numbers, reverse=True)
+    most = sum(item.bytes * len(item.uses) for item in trace.items)
+    trained = sum(chunk.bytes + chunk.gradient_bytes for chunk in chunks_of(assignment))
+    assert trained <= numbers[-1] <= numbers[0] <= most
+
+
+_made: list[Any] = []
+
+
+def _case() -> Any:
+    if not _made:
+        plan = offload(residual_mlp(layers=5, width=32, batch=32), cluster())
+        assert plan.timetable is not None
+        _made.append((decided(plan), plan.timetable.trace))
+    return _made[0]
+
+
+def test_a_tighter_device_gives_a_plan_that_moves_no_less(plans: Callable[[str], Plan]) -> None:
+    spec, graph = cluster(), residual_mlp(layers=4, width=64, batch=16)
+    whole = offload(graph, spec)
+    least = largest_working_set(decided(whole), usage(decided(whole))).bytes
+    found = [offload(graph, with_usable(spec, least + extra), recompute="none") for extra in (0, 10**5, 3 * 10**5)]
+    assert moved(found[0]) > moved(found[1]) > moved(found[2]) >= moved(whole)
+    assert found[0].predicted.step_time_s > found[2].predicted.step_time_s
+
+
+def test_zero_3_halves_what_two_ranks_move() -> None:
+    graph, spec = residual_mlp(layers=2, width=32, batch=32), cluster(devices=2)
+    whole, sharded = (offload(graph, spec, data=2, zero=zero) for zero in (0, 3))
+    assert moved(whole) == 2 * moved(sharded)
+    assert home_bytes(decided(whole)) == 2 * home_bytes(decided(sharded))
+    assert whole.predicted.time_s["optimizer"] == pytest.approx(2 * sharded.predicted.time_s["optimizer"])
+
+
+def test_a_faster_link_waits_less(plans: Callable[[str], Plan]) -> None:
+    slow, spec = plans("tight"), cluster("2.5 MiB")
+    assert spec.host is not None
+    host = spec.host.model_copy(update={"link_bytes_per_s": 4 * spec.host.link_bytes_per_s})
+    fast = offload(spec=spec.model_copy(update={"host": host}))
+    assert fast.predicted.time_s["offload"] <= slow.predicted.time_s["offload"] / 4 * 1.001
+
+
+def test_over_nccl_moving_hides_behind_computing() -> None:
+    """With a link so fast that nothing is waited for, and one so slow that everything is."""
+    spec = gpu("3 MiB")
+    assert spec.host is not None
+
+    def plan(speed: float) -> Plan:
+        return offload(
+            spec=spec.model_copy(update={"host": Host(**{**dict(spec.host or {}), "link_bytes_per_s": speed})})
+        )
+
+    fast, slow = plan(1e15), plan(1e9)
+    assert fast.predicted.time_s["offload"] < 1e-3 * fast.predicted.step_time_s
+    assert slow.timetable is not None
+    assert 0.5 * slow.predicted.step_time_s < slow.predicted.time_s["offload"] <= sum(slow.timetable.link_s.values())
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+
+
+def test_model_data_that_does_not_fit_the_device_does_on_the_host() -> None:
+    spec, graph = cluster("3 MiB"), residual_mlp(layers=8, width=128, batch=32)
+    data = sum(16 * n.results[0].numel for n in graph.leaves if n.op == "param")
+    assert data > 5 * spec.device.usable_bytes
+    with pytest.raises(InfeasibleError):
+        plan_of(graph, spec)
+    plan = offload(graph, spec)
+    assert plan.predicted.peak_bytes <= spec.device.usable_bytes
+    assert home_bytes(decided(plan)) == data
+
+
+def test_a_budget_below_the_largest_working_set_says_what_is_needed_and_what_would_lower_it() -> None:
+    graph, spec = residual_mlp(layers=2, width=64, batch=32), cluster("200 KiB")
+    with pytest.raises(InfeasibleError, match="largest working set") as caught:
+        offload(graph, spec)
+    text = str(caught.value)
+    usable, takes, over, chunks, beside, memory = (
+        int(re.search(pattern, text)[1].replace(",", ""))  # type: ignore[index]
+        for pattern in (
+            r"can use ([\d,]+) bytes", r"takes ([\d,]+),", r"([\d,]+) too many", r"needs ([\d,]+) of parameters",
+            r"and ([\d,]+) beside", r"memory_bytes of at least ([\d,]+)",
+        )
+    )  # fmt: skip
+    assert usable == spec.device.usable_bytes and takes - usable == over == caught.value.excess_bytes
+    assert chunks + beside == takes and re.search(r"too many: backward \d layers.\d needs", text)
+    for way in ("smaller global batch", "zero", "tensor"):
+        assert way in text
+    assert "Relaxing" not in text and "'recompute'" not in text
+    assert offload(graph, cluster(memory)).predicted.peak_bytes <= takes
+    with pytest.raises(InfeasibleError):
+        offload(graph, cluster(memory - 1024))
+    with pytest.raises(InfeasibleError, match="pin 'recompute' 'full'"):
+        offload(graph, spec, recompute="none")
+
+
+def test_no_limit_is_searched_twice_where_plans_need_more_than_the_search_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chunk that is much larger than all else: the search's own sum has room to spare, and the plan none."""
+    import planner.search as room
+
+    found: list[Any] = []
+    whole = room._search
+
+    def counted(*args: Any) -> Any:
+        found.append(whole(*args))
+        return found[-1]
+
+    monkeypatch.setattr(room, "_search", counted)
+    graph, spec = residual_mlp(layers=2, width=256, batch=8), cluster()
+    need = largest_working_set(decided(offload(graph, spec)), usage(decided(offload(graph, spec)))).bytes
+    found.clear()
+    with pytest.raises(InfeasibleError):
+        offload(graph, with_usable(spec, need // 50 * 48))
+    assert len({(each.assignment.recompute, tuple(each.assignment.chosen.items())) for each in found}) == len(found)
+
+
+def test_a_host_that_is_too_small_is_refused_with_its_numbers() -> None:
+    needed = home_bytes(decided(offload()))
+    with pytest.raises(InfeasibleError) as caught:
+        offload(spec=cluster("2.5 MiB", host=needed - 1000))
+    assert caught.value.excess_bytes == 1000
+    for part in (f"{needed - 1000:,} bytes for each device", f"{needed:,} bytes", "'zero' 2 or 3", "more memory"):
+        assert part in str(caught.value)
+    assert offload(spec=cluster("2.5 MiB", host=needed)).timetable is not None
+
+
+def test_a_cluster_that_does_not_say_what_its_host_has_is_refused() -> None:
+    with pytest.raises(ClusterError, match=r"'local' does not say .*ClusterSpec.local takes host_memory_bytes"):
+        offload(spec=ClusterSpec.local(1, "1 GiB", cores=2))
+
+
+# ---- what cannot be asked --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda plan: plan.at(batch=128),
+        lambda plan: plan.max_batch(),
+        lambda plan: plan.max_sequence(),
+        lambda plan: plan.formulas,
+        lambda plan: plan.why_not({"tensor": 1}),
+    ],
+)
+def test_questions_about_plans_on_the_device_are_refused(
+    plans: Callable[[str], Plan], ask: Callable[[Plan], object]
+) -> None:
+    with pytest.raises(PlanError, match=r"keeps model data on the host.*without pin 'offload'"):
+        ask(plans("tight"))
+
+
+def test_why_not_offload_is_refused() -> None:
+    graph = residual_mlp(layers=1, width=32, batch=32)
+    with pytest.raises(PinError, match=r"'offload' is 'host', and why_not compares .* plan with this pin"):
+        plan_of(graph, cluster()).why_not({"offload": "host"})
+    assert plan_of(graph, cluster()).why_not({"offload": "none"}).extra_s == 0
+
+
+def test_offload_none_is_an_ordinary_plan() -> None:
+    plan = plan_of(GRAPH, cluster(), {"offload": "none"})
+    assert plan.timetable is None and "offload" not in plan.predicted.time_s
+    assert plan.predicted == plan_of(GRAPH, cluster()).predicted
