@@ -116,6 +116,21 @@ def moments_of(assignment: Assignment) -> dict[int, tuple[str, str]]:
     return {BEFORE: ("begin", "end"), **{n: (f"forward {name}", f"backward {name}") for n, name in called.items()}}
 
 
+def undone(assignment: Assignment) -> list[int]:
+    """The numbers of the blocks that have a backward, in the order of forward."""
+    graph = assignment.space.graph
+    blocks = [instance.block for instance in assignment.space.folded.instances]
+    return [n for n, block in enumerate(blocks) if any(ref in graph.differentiated for ref in block.outputs)]
+
+
+def home_bytes(assignment: Assignment, chunks: Collection[Chunk]) -> int:
+    """What chunks take where they are at home: parameters, gradients and optimizer state."""
+    space = assignment.space
+    names = [name for chunk in chunks for name in chunk.leaves]
+    state = sum(space.state_bytes(space.graph.by_name[name], assignment.produced(Ref(name))) for name in names)
+    return sum(chunk.bytes + chunk.gradient_bytes for chunk in chunks) + state
+
+
 @dataclass(frozen=True)
 class _Step:
     """A step of an assignment, block by block.
@@ -142,8 +157,8 @@ class _Step:
         moves = [chunk for chunk in self.chunks if chunk not in stays]
         trained = [chunk for chunk in moves if chunk.gradient_bytes]
         names = {n: each for n, each in self._names.items() if n != BEFORE or any(chunk.is_before for chunk in moves)}
-        backwards = [*reversed(self._undone), *[BEFORE] * any(chunk.is_before for chunk in trained)]
-        held = sum(map(self.all_bytes, stays))
+        backwards = [*reversed(undone(self.assignment)), *[BEFORE] * any(chunk.is_before for chunk in trained)]
+        held = home_bytes(self.assignment, stays)
         moments = [self._moment("forward", names[n][0], n, held) for n in sorted(names)]
         moments += [self._moment("backward", names[n][1], n, held) for n in backwards]
         if any(chunk.gradient_bytes for chunk in stays):
@@ -168,13 +183,6 @@ class _Step:
     def _names(self) -> dict[int, tuple[str, str]]:
         return moments_of(self.assignment)
 
-    @cached_property
-    def _undone(self) -> list[int]:
-        """The numbers of the blocks that have a backward, in the order of forward."""
-        graph = self.assignment.space.graph
-        blocks = [instance.block for instance in self.assignment.space.folded.instances]
-        return [n for n, block in enumerate(blocks) if any(ref in graph.differentiated for ref in block.outputs)]
-
     def _moment(self, direction: Direction, name: str, number: int, held: int) -> Moment:
         beside = self.usage.by_block.get((direction, number), 0)
         return Moment(name, self._seconds.get((direction, number), 0.0), beside + held)
@@ -187,12 +195,6 @@ class _Step:
     def _update_s(self, chunk: Chunk, tier: Tier) -> float:
         space, stored = self.assignment.space, self.assignment.produced
         return math.fsum(space.update_s(space.graph.by_name[name], stored(Ref(name)), tier) for name in chunk.leaves)
-
-    def all_bytes(self, chunk: Chunk) -> int:
-        """Of a chunk's parameters, gradients and optimizer state."""
-        space, stored = self.assignment.space, self.assignment.produced
-        state = sum(space.state_bytes(space.graph.by_name[name], stored(Ref(name))) for name in chunk.leaves)
-        return chunk.bytes + chunk.gradient_bytes + state
 
     @cached_property
     def _seconds(self) -> dict[tuple[Direction, int], float]:
@@ -214,7 +216,9 @@ class _Step:
         moved = {item.name: item.bytes * sum(use.moment != UPDATE for use in item.uses) for item in trace.items}
 
         def worth(chunk: Chunk) -> float:
-            return (moved[parameters(chunk)] + moved.get(gradients(chunk), 0)) / (self.all_bytes(chunk) or 1)
+            return (moved[parameters(chunk)] + moved.get(gradients(chunk), 0)) / (
+                home_bytes(self.assignment, [chunk]) or 1
+            )
 
         ordered = sorted(self.chunks, key=worth, reverse=True)
         counts = range(1, len(ordered) + 1)
@@ -223,13 +227,13 @@ class _Step:
         )
         return [tuple(ordered[:count]) for count in dict.fromkeys((0, *(int(most * share) for share in SHARES)))]
 
-    def home_bytes(self, stays: Collection[Chunk]) -> int:
+    def moving_bytes(self, stays: Collection[Chunk]) -> int:
         """What is at home on the host."""
-        return sum(self.all_bytes(chunk) for chunk in self.chunks if chunk not in stays)
+        return home_bytes(self.assignment, self.chunks) - home_bytes(self.assignment, stays)
 
     def check_host(self, stays: Collection[Chunk]) -> None:
         """Refuse a host whose memory does not hold what is at home there."""
-        needed, has = self.home_bytes(stays), self.host.memory_bytes
+        needed, has = self.moving_bytes(stays), self.host.memory_bytes
         if needed > has:
             raise InfeasibleError(
                 f"the host has {has:,} bytes for each device ({in_bytes(has)}), and a device's part of parameters, "
@@ -244,7 +248,7 @@ class _Step:
 
     @property
     def overlaps(self) -> bool:
-        """Whether anything moves while something else is computed; between CPU processes moving takes the same cores."""
+        """Whether anything moves while something else is computed; on CPUs moving takes the cores that compute."""
         return self.assignment.space.cost.cluster.backend != "gloo"
 
     def timetable(self, stays: Collection[Chunk]) -> Timetable:
@@ -259,7 +263,7 @@ class _Step:
         waits_s = sum(table.link_s.values())
         if self.overlaps:
             waits_s = max(0.0, simulate(table).step_s - computing_s - update_s)
-        held, fullest = sum(map(self.all_bytes, stays)), moments[table.occupied_bytes.index(table.high_water_bytes)]
+        held, fullest = home_bytes(self.assignment, stays), moments[table.occupied_bytes.index(table.high_water_bytes)]
         bytes_by_use = {
             "stays": held,
             "chunks": table.high_water_bytes - fullest.other_bytes,
@@ -318,7 +322,7 @@ def offloaded(assignment: Assignment, usage: Usage, prediction: Prediction) -> t
     step.check_host(ways[-1])
     found = []
     for stays in ways:
-        if step.home_bytes(stays) <= step.host.memory_bytes:
+        if step.moving_bytes(stays) <= step.host.memory_bytes:
             table = step.timetable(stays)
             found.append((table, step.predicted(table, stays)))
     return min(found, key=lambda each: each[1].step_time_s)

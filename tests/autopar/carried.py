@@ -45,9 +45,19 @@ def another(name: str, seed: int, dtype: torch.dtype = torch.float64) -> Batch:
     return cast(MODELS[name].batch(), dtype)
 
 
-def plan_of(name: str, pin: dict[str, Any], ranks: int, memory_bytes: int | str = "1 GiB") -> Plan:
+def plan_of(
+    name: str, pin: dict[str, Any], ranks: int, memory_bytes: int | str = "1 GiB", updates_at: float | None = None
+) -> Plan:
+    """A plan with model data on the host.
+
+    Args:
+        updates_at: bytes per second of the host's memory, where it is not the device's.
+    """
     model, batch = model_of(name)
     cluster = ClusterSpec.local(ranks, memory_bytes=memory_bytes, cores=2, host_memory_bytes="1 GiB")
+    if updates_at is not None and cluster.host is not None:
+        slower = cluster.host.model_copy(update={"memory_bandwidth_bytes_per_s": updates_at})
+        cluster = cluster.model_copy(update={"host": slower})
     return autopar.plan(model, cluster, example_kwargs=batch, pin={"offload": "host", **pin})
 
 
@@ -76,35 +86,41 @@ def same_gradients(pmodel: nn.Module, model: nn.Module) -> None:
 
 
 def trains_under_any_timetable(name: str, document: dict[str, Any], shares: list[float]) -> None:
-    """Three steps of AdamW with clipping for each budget: what moves is as planned, and never over the budget."""
-    original, batch = model_of(name)
+    """As :func:`trains_as_planned` with budgets that leave room for such shares of what there is."""
     plan = Plan.from_dict(document)
     assert plan.timetable is not None
     trace = plan.timetable.trace
     least, all_bytes = max(trace.needed_bytes), sum(item.bytes for item in trace.items)
     for number, share in enumerate(shares):
         table = TIMETABLES[number % 2](trace, least + int(share * all_bytes))
-        model = copy.deepcopy(original)
-        pmodel, carrier = parallel(copy.deepcopy(model), replace(plan, timetable=table), batch)
-        optimizers = [
-            torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
-            pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
-        ]
-        for step in range(3):
-            losses = [loss_of(m, another(name, step)) for m in (model, pmodel)]
-            torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)
-            for loss, m, optimizer in zip(losses, (model, pmodel), optimizers, strict=True):
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(m.parameters(), 0.5)
-                optimizer.step()
-            same_gradients(pmodel, model)
-            planned = {way: size for (_, way), size in table.bytes_moved.items() if size}
-            assert {way: size for way, size in carrier.bytes_moved.items() if size} == planned
-        assert table.budget_bytes >= carrier.arena.high_water_bytes == table.high_water_bytes
-        expected = model.state_dict()
-        for key, value in pmodel.full_state_dict().items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+        trains_as_planned(name, replace(plan, timetable=table).to_dict())
+
+
+def trains_as_planned(name: str, document: dict[str, Any]) -> None:
+    """Three steps of AdamW with clipping: what moves is what was planned, and never over the budget."""
+    model, batch = model_of(name)
+    plan = Plan.from_dict(document)
+    pmodel, carrier = parallel(copy.deepcopy(model), plan, batch)
+    table = carrier.table
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
+        pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
+    ]
+    for step in range(3):
+        losses = [loss_of(m, another(name, step)) for m in (model, pmodel)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)
+        for loss, m, optimizer in zip(losses, (model, pmodel), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            optimizer.step()
+        same_gradients(pmodel, model)
+        planned = {way: size for (_, way), size in table.bytes_moved.items() if size}
+        assert {way: size for way, size in carrier.bytes_moved.items() if size} == planned
+    assert table.budget_bytes >= carrier.arena.high_water_bytes == table.high_water_bytes
+    expected = model.state_dict()
+    for key, value in pmodel.full_state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
 
 
 def is_bit_equal(name: str, document: dict[str, Any]) -> None:

@@ -40,6 +40,17 @@ def test_any_timetable_computes_the_same(pool: LocalProcesses, name: str, pin: d
     pool.run(carried.trains_under_any_timetable, name, document, shares, ranks=ranks)
 
 
+def test_what_stays_on_the_device_is_trained_there(pool: LocalProcesses) -> None:
+    pin = {"data": 2, "zero": 0, "offload": "auto", "recompute": "none"}
+    least = carried.plan_of("functional-gpt", {**pin, "offload": "host"}, 2).timetable
+    assert least is not None
+    room = max(least.trace.needed_bytes) + 3 * sum(item.bytes for item in least.trace.items) // 4
+    plan = carried.plan_of("functional-gpt", pin, 2, memory_bytes=int(room / 0.9), updates_at=1e7)
+    assert plan.timetable is not None
+    assert 0 < len(plan.timetable.trace.items) < len(least.trace.items)
+    pool.run(carried.trains_as_planned, "functional-gpt", plan.to_dict(), ranks=2)
+
+
 def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
     document = carried.plan_of("mlp", {"data": 2, "zero": 3}, 2).to_dict()
     pool.run(carried.goes_other_ways, document, ranks=2)

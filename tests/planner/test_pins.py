@@ -45,12 +45,11 @@ def attention(length: int = 48) -> Graph:
         ({"sequence_parallel": True, "tensor": 1}, "pin 'tensor' above 1 too"),
         ({"pipeline": 0}, "pin 'pipeline' is 0; it is how many stages there are: a whole number from 1"),
         ({"recompute": "some"}, "pin 'recompute' is 'some'; it is one of 'none', 'selective', 'full'"),
-<<<<<<< HEAD
-        ({"offload": "attic"}, "at home on the device"),
-=======
-        ({"offload": "disk"}, r"pin 'offload' is 'disk'; .* on the device \('none', .* or on the host \('host'\)"),
+        (
+            {"offload": "attic"},
+            r"pin 'offload' is 'attic'; .* on the device \('none', .* on the host \('host'\), .*'auto'",
+        ),
         ({"offload": True}, "pin 'offload' is True"),
->>>>>>> 630a1bf (Test plans with model data on the host; move the fewest bytes where moving overlaps with nothing)
         ({"micro_batches": "8"}, "pin 'micro_batches' is '8'"),
         ({"virtual_stages": True}, "pin 'virtual_stages' is True"),
         ({"schedule": "1f2b"}, "pin 'schedule' is '1f2b'; it is one of 'gpipe', '1f1b'"),
