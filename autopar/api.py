@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from autopar.alike import arguments, captured, check_alike
 from autopar.build import InTurns, build
@@ -253,8 +254,9 @@ def parallelize(
         raise PlanError(
             f"the plan is for {plan.cluster.world_size} devices, the cluster has {cluster.world_size}: plan again"
         )
-    device = start_process_group(cluster)
     pins = Pins.parse(pin)
+    offloads = pins.tier != "device" if plan is None else plan.timetable is not None
+    device = start_process_group(cluster, offloads)
     check_alike(arguments(model, cluster, plan, pins, pipelines, state_dict, seed))
     if dist.get_world_size() != cluster.world_size:
         raise PlanError(
@@ -292,11 +294,15 @@ def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, InTurns | No
     return recomputing, InTurns(actions, found.cut.bounds, bubble=found.bubble)
 
 
-def start_process_group(cluster: ClusterSpec) -> torch.device:
+def start_process_group(cluster: ClusterSpec, offloads: bool = False) -> torch.device:
     """Initialise the default process group if ``torchrun`` prepared one and nobody has; returns this rank's device.
 
+    Args:
+        offloads: whether gradients on the host are communicated too, such as their norm.
+
     Raises:
-        PlanError: not started by ``torchrun``, or no GPU where the cluster has them.
+        PlanError: not started by ``torchrun``, or no GPU where the cluster has them; or the process group that there is
+            communicates on GPUs alone, and the plan offloads.
     """
     on_gpu = cluster.backend == "nccl"
     if on_gpu and not torch.cuda.is_available():
@@ -312,7 +318,12 @@ def start_process_group(cluster: ClusterSpec) -> torch.device:
                 f"start the program with `torchrun --nproc-per-node {cluster.world_size} ...`; to check a plan in one "
                 "process use autopar.verify, to only plan use autopar.plan"
             )
-        dist.init_process_group(cluster.backend)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu and offloads else cluster.backend)
+    elif offloads and torch.device("cpu") not in distributed_c10d._get_default_group()._device_types:
+        raise PlanError(
+            "the plan keeps gradients on the host, where this process group does not communicate: initialise it with "
+            "torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), or leave that to autopar.parallelize"
+        )
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 

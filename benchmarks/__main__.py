@@ -1,7 +1,7 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [shards] [predicted] [published] [runs] [iopddl] [memory] [pipeline]
-                     [schedules] [timetable]
+                     [schedules] [timetable] [offload]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import asdict
 from benchmarks import (
     iopddl,
     memory,
+    offload,
     pipeline,
     plan_time,
     planned_runs,
@@ -73,6 +74,8 @@ def main(what: list[str]) -> None:
         schedules_run()
     if not what or "timetable" in what:
         timetables()
+    if not what or "offload" in what:
+        offloads()
 
 
 def plans() -> None:
@@ -340,6 +343,35 @@ def schedules_run() -> None:
         f"{schedules.REPEATS} steps of the slowest rank; the simulator's schedules are run by the runtime's own step."
     )
     print(record.write("schedules", "Schedules", notes, rows, [asdict(r) for r in results], facts), flush=True)
+
+
+def offloads() -> None:
+    """A model on devices of ever less memory."""
+    facts = record.circumstances()
+    found = offload.measure()
+    whole = found[0]
+    rows = [
+        {
+            "device": "all" if row.share is None else f"1/{row.share} of model data",
+            "budget MiB": "" if row.share is None else f"{row.budget_bytes / 2**20:.1f}",
+            "taken MiB": "" if row.share is None else f"{row.high_water_bytes / 2**20:.1f}",
+            "fetched MiB": f"{row.moved.get('fetch', 0) / 2**20:.1f}",
+            "evicted MiB": f"{row.moved.get('evict', 0) / 2**20:.1f}",
+            "as planned": "yes" if row.moved == {w: n for w, n in row.planned.items() if n} else "no",
+            "step ms": f"{row.seconds * 1e3:.0f}",
+            "ratio": f"{row.seconds / whole.seconds:.2f}",
+            "predicted ratio": f"{row.predicted_s / whole.predicted_s:.2f}",
+            "loss differs by": f"{row.differs:.0e}",
+        }
+        for row in found
+    ]
+    notes = (
+        f"A GPT of {offload.SHAPE} with {whole.data_bytes / 2**20:.0f} MiB of parameters, gradients and Adam's moments "
+        "in float32, one CPU process whose device is a budget of host memory, "
+        f"{offload.ROUNDS} steps of each in turns, medians without the first two. Nothing hides what is moved here: "
+        "copies take the core that computes. *Taken* is the most that chunks and what is beside them took."
+    )
+    print(record.write("offload", "Model data on the host", notes, rows, [asdict(row) for row in found], facts))
 
 
 def timetables() -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint.parts import Part
 from autopar.checkpoint.together import Ranks
+from autopar.runtime.mesh import as_dtensor
 from autopar.runtime.module import ParallelModule
 from planner.errors import CheckpointError
 
@@ -238,12 +239,6 @@ class HeldState:
         device = of_parameter.local.device if how == LIKE else torch.device("cpu")
         made = torch.empty(shape, dtype=dtype, device=device)
         if how == LIKE and isinstance(parameter, DTensor):
-            return DTensor.from_local(
-                made,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            mesh, placed = parameter.device_mesh, parameter.placements
+            return as_dtensor(made, mesh, placed, parameter.shape, parameter.stride())
         return made

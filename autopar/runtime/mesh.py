@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.runtime.mail import Pipeline
@@ -75,6 +77,19 @@ def groups_of(mesh: DeviceMesh) -> Mapping[str, ProcessGroup]:
 def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:
     """Where ``rank`` stands on each axis."""
     return tuple(rank // axis.stride % axis.size for axis in mesh.axes)
+
+
+def as_dtensor(
+    local: Tensor, mesh: DeviceMesh, placed: Sequence[Placement], shape: Sequence[int], stride: Sequence[int]
+) -> DTensor:
+    """A tensor of which this rank holds ``local``, which stays where it is: on the mesh's devices, or on the host.
+
+    Args:
+        placed: how it is cut on each axis.
+        shape, stride: of the whole.
+    """
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placed), tensor_meta=meta), requires_grad=False)
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:

@@ -26,7 +26,7 @@ from autopar.runtime.buckets import Buckets
 from autopar.runtime.carrier import Carrier
 from autopar.runtime.gradients import Holders, know_each_other
 from autopar.runtime.mail import Pipeline
-from autopar.runtime.mesh import groups_of, part_of, placements
+from autopar.runtime.mesh import as_dtensor, groups_of, part_of, placements
 from autopar.runtime.optimizer import Groups, make_optimizer
 from autopar.runtime.parameters import local_parts, renew
 from autopar.runtime.stage import programs_in
@@ -139,14 +139,7 @@ class ParallelModule(nn.Module):
             return part
         if self.carrier is not None and self.carrier.holds(leaf.name):
             part = self.carrier.keep(leaf.name, part)
-        stored = DTensor.from_local(
-            part,
-            self.device_mesh,
-            placements(leaf.layout),
-            run_check=False,
-            shape=torch.Size(leaf.shape),
-            stride=_strides(leaf.shape),
-        )
+        stored = as_dtensor(part, self.device_mesh, placements(leaf.layout), leaf.shape, _strides(leaf.shape))
         return nn.Parameter(stored, requires_grad=leaf.trainable)
 
     def _let_gradients_know(self) -> None:
@@ -455,9 +448,7 @@ class ParallelModule(nn.Module):
             value = _whole(value)
         leaf = next(spec for spec in self._leaf_names.values() if _lookup(self, spec.name) is _lookup(self, name))
         part = part_of(value, leaf.layout, self.mesh, self.rank).to(own.device, own.dtype)
-        return DTensor.from_local(
-            part, self.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
-        )
+        return as_dtensor(part, self.device_mesh, own.placements, own.shape, own.stride())
 
 
 def _is_cut(parameter: Tensor) -> bool:

@@ -123,6 +123,35 @@ def trains_as_planned(name: str, document: dict[str, Any]) -> None:
         torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
 
 
+def trains_in_an_eighth() -> None:
+    """A model with eight times the device's memory of parameters, gradients and optimizer state."""
+    torch.manual_seed(0)
+    widths = [(48, 96), (96, 48)] * 8
+    layers: list[nn.Module] = [nn.Sequential(nn.Linear(*width), nn.Tanh()) for width in widths]
+    model = nn.Sequential(*layers).double()
+    data_bytes = (8 + 8 + 8) * sum(p.numel() for p in model.parameters())
+    cluster = ClusterSpec.local(1, memory_bytes=data_bytes // 8, cores=2, host_memory_bytes="1 GiB")
+    pmodel = autopar.parallelize(
+        copy.deepcopy(model),
+        cluster,
+        example_kwargs={"input": torch.zeros(4, 48, dtype=torch.float64)},
+        loss_fn=lambda out, _: out.square().mean(),
+        pin={"offload": "host"},
+    )
+    assert pmodel.carrier is not None
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
+    for step in range(3):
+        torch.manual_seed(step)
+        batch = torch.randn(4, 48, dtype=torch.float64)
+        for m, optimizer in zip((model, pmodel), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = pmodel(input=batch) if m is pmodel else model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+        same_gradients(pmodel, model)
+    assert pmodel.carrier.arena.high_water_bytes <= cluster.device.usable_bytes < data_bytes / 8
+
+
 def is_bit_equal(name: str, document: dict[str, Any]) -> None:
     """On one rank nothing is summed in another order."""
     model, batch = model_of(name, torch.float32)

@@ -40,6 +40,10 @@ def test_any_timetable_computes_the_same(pool: LocalProcesses, name: str, pin: d
     pool.run(carried.trains_under_any_timetable, name, document, shares, ranks=ranks)
 
 
+def test_a_device_of_an_eighth_of_the_model_data_trains(pool: LocalProcesses) -> None:
+    pool.run(carried.trains_in_an_eighth, ranks=1)
+
+
 def test_what_stays_on_the_device_is_trained_there(pool: LocalProcesses) -> None:
     pin = {"data": 2, "zero": 0, "offload": "auto", "recompute": "none"}
     least = carried.plan_of("functional-gpt", {**pin, "offload": "host"}, 2).timetable

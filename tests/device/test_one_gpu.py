@@ -49,3 +49,41 @@ def test_training_steps_match_the_original(nccl):
             optimizer.step()
     for name, value in pmodel.full_state_dict().items():
         torch.testing.assert_close(value, original.state_dict()[name].cpu(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("offload", ["host", "auto"])
+def test_model_data_on_the_host_trains_alike_within_the_budget(nccl, offload):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import autopar
+    from planner.cluster import ClusterSpec
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=512, n_positions=64, n_embd=256, n_layer=6, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    model = GPT2LMHeadModel(config)
+    original = copy.deepcopy(model).cuda()
+    ids = torch.randint(0, 512, (4, 64), device="cuda")
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    spec = ClusterSpec.preset("workstation", devices=1)
+    data_bytes = 16 * sum(p.numel() for p in model.parameters())
+    device = spec.device.model_copy(update={"memory_bytes": data_bytes // 2})
+    cluster = spec.model_copy(update={"device": device})
+    pmodel = autopar.parallelize(model, cluster, example_kwargs=batch, pin={"offload": offload})
+    assert pmodel.carrier is not None
+    assert all(p.device.type == "cpu" for p in pmodel.parameters()) == (offload == "host")
+    ours, theirs = pmodel.optimizer(torch.optim.AdamW, lr=1e-3), torch.optim.AdamW(original.parameters(), lr=1e-3)
+    for _ in range(3):
+        loss, expected = pmodel(**pmodel.shard(batch)).loss, original(**batch).loss
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        for loss_, optimizer, m in ((loss, ours, pmodel), (expected, theirs, original)):
+            optimizer.zero_grad()
+            loss_.backward()
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+            optimizer.step()
+        moved = {way: n for (_, way), n in pmodel.carrier.table.bytes_moved.items() if n}
+        assert {way: n for way, n in pmodel.carrier.bytes_moved.items() if n} == moved
+    assert pmodel.carrier.arena.high_water_bytes <= pmodel.carrier.arena.budget_bytes
+    for name, value in pmodel.full_state_dict().items():
+        torch.testing.assert_close(value, original.state_dict()[name].cpu(), rtol=1e-4, atol=1e-5)
