@@ -18,6 +18,7 @@ from autopar.build import InTurns, build
 from autopar.capture import Captured, LossFn, capture, no_garbage
 from autopar.lower import lower
 from autopar.materialize import Source, part_maker
+from autopar.runtime.disk import check_given, open_disk
 from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import ParallelModule
 from autopar.stages import check_in_turns
@@ -27,7 +28,7 @@ from planner.errors import ClusterError, InputError, PinError, PlanError
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
 from planner.memory import usage
-from planner.offload import offloaded
+from planner.offload import chunks_of, home_bytes, offloaded
 from planner.pins import Pins, filters
 from planner.pipeline.schedule import schedule
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restage, restore
@@ -226,6 +227,7 @@ def parallelize(
     pipelines: bool = False,
     state_dict: Source | None = None,
     seed: int = 0,
+    offload_path: str | os.PathLike[str] | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
 ) -> ParallelModule:
@@ -240,11 +242,14 @@ def parallelize(
         state_dict: the original model's full state dict, or the path of a safetensors file, of a directory of such
             files with their index, or of what :func:`autopar.save_checkpoint` wrote.
         seed: of dropout, and of initialisation on the meta device.
+        offload_path: of a directory for files, where the plan keeps model data on disk; ranks may give different ones.
         progress: called on rank 0 with a line of text as the search advances.
 
     Raises:
         PlanError: the plan does not fit the model, the cluster or the process group; or ranks were given different
             ones, or different models, inputs, pins or seeds.
+        InputError: ``offload_path`` is missing, not wanted, no directory, or not writable.
+        InfeasibleError: it has no room for the model's data.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     if plan is not None and pin:
@@ -256,6 +261,8 @@ def parallelize(
         )
     pins = Pins.parse(pin)
     offloads = pins.tier != "device" if plan is None else plan.timetable is not None
+    on_disk = (pins if plan is None else Pins.parse(plan.pin)).tier == "disk"
+    check_given(offload_path, on_disk)
     device = start_process_group(cluster, offloads)
     check_alike(arguments(model, cluster, plan, pins, pipelines, state_dict, seed))
     if dist.get_world_size() != cluster.world_size:
@@ -270,13 +277,16 @@ def parallelize(
         plan = _plan_on_rank_0(traced, cluster, pins, pipelines, time_limit_s, progress)
     assignment = assign(traced, plan)
     assignment, in_turns = staged(plan, assignment)
+    disk = None
+    if on_disk and offload_path is not None:
+        disk = open_disk(offload_path, home_bytes(assignment, chunks_of(assignment)))
     stage_mesh = plan.mesh.in_turns(1)
     mesh, pipeline = pipeline_mesh(stage_mesh, device.type, cluster.world_size // stage_mesh.size)
     rank = dist.get_rank() % stage_mesh.size
     make_part = part_maker(model, traced.captured, stage_mesh, rank, device, state_dict, seed)
     if in_turns is not None:
         in_turns = replace(in_turns, pipeline=pipeline)
-    return build(model, traced.captured, assignment, mesh, rank, make_part, seed, in_turns, plan.timetable)
+    return build(model, traced.captured, assignment, mesh, rank, make_part, seed, in_turns, plan.timetable, disk)
 
 
 def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, InTurns | None]:

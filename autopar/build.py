@@ -16,6 +16,7 @@ from autopar.capture import Captured
 from autopar.flatten import canonical_names
 from autopar.rewrite import rewrite
 from autopar.runtime.carrier import Carried, Carrier
+from autopar.runtime.disk import Disk
 from autopar.runtime.mail import Between, Pipeline, Within
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModule, Program
@@ -72,6 +73,7 @@ def build(
     seed: int = 0,
     in_turns: InTurns | None = None,
     timetable: Timetable | None = None,
+    disk: Disk | None = None,
 ) -> ParallelModule:
     """Emit the program and hold its parameters.
 
@@ -80,11 +82,12 @@ def build(
         make_part: this rank's part of a parameter, buffer or constant.
         seed: of dropout and other random operators, the same on all ranks.
         in_turns: for a plan in turns.
-        timetable: for a plan with model data on the host.
+        timetable: for a plan with model data on the host or on disk.
+        disk: where it is on disk.
     """
     state = RunState(RandomState(seed))
     device = torch.device(device_mesh.device_type)
-    carrier = None if timetable is None else _carrier(assignment, timetable, device)
+    carrier = None if timetable is None else _carrier(assignment, timetable, device, disk)
     holder = {**groups_of(device_mesh), STATE: state, **({} if carrier is None else {CARRIER: carrier})}
     leaves = [leaf.name for leaf in assignment.space.graph.leaves]
     program: Program
@@ -116,7 +119,7 @@ def build(
     )
 
 
-def _carrier(assignment: Assignment, table: Timetable, device: torch.device) -> Carrier:
+def _carrier(assignment: Assignment, table: Timetable, device: torch.device, disk: Disk | None) -> Carrier:
     """What moves chunks of parameters and gradients as a timetable says.
 
     Raises:
@@ -141,7 +144,7 @@ def _carrier(assignment: Assignment, table: Timetable, device: torch.device) -> 
             "the plan's timetable is of other chunks or blocks than its layouts make: one of them was edited; make "
             "another with autopar.evaluate(model, plan)"
         )
-    return Carrier(table, carried, moments, device)
+    return Carrier(table, carried, moments, device, disk)
 
 
 def _made_together(whole: Interface, own: Interface, make_part: MakePart) -> MakePart:

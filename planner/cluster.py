@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -125,10 +126,38 @@ class Host(Described):
     memory_bandwidth_bytes_per_s: BytesPerS = Field(gt=0, examples=["50 GB/s"])
 
 
+class Disk(Described):
+    """Storage in the machine that a device is in, or over a network: a device's share of it, and of its speed."""
+
+    memory_bytes: Bytes = Field(gt=0, examples=["3.84 TB"])
+    read_bytes_per_s: BytesPerS = Field(gt=0, examples=["6.5 GB/s"])
+    write_bytes_per_s: BytesPerS = Field(gt=0, examples=["3.5 GB/s"])
+
+
+@dataclass(frozen=True)
+class Home:
+    """What a plan needs to know of where its model data is at home, if not on the device.
+
+    Attributes:
+        memory_bytes: a device's share.
+        fetch_bytes_per_s: from there to the device.
+        evict_bytes_per_s: from the device to there.
+        read_bytes_per_s: as the host's cores read it, who update.
+        write_bytes_per_s: as they write it.
+    """
+
+    memory_bytes: int
+    fetch_bytes_per_s: float
+    evict_bytes_per_s: float
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+
 class ClusterSpec(Described):
     """A homogeneous cluster: equal devices under nested network levels, innermost first.
 
-    ``host`` is what plans that keep model data beside the device need to know (``pin={"offload": "host"}``).
+    ``host`` is what plans that keep model data beside the device need to know (``pin={"offload": "host"}``),
+    ``disk`` besides what those need that keep it in files (``pin={"offload": "disk"}``).
     ``overlap`` is the share of backward's computing beside which gradients can be reduced: 0 where reducing starts when
     backward is over. Left out, it is what the backend allows.
     """
@@ -137,6 +166,7 @@ class ClusterSpec(Described):
     device: Device = Field(examples=["{kind: ..., memory_bytes: 80 GiB, ...}"])
     levels: Levels = Field(min_length=1, examples=["[{name: node, size: 8, ...}, {name: cluster, size: 4, ...}]"])
     host: Host | None = Field(default=None, examples=["{memory_bytes: 256 GB, link_bytes_per_s: 25 GB/s, ...}"])
+    disk: Disk | None = Field(default=None, examples=["{memory_bytes: 3.84 TB, read_bytes_per_s: 6.5 GB/s, ...}"])
     backend: Literal["nccl", "gloo"] = Field(default="nccl", examples=["nccl"])
     overlap: float | None = Field(default=None, ge=0, le=1, examples=["0.9"])
     calibration: Calibration | None = Field(default=None, examples=["calibration.yaml, in a cluster file"])
@@ -183,6 +213,25 @@ class ClusterSpec(Described):
         measured = None if self.calibration is None else self.calibration.host_link_bytes_per_s
         return self.host if measured is None else self.host.model_copy(update={"link_bytes_per_s": measured})
 
+    def home(self, on_disk: bool) -> Home:
+        """Where plans that offload keep model data; what is on disk comes to the device through the host.
+
+        Raises :class:`ClusterError` if this cluster does not describe it.
+        """
+        host = self.host_memory
+        if not on_disk:
+            link, passed = host.link_bytes_per_s, host.memory_bandwidth_bytes_per_s
+            return Home(host.memory_bytes, link, link, passed, passed)
+        if self.disk is None:
+            way_out = "ClusterSpec.local takes disk_bytes" if self.backend == "gloo" else "all of one device's share"
+            raise ClusterError(
+                f"cluster {self.name!r} does not say what disk its devices have, which a plan that offloads to disk "
+                f"must know: add 'disk' with memory_bytes, read_bytes_per_s and write_bytes_per_s ({way_out})"
+            )
+        read, write = self.disk.read_bytes_per_s, self.disk.write_bytes_per_s
+        link = host.link_bytes_per_s
+        return Home(self.disk.memory_bytes, min(read, link), min(write, link), read, write)
+
     @classmethod
     def preset(cls, name: str, nodes: int | None = None, devices: int | None = None) -> ClusterSpec:
         """A well-known machine; ``nodes`` of them, or as many as hold ``devices``.
@@ -216,6 +265,7 @@ class ClusterSpec(Described):
         memory_bytes: int | str | None = None,
         cores: int | None = None,
         host_memory_bytes: int | str | None = None,
+        disk_bytes: int | str | None = None,
     ) -> ClusterSpec:
         """``devices`` CPU processes on this machine, talking over gloo on the loopback interface.
 
@@ -223,7 +273,8 @@ class ClusterSpec(Described):
         Give ``memory_bytes`` and ``cores`` for a description that does not depend on the machine.
 
         For plans that offload, ``memory_bytes`` is the device's budget and ``host_memory_bytes`` is beside it: left
-        out, a share of the machine's memory, or none if ``cores`` are given.
+        out, a share of the machine's memory, or none if ``cores`` are given. ``disk_bytes`` is a process's share of a
+        disk.
         """
         _check_count("local cluster", "devices", devices)
         if cores is not None:
@@ -254,6 +305,12 @@ class ClusterSpec(Described):
                 "memory_bytes": host_memory_bytes,
                 "link_bytes_per_s": passed / 2,  # a copy reads and writes
                 "memory_bandwidth_bytes_per_s": passed,
+            }
+        if disk_bytes is not None:  # an estimate: one NVMe drive that the processes share, through the page cache
+            spec["disk"] = {
+                "memory_bytes": disk_bytes,
+                "read_bytes_per_s": 2e9 / devices,
+                "write_bytes_per_s": 1e9 / devices,
             }
         return cls.from_dict(spec)
 
@@ -337,6 +394,11 @@ class ClusterSpec(Described):
             lines.append(
                 f"  host memory {self.host.memory_bytes / 2**30:.4g} GiB per device, "
                 f"{self.host.link_bytes_per_s / 1e9:.4g} GB/s there and back"
+            )
+        if self.disk is not None:
+            lines.append(
+                f"  disk {self.disk.memory_bytes / 1e12:.4g} TB per device, read at "
+                f"{self.disk.read_bytes_per_s / 1e9:.4g} GB/s, written at {self.disk.write_bytes_per_s / 1e9:.4g} GB/s"
             )
         unit = "devices"
         for level in self.levels:

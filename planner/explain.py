@@ -86,7 +86,7 @@ class ExplainedOp:
 
 @dataclass(frozen=True)
 class ExplainedLeaf:
-    """A parameter, buffer or input, with the operators that read it; ``on_host``: where it is at home."""
+    """A parameter, buffer or input, with the operators that read it; ``home``: where, if not on the device."""
 
     name: str
     layout: str
@@ -94,7 +94,7 @@ class ExplainedLeaf:
     readers: tuple[str, ...]
     uses: tuple[Move, ...]
     next_best: Alternative | None = None
-    on_host: bool = False
+    home: str | None = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Explanation:
             detail = leaf.detail
             shape = shape_text(detail.shape)
             held = f", and {in_bytes(detail.state_bytes)} for gradient and optimizer" if detail.state_bytes else ""
-            where = "for each device, at home on the host" if leaf.on_host else "on each device"
+            where = "on each device" if leaf.home is None else f"for each device, at home {leaf.home}"
             lines[1] += f", of {shape} {detail.dtype}: {in_bytes(detail.local_bytes)} {where}{held}"
             if detail.count > 1:
                 lines.append(f"  {detail.count} of them share this entry")
@@ -289,8 +289,10 @@ def _explain_leaf(document: Document, name: str) -> ExplainedLeaf:
             readers += [f"{block.count} x {block.name} / {key}, as {layout}" for layout in wanted]
             uses += [move for move in op.before if move.value == name]
     leaf = document.account.leaves.get(name)
-    on_host = document.timetable is not None and name in document.parameters
-    return ExplainedLeaf(name, _leaves(document)[name], leaf, tuple(readers), tuple(uses), on_host=on_host)
+    home = None
+    if document.timetable is not None and name in document.parameters:
+        home = "on disk" if document.pin.get("offload") == "disk" else "on the host"
+    return ExplainedLeaf(name, _leaves(document)[name], leaf, tuple(readers), tuple(uses), home=home)
 
 
 # ---- the next best ---------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from planner.traffic import Traffic
 
 AllowLeaf = Callable[[Node, Layout], bool]
 Mask = NDArray[np.bool_]
-Tier = Literal["device", "host", "either"]
+Tier = Literal["device", "host", "either", "disk"]
 BUCKET_BYTES = 25 * 2**20
 OVERLAP = {"nccl": 0.9, "gloo": 0.0}
 """Share of backward work that can hide gradient communication, where a cluster does not say. Gloo communicates on the
@@ -51,11 +51,17 @@ class Training:
         optimizer_bytes_per_element: of optimizer state, per parameter element; Adam's two moments in float32 are 8.
         tier: where parameters, gradients and optimizer state are at home: on the device; on the host, which then
             updates them, and devices hold of them what they use; or either, of each block what fits
-            (:mod:`planner.offload`). To the search, which decides before that, either is the host.
+            (:mod:`planner.offload`); or in files, which the host updates. To the search, which decides before that,
+            either is the host.
     """
 
     optimizer_bytes_per_element: int = 8
     tier: Tier = "device"
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether what is not on the device is in files."""
+        return self.tier == "disk"
 
 
 @dataclass(frozen=True)
@@ -607,7 +613,8 @@ class Space:
         held, state = local_bytes(tensor, layout, self.mesh), self.state_bytes(node, layout)
         if (tier or self.training.tier) == "device":
             return self.cost.compute_s(0.0, 3 * held + 2 * state, tensor.dtype, kernel=Stream("optimizer"))
-        return (3 * held + 2 * state) / self.cost.cluster.host_memory.memory_bandwidth_bytes_per_s
+        home = self.cost.cluster.home(self.training.on_disk)
+        return (2 * held + state) / home.read_bytes_per_s + (held + state) / home.write_bytes_per_s
 
     def moved_s(self, node: Node, layout: Layout) -> float:
         """Seconds to fetch a parameter for forward and for backward and to evict its gradient, as if nothing of it
@@ -615,10 +622,9 @@ class Space:
         """
         if self.training.tier == "device":
             return 0.0
-        tensor = node.results[0]
-        return (
-            (2 + tensor.grad) * local_bytes(tensor, layout, self.mesh) / self.cost.cluster.host_memory.link_bytes_per_s
-        )
+        tensor, home = node.results[0], self.cost.cluster.home(self.training.on_disk)
+        seconds_per_byte = 2 / home.fetch_bytes_per_s + tensor.grad / home.evict_bytes_per_s
+        return local_bytes(tensor, layout, self.mesh) * seconds_per_byte
 
     def work(self, node: Node, choice: Choice) -> Work:
         """Seconds and bytes of one operator on one rank."""

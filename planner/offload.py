@@ -1,4 +1,4 @@
-"""Offload: a step of a plan whose model data is at home on the host, as a trace, and the timetable that it obeys.
+"""Offload: a step of a plan whose model data is at home on the host or on disk, as a trace, and its timetable.
 
 Parameters come in *chunks*, one for all that the same blocks read: a parameter that one block reads is in that block's
 chunk. A chunk is an item of the trace, fetched for forward, and again for backward where autograd reads the parameters'
@@ -22,7 +22,7 @@ from functools import cached_property
 
 from planner.chain import Link as BlockLink
 from planner.chain import links_of
-from planner.cluster import Host
+from planner.cluster import Home
 from planner.conversion import local_bytes
 from planner.errors import InfeasibleError
 from planner.formulate import Assignment, Tier
@@ -35,6 +35,8 @@ from planner.words import in_bytes
 ALIGN_BYTES = 64
 """Parameters begin at multiples of it in their chunk."""
 UPDATE, UPDATE_THERE = "update", "update what stays"
+MORE = "hosts with more memory, or pin 'offload' 'disk'"
+"""The way out of hosts that are too small."""
 SHARES = (1.0, 0.75, 0.5)
 """Parts of what can stay that are tried, beside nothing: room for what moves may be worth more."""
 
@@ -176,8 +178,8 @@ class _Step:
             if chunk.gradient_bytes and chunk.entered in backwards:
                 made = Use(names[chunk.entered][1], "w")
                 items.append(Item(gradients(chunk), chunk.gradient_bytes, (made, Use(UPDATE))))
-        speed = self.host.link_bytes_per_s
-        return Trace(tuple(moments), tuple(items), {"host": Link(speed, speed)})
+        link = Link(self.home.fetch_bytes_per_s, self.home.evict_bytes_per_s)
+        return Trace(tuple(moments), tuple(items), {"host": link})
 
     @cached_property
     def _names(self) -> dict[int, tuple[str, str]]:
@@ -228,23 +230,27 @@ class _Step:
         return [tuple(ordered[:count]) for count in dict.fromkeys((0, *(int(most * share) for share in SHARES)))]
 
     def moving_bytes(self, stays: Collection[Chunk]) -> int:
-        """What is at home on the host."""
+        """What is at home on the host or on disk."""
         return home_bytes(self.assignment, self.chunks) - home_bytes(self.assignment, stays)
 
-    def check_host(self, stays: Collection[Chunk]) -> None:
-        """Refuse a host whose memory does not hold what is at home there."""
-        needed, has = self.moving_bytes(stays), self.host.memory_bytes
+    def check_home(self, stays: Collection[Chunk]) -> None:
+        """Refuse a host's memory, or a disk, that does not hold what is at home there."""
+        needed, has, on_disk = self.moving_bytes(stays), self.home.memory_bytes, self.on_disk
         if needed > has:
             raise InfeasibleError(
-                f"the host has {has:,} bytes for each device ({in_bytes(has)}), and a device's part of parameters, "
-                f"gradients and optimizer state is {needed:,} bytes: shard them over more devices (pin 'zero' 2 or 3, "
-                "or 'tensor'), or take hosts with more memory",
+                f"the {'disk' if on_disk else 'host'} has {has:,} bytes for each device ({in_bytes(has)}), and a "
+                f"device's part of parameters, gradients and optimizer state is {needed:,} bytes: shard them over more "
+                f"devices (pin 'zero' 2 or 3, or 'tensor'), or take {'larger disks' if on_disk else MORE}",
                 needed - has,
             )
 
+    @property
+    def on_disk(self) -> bool:
+        return self.assignment.space.training.on_disk
+
     @cached_property
-    def host(self) -> Host:
-        return self.assignment.space.cost.cluster.host_memory
+    def home(self) -> Home:
+        return self.assignment.space.cost.cluster.home(self.on_disk)
 
     @property
     def overlaps(self) -> bool:
@@ -315,14 +321,14 @@ def offloaded(assignment: Assignment, usage: Usage, prediction: Prediction) -> t
         prediction: of the step, as if nothing stayed and nothing were moved beside computing.
 
     Raises:
-        InfeasibleError: the host's memory does not hold the model's data.
+        InfeasibleError: the host's memory, or the disk, does not hold the model's data.
     """
     step = _Step(assignment, usage, prediction)
-    ways: list[tuple[Chunk, ...]] = [()] if assignment.space.training.tier == "host" else step.may_stay()
-    step.check_host(ways[-1])
+    ways: list[tuple[Chunk, ...]] = [()] if assignment.space.training.tier != "either" else step.may_stay()
+    step.check_home(ways[-1])
     found = []
     for stays in ways:
-        if step.moving_bytes(stays) <= step.host.memory_bytes:
+        if step.moving_bytes(stays) <= step.home.memory_bytes:
             table = step.timetable(stays)
             found.append((table, step.predicted(table, stays)))
     return min(found, key=lambda each: each[1].step_time_s)

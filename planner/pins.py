@@ -25,7 +25,7 @@ from planner.strategy import Allow, factor_at, tensors_of
 
 SIZES = ("data", "context", "tensor")
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
-TIERS: Mapping[str, Tier] = {"none": "device", "host": "host", "auto": "either"}
+TIERS: Mapping[str, Tier] = {"none": "device", "host": "host", "auto": "either", "disk": "disk"}
 
 FREE_AXES = ("all", "outer", "middle", "inner")
 """Axes of the meshes that are tried when no size is pinned."""
@@ -118,7 +118,7 @@ class Pins:
             raise PinError(
                 f"pin 'offload' is {offload!r}; parameters, gradients and optimizer state are at home on the device "
                 "('none', as if it were left out), on the host ('host'), or on both: of some blocks on the host, of as "
-                "many as do not fit on the device ('auto')"
+                "many as do not fit on the device ('auto'), or in files ('disk')"
             )
         layers = pin.pop("layers", {})
         if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):

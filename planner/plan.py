@@ -229,8 +229,8 @@ class Plan(Document):
             )
         if self.timetable is not None:
             raise PlanError(
-                "this plan keeps model data on the host, and only one with all of it on the device can be asked this: "
-                "plan without pin 'offload', or plan again at the other size"
+                "this plan keeps model data on the host or on disk, and only one with all of it on the device can be "
+                "asked this: plan without pin 'offload', or plan again at the other size"
             )
 
 

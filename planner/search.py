@@ -149,13 +149,13 @@ def search(
 
 
 def _check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
-    """Refuse what plans with model data on the host cannot be yet, and clusters that do not say what hosts have."""
+    """Refuse what plans that offload cannot be yet, and clusters that do not say where to."""
     if pipelines or pins.in_turns:
         raise PinError(
             f"pin 'offload' is {pins.offload!r}, which plans in turns (a pipeline, micro-batches) do not do: leave out "
             "pipelines, 'pipeline' and 'micro_batches', or pin 'offload' 'none'"
         )
-    cluster.host_memory  # noqa: B018
+    cluster.home(pins.tier == "disk")
 
 
 def check_time_limit(seconds: float) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from autopar.runtime.disk import Disk
 from autopar.runtime.recompute import memory_of
 from autopar.runtime.tiers import Arena, Chunk, Gradients, Link, Parameters
 from planner.errors import InputError, TimetableError
@@ -62,6 +63,7 @@ class Carrier:
         carried: its chunks.
         moments: the names of the moments of each block's forward and backward, by its number.
         device: where the program computes.
+        disk: where parameters and gradients are at home, if not in the host's memory.
 
     Attributes:
         arena: what the device may hold of chunks.
@@ -74,8 +76,9 @@ class Carrier:
         carried: Sequence[Carried],
         moments: Mapping[int, tuple[str, str]],
         device: torch.device,
+        disk: Disk | None = None,
     ):
-        self.table, self.arena, self.link = table, Arena(table.budget_bytes), Link(device)
+        self.table, self.arena, self.link = table, Arena(table.budget_bytes), Link(device, disk)
         self.bytes_moved: dict[str, int] = {}
         self._moments = moments
         self._parameters = {

@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from autopar.runtime.buckets import Buckets
 from autopar.runtime.carrier import Carrier
+from autopar.runtime.disk import StateKeeper
 from autopar.runtime.gradients import Holders, know_each_other
 from autopar.runtime.mail import Pipeline
 from autopar.runtime.mesh import as_dtensor, groups_of, part_of, placements
@@ -171,11 +172,12 @@ class ParallelModule(nn.Module):
         return self._leaf_names
 
     def optimizer(self, make: Callable[..., Any], groups: Groups = (), **options: Any) -> Any:
-        """An optimizer over the parameters that this rank holds; parameters at home on the host are updated there.
+        """An optimizer over the parameters that this rank holds; it updates them where they are at home.
 
         It is what ``make([...], **options)`` makes: schedulers, clipping, ``torch.amp.GradScaler`` and checkpoints take
         it as any other. Adam and AdamW step by torch's fused kernels, unless ``fused``, ``foreach`` or
-        ``differentiable`` is given; torch's other fused kernels take no DTensors.
+        ``differentiable`` is given; torch's other fused kernels take no DTensors. Of a plan with model data on disk
+        its state goes to files after the first step, where one that is made otherwise keeps it in the host's memory.
 
         Args:
             make: the optimizer's class, e.g. ``torch.optim.AdamW``.
@@ -187,9 +189,11 @@ class ParallelModule(nn.Module):
         Raises:
             InputError: ranks hold parts of the model, and the optimizer is not elementwise, so that it would update a
                 part otherwise than the whole; or a pattern matches no parameter.
+            InfeasibleError: by ``step()``, where the disk has no room for the state: the step is made, and the next
+                one tries again.
         """
         buffers = {leaf.name for leaf in self._leaf_names.values() if leaf.kind == "buffer"}
-        return make_optimizer(
+        made = make_optimizer(
             make,
             {self._everywhere[name]: parameter for name, parameter in self.named_parameters()},
             {name: first for name, first in self._everywhere.items() if first not in buffers},
@@ -197,6 +201,9 @@ class ParallelModule(nn.Module):
             groups,
             options,
         )
+        if self.carrier is not None and self.carrier.link.disk is not None:
+            StateKeeper(self.carrier.link.disk).watch(made)
+        return made
 
     def print_code(self) -> None:
         """Print the emitted Python: each distinct block once, then the root that calls them."""
@@ -247,8 +254,8 @@ class ParallelModule(nn.Module):
         """Parameters and buffers of its own, on the same process groups; every rank copies for itself."""
         if self.carrier is not None:
             raise InputError(
-                "a module whose parameters are at home on the host cannot be copied: call autopar.parallelize again, "
-                "with state_dict=pmodel.full_state_dict()"
+                "a module whose parameters are at home on the host or on disk cannot be copied: call "
+                "autopar.parallelize again, with state_dict=pmodel.full_state_dict()"
             )
         groups = list(groups_of(self.device_mesh).values())
         if isinstance(self.program, Step):

@@ -1,4 +1,5 @@
-"""Tiers: chunks of parameters and of gradients, at home in the host's memory, and what of them is on the device.
+"""Tiers: chunks of parameters and of gradients, at home in the host's memory or in files, and what of them is on the
+device.
 
 On a machine without an accelerator the device is a budget of host memory: an :class:`Arena` counts there as everywhere
 what is on the device, and what moves is really copied.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.buckets import is_held_elsewhere
+from autopar.runtime.disk import Disk
 from planner.errors import TimetableError
 from planner.timetable.table import ACTIONS
 
@@ -72,16 +74,20 @@ class Arena:
 
 
 class Link:
-    """Copies between the host and the device, each direction in order, beside what the device computes.
+    """Copies between a device and home, each direction in order, beside what the device computes.
 
     On a CPU, where the device is the host, a copy is made at once.
+
+    Args:
+        disk: where home is in files.
 
     Attributes:
         bytes_moved: by direction, ``fetch`` and ``evict``.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, disk: Disk | None = None):
         self.bytes_moved: Counter[str] = Counter()
+        self.disk = disk
         self._streams: dict[str, Any] = {}
         if device.type == "cuda":
             self._streams = {way: torch.cuda.Stream(device) for way in ("fetch", "evict")}
@@ -102,10 +108,11 @@ class Link:
             done.record(stream)
         return done
 
-    @property
-    def is_beside(self) -> bool:
-        """Whether copies are made beside what the device computes, from and to pinned memory."""
-        return bool(self._streams)
+    def home(self, size: int, what: str) -> Tensor:
+        """New bytes at home, all 0: in memory that copies beside computing need pinned, or in a file."""
+        if self.disk is not None:
+            return self.disk.memory(size, what)
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=bool(self._streams))
 
     @staticmethod
     def wait(started: Any) -> None:
@@ -190,7 +197,7 @@ class Parameters(Chunk):
     def __init__(self, name: str, size: int, starts: Mapping[str, int], device: torch.device, arena: Arena, link: Link):
         super().__init__(name, size, arena, link)
         self.starts = starts
-        self._home = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._home = link.home(size, name)
         self.here = torch.empty(size, dtype=torch.uint8, device=device)
         self._views: dict[str, Tensor] = {}
 
@@ -228,7 +235,7 @@ class Gradients(Chunk):
         self.like = dict(sorted(like.items(), key=lambda each: -each[1].element_size()))  # so that all begin well
         self._made: dict[str, Tensor] = {}
         self._arriving: dict[str, Tensor] = {}
-        self._homes: list[Tensor] = []
+        self._homes = [link.home(self.bytes, name)]
 
     def made(self, grads: Mapping[str, Tensor | None]) -> None:
         """Take what backward made."""
@@ -272,8 +279,7 @@ class Gradients(Chunk):
         for home in self._homes:
             if not is_held_elsewhere(home):
                 return home
-        pinned = self.link.is_beside
-        self._homes = [*self._homes[-1:], torch.empty(self.bytes, dtype=torch.uint8, pin_memory=pinned)]
+        self._homes = [*self._homes[-1:], self.link.home(self.bytes, self.name)]
         return self._homes[-1]
 
 

@@ -169,12 +169,13 @@ def stages(document: Document) -> list[tuple[str, str]]:
     return [(str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}", text) for own, text in found]
 
 
-def offloads(table: Timetable) -> str:
-    """What is at home on the host, and what a step moves."""
+def offloads(document: Document, table: Timetable) -> str:
+    """What is at home on the host or on disk, and what a step moves."""
     sizes = {way: sum(n for (_, each), n in table.bytes_moved.items() if each == way) for way in ("fetch", "evict")}
     chunks = sum(item.name.startswith("parameters ") for item in table.trace.items)
+    home = "on disk" if document.pin.get("offload") == "disk" else "on the host"
     return (
-        f"parameters, gradients and optimizer state of {chunks} chunks at home on the host; a step fetches "
+        f"parameters, gradients and optimizer state of {chunks} chunks at home {home}; a step fetches "
         f"{in_bytes(sizes['fetch'])} and evicts {in_bytes(sizes['evict'])}"
     )
 

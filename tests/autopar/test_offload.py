@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from autopar.runtime.tiers import Arena, Gradients, Link, Parameters
 from planner.cluster import ClusterSpec
 from planner.errors import TimetableError
 from planner.timetable.table import ACTIONS
-from tests.autopar import carried
+from tests.autopar import carried, on_disk
 
 CASES: list[tuple[str, dict[str, Any], int]] = [
     ("mlp", {"data": 2, "zero": 0}, 2),
@@ -53,6 +54,11 @@ def test_what_stays_on_the_device_is_trained_there(pool: LocalProcesses) -> None
     assert plan.timetable is not None
     assert 0 < len(plan.timetable.trace.items) < len(least.trace.items)
     pool.run(carried.trains_as_planned, "functional-gpt", plan.to_dict(), ranks=2)
+
+
+def test_model_data_may_be_in_files(pool: LocalProcesses, tmp_path: Path) -> None:
+    (tmp_path / "offload").mkdir()
+    pool.run(on_disk.trains, on_disk.plan_of(2, zero=3).to_dict(), str(tmp_path / "offload"), ranks=2)
 
 
 def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:

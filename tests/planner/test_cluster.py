@@ -290,7 +290,7 @@ def edited(*path: str | int, value: object) -> dict[str, Any]:
         (edited("backend", value="mpi"), ["backend is 'mpi'", "'nccl' or 'gloo'"]),
         (edited("self", value=1), ["self: there is no such field"]),
         ({}, ["name is missing", "device is missing", "levels is missing"]),
-        (None, ["name, device, levels, host, backend", "None"]),
+        (None, ["name, device, levels, host, disk, backend", "None"]),
     ],
 )
 def test_what_is_wrong_names_the_field_the_value_and_the_way_out(data: object, parts: list[str]) -> None:

@@ -1,0 +1,204 @@
+"""Disk: memory that is files, mapped, for model data that is at home there.
+
+A file is allocated whole before it is mapped: a disk that is full is an error then, and nothing can fail for want of
+room where memory is written. The files have no names: nobody's are reused or removed, and however a process ends, the
+system takes its files back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from planner.errors import InfeasibleError, InputError
+from planner.words import in_bytes
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A directory for files."""
+
+    folder: Path
+
+    def memory(self, size: int, what: str) -> Tensor:
+        """New bytes in a file, all 0; the file goes when nothing holds them any more.
+
+        Args:
+            what: they are for, if there is no room.
+
+        Raises:
+            InfeasibleError: there is no room for them, or they cannot be allocated.
+        """
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+                return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+        except OSError as error:
+            free = _free_bytes(self.folder)
+            raise InfeasibleError(
+                f"no {size:,} bytes in {str(self.folder)!r} for {what} ({error.strerror}; {free:,} bytes are free, "
+                f"{in_bytes(free)}): make room there and go on, since nothing is lost, or take another offload_path",
+                max(0, size - free),
+            ) from error
+
+
+def _free_bytes(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+# ---- opening ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a rank finds of its directory: why it is none, or the file system, what is free there and what is needed."""
+
+    wrong: str | None
+    folder: str
+    place: tuple[str, int] = ("", 0)
+    free_bytes: int = 0
+    needed_bytes: int = 0
+
+
+def check_given(path: object, on_disk: bool) -> None:
+    """Raise :class:`InputError` unless ``offload_path`` is given if, and only if, a plan keeps model data on disk."""
+    if on_disk and not isinstance(path, (str, os.PathLike)):
+        raise InputError(
+            f"the plan keeps model data on disk ('offload': 'disk'), and offload_path is {path!r}: give "
+            "autopar.parallelize the path of a directory on a fast local disk"
+        )
+    if not on_disk and path is not None:
+        raise InputError(
+            f"offload_path is {path!r}, but the plan keeps no model data on disk: leave it out, or plan with "
+            "pin={'offload': 'disk'}"
+        )
+
+
+def open_disk(path: str | os.PathLike[str], needed_bytes: int) -> Disk:
+    """A directory with room for what all ranks keep there; each rank gives its own, and all must call it.
+
+    Args:
+        needed_bytes: by this rank.
+
+    Raises:
+        InputError: it is no directory, or not writable.
+        InfeasibleError: ranks together need more of a file system than is free.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _look(Path(path), needed_bytes))
+    _check(found)
+    return Disk(Path(path))
+
+
+def _look(folder: Path, needed_bytes: int) -> _Found:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        place = socket.gethostname(), os.stat(folder).st_dev
+        return _Found(None, str(folder), place, _free_bytes(folder), needed_bytes)
+    except OSError as error:
+        return _Found(error.strerror or str(error), str(folder))
+
+
+def _check(found: Sequence[_Found]) -> None:
+    for rank, each in enumerate(found):
+        if each.wrong is not None:
+            raise InputError(
+                f"offload_path {each.folder!r} of rank {rank} cannot hold files ({each.wrong}): give the path of a "
+                "directory that exists and is writable"
+            )
+    for each in found:
+        needed = sum(other.needed_bytes for other in found if other.place == each.place)
+        if needed > each.free_bytes:
+            raise InfeasibleError(
+                f"offload_path {each.folder!r}: parameters, gradients and optimizer state of this machine's ranks take "
+                f"{needed:,} bytes ({in_bytes(needed)}), and {each.free_bytes:,} are free there "
+                f"({in_bytes(each.free_bytes)}): make room, or give a directory on a larger disk",
+                needed - each.free_bytes,
+            )
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+class StateKeeper:
+    """Moves an optimizer's state that lies as its parameter to files, after each step that made some.
+
+    An optimizer makes its state in its first step, in memory of the host. So that step is made for one parameter after
+    another, which is the same where each is updated by itself; what groups of parameters keep goes on once.
+    """
+
+    def __init__(self, disk: Disk):
+        self._disk = disk
+        self._kept: dict[tuple[Tensor, str], Tensor] = {}
+        self._has_begun = False
+        self._done: dict[Tensor, Tensor | None] = {}
+
+    def watch(self, optimizer: Any) -> None:
+        """Move the state after each step.
+
+        Raises:
+            InputError: it does not say when it has stepped.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(
+                f"the plan keeps optimizer state on disk, and {type(optimizer).__name__} is no torch.optim.Optimizer, "
+                "which say when they have stepped: take one, or a plan with pin={'offload': 'host'}"
+            )
+        optimizer.register_step_pre_hook(self._begin)
+        optimizer.register_step_post_hook(self._stepped)
+
+    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Before the first step: make it for all parameters without state but one, which is left to it."""
+        if self._has_begun or len(args) > 1 or kwargs:  # a closure makes gradients of its own
+            return
+        self._has_begun = True
+        grads = {p: p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        first = [parameter for parameter in grads if not optimizer.state.get(parameter)][1:]
+        for parameter in grads:
+            parameter.grad = None
+        try:
+            for parameter in first:
+                options = [dict(group) for group in optimizer.param_groups]
+                parameter.grad = grads[parameter]
+                with contextlib.suppress(InfeasibleError):  # what has no room is moved, or refused, after the last one
+                    optimizer.step()
+                parameter.grad = None
+                for group, before in zip(optimizer.param_groups, options, strict=True):
+                    group.update(before)
+        finally:
+            for parameter, grad in grads.items():
+                parameter.grad = grad
+        for parameter in first:
+            self._done[parameter], parameter.grad = parameter.grad, None
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter, grad in self._done.items():
+            parameter.grad = grad
+        self._done = {}
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, DTensor) and self._kept.get((parameter, key)) is not value._local_tensor:
+                    state[key] = DTensor(
+                        self._moved(parameter, key, value._local_tensor), value._spec, requires_grad=False
+                    )
+
+    def _moved(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
+        kept = self._disk.memory(value.nbytes, f"optimizer state {key!r}").view(value.dtype).view(value.shape)
+        self._kept[parameter, key] = kept.copy_(value)
+        return kept
