@@ -139,6 +139,13 @@ def _carrier(assignment: Assignment, table: Timetable, device: torch.device, dis
         sizes |= {parameters(chunk): chunk.bytes} | ({item: chunk.gradient_bytes} if item else {})
     entering = {each.block for each in carried}
     moments = {n: names for n, names in moments_of(assignment).items() if n != BEFORE or n in entering}
+    own = {each.name for each in carried}
+    for action, name in (done for entry in table.entries for done in entry.actions()):
+        if action in (("evict", "make") if name in own else ("fetch",)):
+            raise PlanError(
+                f"the plan's timetable has {action} {name}, but parameters are only fetched, and gradients only made "
+                "and evicted: it was edited; make another with autopar.evaluate(model, plan)"
+            )
     if items != sizes or any(name not in table.trace.place for name, _ in moments.values()):
         raise PlanError(
             "the plan's timetable is of other chunks or blocks than its layouts make: one of them was edited; make "

@@ -112,8 +112,9 @@ class Root:
             self._made[key] = self._program(instance.block, kind, level)
         name = self._made[key]
         self.calls[name] += 1
-        self.enter(number)
+        at_home = self.enter(number)
         inputs = tuple(self.body.found(entry) for entry in entries_of(instance.block, assignment))
+        self.body.values.update(at_home)
         if level == "none":
             call = graph.call_module(name, inputs)
         else:
@@ -122,22 +123,24 @@ class Root:
         bind_results(graph, call, instance.block.outputs, self.body.values)
         self.leave(number, instance.block)
 
-    def enter(self, number: int) -> None:
-        """Have the parameters of a block on the device, or those that enter before all blocks, if parameters move."""
-        body = self.body
+    def enter(self, number: int) -> dict[Ref, fx.Node]:
+        """Have the parameters of a block on the device, or those that enter before all blocks, if parameters move;
+        returns what they are at home.
+        """
+        body, at_home = self.body, {}
         chunks = [chunk for chunk in self._chunks if chunk.entered == number]
         if CARRIER in self.groups and (chunks or number != BEFORE):
             refs = [Ref(name) for chunk in chunks for name in chunk.leaves]
-            parts = tuple(body.values[ref] for ref in refs)
-            call = body.graph.call_function(enter_block, (body.attribute(CARRIER), number, parts))
+            at_home = {ref: body.values[ref] for ref in refs}
+            call = body.graph.call_function(enter_block, (body.attribute(CARRIER), number, tuple(at_home.values())))
             for place, ref in enumerate(refs):
                 body.values[ref] = body.graph.call_function(getitem, (call, place))
+        return at_home
 
     def leave(self, number: int, block: Block) -> None:
         """Note where backward enters a block, if parameters move."""
-        body, differentiated = self.body, self.assignment.space.graph.differentiated
-        refs = [ref for ref in block.outputs if ref in differentiated]
-        if CARRIER in self.groups and refs:
+        body, refs = self.body, block.outputs
+        if CARRIER in self.groups:
             values = tuple(body.values[ref] for ref in refs)
             call = body.graph.call_function(leave_block, (body.attribute(CARRIER), number, values))
             for place, ref in enumerate(refs):

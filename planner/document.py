@@ -139,10 +139,10 @@ class Document:
                 "this plan was read from a file and does not carry its model's graph: give it one with "
                 "autopar.evaluate(model, plan), and ask the plan that returns"
             )
-        return certify(self.assignment, self._objective_s * (1 - self.search.gap))
+        return certify(self.assignment, self.objective_s * (1 - self.search.gap))
 
     @property
-    def _objective_s(self) -> float:
+    def objective_s(self) -> float:
         """What the search made least: the predicted step; with a timetable, one in which nothing stays and moving
         overlaps with nothing, see :meth:`planner.formulate.Space.moved_s`.
         """

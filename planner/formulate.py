@@ -491,7 +491,9 @@ class Space:
             again_everywhere = all(each.levels(cast(int, role[1])) for each in amounts)
             # Parameters are gathered again (see :meth:`problem`), or their gradients lie beside the buckets that the
             # host keeps for them (see autopar/runtime/buckets.py).
-            if not self.in_turns and (again_everywhere or self.cost.cluster.backend == "gloo"):
+            if self.training.tier != "device":  # they and their gradients are there only then
+                transient = transient + 2 * parameters
+            elif not self.in_turns and (again_everywhere or self.cost.cluster.backend == "gloo"):
                 transient = transient + parameters
             time = ((forward + backward + inner) * times + (forward + inner_again) * again) * self.rounds
             time += (forward + backward + inner) * self._waited(role)

@@ -92,13 +92,29 @@ class Usage:
 
 
 def readers_of(assignment: Assignment) -> dict[str, tuple[int, ...]]:
-    """The numbers of the blocks that read each parameter, by its name; without those that none reads."""
-    found: dict[str, list[int]] = {}
-    for number, instance in enumerate(assignment.space.folded.instances):
-        for name in dict.fromkeys(ref.node for ref in instance.block.inputs):
-            if assignment.space.graph.by_name[name].op == "param":
-                found.setdefault(name, []).append(number)
-    return {name: tuple(numbers) for name, numbers in found.items()}
+    """The numbers of the blocks that may read each parameter, by its name; without those that none reads.
+
+    Where a block hands on a view of a parameter, all later ones may.
+    """
+    space = assignment.space
+    found: dict[str, set[int]] = {}
+    for number, instance in enumerate(space.folded.instances):
+        views = {ref: ref.node for ref in instance.block.inputs if space.graph.by_name[ref.node].op == "param"}
+        for name in views.values():
+            found.setdefault(name, set()).add(number)
+        for node in instance.block.nodes:
+            for index, shared in enumerate(shares_of(node)):
+                if shared >= 0 and node.inputs[shared] in views:
+                    views[Ref(node.name, index)] = views[node.inputs[shared]]
+        for name in (views[ref] for ref in instance.block.outputs if ref in views):
+            found[name].update(range(number, len(space.folded.instances)))
+    return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
+
+
+def shares_of(node: Node) -> tuple[int, ...]:
+    """For each result of an operator: the operand in whose memory it is, or -1."""
+    row = OPS.get(node.op)
+    return node.shares or ((0,) if row is not None and row.view else (-1,)) * len(node.results)
 
 
 def enters_before(assignment: Assignment, name: str, readers: tuple[int, ...]) -> bool:
@@ -544,7 +560,7 @@ class _Run:
     def _results(self, node: Node, types: tuple[TensorType, ...], operands: list[_Value]) -> list[_Value]:
         heap, row, choice = self.heap, OPS.get(node.op), self.assignment.choice(node)
         sizes = [local_bytes(t, layout, self.mesh) for t, layout in zip(node.results, choice.results, strict=True)]
-        shares = node.shares or ((0,) if row is not None and row.view else (-1,)) * len(sizes)
+        shares = shares_of(node)
         storages = [
             heap.hold(operands[shared].storage) if shared >= 0 else heap.new(node.name, "activations", size)
             for shared, size in zip(shares, sizes, strict=True)

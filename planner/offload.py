@@ -165,7 +165,7 @@ class _Step:
         moments += [self._moment("backward", names[n][1], n, held) for n in backwards]
         if any(chunk.gradient_bytes for chunk in stays):
             moments.append(Moment(UPDATE_THERE, sum(self._update_s(chunk, "device") for chunk in stays), held))
-        if trained:
+        if moves:
             moments.append(Moment(UPDATE, sum(self._update_s(chunk, "host") for chunk in trained), on="host"))
         items = []
         for chunk in moves:
@@ -173,8 +173,8 @@ class _Step:
             uses += [
                 Use(names[n][1]) for n in reversed(chunk.readers) if n in backwards and self._reads_again(chunk, n)
             ]
-            uses += [Use(UPDATE, "rw")] * bool(chunk.gradient_bytes)
-            items.append(Item(parameters(chunk), chunk.bytes, tuple(uses)))
+            # Whatever is not trained may be changed between steps, too.
+            items.append(Item(parameters(chunk), chunk.bytes, (*uses, Use(UPDATE, "rw"))))
             if chunk.gradient_bytes and chunk.entered in backwards:
                 made = Use(names[chunk.entered][1], "w")
                 items.append(Item(gradients(chunk), chunk.gradient_bytes, (made, Use(UPDATE))))
@@ -325,7 +325,7 @@ def offloaded(assignment: Assignment, usage: Usage, prediction: Prediction) -> t
     """
     step = _Step(assignment, usage, prediction)
     ways: list[tuple[Chunk, ...]] = [()] if assignment.space.training.tier != "either" else step.may_stay()
-    step.check_home(ways[-1])
+    step.check_home(min(ways, key=step.moving_bytes))
     found = []
     for stays in ways:
         if step.moving_bytes(stays) <= step.home.memory_bytes:

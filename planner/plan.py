@@ -528,7 +528,7 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
             timetable, predicted = offloaded(assignment, memory, predicted)
     step_s, search = predicted.step_time_s, plan.search
     if not math.isclose(step_s, plan.predicted.step_time_s, rel_tol=1e-9):
-        bound = plan.predicted.step_time_s * (1 - search.gap)
+        bound = plan.objective_s * (1 - search.gap)
         search = replace(search, status="edited", gap=max(0.0, 1 - bound / step_s))
     return describe(assignment, plan.model, plan.pin, predicted, search, staged, timetable)
 

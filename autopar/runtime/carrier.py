@@ -11,13 +11,14 @@ the next call: each block's chunks are fetched as it is entered. That is slower,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +29,7 @@ from planner.errors import InputError, TimetableError
 from planner.memory import BEFORE
 from planner.timetable import Timetable
 
+A_STEP = "a new step"
 ON_DEMAND = (
     "a step goes another way than its timetable (backward of several calls of the model at once, or a second time): "
     "until the next call parameters are fetched where they are used, which is slower"
@@ -91,8 +93,9 @@ class Carrier:
         self._at: int | None = None
         self._absent: set[str] = set()
         self._on_demand = self._is_watched = False
-        self._by_memory = {memory_of(chunk.here): chunk for chunk in self._parameters.values()}
         self._number: int | None = None
+        self._checked: frozenset[int] = frozenset()
+        self.token: Tensor | None = None
 
     # ---- what it holds -----------------------------------------------------------------------------------------
 
@@ -121,7 +124,12 @@ class Carrier:
                     f"{name} is no longer where the plan keeps it: change parameters in place "
                     "(parameter.data.copy_(...), load_state_dict without assign=True) instead of replacing them"
                 )
-        return dict(zip(parameters, _Home.apply(self, tuple(parameters), *parameters.values()), strict=True))
+            if parameter.requires_grad and name not in self._chunk_of[name].trained:
+                raise InputError(
+                    f"{name} requires a gradient, but the plan makes none: call requires_grad_(True) before planning"
+                )
+        *found, self.token = _Home.apply(self, tuple(parameters), *parameters.values())
+        return dict(zip(parameters, found, strict=True))
 
     # ---- the timetable -----------------------------------------------------------------------------------------
 
@@ -146,16 +154,19 @@ class Carrier:
 
     def _begin(self) -> None:
         """A step begins: as the one before ended, or with the timetable's beginning."""
+        self.link.compute_here()
         if self._on_demand or self._at != len(self.table.entries) - 1:
+            for gradients in self._gradients.values():
+                gradients.forget()
             for chunk in self._chunks.values():
-                self._send_home(chunk, "a new step")
+                self._send_home(chunk, A_STEP)
             self._absent = {name for name, state in self.table.beginning.items() if state == "leaving"}
             self.arena.enter(0)
             for name, state in self.table.beginning.items():
                 if state in ("coming", "resident"):
-                    self._chunks[name].act("fetch", "a new step")
+                    self._chunks[name].act("fetch", A_STEP)
                 if state == "resident":
-                    self._chunks[name].act("fetched", "a new step")
+                    self._chunks[name].act("fetched", A_STEP)
         self._at, self._on_demand = -1, False
         self.link.bytes_moved.clear()
 
@@ -207,15 +218,28 @@ class Carrier:
 
     # ---- the first step ----------------------------------------------------------------------------------------
 
-    def watching(self) -> AbstractContextManager[Any]:
-        """While the program runs for the first time: nothing may save a parameter that its backward has not."""
-        if self._is_watched:
-            return nullcontext()
-        return saved_tensors_hooks(self._check_saved, lambda tensor: tensor)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While the program runs; for the first time, nothing may save a parameter that its backward has not."""
+        hooks = nullcontext() if self._is_watched else saved_tensors_hooks(self._check_saved, lambda tensor: tensor)
+        try:
+            with hooks:
+                yield
+        finally:
+            self.token = None
+        if not torch.is_grad_enabled():
+            for chunk in self._parameters.values():  # then nothing else says when homes may be changed
+                self.link.settle(chunk.started)
+
+    def _at_memory(self, tensor: Tensor) -> Parameters | None:
+        """The chunk whose memory on the device a tensor shares."""
+        memory = memory_of(tensor)
+        chunks = self._parameters.values()
+        return next((each for each in chunks if each.here is not None and memory_of(each.here) == memory), None)
 
     def _check_saved(self, tensor: Tensor) -> Tensor:
         self._is_watched = True
-        chunk = self._by_memory.get(memory_of(tensor))
+        chunk = self._at_memory(tensor)
         if chunk is not None and self._number is not None:
             place = self.table.trace.place.get(self._moments[self._number][True])
             if place is None or chunk.name not in dict(self._uses(place)):
@@ -225,15 +249,24 @@ class Carrier:
                 )
         return tensor
 
-    def check_leaving(self, values: Sequence[Tensor]) -> None:
-        """Raise :class:`TimetableError` if a block hands on the memory of parameters."""
-        for value in values:
-            chunk = self._by_memory.get(memory_of(value))
-            if chunk is not None:
+    def check_leaving(self, number: int, values: Sequence[Tensor]) -> None:
+        """Raise :class:`TimetableError` if a block hands on the memory of parameters that are its own."""
+        for value in values if not self._is_checked(number) else ():
+            chunk = self._at_memory(value)
+            if chunk is not None and chunk.name in {each.name for each in self._blocks.get(number, ())}:
                 raise TimetableError(
                     f"a block hands on a view of {chunk.name}, which may be gone when it is read: plan without pin "
                     "'offload', and report this"
                 )
+
+    def _is_checked(self, number: int) -> bool:
+        """Whether a block's results were looked at before; they are of the same memory every time."""
+        seen, self._checked = number in self._checked, self._checked | {number}
+        return seen
+
+    def apart(self, value: Any) -> Any:
+        """A result of the program in memory of its own, where it shares that of parameters."""
+        return value.clone() if isinstance(value, Tensor) and self._at_memory(value) is not None else value
 
     # ---- what the program and autograd call --------------------------------------------------------------------
 
@@ -265,7 +298,10 @@ class Carrier:
 
 
 class _Home(torch.autograd.Function):
-    """Parameters at home; their gradients, too, which the carrier has when backward is over."""
+    """Parameters at home; their gradients, too, which the carrier has when backward is over.
+
+    One more result goes into all blocks as they are left, so that this comes after all of them in backward.
+    """
 
     @staticmethod
     def forward(ctx, carrier, names, *parameters):  # type: ignore[no-untyped-def]
@@ -274,9 +310,10 @@ class _Home(torch.autograd.Function):
         found = tuple(parameter._local_tensor.detach() for parameter in parameters)
         frozen = [each for each, parameter in zip(found, parameters, strict=True) if not parameter.requires_grad]
         ctx.mark_non_differentiable(*frozen)
-        return found
+        return *found, torch.empty(0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *_):  # type: ignore[no-untyped-def]
         found = ctx.carrier.finish()
         grads = [
@@ -298,6 +335,7 @@ class _Entering(torch.autograd.Function):
         return found
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         if ctx.number == BEFORE:
             ctx.carrier.enter(ctx.number, is_backward=True)
@@ -309,15 +347,16 @@ class _Leaving(torch.autograd.Function):
     """Identity; backward enters the block."""
 
     @staticmethod
-    def forward(ctx, carrier, number, *values):  # type: ignore[no-untyped-def]
+    def forward(ctx, carrier, number, _, *values):  # type: ignore[no-untyped-def]
         ctx.carrier, ctx.number = carrier, number
         ctx.set_materialize_grads(False)
-        return tuple(value.view_as(value) for value in values)
+        return tuple(value.detach() for value in values)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         ctx.carrier.enter(ctx.number, is_backward=True)
-        return None, None, *grads
+        return None, None, None, *grads
 
 
 def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -326,6 +365,9 @@ def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple
     Args:
         number: of the block, or that of what comes before all blocks.
         parts: the parameters at home.
+
+    Raises:
+        TimetableError: they cannot be on the device now, or not within the budget.
     """
     carrier.enter(number, is_backward=False)
     return _Entering.apply(carrier, number, *parts) if parts else ()
@@ -334,10 +376,10 @@ def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple
 def leave_block(carrier: Carrier, number: int, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """What a block returns; backward enters the block where it comes to it.
 
-    Args:
-        values: those through which backward may come.
+    Raises:
+        TimetableError: a value shares the memory of parameters that are this block's own.
     """
-    carrier.check_leaving(values)
+    carrier.check_leaving(number, values)
     reached = [value for value in values if value.requires_grad]
-    left = iter(_Leaving.apply(carrier, number, *reached) if reached else ())
+    left = iter(_Leaving.apply(carrier, number, carrier.token, *reached) if reached else ())
     return tuple(next(left) if value.requires_grad else value for value in values)

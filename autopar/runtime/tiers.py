@@ -83,11 +83,13 @@ class Link:
 
     Attributes:
         bytes_moved: by direction, ``fetch`` and ``evict``.
+        computing: the stream that the program runs on, on a GPU; backward computes there too.
     """
 
     def __init__(self, device: torch.device, disk: Disk | None = None):
         self.bytes_moved: Counter[str] = Counter()
         self.disk = disk
+        self.computing: Any = None
         self._streams: dict[str, Any] = {}
         if device.type == "cuda":
             self._streams = {way: torch.cuda.Stream(device) for way in ("fetch", "evict")}
@@ -100,7 +102,7 @@ class Link:
                 target.copy_(source)
             return None
         stream = self._streams[way]
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(self.computing)
         with torch.cuda.stream(stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
@@ -114,11 +116,15 @@ class Link:
             return self.disk.memory(size, what)
         return torch.zeros(size, dtype=torch.uint8, pin_memory=bool(self._streams))
 
-    @staticmethod
-    def wait(started: Any) -> None:
+    def compute_here(self) -> None:
+        """The program runs on the stream that is current now."""
+        if self._streams:
+            self.computing = torch.cuda.current_stream()
+
+    def wait(self, started: Any) -> None:
         """Let the device wait for what was started."""
         if started is not None:
-            torch.cuda.current_stream().wait_event(started)
+            self.computing.wait_event(started)
 
     @staticmethod
     def settle(started: Any) -> None:
@@ -191,36 +197,37 @@ class Parameters(Chunk):
         device: where they are computed with.
 
     Attributes:
-        here: their memory on the device, empty while they are away.
+        here: their memory on the device, empty while they are away; the same from the first time that they come.
     """
 
     def __init__(self, name: str, size: int, starts: Mapping[str, int], device: torch.device, arena: Arena, link: Link):
         super().__init__(name, size, arena, link)
-        self.starts = starts
+        self.starts, self.device = starts, device
+        self.here: Tensor | None = None
         self._home = link.home(size, name)
-        self.here = torch.empty(size, dtype=torch.uint8, device=device)
-        self._views: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}
 
     def keep(self, name: str, part: Tensor) -> Tensor:
         """Take a parameter in; its new self, at home."""
-        home, here = (_view(flat, self.starts[name], part) for flat in (self._home, self.here))
-        home.copy_(part)
-        self._views[name] = here
-        if len(self._views) == len(self.starts):
-            self._drop()
-        return home
+        self._kept[name] = _view(self._home, self.starts[name], part)
+        self._kept[name].copy_(part)
+        return self._kept[name]
 
     def values(self) -> tuple[Tensor, ...]:
         """The parameters on the device."""
-        return tuple(self._views[name].detach() for name in self.starts)
+        assert self.here is not None
+        return tuple(_view(self.here, start, self._kept[name]) for name, start in self.starts.items())
 
     def _fetch(self) -> None:
+        if self.here is None:
+            self.here = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
         self.here.untyped_storage().resize_(self.bytes)
         with torch.autograd._unsafe_preserve_version_counter(self.here):
             self.started = self.link.start("fetch", [(self.here, self._home)])
 
     def _drop(self) -> None:
-        self.here.untyped_storage().resize_(0)
+        if self.here is not None:
+            self.here.untyped_storage().resize_(0)
 
 
 class Gradients(Chunk):
@@ -248,6 +255,10 @@ class Gradients(Chunk):
         self.link.settle(self.started)
         found, self._arriving = self._arriving, {}
         return found
+
+    def forget(self) -> None:
+        """Nobody takes what was made: a backward that was not finished."""
+        self._made, self._arriving = {}, {}
 
     @property
     def is_empty(self) -> bool:

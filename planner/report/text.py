@@ -82,8 +82,12 @@ def _stages(document: Document) -> list[tuple[str, str]]:
 
 
 def _proof(document: Document) -> str:
-    """The certificate; that of a plan in turns is of the average rank, without what it waits for."""
+    """The certificate: of a plan in turns of the average rank, without what it waits for; of one with model data on the
+    host of what the search made least.
+    """
     which = "average rank, without waiting: " if document.pipeline is not None else ""
+    if document.timetable is not None:
+        which = "as if nothing stayed and nothing were moved beside computing: "
     return which + str(document.certificate)
 
 

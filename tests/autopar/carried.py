@@ -273,7 +273,8 @@ class OnDevice(LiveBytes):
         self.carrier, self.fullest = carrier, 0
         super().__init__()
         parameters = carrier._parameters.values()
-        for tensor in (*(flat for each in parameters for flat in (each._home, each.here)), *pmodel.buffers()):
+        flats = (flat for each in parameters for flat in (each._home, each.here) if flat is not None)
+        for tensor in (*flats, *pmodel.buffers()):
             self._known[tensor.untyped_storage()._cdata] = 0
             weakref.finalize(tensor.untyped_storage(), self._drop, tensor.untyped_storage()._cdata)
 
@@ -300,3 +301,83 @@ def holds_no_more_than_planned(name: str, document: dict[str, Any]) -> tuple[int
             meter._add(value)
         loss_of_part(pmodel, part).backward()
     return meter.fullest, plan.predicted.peak_bytes
+
+
+class Odd(nn.Module):
+    """A frozen table of which a view goes from block to block, a frozen layer, and a parameter that is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, 8), requires_grad=False)
+        self.inner = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4))
+        self.still = nn.Linear(8, 8)
+        self.still.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.table[: x.shape[0]]
+        for layer in self.inner:
+            x = x + layer(x) + rows
+        return (self.still(x) * self.scale).square().mean(), self.scale
+
+
+def step(m: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
+    m.zero_grad()
+    loss, returned = m(x=x)
+    whole = returned.full_tensor() if hasattr(returned, "full_tensor") else returned
+    torch.testing.assert_close(whole, scale, rtol=1e-12, atol=0)
+    loss /= 2  # in place, as losses of several batches are averaged
+    loss.backward()
+    found: Tensor = loss.detach()
+    return found
+
+
+def handles_odd_models() -> None:
+    """Views of parameters beyond their block, what is frozen and changes, what is returned, and what goes wrong."""
+    torch.manual_seed(0)
+    model = Odd().double()
+    example = {"x": torch.randn(4, 8, dtype=torch.float64)}
+    least = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")
+    trace = autopar.plan(model, least, example_kwargs=example, pin={"offload": "host"}).timetable
+    assert trace is not None
+    tight = int(1.2 * max(trace.trace.needed_bytes) / 0.9)
+    for memory in (tight, "1 GiB"):
+        cluster = ClusterSpec.local(1, memory_bytes=memory, cores=2, host_memory_bytes="1 GiB")
+        original = copy.deepcopy(model)
+        pmodel = autopar.parallelize(
+            copy.deepcopy(model), cluster, example_kwargs=example, pin={"offload": "host", "recompute": "none"}
+        )
+        assert pmodel.carrier is not None
+        assert pmodel.carrier.arena.held_bytes == 0
+        assert all(each.here is None for each in pmodel.carrier._parameters.values())
+
+        for seed in range(3):
+            torch.manual_seed(seed)
+            x = torch.randn(4, 8, dtype=torch.float64)
+            losses = [step(m, x, original.scale) for m in (pmodel, original)]
+            torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+            same_gradients(pmodel, original)
+            with torch.no_grad():  # what is not trained may have stayed on the device
+                for m in (pmodel, original):
+                    for name, parameter in m.named_parameters():
+                        if "still" in name:
+                            parameter.mul_(1.5) if seed else parameter.data.mul_(1.5)
+            pmodel.load_state_dict({k: v * 0.9 for k, v in original.state_dict().items()})
+            original.load_state_dict({k: v * 0.9 for k, v in original.state_dict().items()})
+
+        def fails(_: Tensor) -> None:
+            raise ValueError("this backward is not finished")
+
+        for m in (pmodel, original):
+            table = m.get_parameter("inner.1.0.weight")
+            hook = table.register_hook(fails)
+            with pytest.raises(ValueError, match="not finished"):
+                m(x=x * 3)[0].backward()
+            hook.remove()
+            m.zero_grad()
+        losses = [step(m, x, original.scale) for m in (pmodel, original)]
+        torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+        same_gradients(pmodel, original)
+        pmodel.get_parameter("still.weight").requires_grad_(True)
+        with pytest.raises(InputError, match=r"still.weight requires a gradient, but the plan makes none"):
+            pmodel(x=x)

@@ -45,6 +45,10 @@ def test_a_device_of_an_eighth_of_the_model_data_trains(pool: LocalProcesses) ->
     pool.run(carried.trains_in_an_eighth, ranks=1)
 
 
+def test_odd_models_are_carried(pool: LocalProcesses) -> None:
+    pool.run(carried.handles_odd_models, ranks=1)
+
+
 def test_what_stays_on_the_device_is_trained_there(pool: LocalProcesses) -> None:
     pin = {"data": 2, "zero": 0, "offload": "auto", "recompute": "none"}
     least = carried.plan_of("functional-gpt", {**pin, "offload": "host"}, 2).timetable

@@ -165,7 +165,7 @@ def test_the_trace_has_a_chunk_s_parameters_and_the_gradients_of_the_trained(
     assert {name: item.bytes for name, item in items.items()} == wanted
     for chunk in chunks:
         uses = items[parameters(chunk)].uses
-        assert (Use("update", "rw") in uses) == bool(chunk.gradient_bytes)
+        assert uses[-1] == Use("update", "rw")
         entered, left = moments_of(decided(plan))[chunk.entered]
         assert uses[0] == Use(entered)
         if chunk.gradient_bytes:
@@ -188,7 +188,7 @@ def test_what_is_frozen_has_no_gradient_and_is_not_updated(plans: Callable[[str]
     plan = plans("frozen")
     assert plan.timetable is not None
     items = plan.timetable.trace.item
-    assert [use.moment for use in items["parameters 5 head"].uses] == ["forward 5 head", "backward 5 head"]
+    assert [use.moment for use in items["parameters 5 head"].uses] == ["forward 5 head", "backward 5 head", "update"]
     assert "gradients 5 head" not in items
     assert items["gradients 1 layers.0"].bytes == items["parameters 1 layers.0"].bytes - 4 * 4 * 128
     still = sum(GRAPH.by_name[name].results[0].size_bytes for name in FROZEN)
