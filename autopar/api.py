@@ -259,6 +259,12 @@ def parallelize(
         raise PlanError(
             f"the plan is for {plan.cluster.world_size} devices, the cluster has {cluster.world_size}: plan again"
         )
+    usable_bytes = cluster.device.usable_bytes
+    if plan is not None and plan.timetable is not None and plan.timetable.budget_bytes > usable_bytes:
+        raise PlanError(
+            f"the plan moves model data within {plan.timetable.budget_bytes:,} bytes of a device, and this cluster's "
+            f"devices can use {usable_bytes:,}: plan again for this cluster"
+        )
     pins = Pins.parse(pin)
     offloads = pins.tier != "device" if plan is None else plan.timetable is not None
     on_disk = (pins if plan is None else Pins.parse(plan.pin)).tier == "disk"
@@ -422,7 +428,8 @@ def _check_search(fold: str, time_limit_s: float, optimizer_bytes_per_element: i
             "model, decide once per distinct block) or 'off' (decide for every operator)"
         )
     check_time_limit(time_limit_s)
-    if not optimizer_bytes_per_element >= 0:
+    given: object = optimizer_bytes_per_element
+    if not isinstance(given, int) or given < 0:
         raise InputError(f"optimizer_bytes_per_element is {optimizer_bytes_per_element!r}; give bytes, at least 0")
 
 

@@ -87,6 +87,13 @@ def decode(data: Any) -> dict[str, Any]:
             f"the plan is of version {data.get('version')!r}, this autopar reads version {VERSION}: plan again"
         )
     fields = _read_document(data)
+    pinned = fields["pin"].get("offload", "none")
+    has = "no" if fields["timetable"] is None else "a"
+    if (pinned == "none") != (has == "no"):
+        raise PlanError(
+            f"the plan's pin 'offload' is {pinned!r}, and it has {has} timetable: one of them was edited; restore it, or "
+            "plan again"
+        )
     pipeline = fields["pipeline"]
     ranks, devices = fields["mesh"].size * (pipeline.ranks if pipeline is not None else 1), fields["cluster"].world_size
     if ranks != devices:

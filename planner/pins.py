@@ -54,8 +54,8 @@ class Pins:
         micro_batches: turns in which a step takes the global batch.
         schedule: the pipeline's, by name; see :mod:`planner.pipeline.schedule`.
         virtual_stages: stages of each rank of the pipeline, for schedules that interleave them.
-        offload: where model data is at home: on the ``host``, or ``auto``: of some blocks there, of as many as do not
-            fit on the device; ``None``: on the device.
+        offload: where model data is at home: on the ``host``; ``auto``: there, but of some blocks on the device, of as
+            many as makes the step shortest; on ``disk``; ``None``: on the device.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -113,12 +113,12 @@ class Pins:
         recompute = pin.pop("recompute", None)
         if recompute not in (None, *COMPUTED):
             raise PinError(f"pin 'recompute' is {recompute!r}; it is one of {', '.join(map(repr, COMPUTED))}")
-        offload = pin.pop("offload", None) or "none"
-        if offload not in TIERS:
+        offload = pin.pop("offload", None)
+        if offload is not None and not (isinstance(offload, str) and offload in TIERS):
             raise PinError(
                 f"pin 'offload' is {offload!r}; parameters, gradients and optimizer state are at home on the device "
-                "('none', as if it were left out), on the host ('host'), or on both: of some blocks on the host, of as "
-                "many as do not fit on the device ('auto'), or in files ('disk')"
+                "('none', as if it were left out), on the host ('host'), there but of as many blocks on the device as "
+                "makes the step shortest ('auto'), or in files ('disk')"
             )
         layers = pin.pop("layers", {})
         if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):
@@ -133,7 +133,7 @@ class Pins:
             counts["micro_batches"],
             schedule,
             counts["virtual_stages"],
-            None if offload == "none" else str(offload),
+            None if offload in (None, "none") else str(offload),
         )
 
     @property

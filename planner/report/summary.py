@@ -174,6 +174,8 @@ def offloads(document: Document, table: Timetable) -> str:
     sizes = {way: sum(n for (_, each), n in table.bytes_moved.items() if each == way) for way in ("fetch", "evict")}
     chunks = sum(item.name.startswith("parameters ") for item in table.trace.items)
     home = "on disk" if document.pin.get("offload") == "disk" else "on the host"
+    if not chunks:
+        return "nothing: all model data stays on the device"
     return (
         f"parameters, gradients and optimizer state of {chunks} chunks at home {home}; a step fetches "
         f"{in_bytes(sizes['fetch'])} and evicts {in_bytes(sizes['evict'])}"

@@ -20,11 +20,11 @@ from planner.errors import TimetableError
 from planner.timetable.table import ACTIONS
 from tests.autopar import carried, on_disk
 
-CASES: list[tuple[str, dict[str, Any], int]] = [
-    ("mlp", {"data": 2, "zero": 0}, 2),
-    ("gpt2", {}, 1),
-    ("shared-layers", {"tensor": 2, "recompute": "full"}, 2),
-    ("t5", {"data": 2, "zero": 3}, 2),
+CASES: list[tuple[str, dict[str, Any], int, int]] = [  # the last: how many budgets
+    ("mlp", {"data": 2, "zero": 0}, 2, 4),
+    ("gpt2", {}, 1, 2),
+    ("shared-layers", {"tensor": 2, "recompute": "full"}, 2, 2),
+    ("t5", {"data": 2, "zero": 3}, 2, 1),
 ]
 
 
@@ -34,10 +34,13 @@ def pool() -> Iterator[LocalProcesses]:
         yield processes
 
 
-@pytest.mark.parametrize("name, pin, ranks", CASES, ids=str)
-def test_any_timetable_computes_the_same(pool: LocalProcesses, name: str, pin: dict[str, Any], ranks: int) -> None:
+@pytest.mark.parametrize("name, pin, ranks, budgets", CASES, ids=str)
+def test_any_timetable_computes_the_same(
+    pool: LocalProcesses, name: str, pin: dict[str, Any], ranks: int, budgets: int
+) -> None:
     document = carried.plan_of(name, pin, ranks).to_dict()
-    shares = [0.0, random.Random(name).random() * 0.2, random.Random(name).random() * 0.6]
+    draw = random.Random(name)
+    shares = [draw.random() * most for most in (0.1, 0.0, 0.6, 0.3)[:budgets]]
     pool.run(carried.trains_under_any_timetable, name, document, shares, ranks=ranks)
 
 

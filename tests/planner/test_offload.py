@@ -546,3 +546,11 @@ def test_a_host_that_holds_some_is_enough_where_the_rest_stays() -> None:
     assert stays and plan.predicted.step_time_s == auto(gpu("5.5 MiB"))[0].predicted.step_time_s
     with pytest.raises(InfeasibleError, match="the host has"):
         offload(spec=spec)
+
+
+def test_a_plan_file_has_a_timetable_if_it_offloads(plans: Callable[[str], Plan]) -> None:
+    data = plans("tight").to_dict()
+    with pytest.raises(PlanError, match="pin 'offload' is 'host', and it has no timetable"):
+        Plan.from_dict({key: value for key, value in data.items() if key != "timetable"})
+    with pytest.raises(PlanError, match="pin 'offload' is 'none', and it has a timetable"):
+        Plan.from_dict({**data, "pin": {}})

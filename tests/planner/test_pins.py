@@ -50,6 +50,8 @@ def attention(length: int = 48) -> Graph:
             r"pin 'offload' is 'attic'; .* on the device \('none', .* on the host \('host'\), .*'auto'",
         ),
         ({"offload": True}, "pin 'offload' is True"),
+        ({"offload": False}, "pin 'offload' is False"),
+        ({"offload": ["host"]}, r"pin 'offload' is \['host'\]"),
         ({"micro_batches": "8"}, "pin 'micro_batches' is '8'"),
         ({"virtual_stages": True}, "pin 'virtual_stages' is True"),
         ({"schedule": "1f2b"}, "pin 'schedule' is '1f2b'; it is one of 'gpipe', '1f1b'"),
