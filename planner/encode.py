@@ -91,8 +91,8 @@ def decode(data: Any) -> dict[str, Any]:
     has = "no" if fields["timetable"] is None else "a"
     if (pinned == "none") != (has == "no"):
         raise PlanError(
-            f"the plan's pin 'offload' is {pinned!r}, and it has {has} timetable: one of them was edited; restore it, or "
-            "plan again"
+            f"the plan's pin 'offload' is {pinned!r}, and it has {has} timetable: one of them was edited; restore it, "
+            "or plan again"
         )
     pipeline = fields["pipeline"]
     ranks, devices = fields["mesh"].size * (pipeline.ranks if pipeline is not None else 1), fields["cluster"].world_size
