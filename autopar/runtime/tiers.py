@@ -209,7 +209,10 @@ class Parameters(Chunk):
 
     def keep(self, name: str, part: Tensor) -> Tensor:
         """Take a parameter in; its new self, at home."""
-        self._kept[name] = _view(self._home, self.starts[name], part)
+        # A storage of its own over the same memory: copies of a DTensor take a part of another storage for no tensor.
+        start = self.starts[name]
+        memory = torch.from_numpy(self._home.numpy()[start : start + part.numel() * part.element_size()])
+        self._kept[name] = _view(memory, 0, part)
         self._kept[name].copy_(part)
         return self._kept[name]
 

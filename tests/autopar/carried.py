@@ -237,6 +237,11 @@ def goes_other_ways(document: dict[str, Any]) -> None:
 
     with pytest.raises(InputError, match="Adafactor is not elementwise"):
         pmodel.optimizer(torch.optim.Adafactor)
+    kept = copy.deepcopy(pmodel.state_dict())
+    both(lambda m: loss_of(m, batches[0]).backward())
+    pmodel.load_state_dict(kept)
+    assert all(torch.equal(value.full_tensor(), kept[key].full_tensor()) for key, value in pmodel.state_dict().items())
+
     with pytest.raises(InputError, match="cannot be copied"):
         copy.deepcopy(pmodel)
     pmodel.load_state_dict(pmodel.full_state_dict(), assign=True)
@@ -276,7 +281,7 @@ class OnDevice(LiveBytes):
         super().__init__()
         parameters = carrier._parameters.values()
         flats = (flat for each in parameters for flat in (each._home, each.here) if flat is not None)
-        for tensor in (*flats, *pmodel.buffers()):
+        for tensor in (*flats, *carrier._kept.values(), *pmodel.buffers()):
             self._known[tensor.untyped_storage()._cdata] = 0
             weakref.finalize(tensor.untyped_storage(), self._drop, tensor.untyped_storage()._cdata)
 

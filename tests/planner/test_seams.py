@@ -115,7 +115,7 @@ def test_no_decision_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best plan costs the same, whatever the blocks: each of their problems has the same optimum, but for additions
     of gradients that different blocks find for one value, which are in no price.
     """
-    monkeypatch.setattr(planner.skeleton, "added", lambda *_: ())
+    monkeypatch.setattr(planner.skeleton, "added_places", lambda *_: ())
     for graph in (residual_mlp(layers=2), rows([16, 32, 48, 16, 64])):
         rules = rules_of(graph)
         best = []
