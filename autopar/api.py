@@ -266,10 +266,9 @@ def parallelize(
             f"devices can use {usable_bytes:,}: plan again for this cluster"
         )
     pins = Pins.parse(pin)
-    offloads = pins.tier != "device" if plan is None else plan.timetable is not None
-    on_disk = (pins if plan is None else Pins.parse(plan.pin)).tier == "disk"
-    check_given(offload_path, on_disk)
-    device = start_process_group(cluster, offloads)
+    tier = (pins if plan is None else Pins.parse(plan.pin)).tier
+    check_given(offload_path, tier == "disk")
+    device = start_process_group(cluster, tier != "device")
     check_alike(arguments(model, cluster, plan, pins, pipelines, state_dict, seed))
     if dist.get_world_size() != cluster.world_size:
         raise PlanError(
@@ -284,7 +283,7 @@ def parallelize(
     assignment = assign(traced, plan)
     assignment, in_turns = staged(plan, assignment)
     disk = None
-    if on_disk and offload_path is not None:
+    if tier == "disk" and offload_path is not None:
         disk = open_disk(offload_path, home_bytes(assignment, chunks_of(assignment)))
     stage_mesh = plan.mesh.in_turns(1)
     mesh, pipeline = pipeline_mesh(stage_mesh, device.type, cluster.world_size // stage_mesh.size)

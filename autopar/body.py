@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from autopar.localize import Call, local_form
-from autopar.runtime.carrier import enter_block
 from autopar.runtime.conversions import convert
+from autopar.runtime.entering import enter_block
 from autopar.runtime.layers import LOCAL_FORMS
 from autopar.runtime.layers.loss import MEAN
 from autopar.runtime.parameters import gather_parameters, replicate_parameters

@@ -28,7 +28,7 @@ from autopar.body import (
     one_or_all,
 )
 from autopar.capture import Captured
-from autopar.runtime.carrier import enter_block, leave_block
+from autopar.runtime.entering import enter_block, leave_block
 from autopar.runtime.recompute import recompute
 from planner.fold import Block
 from planner.formulate import Assignment

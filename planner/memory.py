@@ -64,7 +64,8 @@ class Usage:
         left: every storage when backward is over.
         by_block: the most that is alive in a block, forward and backward, by direction and its number; a number of
             :data:`BEFORE` stands for what is done before the first block, and undone after it.
-        read_again: the leaves whose own memory backward of a block may read, by its number.
+        read_again: the leaves whose own memory backward of a block may read, by its number; where parameters are at
+            home on the host.
     """
 
     peak_bytes: int
@@ -401,7 +402,7 @@ class _Run:
 
     def _leaves(self) -> dict[Ref, _Value]:
         values = {}
-        readers = readers_of(self.assignment)
+        readers = readers_of(self.assignment) if self.is_away else {}
         for leaf in self.graph.leaves:
             tensor, layout = leaf.results[0], self.assignment.produced(Ref(leaf.name))
             size = local_bytes(tensor, layout, self.mesh)
@@ -436,7 +437,8 @@ class _Run:
         self.frame = _Frame(instance.block, self.space.skeleton.again(instance.kind, level))
         outputs = self._block(instance, inputs)
         self.frame.gives_up(self.heap, self.tapes[before:])
-        self._reads_again(self.frame.held)
+        if self.is_away:
+            self._reads_again(self.frame.held)
         self.frame = None
         return outputs
 
@@ -578,7 +580,9 @@ class _Run:
         tape = self._tape(f"{node.path or node.name}: {node.op}", len(sizes))
         saves = row.saved(node, types) if row is not None else tuple(f"in{i}" for i in range(len(operands)))
         tensors = {f"in{i}": value.storage for i, value in enumerate(operands)}
-        if not all(_is_index(word, types) for word in saves):  # then autograd saves whatever it computes with
+        if self.is_away and not all(
+            _is_index(word, types) for word in saves
+        ):  # then autograd saves whatever it computes with
             self._reads_again(tensors.values())
         tensors |= {f"out{i}": storage for i, storage in enumerate(storages)}
         for word in saves:

@@ -1,8 +1,7 @@
 """Carrier: moves chunks between the host and the device as a timetable says, while the program runs.
 
-The program says when it enters a block (:func:`enter_block`), which hands it the block's parameters on the device, and
-when it leaves one (:func:`leave_block`), which backward passes first. Gradients of a block's parameters leave the
-program where backward leaves the block, and reach ``.grad`` from their home when backward is over.
+It is told when the program, and then backward, enters a block (:mod:`autopar.runtime.entering`), and does what stands
+in the timetable on entering that moment.
 
 A step that goes another way than the timetable (backward of two calls, a second backward) is carried on demand until
 the next call: each block's chunks are fetched as it is entered. That is slower, and said once.
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
@@ -70,6 +68,7 @@ class Carrier:
     Attributes:
         arena: what the device may hold of chunks.
         bytes_moved: of the last whole step, by direction.
+        token: while the program runs, what every block takes as it is left, so that backward comes to parameters last.
     """
 
     def __init__(
@@ -87,9 +86,9 @@ class Carrier:
             each.name: Parameters(each.name, each.bytes, each.starts, device, self.arena, self.link) for each in carried
         }
         self._gradients: dict[str, Gradients] = {}
+        self._chunks: dict[str, Chunk] = {**self._parameters}
         self._blocks = {number: [each for each in carried if each.block == number] for number in moments}
         self._chunk_of = {name: each for each in carried for name in each.starts}
-        self._kept: dict[str, Tensor] = {}
         self._at: int | None = None
         self._absent: set[str] = set()
         self._on_demand = self._is_watched = False
@@ -110,32 +109,29 @@ class Carrier:
     def keep(self, name: str, part: Tensor) -> Tensor:
         """Take a parameter into its chunk; its new self, at home."""
         carried = self._chunk_of[name]
-        self._kept[name] = self._parameters[carried.name].keep(name, part)
-        if carried.gradients is not None and self._kept.keys() >= carried.starts.keys():
-            like = {each: self._kept[each] for each in carried.trained}
-            self._gradients[carried.name] = Gradients(carried.gradients, like, self.arena, self.link)
-        return self._kept[name]
+        chunk = self._parameters[carried.name]
+        own = chunk.keep(name, part)
+        if carried.gradients is not None and chunk.kept.keys() == carried.starts.keys():
+            like = {each: chunk.kept[each] for each in carried.trained}
+            gradients = Gradients(carried.gradients, like, self.arena, self.link)
+            self._gradients[carried.name] = self._chunks[gradients.name] = gradients
+        return own
 
-    def local_parts(self, parameters: Mapping[str, DTensor]) -> dict[str, Tensor]:
-        """What a rank holds of parameters in chunks, at home, by name; their gradients arrive when backward is over."""
+    def check_parameters(self, parameters: Mapping[str, DTensor]) -> None:
+        """Raise :class:`InputError` unless parameters are what was kept, and no others are trained than planned."""
         for name, parameter in parameters.items():
-            if parameter._local_tensor.data_ptr() != self._kept[name].data_ptr():
+            carried = self._chunk_of[name]
+            if parameter._local_tensor.data_ptr() != self._parameters[carried.name].kept[name].data_ptr():
                 raise InputError(
                     f"{name} is no longer where the plan keeps it: change parameters in place "
                     "(parameter.data.copy_(...), load_state_dict without assign=True) instead of replacing them"
                 )
-            if parameter.requires_grad and name not in self._chunk_of[name].trained:
+            if parameter.requires_grad and name not in carried.trained:
                 raise InputError(
                     f"{name} requires a gradient, but the plan makes none: call requires_grad_(True) before planning"
                 )
-        *found, self.token = _Home.apply(self, tuple(parameters), *parameters.values())
-        return dict(zip(parameters, found, strict=True))
 
     # ---- the timetable -----------------------------------------------------------------------------------------
-
-    @property
-    def _chunks(self) -> dict[str, Chunk]:
-        return {chunk.name: chunk for chunk in (*self._parameters.values(), *self._gradients.values())}
 
     def enter(self, number: int, is_backward: bool) -> None:
         """The program enters a block."""
@@ -173,7 +169,6 @@ class Carrier:
     def _follow(self, place: int) -> None:
         """Do what stands in the timetable up to a moment; blocks that backward does not reach are passed."""
         assert self._at is not None
-        chunks = self._chunks
         for passed in range(self._at + 1, place + 1):
             moment = self.table.trace.moments[passed]
             self.arena.enter(moment.other_bytes)
@@ -181,7 +176,7 @@ class Carrier:
                 if action == "evicted" and name in self._absent:
                     self._absent.remove(name)
                 else:
-                    chunks[name].act(action, moment.name)
+                    self._chunks[name].act(action, moment.name)
             self.arena.check(moment.name)
         self._at = place
 
@@ -295,91 +290,3 @@ class Carrier:
         for gradients in self._gradients.values():
             found.update(gradients.take())
         return found
-
-
-class _Home(torch.autograd.Function):
-    """Parameters at home; their gradients, too, which the carrier has when backward is over.
-
-    One more result goes into all blocks as they are left, so that this comes after all of them in backward.
-    """
-
-    @staticmethod
-    def forward(ctx, carrier, names, *parameters):  # type: ignore[no-untyped-def]
-        ctx.carrier, ctx.names, ctx.specs = carrier, names, [parameter._spec for parameter in parameters]
-        ctx.set_materialize_grads(False)
-        found = tuple(parameter._local_tensor.detach() for parameter in parameters)
-        frozen = [each for each, parameter in zip(found, parameters, strict=True) if not parameter.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
-        return *found, torch.empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *_):  # type: ignore[no-untyped-def]
-        found = ctx.carrier.finish()
-        grads = [
-            DTensor(found[name], spec, requires_grad=False) if name in found else None
-            for name, spec in zip(ctx.names, ctx.specs, strict=True)
-        ]
-        return None, None, *grads
-
-
-class _Entering(torch.autograd.Function):
-    """A block's parameters, from their home to the device; their gradients go to the carrier."""
-
-    @staticmethod
-    def forward(ctx, carrier, number, *parts):  # type: ignore[no-untyped-def]
-        ctx.carrier, ctx.number, ctx.count = carrier, number, len(parts)
-        ctx.set_materialize_grads(False)
-        found = carrier.values(number)
-        ctx.mark_non_differentiable(*(v for v, part in zip(found, parts, strict=True) if not part.requires_grad))
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        if ctx.number == BEFORE:
-            ctx.carrier.enter(ctx.number, is_backward=True)
-        ctx.carrier.made(ctx.number, grads)
-        return None, None, *(None for _ in range(ctx.count))
-
-
-class _Leaving(torch.autograd.Function):
-    """Identity; backward enters the block."""
-
-    @staticmethod
-    def forward(ctx, carrier, number, _, *values):  # type: ignore[no-untyped-def]
-        ctx.carrier, ctx.number = carrier, number
-        ctx.set_materialize_grads(False)
-        return tuple(value.detach() for value in values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        ctx.carrier.enter(ctx.number, is_backward=True)
-        return None, None, None, *grads
-
-
-def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The parameters of a block on the device.
-
-    Args:
-        number: of the block, or that of what comes before all blocks.
-        parts: the parameters at home.
-
-    Raises:
-        TimetableError: they cannot be on the device now, or not within the budget.
-    """
-    carrier.enter(number, is_backward=False)
-    return _Entering.apply(carrier, number, *parts) if parts else ()
-
-
-def leave_block(carrier: Carrier, number: int, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What a block returns; backward enters the block where it comes to it.
-
-    Raises:
-        TimetableError: a value shares the memory of parameters that are this block's own.
-    """
-    carrier.check_leaving(number, values)
-    reached = [value for value in values if value.requires_grad]
-    left = iter(_Leaving.apply(carrier, number, carrier.token, *reached) if reached else ())
-    return tuple(next(left) if value.requires_grad else value for value in values)

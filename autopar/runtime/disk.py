@@ -7,7 +7,6 @@ system takes its files back.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import socket
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from planner.errors import InfeasibleError, InputError
 from planner.words import in_bytes
@@ -131,74 +129,3 @@ def _check(found: Sequence[_Found]) -> None:
                 f"({in_bytes(each.free_bytes)}): make room, or give a directory on a larger disk",
                 needed - each.free_bytes,
             )
-
-
-# ---- optimizers ------------------------------------------------------------------------------------------------------
-
-
-class StateKeeper:
-    """Moves an optimizer's state that lies as its parameter to files, after each step that made some.
-
-    An optimizer makes its state in its first step, in memory of the host. So that step is made for one parameter after
-    another, which is the same where each is updated by itself; what groups of parameters keep goes on once.
-    """
-
-    def __init__(self, disk: Disk):
-        self._disk = disk
-        self._kept: dict[tuple[Tensor, str], Tensor] = {}
-        self._has_begun = False
-        self._done: dict[Tensor, Tensor | None] = {}
-
-    def watch(self, optimizer: Any) -> None:
-        """Move the state after each step.
-
-        Raises:
-            InputError: it does not say when it has stepped.
-        """
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InputError(
-                f"the plan keeps optimizer state on disk, and {type(optimizer).__name__} is no torch.optim.Optimizer, "
-                "which say when they have stepped: take one, or a plan with pin={'offload': 'host'}"
-            )
-        optimizer.register_step_pre_hook(self._begin)
-        optimizer.register_step_post_hook(self._stepped)
-
-    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Before the first step: make it for all parameters without state but one, which is left to it."""
-        if self._has_begun or len(args) > 1 or kwargs:  # a closure makes gradients of its own
-            return
-        self._has_begun = True
-        grads = {p: p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        first = [parameter for parameter in grads if not optimizer.state.get(parameter)][1:]
-        for parameter in grads:
-            parameter.grad = None
-        try:
-            for parameter in first:
-                options = [dict(group) for group in optimizer.param_groups]
-                parameter.grad = grads[parameter]
-                with contextlib.suppress(InfeasibleError):  # what has no room is moved, or refused, after the last one
-                    optimizer.step()
-                parameter.grad = None
-                for group, before in zip(optimizer.param_groups, options, strict=True):
-                    group.update(before)
-        finally:
-            for parameter, grad in grads.items():
-                parameter.grad = grad
-        for parameter in first:
-            self._done[parameter], parameter.grad = parameter.grad, None
-
-    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for parameter, grad in self._done.items():
-            parameter.grad = grad
-        self._done = {}
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if isinstance(value, DTensor) and self._kept.get((parameter, key)) is not value._local_tensor:
-                    state[key] = DTensor(
-                        self._moved(parameter, key, value._local_tensor), value._spec, requires_grad=False
-                    )
-
-    def _moved(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
-        kept = self._disk.memory(value.nbytes, f"optimizer state {key!r}").view(value.dtype).view(value.shape)
-        self._kept[parameter, key] = kept.copy_(value)
-        return kept

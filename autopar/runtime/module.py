@@ -24,11 +24,11 @@ from torch.fx import GraphModule
 
 from autopar.runtime.buckets import Buckets
 from autopar.runtime.carrier import Carrier
-from autopar.runtime.disk import StateKeeper
+from autopar.runtime.entering import parts_at_home
 from autopar.runtime.gradients import Holders, know_each_other
 from autopar.runtime.mail import Pipeline
 from autopar.runtime.mesh import as_dtensor, groups_of, part_of, placements
-from autopar.runtime.optimizer import Groups, make_optimizer
+from autopar.runtime.optimizer import Groups, StateKeeper, make_optimizer
 from autopar.runtime.parameters import local_parts, renew
 from autopar.runtime.stage import programs_in
 from autopar.runtime.state import RunState
@@ -352,7 +352,7 @@ class ParallelModule(nn.Module):
             return local_parts(tensors, self.buckets)
         carried = {name: t for name, t in tensors.items() if isinstance(t, DTensor) and self.carrier.holds(name)}
         others = {name: t for name, t in tensors.items() if name not in carried}
-        return {**local_parts(others, self.buckets), **self.carrier.local_parts(carried)}
+        return {**local_parts(others, self.buckets), **parts_at_home(self.carrier, carried)}
 
     def _stored_as(self, leaves: Collection[str]) -> list[DTensor]:
         """The parameters that are these leaves of a step in turns."""

@@ -4,12 +4,13 @@ device.
 On a machine without an accelerator the device is a budget of host memory: an :class:`Arena` counts there as everywhere
 what is on the device, and what moves is really copied.
 
-The tensors that a program reads are views of a chunk's memory on the device, made once. While the chunk is away that
-memory is empty; what autograd saved of it is whole again when the chunk is back.
+The tensors that a program reads are views of a chunk's memory on the device, which is the same for good. While the
+chunk is away that memory is empty; what autograd saved of it is whole again when the chunk is back.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,7 +135,7 @@ class Link:
 
 
 @dataclass
-class Chunk:
+class Chunk(ABC):
     """A chunk of the timetable: its name there, its state, and what was done with it.
 
     States and actions are those of :data:`planner.timetable.table.ACTIONS`.
@@ -185,8 +186,9 @@ class Chunk:
         self.link.wait(self.started)
         self.started = None
 
+    @abstractmethod
     def _drop(self) -> None:
-        raise NotImplementedError
+        """Leave the device."""
 
 
 class Parameters(Chunk):
@@ -198,6 +200,7 @@ class Parameters(Chunk):
 
     Attributes:
         here: their memory on the device, empty while they are away; the same from the first time that they come.
+        kept: the parameters at home, by name.
     """
 
     def __init__(self, name: str, size: int, starts: Mapping[str, int], device: torch.device, arena: Arena, link: Link):
@@ -205,21 +208,21 @@ class Parameters(Chunk):
         self.starts, self.device = starts, device
         self.here: Tensor | None = None
         self._home = link.home(size, name)
-        self._kept: dict[str, Tensor] = {}
+        self.kept: dict[str, Tensor] = {}
 
     def keep(self, name: str, part: Tensor) -> Tensor:
         """Take a parameter in; its new self, at home."""
         # A storage of its own over the same memory: copies of a DTensor take a part of another storage for no tensor.
         start = self.starts[name]
         memory = torch.from_numpy(self._home.numpy()[start : start + part.numel() * part.element_size()])
-        self._kept[name] = _view(memory, 0, part)
-        self._kept[name].copy_(part)
-        return self._kept[name]
+        self.kept[name] = _view(memory, 0, part)
+        self.kept[name].copy_(part)
+        return self.kept[name]
 
     def values(self) -> tuple[Tensor, ...]:
         """The parameters on the device."""
         assert self.here is not None
-        return tuple(_view(self.here, start, self._kept[name]) for name, start in self.starts.items())
+        return tuple(_view(self.here, start, self.kept[name]) for name, start in self.starts.items())
 
     def _fetch(self) -> None:
         if self.here is None:

@@ -281,7 +281,7 @@ class OnDevice(LiveBytes):
         super().__init__()
         parameters = carrier._parameters.values()
         flats = (flat for each in parameters for flat in (each._home, each.here) if flat is not None)
-        for tensor in (*flats, *carrier._kept.values(), *pmodel.buffers()):
+        for tensor in (*flats, *(each for chunk in parameters for each in chunk.kept.values()), *pmodel.buffers()):
             self._known[tensor.untyped_storage()._cdata] = 0
             weakref.finalize(tensor.untyped_storage(), self._drop, tensor.untyped_storage()._cdata)
 

@@ -1,0 +1,117 @@
+"""Entering and leaving blocks: how parameters that move reach the program, and how their gradients leave it.
+
+The program says when it enters a block (:func:`enter_block`), which hands it the block's parameters on the device, and
+when it leaves one (:func:`leave_block`), which backward passes first. Gradients of a block's parameters leave the
+program where backward leaves the block, and reach ``.grad`` from their home when backward is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from autopar.runtime.carrier import Carrier
+from planner.memory import BEFORE
+
+
+class _Home(torch.autograd.Function):
+    """Parameters at home; their gradients, too, which the carrier has when backward is over.
+
+    One more result goes into all blocks as they are left, so that this comes after all of them in backward.
+    """
+
+    @staticmethod
+    def forward(ctx, carrier, names, *parameters):  # type: ignore[no-untyped-def]
+        ctx.carrier, ctx.names, ctx.specs = carrier, names, [parameter._spec for parameter in parameters]
+        ctx.set_materialize_grads(False)
+        found = tuple(parameter._local_tensor.detach() for parameter in parameters)
+        frozen = [each for each, parameter in zip(found, parameters, strict=True) if not parameter.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return *found, torch.empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *_):  # type: ignore[no-untyped-def]
+        found = ctx.carrier.finish()
+        grads = [
+            DTensor(found[name], spec, requires_grad=False) if name in found else None
+            for name, spec in zip(ctx.names, ctx.specs, strict=True)
+        ]
+        return None, None, *grads
+
+
+class _Entering(torch.autograd.Function):
+    """A block's parameters, from their home to the device; their gradients go to the carrier."""
+
+    @staticmethod
+    def forward(ctx, carrier, number, *parts):  # type: ignore[no-untyped-def]
+        ctx.carrier, ctx.number, ctx.count = carrier, number, len(parts)
+        ctx.set_materialize_grads(False)
+        found = carrier.values(number)
+        ctx.mark_non_differentiable(*(v for v, part in zip(found, parts, strict=True) if not part.requires_grad))
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        if ctx.number == BEFORE:
+            ctx.carrier.enter(ctx.number, is_backward=True)
+        ctx.carrier.made(ctx.number, grads)
+        return None, None, *(None for _ in range(ctx.count))
+
+
+class _Leaving(torch.autograd.Function):
+    """Identity; backward enters the block."""
+
+    @staticmethod
+    def forward(ctx, carrier, number, _, *values):  # type: ignore[no-untyped-def]
+        ctx.carrier, ctx.number = carrier, number
+        ctx.set_materialize_grads(False)
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        ctx.carrier.enter(ctx.number, is_backward=True)
+        return None, None, None, *grads
+
+
+def parts_at_home(carrier: Carrier, parameters: Mapping[str, DTensor]) -> dict[str, Tensor]:
+    """What a rank holds of parameters in chunks, at home, by name; their gradients arrive when backward is over.
+
+    Raises:
+        InputError: a parameter was replaced, or requires a gradient that the plan does not make.
+    """
+    carrier.check_parameters(parameters)
+    *found, carrier.token = _Home.apply(carrier, tuple(parameters), *parameters.values())
+    return dict(zip(parameters, found, strict=True))
+
+
+def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The parameters of a block on the device.
+
+    Args:
+        number: of the block, or that of what comes before all blocks.
+        parts: the parameters at home.
+
+    Raises:
+        TimetableError: they cannot be on the device now, or not within the budget.
+    """
+    carrier.enter(number, is_backward=False)
+    return _Entering.apply(carrier, number, *parts) if parts else ()
+
+
+def leave_block(carrier: Carrier, number: int, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What a block returns; backward enters the block where it comes to it.
+
+    Raises:
+        TimetableError: a value shares the memory of parameters that are this block's own.
+    """
+    carrier.check_leaving(number, values)
+    reached = [value for value in values if value.requires_grad]
+    left = iter(_Leaving.apply(carrier, number, carrier.token, *reached) if reached else ())
+    return tuple(next(left) if value.requires_grad else value for value in values)
