@@ -131,7 +131,7 @@ def formulas(sizes: OtherSizes) -> Formulas:
     seconds = _seconds(assignment)
 
     def held(storages: tuple[Held, ...], use: str) -> sympy.Expr:
-        return _expression(terms_of(sum(each.bytes for each in storages if each.use == use)), symbols)
+        return _expression(terms_of(sum(each.all_bytes for each in storages if each.use == use)), symbols)
 
     moments = _undominated(list(map(terms_of, scale.moments)))
     gradients, hidden = (seconds[use].expression(symbols) for use in ("gradients", "hidden"))

@@ -11,13 +11,13 @@ that needs one of these values makes them all, in the order of forward (:mod:`pl
 A block's inputs are held by its caller until it returns; gradients of parameters stay; outputs other than the loss are
 taken to be dropped before backward starts (``loss = pmodel(**batch).loss``). Optimizer state and parameters
 are there throughout, unless they are at home on the host: then they, and gradients of parameters, are left out here
-(:mod:`planner.offload`). Blocks handed out by the allocator are larger than what is asked for by the cluster's
+(:mod:`planner.offload`). Where instances do nothing that is new (:mod:`planner.runs`), only the first and the last of
+them are followed. Blocks handed out by the allocator are larger than what is asked for by the cluster's
 ``reserve_fraction`` at most, which is not counted here.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,23 +32,39 @@ from planner.layout import Shard
 from planner.ops import OPS
 from planner.ops.table import OWN
 from planner.recompute import Again
+from planner.runs import Skip, Wiring, skips
 
 SHOWN = 20
 """So many tensors are listed at the fullest moment."""
+LARGEST = 5
+"""So many tensors are named at the fullest moment."""
+ENDS = LARGEST
+"""So many periods of a run are followed at either end: enough to see that they do the same, and for :data:`LARGEST`."""
 
 Direction = Literal["forward", "backward"]
 BEFORE = -1
+_Place = tuple[Direction, int]
+"""A direction and the number of a block."""
 
 USES = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
 
 
 @dataclass(frozen=True)
 class Held:
-    """A storage that is alive: its bytes, what it is used for (of :data:`USES`), and the value it belongs to."""
+    """A storage that is alive: its bytes, what it is used for (of :data:`USES`), and the value it belongs to.
+
+    ``times``: so many instances of a block hold one like it; it has the name of a first one.
+    """
 
     name: str
     use: str
     bytes: int
+    times: int = 1
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all that are like it."""
+        return self.bytes * self.times if self.times > 1 else self.bytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,8 @@ class Usage:
     Attributes:
         peak_bytes: at the fullest moment.
         peak_at: what runs then.
-        moments: (what runs, bytes alive while it does), in order.
+        moments: (what runs, bytes alive while it does), in order. Where instances of a block do the same, each with
+            so many bytes more or less than the one before it, those in the middle are left out.
         alive: every storage at the peak, largest first.
         kept: every storage when forward is over.
         left: every storage when backward is over.
@@ -79,16 +96,16 @@ class Usage:
 
     def __str__(self) -> str:
         """The fullest moment and what fills it, largest first."""
-        rows = [f"  {held.bytes:>16,}  {held.use:<12}{held.name}" for held in self.alive[:SHOWN] if held.bytes]
-        rest = sum(held.bytes for held in self.alive[SHOWN:])
-        more = [f"  {rest:>16,}  in {len(self.alive) - SHOWN} more"] if rest else []
+        rows = [f"  {held.all_bytes:>16,}  {held.use:<12}{held.name}" for held in self.alive[:SHOWN] if held.bytes]
+        rest, count = (sum(getattr(held, what) for held in self.alive[SHOWN:]) for what in ("all_bytes", "times"))
+        more = [f"  {rest:>16,}  in {count} more"] if rest else []
         return "\n".join([f"{self.peak_bytes:,} bytes in {self.peak_at}", *rows, *more])
 
     def by_use(self) -> dict[str, int]:
         """Bytes at the peak by use."""
         found = dict.fromkeys(USES, 0)
         for held in self.alive:
-            found[held.use] += held.bytes
+            found[held.use] += held.all_bytes
         return found
 
 
@@ -125,19 +142,27 @@ def enters_before(assignment: Assignment, name: str, readers: tuple[int, ...]) -
 
 def usage(assignment: Assignment) -> Usage:
     """Follow one training step of an assignment on the fullest rank."""
-    return _Run(assignment).step()
+    wiring = Wiring(assignment)
+    try:
+        return _Step(wiring, skips(wiring, ENDS)).usage()
+    except _UnevenError:
+        return _Step(wiring, []).usage()
+
+
+class _UnevenError(Exception):
+    """Instances that were taken to do the same do not: none may be left out."""
 
 
 # ---- storages --------------------------------------------------------------------------------------------------------
 
 
 class _Storage:
-    """A piece of memory with a count of who holds it."""
+    """A piece of memory with a count of who holds it, and the block and direction in which it was made."""
 
-    __slots__ = ("held", "holders")
+    __slots__ = ("bytes", "held", "holders", "made")
 
-    def __init__(self, held: Held):
-        self.held, self.holders = held, 1
+    def __init__(self, held: Held, made: _Place):
+        self.held, self.holders, self.made, self.bytes = held, 1, made, held.all_bytes
 
 
 class _Heap:
@@ -149,9 +174,10 @@ class _Heap:
         self.peak_at = "before the step"
         self._changes: list[_Storage] = []  # each once when it is made, and again when it is freed
         self._changes_to_peak = 0
+        self._block: _Place = ("forward", BEFORE)
         self.moments: list[tuple[str, int]] = [(self.peak_at, 0)]
-        self.by_block: dict[tuple[Direction, int], int] = {}
-        self._block: tuple[Direction, int] = ("forward", BEFORE)
+        self._moments_of: list[_Place] = [self._block]
+        self.by_block: dict[_Place, int] = {}
 
     def enter(self, direction: Direction, number: int) -> None:
         """A block runs from here on."""
@@ -161,13 +187,30 @@ class _Heap:
     def moment(self, what: str) -> None:
         """Something else runs from here on."""
         self.moments.append((what, self.total))
+        self._moments_of.append(self._block)
 
-    def new(self, name: str, use: str, size: int) -> _Storage:
-        """A storage with one holder."""
-        storage = _Storage(Held(name, use, size))
+    def totals(self) -> dict[_Place, list[int]]:
+        """Bytes of the moments of every block, in order."""
+        found: dict[_Place, list[int]] = {}
+        for place, (_, total) in zip(self._moments_of, self.moments, strict=True):
+            found.setdefault(place, []).append(total)
+        return found
+
+    def repeat(self, direction: Direction, numbers: range, times: int) -> list[_Storage]:
+        """What these blocks made and is alive, so many times more."""
+        like = [each.held for each in self.alive if each.made[0] == direction and each.made[1] in numbers]
+        return [self._add(replace(held, times=times)) for held in like]
+
+    def _add(self, held: Held) -> _Storage:
+        storage = _Storage(held, self._block)
         self.alive[storage] = None
         self._changes.append(storage)
-        self.total += size
+        self.total += storage.bytes
+        return storage
+
+    def new(self, name: str, use: str, size: int, times: int = 1) -> _Storage:
+        """A storage with one holder; ``times``: it stands for so many."""
+        storage = self._add(Held(name, use, size, times))
         what, most = self.moments[-1]
         if self.total > most:
             self.moments[-1] = what, self.total
@@ -197,7 +240,7 @@ class _Heap:
         if not storage.holders:
             del self.alive[storage]
             self._changes.append(storage)
-            self.total -= storage.held.bytes
+            self.total -= storage.bytes
 
 
 # ---- what autograd remembers -----------------------------------------------------------------------------------------
@@ -205,10 +248,9 @@ class _Heap:
 
 @dataclass(eq=False)
 class _Tape:
-    """One node of the autograd graph.
+    """One node of the autograd graph; those that were made later run earlier.
 
     Attributes:
-        number: nodes that were made later run earlier.
         block: the number of the block that made it.
         incoming: the gradient of each result, as far as it has arrived.
         saved: storages held until the node has run.
@@ -219,10 +261,8 @@ class _Tape:
         bucket: where that storage lies if it is there from the start.
         keeps: its gradient stays when backward is over (a parameter's).
         leaves: its gradient is not counted here, since it goes to the host as soon as its block is undone.
-        waits_for: nodes that still have to run before it.
     """
 
-    number: int
     name: str
     block: int
     incoming: list[_Storage | None]
@@ -234,7 +274,6 @@ class _Tape:
     bucket: _Storage | None = None
     keeps: bool = False
     leaves: bool = False
-    waits_for: int = 0
 
 
 @dataclass(frozen=True)
@@ -346,9 +385,10 @@ def _are_parameters(values: Iterable[_Value]) -> bool:
     return all(value.made[0].keeps for value in values if value.made)
 
 
-class _Run:
-    def __init__(self, assignment: Assignment):
-        self.assignment, self.space = assignment, assignment.space
+class _Step:
+    def __init__(self, wiring: Wiring, skips: list[Skip]):
+        self.assignment, self.space, self.wiring, self.skips = wiring.assignment, wiring.space, wiring, skips
+        self.instances = self.space.folded.instances
         self.graph, self.mesh = self.space.graph, self.space.mesh
         self.heap = _Heap()
         self.tapes: list[_Tape] = []
@@ -357,29 +397,41 @@ class _Run:
         self.number = BEFORE
         self.is_away = self.space.training.tier != "device"
         self.leaves: dict[_Storage, str] = {}
+        self.kept: dict[Skip, list[_Storage]] = {}
         self.read_again: dict[int, frozenset[str]] = {}
 
-    def step(self) -> Usage:
+    def usage(self) -> Usage:
         heap = self.heap
         values = self._leaves()
         heap.moment("forward")
         values = {ref: self._relayed(ref, value) for ref, value in values.items()}
         if self.space.cost.cluster.backend == "gloo" and not self.is_away:  # see autopar/runtime/buckets.py
             self.buckets = heap.new("gradients", "gradients", self._bucket_bytes(values))
-        readers = self._readers()
-        for number, instance in enumerate(self.space.folded.instances):
+        dropped = self._read_last()
+        skips = {skip.start: skip for skip in self.skips}
+        number = 0
+        while number < len(self.instances):
+            if number in skips:
+                self._skip(skips[number], values)
+                number = skips[number].end
             self.number = number
             heap.enter("forward", number)
+            instance = self.instances[number]
             inputs = {ref: values[ref] for ref in instance.block.inputs}
             values.update(self._recomputing(instance, self.space.skeleton.numbers[number][1], inputs))
-            for ref in [ref for ref, last in readers.items() if last == number and ref in values]:
-                heap.drop(values.pop(ref).storage)
+            for ref in dropped.get(number, ()):
+                if ref in values:
+                    heap.drop(values.pop(ref).storage)
+            number += 1
         self.number = BEFORE
         leaving = [self._output(position, values) for position in range(len(self.space.leaving))]
         for value in (*values.values(), *leaving):
             heap.drop(value.storage)
         kept = tuple(each.held for each in heap.alive)
         self._backward([leaving[i] for i in self.graph.roots])
+        totals = heap.totals()
+        for skip in self.skips:
+            self._fill(skip, totals)
         alive = sorted(heap.at_peak(), key=lambda held: -held.bytes)
         left = tuple(each.held for each in heap.alive)
         return Usage(
@@ -391,40 +443,111 @@ class _Run:
         names = {self.leaves[each] for each in storages if each in self.leaves}
         self.read_again[self.number] = self.read_again.get(self.number, frozenset()) | names
 
-    def _readers(self) -> dict[Ref, int]:
-        """Value -> number of the last block that reads it, for values that nothing else needs."""
-        found: dict[Ref, int] = {}
-        for number, instance in enumerate(self.space.folded.instances):
-            found.update(dict.fromkeys(instance.block.outputs, number))
-            found.update(dict.fromkeys(instance.block.inputs, number))
+    def _read_last(self) -> dict[int, list[Ref]]:
+        """The values that each block is the last to read, those left out that something else needs."""
         leaving = set(self.space.leaving)
-        return {ref: number for ref, number in found.items() if ref not in leaving}
+        found: dict[int, list[Ref]] = {}
+        for ref, number in self.wiring.last.items():
+            if ref not in leaving:
+                found.setdefault(number, []).append(ref)
+        return found
 
     def _leaves(self) -> dict[Ref, _Value]:
         values = {}
         readers = readers_of(self.assignment) if self.is_away else {}
+        skipped = self._skipped_leaves()
         for leaf in self.graph.leaves:
+            times = skipped.get(leaf.name, 1)
+            if not times:
+                continue
             tensor, layout = leaf.results[0], self.assignment.produced(Ref(leaf.name))
             size = local_bytes(tensor, layout, self.mesh)
             use = "parameters" if leaf.op in ("param", "buffer") else "activations"
             is_away = self.is_away and leaf.op == "param"
-            storage = self.heap.new(leaf.target or leaf.name, use, 0 if is_away else size)
+            storage = self.heap.new(leaf.target or leaf.name, use, 0 if is_away else size, times)
             self.leaves[storage] = leaf.name
             made = None
             if leaf.op == "param" and tensor.grad:
                 state = size // tensor.item_bytes * self.space.training.optimizer_bytes_per_element
-                self.heap.new(leaf.target, "optimizer", 0 if is_away else state)
+                self.heap.new(leaf.target, "optimizer", 0 if is_away else state, times)
                 tape = self._tape(leaf.target, 1)
                 own = is_away and not enters_before(self.assignment, leaf.name, readers.get(leaf.name, ()))
                 tape.keeps, tape.leaves = True, own
                 made = (tape, 0)
-            values[Ref(leaf.name)] = _Value(self.heap.hold(storage), size, made)
+            if leaf.name not in skipped:
+                values[Ref(leaf.name)] = _Value(self.heap.hold(storage), size, made)
         return values
 
     def _tape(self, name: str, results: int) -> _Tape:
-        tape = _Tape(len(self.tapes), name, self.number, [None] * results)
+        tape = _Tape(name, self.number, [None] * results)
         self.tapes.append(tape)
         return tape
+
+    # ---- what is not followed ----
+
+    def _skipped_leaves(self) -> dict[str, int]:
+        """The leaves that only an instance reads which is not followed -> for how many of its role it stands."""
+        own, role_of = self.space.skeleton.own, self.space.role_of
+        numbers = (each for skip in self.skips for each in range(skip.start, skip.end))
+        names = (ref.node for each in numbers for ref in self.instances[each].block.inputs)
+        found = [name for name in names if name in own]
+        times = Counter(role_of[name] for name in found)
+        return {name: times.pop(role_of[name], 0) for name in found}
+
+    def _skip(self, skip: Skip, values: dict[Ref, _Value]) -> None:
+        """Let what instances hand on be handed on by those that do the same at the end of ``skip``."""
+        for number in range(skip.start - ENDS * skip.period, skip.start):
+            twin = self.instances[number + skip.times * skip.period].block
+            for ref, other in zip(self.instances[number].block.outputs, twin.outputs, strict=True):
+                if ref in values:
+                    values[other] = values.pop(ref)
+        # What lives on from one period into the next is gone after that.
+        whole = range(skip.start - 2 * skip.period, skip.start - skip.period)
+        self.kept[skip] = self.heap.repeat("forward", whole, skip.times)
+        last = self.instances[skip.end - 1].block.nodes[-1]
+        self.heap.moment(f"forward {last.path or last.name}: {last.op}")
+
+    def _undo_skipped(self, skip: Skip) -> None:
+        for storage in self.kept.pop(skip):
+            self.heap.drop(storage)
+        whole = range(skip.end + skip.period, skip.end + 2 * skip.period)
+        self.heap.repeat("backward", whole, skip.times)
+
+    def _fill(self, skip: Skip, totals: Mapping[_Place, list[int]]) -> None:
+        """What :class:`Usage` says by block, for blocks that were not followed.
+
+        Raises:
+            _UnevenError: bytes do not rise or fall by as much in every period that was followed.
+        """
+
+        def rise(direction: Direction, before: int, after: int) -> int:
+            each = [
+                [total for number in range(start, start + skip.period) for total in totals.get((direction, number), ())]
+                for start in (before, after)
+            ]
+            rises = [b - a for a, b in zip(*each, strict=False)]
+            if len(each[0]) != len(each[1]) or any(rise != rises[0] for rise in rises):
+                raise _UnevenError
+            return rises[0] if rises else 0
+
+        period, times, by_block = skip.period, skip.times, self.heap.by_block
+        first, last = skip.start - 2 * period, skip.end
+        forward, backward = rise("forward", first - period, first), rise("backward", last + period, last)
+        if rise("forward", first, last) != forward * (times + 2):
+            raise _UnevenError
+        if rise("backward", last, skip.start - period) != backward * (times + 1):
+            raise _UnevenError
+        for number in range(skip.start, skip.end):
+            past, at = divmod(number - skip.start, period)
+            by_block["forward", number] = by_block["forward", first + at] + forward * (past + 2)
+            if ("backward", last + at) in by_block:
+                by_block["backward", number] = by_block["backward", last + at] + backward * (times - past)
+            if first + at in self.read_again:
+                names = zip(self.instances[first + at].block.inputs, self.instances[number].block.inputs, strict=True)
+                twin = {theirs.node: ours.node for theirs, ours in names}
+                if not self.read_again[first + at] <= twin.keys():
+                    raise _UnevenError
+                self.read_again[number] = frozenset(twin[name] for name in self.read_again[first + at])
 
     # ---- forward ----
 
@@ -467,13 +590,17 @@ class _Run:
 
     def _bucket_bytes(self, values: Mapping[Ref, _Value]) -> int:
         """Bytes of the sums that leave as gradients of parameters, whose memory the host keeps for the next step."""
+        times = Counter(range(len(self.instances)))
+        for skip in self.skips:
+            times.subtract(range(skip.start, skip.end))
+            times.update(dict.fromkeys(range(skip.start - skip.period, skip.start), skip.times))
         found = 0
-        for instance in self.space.folded.instances:
-            for chunk in self.assignment.chunks(instance.block):
+        for number in +times:
+            for chunk in self.assignment.chunks(self.instances[number].block):
                 steps = self._crossing(next(iter(chunk.values())))  # like those of the others
                 chunked = [values[ref] for ref in chunk]
                 if steps and steps[0].rule == "I>R" and _are_parameters(chunked):
-                    found += sum(value.bytes for value in chunked if value.made)
+                    found += sum(value.bytes for value in chunked if value.made) * times[number]
         return found
 
     def _crossing(self, route: Route) -> list[Step]:
@@ -671,23 +798,21 @@ class _Run:
         reached = self._reached([tape for tape, *_ in starts])
         for tape in self.tapes:
             if tape not in reached:
+                if self.skips and (tape.saved or tape.again):
+                    raise _UnevenError
                 for storage in tape.saved:
                     heap.drop(storage)
                 for frame, storage in tape.again:
                     frame.uses[storage] -= 1
-            for target in tape.targets if tape in reached else ():
-                target.tape.waits_for += 1
         for tape, result, size in starts:
             tape.incoming[result] = heap.new("gradient of the loss", "temporary", size)
-        ready = [-tape.number for tape, *_ in starts]
-        heapq.heapify(ready)
-        while ready:
-            tape = self.tapes[-heapq.heappop(ready)]
+        skipped = list(self.kept)
+        for tape in reversed([tape for tape in self.tapes if tape in reached]):
+            while skipped and BEFORE < tape.block < skipped[-1].end:
+                self._undo_skipped(skipped.pop())
             self._undo(tape)
-            for target in tape.targets:
-                target.tape.waits_for -= 1
-                if not target.tape.waits_for:
-                    heapq.heappush(ready, -target.tape.number)
+        for skip in reversed(skipped):
+            self._undo_skipped(skip)
 
     @staticmethod
     def _reached(roots: list[_Tape]) -> dict[_Tape, None]:

@@ -18,14 +18,11 @@ from planner.fold import Instance
 from planner.formulate import Assignment, Chunk
 from planner.graph import Node, Ref
 from planner.layout import MICRO, PIPELINE, Layout
-from planner.memory import Usage, usage
+from planner.memory import LARGEST, Usage, usage
 from planner.recompute import Level
 from planner.strategy import Choice
 from planner.turns import Staged, TurnTimes
 from planner.words import in_bytes, in_seconds, in_shares, labelled
-
-LARGEST = 5
-"""So many tensors are named at the fullest moment."""
 
 
 @dataclass(frozen=True, repr=False)

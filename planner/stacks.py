@@ -138,12 +138,12 @@ def windows(text: Text, minimum: int) -> list[tuple[int, int]]:
     """Every node's window: those of stacks of at least ``minimum``, single ones that read like them, and the stretches
     between, in order.
     """
-    stacks = _choose(text, _periodic(text.tokens, minimum), minimum)
+    stacks = _choose(text, periodic(text.tokens, minimum), minimum)
     return _fill(text, [*stacks, *_strays(text, stacks)])
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """A maximal stretch of tokens in which each equals the one ``period`` later."""
 
     start: int
@@ -174,7 +174,7 @@ class _Stack:
         return [(at, at + self.period) for at in range(self.start, self.end, self.period)]
 
 
-def _periodic(tokens: Sequence[int], minimum: int) -> list[_Run]:
+def periodic(tokens: Sequence[int], minimum: int) -> list[Run]:
     """All maximal runs of at least ``minimum`` periods, each with its smallest (primitive) period.
 
     Two runs with periods p < q overlap in fewer than p + q nodes (Fine and Wilf, Proc. AMS 16, 1965),
@@ -194,10 +194,10 @@ def _periodic(tokens: Sequence[int], minimum: int) -> list[_Run]:
                     found.setdefault((start, end), period)
                     longest = min(longest, len(text) - (end - start) + period)
         period += 1
-    return [_Run(start, end, period) for (start, end), period in found.items()]
+    return [Run(start, end, period) for (start, end), period in found.items()]
 
 
-def _choose(text: Text, runs: list[_Run], minimum: int) -> list[_Stack]:
+def _choose(text: Text, runs: list[Run], minimum: int) -> list[_Stack]:
     """Disjoint stacks, by largest saving first; a run that overlaps a chosen stack is clipped and waits."""
     free = [(0, len(text.tokens))]
     known: set[tuple[int, ...]] = set()
@@ -220,7 +220,7 @@ def _choose(text: Text, runs: list[_Run], minimum: int) -> list[_Stack]:
     return sorted(chosen, key=lambda stack: stack.start)
 
 
-def _clip(run: _Run, free: Sequence[tuple[int, int]], minimum: int) -> list[_Run]:
+def _clip(run: Run, free: Sequence[tuple[int, int]], minimum: int) -> list[Run]:
     """The parts of ``run`` inside ``free`` (ascending intervals) that still hold ``minimum`` periods."""
     first = bisect_right(free, run.start, key=lambda span: span[1])
     parts = []
@@ -239,7 +239,7 @@ def _occupy(free: list[tuple[int, int]], stack: _Stack) -> None:
     free[at : at + 1] = [span for span in rest if span[0] < span[1]]
 
 
-def _place(text: Text, run: _Run, known: set[tuple[int, ...]], minimum: int) -> _Stack:
+def _place(text: Text, run: Run, known: set[tuple[int, ...]], minimum: int) -> _Stack:
     """Choose where in ``run`` the windows begin.
 
     Best is the cut that the fewest values of the window before it outlive, then the fewest bytes, then
@@ -287,7 +287,7 @@ def _is_layer(text: Text, stack: _Stack) -> bool:
     return (stack.period >= SMALL) + weighs + feeds >= 2
 
 
-def _holds_stacks(text: Text, stack: _Stack, runs: Iterable[_Run], minimum: int) -> bool:
+def _holds_stacks(text: Text, stack: _Stack, runs: Iterable[Run], minimum: int) -> bool:
     """Whether the unit is itself mostly stacks, cut as cleanly: a tower of layers, not a layer.
 
     Then the layers are the better unit; equal towers fold as well, because kinds are found across stacks.

@@ -23,10 +23,12 @@ def cluster(devices: int = 4, memory: int | str = "1 GiB") -> ClusterSpec:
     return ClusterSpec.local(devices, memory_bytes=memory, cores=2)
 
 
-def residual_mlp(layers: int = 3, width: int = 256, batch: int = 512, strange: bool = False) -> Graph:
+def residual_mlp(
+    layers: int = 3, width: int = 256, batch: int = 512, strange: bool = False, early: bool = False
+) -> Graph:
     """``mean(head(h + down(relu(up(h))) ...))`` with ``h = stem(x)``: weights, biases, residuals, repeats and a loss.
 
-    ``strange`` adds an operator that no table knows.
+    ``strange`` adds an operator that no table knows; with ``early`` every layer also adds the stem's result.
     """
     nodes: list[Node] = []
 
@@ -43,8 +45,10 @@ def residual_mlp(layers: int = 3, width: int = 256, batch: int = 512, strange: b
         bias = leaf(f"{name}_b", "param", (columns,), f"{path}.bias")
         return call(name, "aten.linear.default", (batch, columns), path, input=value, weight=weight, bias=bias)
 
-    value = linear("stem", leaf("x", "input", (batch, width), "x"), width, width, "stem")
+    value = stem = linear("stem", leaf("x", "input", (batch, width), "x"), width, width, "stem")
     for i in range(layers):
+        if early:
+            value = call(f"early{i}", "aten.add.Tensor", (batch, width), f"layers.{i}", self=value, other=stem, alpha=1)
         up = linear(f"up{i}", value, width, 4 * width, f"layers.{i}.up")
         hidden = call(f"relu{i}", "aten.relu.default", (batch, 4 * width), f"layers.{i}", self=up)
         down = linear(f"down{i}", hidden, 4 * width, width, f"layers.{i}.down")

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 
 from planner.cluster import ClusterSpec
+from planner.cost import CostModel
+from planner.fold import fold
+from planner.formulate import Space, Tier, Training, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
-from planner.memory import USES, Usage, usage
-from tests.planner.plans import plan_of, residual_mlp
+from planner.layout import Mesh
+from planner.memory import LARGEST, USES, Direction, Held, Usage, _Heap, _Step, _Storage, usage
+from planner.pins import Pins, filters
+from planner.recompute import Amount, Recompute
+from planner.runs import Wiring
+from planner.solve.bound import lower_bounds
+from tests.planner.plans import cluster, plan_of, residual_mlp
 
 PINS = (
     {"data": 4},
@@ -109,3 +119,61 @@ def test_zero_3_holds_less_and_shows_what_is_gathered() -> None:
     assert cut["optimizer"] * 4 == whole["optimizer"]
     assert cut["gathered"] > 0
     assert whole["gathered"] == 0
+
+
+DEEP = 40
+LEVELS_OF_LAYERS = {"nothing again": Amount(), "some of each": Amount(12, 13, 14), "but a few": Amount(full=DEEP - 4)}
+
+
+def deep(pin: Mapping[str, Any], amount: Amount, spec: ClusterSpec, tier: Tier = "device") -> Wiring:
+    """Layers that each read an early value and the layer before, some of which recompute."""
+    pins, graph = Pins.parse(pin), residual_mlp(DEEP, width=32, early=True)
+    mesh = Mesh.of(**{axis: size for axis, size in pin.items() if axis != "zero"})
+    folded, rules = fold(graph), rules_of(graph)
+    space = Space(folded, mesh, CostModel(spec), Training(tier=tier), rules, *filters(pins, graph, rules, mesh))
+    amounts = tuple(amount if len(each) > 1 else Amount() for each in folded.kinds)
+    choices = lower_bounds(space.problem(None)).choices
+    assert choices is not None
+    return Wiring(space.assignment(choices, Recompute(amounts)))
+
+
+@pytest.mark.parametrize("amount", LEVELS_OF_LAYERS.values(), ids=LEVELS_OF_LAYERS)
+@pytest.mark.parametrize("pin", [PINS[0], PINS[1], PINS[4]], ids=str)
+def test_what_repeats_need_not_be_followed(pin: dict[str, int], amount: Amount) -> None:
+    gpus = ClusterSpec.preset("dgx-h100", devices=4)
+    on: tuple[tuple[ClusterSpec, Tier], ...] = ((cluster(), "device"), (gpus, "device"), (gpus, "host"))
+    for spec, tier in on:
+        wiring = deep(pin, amount, spec, tier)
+        some, every = usage(wiring.assignment), _Step(wiring, []).usage()
+        assert len(some.moments) < len(every.moments)
+        assert max(size for _, size in some.moments) == some.peak_bytes == every.peak_bytes
+        assert some.peak_at == every.peak_at
+        assert some.by_use() == every.by_use()
+        assert [(each.name, each.bytes) for each in some.alive[:LARGEST]] == [
+            (each.name, each.bytes) for each in every.alive[:LARGEST]
+        ]
+        assert some.by_block == every.by_block
+        assert some.read_again == every.read_again
+        for held in (lambda found: found.alive), (lambda found: found.kept), (lambda found: found.left):
+            assert by_use_and_bytes(held(some)) == by_use_and_bytes(held(every))
+
+
+def by_use_and_bytes(held: Iterable[Held]) -> Counter[tuple[str, int]]:
+    """How many storages there are of each use and size."""
+    found = Counter[tuple[str, int]]()
+    for each in held:
+        if each.bytes:
+            found[each.use, each.bytes] += each.times
+    return found
+
+
+def test_what_does_not_repeat_evenly_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wiring = deep({"data": 4}, Amount(), cluster())
+    every = _Step(wiring, []).usage()
+    repeat = _Heap.repeat
+
+    def forgetful(heap: _Heap, direction: Direction, numbers: range, times: int) -> list[_Storage]:
+        return repeat(heap, direction, numbers, times)[1:]  # of which one will not be freed
+
+    monkeypatch.setattr(_Heap, "repeat", forgetful)
+    assert usage(wiring.assignment) == every
