@@ -54,6 +54,7 @@ class Traced:
         return model_facts(self.graph, self.name, "train" if self.captured.training else "eval")
 
 
+@no_garbage()
 def trace(
     model: nn.Module,
     example_args: tuple[Any, ...] | None = None,
@@ -63,9 +64,8 @@ def trace(
 ) -> Traced:
     """Capture and lower a model; see :func:`autopar.capture.capture`, and :func:`plan` for ``fold``."""
     start = time.monotonic()
-    with no_garbage():
-        captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
-        graph = lower(captured)
+    captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
+    graph = lower(captured)
     if loss_fn is not None and any(p.requires_grad for p in model.parameters()) and not graph.roots:
         raise InputError(
             "the loss that loss_fn returned depends on no parameter that is trained: compute it from the model's "
@@ -128,6 +128,7 @@ def plan(
     )
 
 
+@no_garbage()
 def plan_traced(
     traced: Traced,
     cluster: ClusterSpec,
