@@ -74,6 +74,7 @@ def trace(
     return Traced(captured, graph, type(model).__name__, time.monotonic() - start)
 
 
+@no_garbage()
 def plan(
     model: nn.Module,
     cluster: ClusterSpec,
