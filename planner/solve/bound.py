@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from planner.problem import Problem
 from planner.solve.best import Best
-from planner.solve.cheapest import Cheapest
+from planner.solve.cheapest import Cheapest, Least
 from planner.solve.model import HALF_BYTE, Model, Weights, build_model, drop_forbidden, restrict
+from planner.solve.relax import Box, Multipliers, Plane, plane
 
-_STEPS = 7
-_CLOSE = 1e-4  # relative distance from the bound to an assignment at which more steps are not worth their time
+_STEPS = 14
+_CLOSE = 1e-4  # relative distance from the bound to what it can rise to at which more steps are not worth their time
 
 
 @dataclass(frozen=True)
@@ -34,55 +37,35 @@ class Bounds:
 def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
     """Bounds of one problem; that on time is raised no further once it reaches ``enough_s``.
 
-    The step time is the larger of two sums, so any mix of them is a lower bound, concave in the mix; bytes beyond the
-    limit may be charged at any price, and the bound is concave in the price. The best mix without a price, then the
-    best price with that mix, are found by bisection. What is held at least is found where the fastest does not fit.
+    What is held at least is found where the fastest assignment does not fit.
     """
     problem.check()
-    model = _within(problem)
-    if model is None:
+    end = _end(problem)
+    if end is None:
         return Bounds(math.inf, math.inf)
-    cheapest = Cheapest(model)
-    best, peak_bytes, room_bytes, light = Best(problem, math.inf), 0.0, math.inf, None
-    if problem.limit_bytes is not None:
-        room_bytes = _room_bytes(model)
-        peak_bytes = problem.limit_bytes - room_bytes
-    time_s, low, high, mix, mixed = -math.inf, 0.0, 1.0, 0.0, 0.0
-    for step in range(_STEPS):
-        least = cheapest.under(_weights(model, 1.0 - mix, mix, 0.0))
-        time_s, mixed = max((time_s, mixed), (least.bound, mix))
-        sums = least.totals
-        best.offer_assignment(least.model, least.assignment)
-        if step == 0 and sums.held_bytes > room_bytes:
-            held = cheapest.under(_weights(model, 0.0, 0.0, 1.0))
-            light = held.choices
+    is_limited, best, light = problem.limit_bytes is not None, Best(problem, math.inf), None
+    peak_bytes = problem.limit_bytes - end.room_bytes if problem.limit_bytes is not None else 0.0
+    time_s, box = -math.inf, Box(end.model, [], end.room_bytes)
+    for (found,) in _climb((end,), box):
+        time_s = max(time_s, found.bound_s)
+        best.offer_assignment(found.least.model, found.least.assignment)
+        if is_limited and light is None and found.plane.over_bytes > 0:
+            leanest = end.leanest
+            light = leanest.choices
             best.offer(light)
-            peak_bytes += held.bound
-            if held.bound > room_bytes:
-                enough_s = -math.inf  # nothing fits, however fast
-        low, high = (mix, high) if sums.exposed_s > sums.time_s else (low, mix)
-        if low == high or time_s >= enough_s or sums.objective_s - time_s <= _CLOSE * time_s:
-            break
-        mix = (low + high) / 2
-    excess = sums.held_bytes - room_bytes
-    low, high, price = 0.0, math.inf, 0.1 * abs(time_s) / max(excess, 1.0)
-    for _ in range(_STEPS if excess > 0 else 0):
+            peak_bytes += leanest.bound
+            if leanest.bound > end.room_bytes:
+                break  # nothing fits, however fast
+            box.add(end.plane(leanest))
         if time_s >= min(enough_s, best.objective_s * (1 - _CLOSE)):
             break
-        least = cheapest.under(_weights(model, 1.0 - mixed, mixed, price))
-        time_s = max(time_s, least.bound - price * room_bytes)
-        best.offer_assignment(least.model, least.assignment)
-        low, high = (price, high) if least.totals.held_bytes > room_bytes else (low, price)
-        price = 4 * low if math.isinf(high) else (low + high) / 2
     return Bounds(time_s, peak_bytes, best.choices, light)
 
 
 def lightest(problem: Problem) -> tuple[int, ...] | None:
     """An assignment that holds little, whether it fits or not; ``None`` when every assignment is forbidden."""
-    model = _within(problem)
-    if model is None:
-        return None
-    return Cheapest(model).under(_weights(model, 0.0, 0.0, 1.0)).choices
+    end = _end(problem)
+    return None if end is None else end.leanest.choices
 
 
 @dataclass(frozen=True)
@@ -97,83 +80,92 @@ def lower_bound_between(first: Problem, last: Problem, enough_s: float = math.in
     """A bound for every problem on the way from ``first`` to ``last``, whose costs change evenly between both.
 
     At a fixed mix and price the least weighted cost is a minimum of straight lines, so concave along the way: no
-    problem between lies below both ends, and none fits where neither end does. The mix is the better one without a
-    price; the price is found by bisection.
+    problem between lies below both ends, and none fits where neither end does.
     """
-    ends = []
-    for problem in (first, last):
-        model = _within(problem)
-        if model is None:
-            return Between(math.inf)
-        ends.append(_End(model, Cheapest(model), _room_bytes(model)))
-    if all(end.is_too_large for end in ends):
+    ends = tuple(end for end in (_end(first), _end(last)) if end is not None)
+    if len(ends) < 2 or all(end.leanest.bound > end.room_bytes for end in ends):
         return Between(math.inf)
-    found = max((tuple(end.at(mix, 0.0) for end in ends) for mix in (0.0, 0.5, 1.0)), key=_least)
-    mix, saved = found[0].mix, found[0].excess - found[1].excess
-    slower = found[1].bound_s - found[0].bound_s
-    best, low, high, price = found, 0.0, math.inf, slower / saved if slower > 0 and saved > 0 else 0.0
-    price = price or 0.1 * abs(_least(found)) / max(found[0].excess, 1.0)
-    for _ in range(_STEPS):
-        if _least(best) >= enough_s:
+    bound_s, best = -math.inf, tuple[_Found, ...]()
+    box = Box(ends[0].model, [end.plane(end.leanest) for end in ends], ends[0].room_bytes)
+    for found in _climb(ends, box):
+        if _least_s(found) > bound_s:
+            bound_s, best = _least_s(found), found
+        if bound_s >= enough_s:
             break
-        found = tuple(end.at(mix, price) for end in ends)
-        best = max(best, found, key=_least)
-        lower = min(found, key=lambda point: point.bound_s)
-        low, high = (price, high) if lower.excess > 0 else (low, price)
-        price = 4 * low if math.isinf(high) else (low + high) / 2
-    return Between(_least(best), tuple(dict.fromkeys(point.choices for point in best)))
+    return Between(bound_s, tuple(dict.fromkeys(each.least.choices for each in best)))
 
 
 @dataclass(frozen=True)
-class _Point:
-    """What an end's cheapest assignment at a mix and a price costs, and by how many bytes it is too large."""
+class _Found:
+    """An end's cheapest assignment at some multipliers, its plane, and the bound that they give."""
 
-    mix: float
+    least: Least
+    plane: Plane
     bound_s: float
-    excess: float
-    choices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _End:
-    """One of two problems between which others lie."""
+    """A problem, one of those between which others lie.
+
+    ``room_bytes`` may be held beside the operator that needs most for itself at least.
+    """
 
     model: Model
     cheapest: Cheapest
     room_bytes: float
 
-    @property
-    def is_too_large(self) -> bool:
-        """Whether nothing fits, however slow."""
-        return self.cheapest.under(_weights(self.model, 0.0, 0.0, 1.0)).bound > self.room_bytes
+    @cached_property
+    def leanest(self) -> Least:
+        """The assignment that holds least."""
+        return self.cheapest.under(Weights(np.array([0.0, 0.0, 1.0, 1.0]), 0.0, np.zeros(len(self.model.rooms))))
 
-    def at(self, mix: float, price: float) -> _Point:
-        least = self.cheapest.under(_weights(self.model, 1.0 - mix, mix, price))
-        excess = least.totals.held_bytes - self.room_bytes
-        return _Point(mix, least.bound - price * self.room_bytes, excess, least.choices)
+    def at(self, multipliers: Multipliers) -> _Found:
+        """The cheapest assignment."""
+        least = self.cheapest.under(multipliers.weights(self.model))
+        return _Found(least, self.plane(least), least.bound - multipliers.price * self.room_bytes)
+
+    def plane(self, least: Least) -> Plane:
+        """No multipliers give a bound above it."""
+        return plane(self.model, least.totals, self.room_bytes)
 
 
-def _least(points: tuple[_Point, ...]) -> float:
-    return min(point.bound_s for point in points)
+def _climb(ends: tuple[_End, ...], box: Box) -> Iterator[tuple[_Found, ...]]:
+    """The ends at one point after another, each where the lowest plane so far is highest, up to where that is near.
+
+    The step time is the larger of two sums, so any mix of them is a lower bound; bytes beyond the limit may be charged
+    at any price. See :mod:`planner.solve.relax`.
+    """
+    bound_s, multipliers = -math.inf, Multipliers()
+    for _ in range(_STEPS):
+        found = tuple(end.at(multipliers) for end in ends)
+        bound_s = max(bound_s, _least_s(found))
+        yield found
+        if math.isinf(bound_s):
+            break
+        for each in found:
+            box.add(each.plane)
+        multipliers, height_s = box.highest()
+        if height_s - bound_s <= _CLOSE * abs(bound_s):
+            break
 
 
-def _within(problem: Problem) -> Model | None:
-    """A problem's model without choices that need more than the limit for themselves, unless that leaves nothing.
+def _least_s(found: tuple[_Found, ...]) -> float:
+    """The bound for all that lies between the ends."""
+    return min(each.bound_s for each in found)
+
+
+def _end(problem: Problem) -> _End | None:
+    """A problem without choices that need more than the limit for themselves, unless that leaves nothing.
 
     ``None`` where every assignment is forbidden.
     """
     model = build_model(problem)
-    if problem.limit_bytes is None:
-        return drop_forbidden(model)
-    kept = restrict(model, [values <= problem.limit_bytes for values in model.transient])
-    return (None if kept is None else drop_forbidden(kept)) or drop_forbidden(model)
-
-
-def _room_bytes(model: Model) -> float:
-    """What may be held beside the operator that needs most for itself at least."""
-    return model.limit_bytes - max((float(values.min()) for values in model.transient), default=0.0) + HALF_BYTE
-
-
-def _weights(model: Model, time: float, exposed: float, held: float) -> Weights:
-    """Weights of the columns, without a price for memory."""
-    return Weights(np.array([time, exposed, held, 1.0]), 0.0, np.zeros(len(model.rooms)))
+    kept = None
+    if problem.limit_bytes is not None:
+        kept = restrict(model, [values <= problem.limit_bytes for values in model.transient])
+    left = (None if kept is None else drop_forbidden(kept)) or drop_forbidden(model)
+    if left is None:
+        return None
+    own = max((float(values.min()) for values in left.transient), default=0.0)
+    return _End(left, Cheapest(left), left.limit_bytes - own + HALF_BYTE)
