@@ -104,8 +104,8 @@ def in_turns(
     counts = _stage_counts(cluster, pins, blocks, pipelines)
     meshes = {stages: _meshes(cluster, pins, max_axes, stages) for stages in counts}
     for stages in [each for each in counts if samples % _data(meshes[each]) == 0] or counts:
-        for turns in _turn_counts(pins, graph, _data(meshes[stages])):
-            found += [Division(stages, mesh.in_turns(turns)) for mesh in meshes[stages]]
+        for mesh in meshes[stages]:
+            found += [Division(stages, mesh.in_turns(turns)) for turns in _turn_counts(pins, graph, mesh)]
     names, virtual = schedules(pins), pins.virtual_stages
     runs = [s for s in found if s.in_turns and pipelines_of(s.stages, s.mesh.micro_batches, blocks, names, virtual)]
     if not runs and pins.schedule == "2bw" and found:
@@ -196,9 +196,9 @@ def batch_of(graph: Graph) -> int:
     return math.gcd(*(shape[0] for shape in shapes if shape and shape[0] > 1))
 
 
-def _turn_counts(pins: Pins, graph: Graph, ranks: int) -> list[int]:
-    """Numbers of micro-batches that the pins allow, each of which is divided among so many ranks of a data axis."""
-    batch = batch_of(graph) or 1
+def _turn_counts(pins: Pins, graph: Graph, mesh: Mesh) -> list[int]:
+    """Numbers of micro-batches that the pins allow, each of which the ranks of a data axis divide among them."""
+    batch, ranks = batch_of(graph) or 1, _data([mesh])
     if pins.micro_batches is not None:
         if batch % pins.micro_batches:
             raise PinError(
@@ -213,18 +213,32 @@ def _turn_counts(pins: Pins, graph: Graph, ranks: int) -> list[int]:
         return [pins.micro_batches]
     found = [n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or batch // n % ranks == 0)]
     if len(found) > MOST_TURNS:
-        found = [n for n in found if n & (n - 1) == 0][:MOST_TURNS]
+        found = _some_turn_counts(found, batch, mesh)[:MOST_TURNS]
     return found
 
 
+def _some_turn_counts(counts: list[int], batch: int, mesh: Mesh) -> list[int]:
+    """Those of many that leave each rank of all axes, or of all but the last, 1, 2, 4, ... samples of a micro-batch; or
+    powers of two, where the batch is not divided so.
+    """
+    shares = {batch // ranks for ranks in (mesh.size, mesh.size // mesh.sizes[-1]) if batch % ranks == 0}
+    found = [n for n in counts if n == 1 or any(share % n == 0 and is_power_of_two(share // n) for share in shares)]
+    return found if len(found) > 1 else [n for n in counts if is_power_of_two(n)]
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether it is 1, 2, 4, ..."""
+    return number & (number - 1) == 0
+
+
 def seeds(divisions: tuple[Division, ...], cluster: ClusterSpec, graph: Graph) -> list[Division]:
-    """Shapes to look at first, one for each number of stages.
+    """Shapes to look at first, one for each number of stages, and one of a step in one turn.
 
     The last axis is a node or what there is of one, and micro-batches have one sample on each rank of the others. The
     first has just so many stages that the parameters of one, shared by the last axis, and their gradients take at most
     half of the memory; then those with fewer or more.
     """
-    batch, found = batch_of(graph) or 1, dict[int, tuple[tuple[float, ...], Division]]()
+    batch, found = batch_of(graph) or 1, dict[tuple[int, bool], tuple[tuple[float, ...], Division]]()
     for division in divisions:
         ranks = division.mesh.size
         inner = min(ranks, cluster.spans[0])
@@ -235,12 +249,13 @@ def seeds(divisions: tuple[Division, ...], cluster: ClusterSpec, graph: Graph) -
             abs(math.log(division.mesh.micro_batches / turns)),
             float(len(axes)),
         )
-        if division.stages not in found or off < found[division.stages][0]:
-            found[division.stages] = off, division
+        key = division.stages, division.in_turns
+        if key not in found or off < found[key][0]:
+            found[key] = off, division
     parameters = sum(leaf.results[0].size_bytes for leaf in graph.leaves if leaf.op == "param")
     enough = max(1.0, 2 * parameters / cluster.spans[0] / (cluster.device.usable_bytes / 2))
-    order = sorted(found, key=lambda stages: (abs(math.log2(stages / enough) - 0.5), stages))
-    return [found[stages][1] for stages in order]
+    order = sorted(found, key=lambda key: (abs(math.log2(key[0] / enough) - 0.5), *key))
+    return [found[key][1] for key in order]
 
 
 class Arithmetic:

@@ -220,6 +220,11 @@ class Look:
         return self.low < self.high and not self.bends
 
     @property
+    def is_tried(self) -> bool:
+        """Whether a plan was looked for."""
+        return self.is_sought or self.is_priced
+
+    @property
     def is_done(self) -> bool:
         """Whether it was looked at as closely as can be."""
         if self.candidate.division.in_turns:

@@ -3,7 +3,8 @@
 Every division of the cluster that the pins allow (:mod:`planner.division`) is a candidate with a lower bound on the
 step time of all its plans, with any amount of recomputation. The candidate of least bound is looked at next, always
 more closely (:mod:`planner.looks`), until its plan is found or its bound reaches the best plan known; then every other
-bound does too, and nothing better can exist.
+bound does too, and nothing better can exist. Where there are many, usual shapes and those near the best plan's come
+first, and a look at a candidate that was begun takes turns with a look at any: there may not be time for all.
 
 What does not depend on the mesh is found once (:mod:`planner.skeleton`). Ctrl-C ends a search with
 :class:`KeyboardInterrupt` and leaves nothing behind; to get the best plan so far instead, give a time limit.
@@ -220,15 +221,18 @@ def _explore(
     """Best first over the divisions, starting from the best plan known; what became of each, in their order."""
     arithmetic, schedule = Arithmetic(skeleton, setting.cost), setting.pins.schedule
     waiting = [begin(division, arithmetic.bound_s(division, schedule), rungs) for division in divisions]
-    turned = tuple(division for division in divisions if division.in_turns)
-    first = seeds(turned, setting.cost.cluster, skeleton.graph) if turned else []
-    closed: list[Look] = []
+    is_turned = any(division.in_turns for division in divisions)
+    first = seeds(divisions, setting.cost.cluster, skeleton.graph) if is_turned else []
+    closed, is_deeper = list[Look](), False
     while waiting:
         is_late = setting.is_late()
         if best is not None and is_late:
             closed += [close(look, best) for look in waiting]
             break
-        look = min(waiting, key=lambda look: _turn(look, first, best))
+        # To look deeper at what was begun finds plans, to begin proves bounds: where there are many divisions, in turn.
+        is_deeper = is_turned and not is_deeper
+        begun = [look for look in waiting if look.posed is not None and not look.is_tried] if is_deeper else []
+        look = min(begun or waiting, key=lambda look: _turn(look, first, best))
         waiting.remove(look)
         is_left_out = is_late and look.is_dear and len(closed) + 1 < len(divisions)
         if is_left_out or is_reached(look.candidate.bound_s, best):
@@ -245,9 +249,9 @@ def _explore(
 def _turn(look: Look, first: Sequence[Division], best: Best | None) -> tuple[float, float]:
     """Which look is next, the least: plans of ``first``, then of divisions like the best plan's, then by bound."""
     division, bound_s = look.candidate.division, look.candidate.bound_s
-    if division in first and not look.is_sought:
+    if division in first and not look.is_tried:
         return -1, first.index(division)
-    if look.is_sought or best is None or best.staged is None:
+    if look.is_tried or best is None:
         return NEAR + 1, bound_s
     return min(division.distance(best.division), NEAR + 1), bound_s
 

@@ -356,6 +356,14 @@ def test_shapes_are_every_division() -> None:
     assert near.distance(near) == 0
 
 
+def test_of_many_divisors_of_a_batch_those_that_the_ranks_share_evenly() -> None:
+    """1536 GPUs and a batch of 2304 = 9 * 256, as in Megatron's run of 145 billion parameters."""
+    ids = Node("ids", "input", (), (TensorType((2304, 8), "int64"),), target="ids")
+    divisions = in_turns(ClusterSpec.preset("dgx-a100", devices=1536), Pins(), Graph((ids,), (Ref("ids"),)), 8, 2)
+    turns = {each.mesh.micro_batches for each in divisions if each.stages == 8 and each.mesh.sizes[-2:] == (24, 8)}
+    assert turns == {1, 3, 6, 12, 24, 48, 96}
+
+
 def test_a_schedule_needs_a_pipeline() -> None:
     with pytest.raises(PinError, match="pin 'pipeline' too, or search pipelines"):
         searched(cluster(8), {"schedule": "1f1b"}, pipelines=False)
