@@ -253,7 +253,7 @@ def seeds(divisions: tuple[Division, ...], cluster: ClusterSpec, graph: Graph) -
         if key not in found or off < found[key][0]:
             found[key] = off, division
     parameters = sum(leaf.results[0].size_bytes for leaf in graph.leaves if leaf.op == "param")
-    enough = max(1.0, 2 * parameters / cluster.spans[0] / (cluster.device.usable_bytes / 2))
+    enough = max(1.0, 4 * parameters / cluster.spans[0] / max(1, cluster.device.usable_bytes))
     order = sorted(found, key=lambda key: (abs(math.log2(key[0] / enough) - 0.5), *key))
     return [found[key][1] for key in order]
 

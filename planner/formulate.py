@@ -489,11 +489,10 @@ class Space:
             (forward, backward, inner_again, inner_backward), transient, parameters = self._works_of(node, options)
             inner = inner_again + inner_backward
             again_everywhere = all(each.levels(cast(int, role[1])) for each in amounts)
-            # Parameters are gathered again (see :meth:`problem`), or their gradients lie beside the buckets that the
-            # host keeps for them (see autopar/runtime/buckets.py).
-            if self.training.tier != "device":  # they and their gradients are there only then
-                transient = transient + 2 * parameters
-            elif not self.in_turns and (again_everywhere or self.cost.cluster.backend == "gloo"):
+            # Parameters come only then, or are gathered again (see :meth:`problem`), or their gradients lie beside the
+            # buckets that the host keeps for them (see autopar/runtime/buckets.py).
+            is_away, on_host = self.training.tier != "device", self.cost.cluster.backend == "gloo"
+            if is_away or (not self.in_turns and (again_everywhere or on_host)):
                 transient = transient + parameters
             time = ((forward + backward + inner) * times + (forward + inner_again) * again) * self.rounds
             time += (forward + backward + inner) * self._waited(role)

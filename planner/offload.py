@@ -306,7 +306,12 @@ class WorkingSet:
 
 
 def largest_working_set(assignment: Assignment, usage: Usage) -> WorkingSet:
-    """That of the moment which needs the most: no smaller budget will do."""
+    """That of the moment which needs the most: no smaller budget will do.
+
+    Where model data is at home on the device, all of it is beside chunks.
+    """
+    if assignment.space.training.tier == "device":
+        return WorkingSet(usage.peak_at, 0, usage.peak_bytes)
     trace = _Step(assignment, usage, predict(assignment, 0.0, usage)).trace()
     most = max(trace.needed_bytes)
     moment = trace.moments[trace.needed_bytes.index(most)]

@@ -25,6 +25,7 @@ from planner.errors import InputError, PinError
 from planner.fold import fold, fold_off
 from planner.formulate import Assignment, Training, rules_of
 from planner.graph import Graph
+from planner.lean import bounds_s, fastest_that_fits, lean_plans
 from planner.looks import (
     PROVED,
     Best,
@@ -44,7 +45,7 @@ from planner.offload import largest_working_set
 from planner.pins import Pins
 from planner.problem import Evaluation
 from planner.recompute import Ladder, ladder
-from planner.refusal import check_divisible, nothing_fits
+from planner.refusal import check_divisible, check_turns, nothing_fits
 from planner.seams import finer
 from planner.skeleton import Skeleton
 from planner.turns import Staged
@@ -139,9 +140,7 @@ def search(
             return found
         # The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed.
         memory = usage(found.assignment)
-        on_device = training.tier == "device"
-        needed = memory.peak_bytes if on_device else largest_working_set(found.assignment, memory).bytes
-        excess = needed - cluster.device.usable_bytes
+        excess = largest_working_set(found.assignment, memory).bytes - cluster.device.usable_bytes
         if excess <= 0:
             return found.with_memory(memory)
         # In steps of the excess, past the limits at which the search would find the same plan again.
@@ -177,13 +176,14 @@ def _search(
         if row is not None:
             rows = [*(each for each in rows if each.division != row.division), row]
         proofs = [*closer, *(look for look in looks if look.candidate.division.in_turns)]
+    bounds = [look.candidate.bound_s for look in proofs]
     if best is None:
-        raise nothing_fits(setting, graph, proofs)
+        best, rows, bounds = _lean(setting, skeleton, graph, rows, proofs)
     if best.staged is not None:
         best = cut_well(setting, best)
         rows = [row.costing(best.evaluation) if row.division == best.division else row for row in rows]
     time_s = best.evaluation.time_s
-    bound_s = min(time_s, *(look.candidate.bound_s for look in proofs))
+    bound_s = min(time_s, *bounds)
     gap = (time_s - bound_s) / time_s if time_s else 0.0
     rows.sort(key=lambda c: (c.status == "infeasible", min(c.objective_s, max(c.bound_s, time_s)), c.objective_s))
     return Searched(
@@ -195,6 +195,28 @@ def _search(
         gap if gap > PROVED else 0.0,
         setting.seconds,
     )
+
+
+def _lean(
+    setting: Setting, skeleton: Skeleton, graph: Graph, rows: list[Candidate], looks: list[Look]
+) -> tuple[Best, list[Candidate], list[float]]:
+    """Of the leanest plans the fastest that fits when it is followed, with the rows and the bounds that hold then.
+
+    Raises:
+        PinError: there are no plans at all, whatever they need.
+        InfeasibleError: none fits.
+    """
+    bounds = bounds_s(looks)
+    check_turns(bounds)
+    leans = lean_plans(setting, looks)
+    best = fastest_that_fits(leans, setting.cost.cluster.device.usable_bytes)
+    if best is None:
+        raise nothing_fits(setting, graph, looks, leans)
+    if best.staged is None and may_differ(skeleton.folded):
+        best = together_again(setting, skeleton.folded, best)
+    row = Candidate(best.division, "feasible", math.inf, bounds[best.division], 0, "relaxation")
+    others = (each for each in rows if each.division != best.division)
+    return best, [row.costing(best.evaluation), *others], list(bounds.values())
 
 
 def _explore_apart(

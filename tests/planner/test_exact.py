@@ -37,8 +37,10 @@ CHUNK = 20
 
 @pytest.fixture
 def only_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plan is found to need more memory than the sum says."""
-    monkeypatch.setattr("planner.search.usage", lambda assignment: SimpleNamespace(peak_bytes=0))
+    """No plan is found to need more memory than the sum says, nor less."""
+    nothing = SimpleNamespace(peak_at="", peak_bytes=0)
+    monkeypatch.setattr("planner.search.usage", lambda assignment: nothing)
+    monkeypatch.setattr("planner.search.fastest_that_fits", lambda leans, usable_bytes: None)
 
 
 def random_cluster(rng: random.Random, levels: tuple[int, ...]) -> ClusterSpec:

@@ -86,9 +86,31 @@ ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "rec
 ROOMS["looks"] = {*BASE, "rules", "cost", "problem", "solve", "strategy", "recompute", "skeleton", "formulate", "pins"}
 ROOMS["looks"] |= {"pipeline", "chain", "turns", "division", "certificate"}
 ROOMS["apart"] = {*BASE, "fold", "problem", "strategy", "recompute", "skeleton", "formulate", "looks"}
-ROOMS["refusal"] = {*BASE, "problem", "solve", "strategy", "chain", "turns", "division", "looks"}
-ROOMS["refusal"] |= {"formulate", "memory", "offload"}
-ROOMS["search"] = {*ROOMS["looks"], "cluster", "fold", "seams", "memory", "offload", "looks", "apart", "refusal"}
+ROOMS["lean"] = {
+    "problem",
+    "conversion",
+    "formulate",
+    "solve",
+    "chain",
+    "turns",
+    "division",
+    "memory",
+    "offload",
+    "looks",
+}
+ROOMS["refusal"] = {*BASE, "strategy", "division", "looks", "lean"}
+ROOMS["search"] = {
+    *ROOMS["looks"],
+    "cluster",
+    "fold",
+    "seams",
+    "memory",
+    "offload",
+    "looks",
+    "apart",
+    "lean",
+    "refusal",
+}
 ROOMS["detail"] = {"conversion"}
 ROOMS["names"] = {"graph", "formulate"}
 ROOMS["account"] = ROOMS["pins"] | {"conversion", "pins", "predict", "detail", "names"}
@@ -101,7 +123,7 @@ ROOMS["capacity"] = {"errors", "polynomial", "scale"}
 ROOMS["formulas"] = {*ROOMS["scale"], "ops", "kernel", "cost", "conversion", "pins", "scale", "traffic"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
 ROOMS["encode"] |= {"timetable"}
-VIEWS = {*ROOMS} - {"search", "looks", "apart", "refusal", "highs"}
+VIEWS = {*ROOMS} - {"search", "looks", "apart", "lean", "refusal", "highs"}
 ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}
 ROOMS["why"] = {

@@ -148,7 +148,7 @@ def test_the_excess_is_just_enough():
         search(chain(3), cluster(2, memory=1000), Pins(), Training())
     enough = 1000 + caught.value.excess_bytes
     found = search(chain(3), cluster(2, memory=enough), Pins(), Training())
-    assert found.evaluation.peak_bytes == enough
+    assert found.memory is not None and found.memory.peak_bytes == enough
     with pytest.raises(InfeasibleError):
         search(chain(3), cluster(2, memory=enough - 1), Pins(), Training())
 

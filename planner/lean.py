@@ -1,0 +1,144 @@
+"""Lean: the plans of a search that need least memory, followed, for when none fits by the search's own reckoning.
+
+The search adds up bytes that are not all alive at once, so that a plan may fit although its sum does not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.chain import links_of
+from planner.conversion import local_bytes
+from planner.division import Division
+from planner.formulate import Space
+from planner.looks import GRACE_S, Best, Look, Setting
+from planner.memory import usage
+from planner.offload import WorkingSet, largest_working_set
+from planner.problem import Problem, evaluate, most_bytes
+from planner.solve import lightest, lower_bounds, solve
+from planner.turns import stage
+
+LEANEST_S = 3.0
+"""How long the leanest plan of all is looked for when nothing fits; the leanest found is told."""
+
+
+@dataclass(frozen=True)
+class Lean:
+    """A plan that needs little memory.
+
+    Attributes:
+        best: the plan, and what it costs by the search's reckoning.
+        needed: what a device must hold at the least, as followed; in turns, as its cut has it.
+    """
+
+    best: Best
+    needed: WorkingSet
+
+    @property
+    def bytes(self) -> int:
+        """That a device must hold."""
+        return self.needed.bytes
+
+
+def lean_plans(setting: Setting, looks: list[Look]) -> list[Lean]:
+    """Lean plans of the looks that were begun, the same whatever the memory limit unless time runs short.
+
+    A light plan of each division comes first, in the order of what they need at least, then the leanest is looked for
+    while there is time.
+    """
+    found: dict[object, Lean] = {}
+    until = min(setting.deadline, time.monotonic() + LEANEST_S)
+    begun = {look.candidate.division: look for look in looks if look.posed is not None}
+    order = sorted(begun.values(), key=lambda look: look.candidate.peak_bytes)
+
+    def light(problem: Problem) -> tuple[int, ...] | None:
+        return lightest(replace(problem, limit_bytes=most_bytes(problem)))
+
+    def leanest(problem: Problem) -> tuple[int, ...]:
+        left_s = max(GRACE_S, until - time.monotonic())
+        return solve(replace(problem, limit_bytes=0), time_limit_s=left_s).choices
+
+    for pick in (light, leanest):
+        for look in order:
+            if found and time.monotonic() > until:
+                break
+            division = look.candidate.division
+            space = look.space.holding(division.in_flight) if division.in_turns else look.space
+            steps = look.ladder.steps
+            for recompute in dict.fromkeys(steps[bend] for bend in reversed(look.ladder.bends)):
+                problem = space.problem(None, recompute)
+                for choices in map(pick, dict.fromkeys((problem, _with_chunks(space, problem)))):
+                    key = division, recompute, choices
+                    if choices is not None and key not in found:
+                        best = Best(look.space, choices, recompute, evaluate(problem, choices))
+                        found[key] = _in_turns(setting, best) if division.in_turns else _in_one_turn(best)
+    return list(found.values())
+
+
+def _with_chunks(space: Space, problem: Problem) -> Problem:
+    """The problem that counts parameters and gradients that are at home elsewhere as if they stayed.
+
+    The search counts of them what one operator needs; a moment needs those of a block.
+    """
+    if space.training.tier == "device":
+        return problem
+    vertices = list(problem.vertices)
+    for number, role in enumerate(space.roles):
+        node = space.graph.by_name[space.members[role][0]] if role in space.members else None
+        if node is not None and node.op == "param":
+            layouts = (layout for layout in space.options[role] if isinstance(layout, tuple))
+            sizes = [2 * local_bytes(node.results[0], layout, space.mesh) for layout in layouts]
+            vertices[number] = replace(vertices[number], held_bytes=vertices[number].held_bytes + np.array(sizes))
+    return replace(problem, vertices=tuple(vertices))
+
+
+def _in_one_turn(best: Best) -> Lean:
+    assignment = best.space.assignment(best.choices, best.recompute)
+    return Lean(best, largest_working_set(assignment, usage(assignment)))
+
+
+def _in_turns(setting: Setting, best: Best) -> Lean:
+    """The pipeline of the choices that makes again all that can be."""
+    chain = links_of(best.space.assignment(best.choices), setting.pins.recompute, setting.pins.schedule)
+    links = [link.leanest for link in chain]
+    found = stage(links, setting.pipelines(best.division, len(links)), None)
+    assert found is not None
+    best = replace(best, staged=found, evaluation=found.evaluation)
+    return Lean(best, WorkingSet("a step in turns", 0, found.peak_bytes))
+
+
+def fastest_that_fits(leans: list[Lean], usable_bytes: int) -> Best | None:
+    """The fastest plan found whose followed need a device has room for, of these and of others as lean by the search's
+    reckoning.
+    """
+    fitting = [lean for lean in leans if lean.bytes <= usable_bytes and math.isfinite(lean.best.evaluation.time_s)]
+    until = time.monotonic() + LEANEST_S
+    for lean in sorted(fitting, key=lambda lean: lean.best.evaluation.time_s):
+        if lean.best.staged is None and time.monotonic() < until:
+            faster = _faster(lean.best, until)
+            fitting += [faster] if faster.bytes <= usable_bytes else []
+    return min((lean.best for lean in fitting), key=lambda best: best.evaluation.time_s, default=None)
+
+
+def _faster(best: Best, until: float) -> Lean:
+    """The fastest plan of the same division and recomputation that holds no more."""
+    problem = best.space.problem(best.evaluation.peak_bytes, best.recompute)
+    left_s = max(GRACE_S, until - time.monotonic())
+    choices = solve(problem, time_limit_s=left_s, incumbent=best.choices).choices
+    return _in_one_turn(replace(best, choices=choices, evaluation=evaluate(problem, choices)))
+
+
+def bounds_s(looks: list[Look]) -> dict[Division, float]:
+    """Seconds that plans of each division take at least, however much memory there is."""
+    found: dict[Division, float] = {}
+    for look in looks:
+        division = look.candidate.division
+        if look.posed is None:
+            found.setdefault(division, look.candidate.bound_s)
+        elif division not in found:
+            found[division] = lower_bounds(look.space.problem(None, look.ladder.steps[0])).time_s
+    return found

@@ -1,0 +1,88 @@
+"""Lean plans: budgets near what the leanest plan needs, where the search's own sum of bytes says that nothing fits."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cluster import ClusterSpec
+from planner.errors import InfeasibleError
+from planner.formulate import Training
+from planner.graph import Graph
+from planner.offload import largest_working_set
+from planner.pins import Pins
+from planner.search import Searched, search
+from tests.planner.plans import residual_mlp
+
+PINS = ({}, {"offload": "host"}, {"offload": "auto", "recompute": "full"}, {"recompute": "none"}, {"zero": 3})
+IN_TURNS = {"pipeline": 2, "micro_batches": 4}
+
+
+def searched(graph: Graph, memory: int, pin: dict[str, Any], devices: int = 1) -> Searched:
+    spec = ClusterSpec.local(devices, memory, cores=2, host_memory_bytes="1 GiB")
+    found = search(graph, spec, Pins.parse(pin), Training())
+    needed = (
+        found.evaluation.peak_bytes
+        if found.memory is None
+        else largest_working_set(found.assignment, found.memory).bytes
+    )
+    assert needed <= spec.device.usable_bytes and math.isfinite(found.evaluation.time_s)
+    return found
+
+
+def at_least(graph: Graph, memory: int, pin: dict[str, Any], devices: int = 1) -> int:
+    """The memory that a refusal says would do, whose numbers are right."""
+    with pytest.raises(InfeasibleError) as caught:
+        searched(graph, memory, pin, devices)
+    text = str(caught.value)
+    found = re.search(r"can use ([\d,]+) bytes.*(?:needs|takes) ([\d,]+), ([\d,]+) too many.*at least ([\d,]+)", text)
+    assert found is not None, text
+    usable, needs, over, least = (int(number.replace(",", "")) for number in found.groups())
+    assert over == caught.value.excess_bytes == needs - usable > 0 and least > memory
+    return least
+
+
+@pytest.mark.parametrize("pin", PINS[:2], ids=str)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_every_budget_from_what_is_said_to_do_on_plans_and_none_below(layers: int, pin: dict[str, Any]) -> None:
+    """One device: there is only how much is made again to decide."""
+    graph = residual_mlp(layers=layers, width=8, batch=4)
+    least = at_least(graph, 1, pin)
+    below = (1, *range(least - 3, least), least // 2, least * 9 // 10)
+    assert {at_least(graph, memory, pin) for memory in below} == {least}
+    for memory in (*range(least, least + 3), *range(least, least * 3 // 2, least // 6)):
+        searched(graph, memory, pin)
+
+
+@given(
+    st.sampled_from((2, 4)),
+    st.sampled_from((8, 12)),
+    st.sampled_from((4, 8)),
+    st.sampled_from((*PINS, IN_TURNS)),
+    st.floats(1.0, 1.5),
+)
+@settings(max_examples=6, deadline=None)
+def test_what_is_said_to_do_does_on_several_devices(
+    devices: int, width: int, batch: int, pin: dict[str, Any], share: float
+) -> None:
+    graph = residual_mlp(layers=1, width=width, batch=batch)
+    least = at_least(graph, 1, pin, devices)
+    searched(graph, least, pin, devices)
+    searched(graph, math.ceil(least * share), pin, devices)
+
+
+def test_a_plan_that_fits_only_when_it_is_followed_is_taken_and_not_called_proved() -> None:
+    graph = residual_mlp(layers=4, width=32, batch=64)
+    least = at_least(graph, 1, {})
+    found = searched(graph, least, {})
+    usable = found.assignment.space.cost.cluster.device.usable_bytes
+    assert found.evaluation.peak_bytes > usable  # by the search's sum
+    assert found.status == "feasible" and 0 < found.gap < 0.5
+    (row,) = found.candidates
+    assert row.status == "feasible" and row.bound_s == pytest.approx(found.evaluation.time_s * (1 - found.gap))
+    assert searched(graph, 2 * least, {}).status == "optimal"
