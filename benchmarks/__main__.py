@@ -279,9 +279,9 @@ def planned() -> None:
             "captured, and the published configuration pinned. " + planned_runs.summary(found) + ".",
             "The program that is priced is not that of the run. " + " ".join(f"{t}." for t in planned_runs.DIFFERS),
             "*Free* is what search picks for the same cluster within "
-            f"{planned_runs.FREE_LIMIT_S:.0f} s, with pipelines; then with the run's recomputation pinned. The place "
-            "of the published configuration is that among the best plans found of each division, and *x* its step "
-            "over that of the plan picked, both predicted.",
+            f"{planned_runs.FREE_LIMIT_S:.0f} s, with pipelines; then with the run's recomputation pinned; then the "
+            "best of what Megatron could be told in 2021. The place of the published configuration is that among the "
+            "best plans found of each division, and *x* its step over that of the plan picked, both predicted.",
         ]
     )
     raw = [{name: value for name, value in asdict(each).items() if name != "plan_s"} for each in found]

@@ -8,6 +8,7 @@ and :func:`besides` prices what the run does and the plan leaves out, by the sam
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -26,10 +27,11 @@ from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.conversion import local_bytes
 from planner.division import Division
-from planner.errors import AutoparError
+from planner.errors import AutoparError, InfeasibleError
 from planner.formulate import Assignment, Training
 from planner.graph import Node, Ref
 from planner.layout import Axis
+from planner.looks import PROVED
 from planner.pins import Pins
 from planner.predict import predict, predict_in_turns
 from planner.problem import evaluate
@@ -43,6 +45,8 @@ DROPOUT = 0.1
 """Megatron's, of attention's probabilities and of what joins the residual."""
 FREE = ("7.5B", "145B", "128 GPUs")
 """Runs whose clusters search also plans freely."""
+STAGES, TENSOR, MICRO = (1, 2, 4, 8, 16, 32), (1, 2, 4, 8), (1, 2, 4, 8)
+"""What the runs of 2021 are compared with besides: stages, ranks of a tensor group, and samples of a micro-batch."""
 DIFFERS = (
     "Megatron: every operator of the model is a kernel of the run's, but for dropout of what joins the residual, which "
     "the run fuses with its sum; a plan's full recomputation does not run the last sum of a layer again, nor what is "
@@ -105,16 +109,16 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class Free:
-    """What search finds where the division is its own choice.
+    """What search finds where the division is its own choice, or one of those that the run's software had.
 
     Attributes:
-        pinned: all that is.
+        pinned: all that is, in words.
         step_s: predicted for its plan, of the shape ``division``.
         place: of the published configuration among all divisions of which search has a plan, by predicted step.
-        planned, divisions: how many have a plan, and how many there are.
+        planned, divisions: how many have a plan, the published configuration with them, and how many there are.
     """
 
-    pinned: Mapping[str, Any]
+    pinned: str
     step_s: float
     division: str
     place: int
@@ -123,10 +127,10 @@ class Free:
 
     def told(self, published_s: float) -> str:
         """In words, beside what is predicted for the published configuration."""
-        pinned = ", ".join(f"{name} {value}" for name, value in self.pinned.items())
+        given = f"with {self.pinned} " if self.pinned else ""
         return (
-            f"{f'with {pinned} ' if pinned else ''}{self.step_s:.2f} s: {self.division}; the published one is number "
-            f"{self.place} of {self.planned} with a plan ({self.divisions} in all), {published_s / self.step_s:.2f} x"
+            f"{given}{self.step_s:.2f} s: {self.division}; the published one is number {self.place} of {self.planned} "
+            f"with a plan ({self.divisions} in all), {published_s / self.step_s:.2f} x"
         )
 
 
@@ -201,7 +205,10 @@ def megatron(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> li
     run, found = _planned(run, traced, cluster)
     if found is not None:
         run = replace(run, besides=besides(found))
-    return [_freely(run, traced, cluster)]
+    run = _freely(run, traced, cluster)
+    if run.free and found is not None:
+        run = replace(run, free=(*run.free, _among(run, traced, cluster, b)))
+    return [run]
 
 
 def titan(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> list[Run]:
@@ -271,13 +278,43 @@ def _free(run: Run, traced: Traced, cluster: ClusterSpec, pin: Mapping[str, Any]
     space, candidates = found.assignment.space, found.candidates
     planned = [each.objective_s for each in candidates if math.isfinite(each.objective_s)]
     return Free(
-        pin,
+        _told(pin),
         found.evaluation.time_s,
         str(Division(space.stages, space.mesh)),
         1 + sum(seconds < run.predicted_s for seconds in planned),
-        len(planned),
+        1 + len(planned),
         len(candidates),
     )
+
+
+def _among(run: Run, traced: Traced, cluster: ClusterSpec, batch: int) -> Free:
+    """The best of what Megatron could be told in 2021, and the place of the published configuration among all that.
+
+    Parameters and sequences are whole on every rank, and every layer is recomputed in full; the schedule is the best.
+    """
+    fixed, best, planned, tried = {"zero": 0, "recompute": "full"}, (math.inf, ""), [], 0
+    for pipeline, tensor, micro in itertools.product(STAGES, TENSOR, MICRO):
+        data, rest = divmod(cluster.world_size, pipeline * tensor)
+        turns = 0 if rest or batch % (data * micro) else batch // (data * micro)
+        if turns < pipeline:
+            continue
+        sizes = {"pipeline": pipeline, "tensor": tensor, "data": data, "micro_batches": turns}
+        whole = {"sequence_parallel": False} if tensor > 1 else {}
+        tried += 1
+        try:
+            pins = Pins.parse({**sizes, **fixed, **whole})
+            step_s = search(traced.graph, cluster, pins, TRAINING, time_limit_s=LIMIT_S).evaluation.time_s
+        except InfeasibleError:
+            continue
+        planned.append(step_s)
+        best = min(best, (step_s, _told(sizes)))
+    place = 1 + sum(step_s < run.predicted_s * (1 - PROVED) for step_s in planned)
+    told = f"{_told(fixed)}, whole sequences and tensor at most {TENSOR[-1]}"
+    return Free(told, *best, place, len(planned), tried)
+
+
+def _told(pin: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in pin.items())
 
 
 # ---- what the run does besides ---------------------------------------------------------------------------------------
@@ -359,7 +396,7 @@ def table(found: Iterable[Run]) -> list[dict[str, str]]:
         rows.append(
             {
                 "run": run.name,
-                "pinned": ", ".join(f"{name} {value}" for name, value in run.pin.items()),
+                "pinned": _told(run.pin),
                 "published s": f"{run.published_s:.2f}",
                 "predicted s": f"{run.predicted_s:.2f}" if is_planned else run.why,
                 "error": f"{run.error:+.1%}" if is_planned else "",
