@@ -15,7 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,12 +166,13 @@ class Plan(Document):
             time_limit_s: for every search that it takes.
 
         Raises:
-            PlanError: the plan was read from a file: ask the plan that ``autopar.evaluate(model, plan)`` returns.
+            PlanError: the plan was read from a file: ask the plan that ``autopar.evaluate(model, plan)`` returns; or it
+                offloads.
             PinError: the recipe is malformed, or offloads.
         """
         from planner.why import why_not
 
-        self._check_one_turn()
+        self._check_on_device()
         return why_not(self, pin, time_limit_s=time_limit_s)
 
     # ---- at other sizes ----------------------------------------------------------------------------------------
@@ -204,29 +205,30 @@ class Plan(Document):
 
     @cached_property
     def formulas(self) -> Formulas:
-        """Time and memory of a step in closed form, in batch and sequence length; raises as :meth:`at`."""
+        """Time and memory of a step in one turn in closed form, in batch and sequence length; raises as :meth:`at`."""
         from planner.formulas import formulas
 
+        if self.pipeline is not None:
+            raise PlanError(
+                "this plan runs in turns (micro-batches, or the stages of a pipeline), and only a step that goes "
+                "forward and backward once has formulas: ask plan.at(batch=...) or plan.max_batch(), or plan without "
+                "pipelines"
+            )
         return formulas(self._sizes)
 
     @cached_property
     def _sizes(self) -> OtherSizes:
         from planner.scale import OtherSizes
 
-        self._check_one_turn()
+        self._check_on_device()
         if self.assignment is None:
             raise PlanError(
                 "this plan was read from a file and does not carry its model's graph: give it one with "
                 "autopar.evaluate(model, plan), and ask the plan that returns"
             )
-        return OtherSizes(self.assignment)
+        return OtherSizes(self.assignment, partial(restage, self))
 
-    def _check_one_turn(self) -> None:
-        if self.pipeline is not None:
-            raise PlanError(
-                "this plan runs in turns (micro-batches, or the stages of a pipeline), and only a step that goes "
-                "forward and backward once can be asked this: plan without pipelines, or plan again at the other size"
-            )
+    def _check_on_device(self) -> None:
         if self.timetable is not None:
             raise PlanError(
                 "this plan keeps model data on the host or on disk, and only one with all of it on the device can be "

@@ -24,13 +24,16 @@ from planner.fold import Folded, Instance
 from planner.follow import Followed, NotFollowed, Sizes, follow
 from planner.formulate import Assignment, Role, Space
 from planner.graph import Graph, Node, Ref
-from planner.layout import Layout, LocalType, Shard
+from planner.layout import MICRO, Layout, LocalType, Shard
 from planner.memory import usage
 from planner.polynomial import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of
-from planner.predict import Prediction, predict
+from planner.predict import Prediction, predict, predict_in_turns
 from planner.rules import AxisStrategy, Rule
 from planner.skeleton import Skeleton
 from planner.strategy import Choice, Cuts
+from planner.turns import Staged
+
+Restage = Callable[[Assignment], Staged | None]
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Scale:
     Args:
         assignment: as planned.
         batch, sequence: what is to change.
+        restage: how decisions run in turns, if they do.
 
     Attributes:
         planned: the assignment that is scaled.
@@ -64,8 +68,8 @@ class Scale:
         PlanError: the sizes cannot be followed; names the operator.
     """
 
-    def __init__(self, assignment: Assignment, *, batch: bool, sequence: bool):
-        self.planned, space = assignment, assignment.space
+    def __init__(self, assignment: Assignment, *, batch: bool, sequence: bool, restage: Restage):
+        self.planned, self._restage, space = assignment, restage, assignment.space
         self.followed = follow(space.graph, space.rules, batch, sequence)
         _check_alike(space, self.followed)
         self._parts = {
@@ -170,7 +174,8 @@ class Scale:
                         f"into {describe(outer)} strips"
                     )
                 if isinstance(length, Size) and ranks[outer] > 1:
-                    yield Division.of(length, ranks[outer], f"ranks of the {' and '.join(names)} axis, in {where}")
+                    sharing = "micro-batches" if names == [MICRO] else f"ranks of the {' and '.join(names)} axis"
+                    yield Division.of(length, ranks[outer], f"{sharing}, in {where}")
 
     # ---- at other sizes ----
 
@@ -200,7 +205,8 @@ class Scale:
             for ref, by_dim in self._cuts.items()
         }
         skeleton = _Twin(space.skeleton, folded, rules, cuts)
-        scaled = Space(folded, space.mesh, space.cost, space.training, rules, skeleton=skeleton)
+        turns = space.stages, space.rounds, space.waits
+        scaled = Space(folded, space.mesh, space.cost, space.training, rules, None, None, skeleton, *turns)
         chosen = {role: _moved(decision, moved) for role, decision in self._chosen.items()}
         return replace(self.planned, space=scaled, chosen=chosen)
 
@@ -270,30 +276,43 @@ class Scale:
 
     @cached_property
     def moments(self) -> tuple[int, ...]:
-        """Bytes of every moment of the planned step, as sizes: the largest is the peak."""
+        """Bytes of every moment of the planned step, as sizes: the largest is the peak. Of steps in one turn only."""
         return tuple(dict.fromkeys(total for _, total in usage(self.symbolic()).moments))
 
     def predict(self, batch: int, sequence: int) -> Prediction:
         """A step of the decisions at these sizes; raises as :meth:`assignment` does."""
-        found = predict(self.assignment(batch, sequence), 0.0)
+        assignment = self.assignment(batch, sequence)
+        staged = self._restage(assignment)
+        if staged is not None:
+            return predict_in_turns(assignment, staged)
+        found = predict(assignment, 0.0)
         return replace(found, step_time_s=sum(found.time_s.values()))
 
     def peak_bytes(self, batch: int, sequence: int) -> int:
         """The fullest moment at these sizes; raises as :meth:`assignment` does."""
-        return usage(self.assignment(batch, sequence)).peak_bytes
+        assignment = self.assignment(batch, sequence)
+        staged = self._restage(assignment)
+        return usage(assignment).peak_bytes if staged is None else staged.peak_bytes
 
 
 class OtherSizes:
-    """A plan's decisions, with the batch, the sequence length, or both to change."""
+    """A plan's decisions, with the batch, the sequence length, or both to change.
 
-    def __init__(self, assignment: Assignment):
-        self._assignment = assignment
+    Args:
+        assignment: the decisions.
+        restage: how they run in turns at whatever sizes, if they do.
+    """
+
+    def __init__(self, assignment: Assignment, restage: Restage):
+        self._assignment, self._restage = assignment, restage
         self._known: dict[tuple[bool, bool], Scale] = {}
 
     def scale(self, *, batch: bool, sequence: bool) -> Scale:
         """The decisions with these sizes to change; raises as :class:`Scale` does."""
         if (batch, sequence) not in self._known:
-            self._known[batch, sequence] = Scale(self._assignment, batch=batch, sequence=sequence)
+            self._known[batch, sequence] = Scale(
+                self._assignment, batch=batch, sequence=sequence, restage=self._restage
+            )
         return self._known[batch, sequence]
 
     def widest(self) -> tuple[Scale, str]:

@@ -78,6 +78,11 @@ class Searched:
     seconds: Mapping[str, float]
     memory: Usage | None = None
 
+    @property
+    def peak_bytes(self) -> int:
+        """Of the plan, as predicted."""
+        return self.evaluation.peak_bytes if self.memory is None else self.memory.peak_bytes
+
     def with_memory(self, memory: Usage) -> Searched:
         """The same with the plan followed: its own peak in the row of its division, where the search has only a sum."""
         division, peak_bytes = Division(1, self.assignment.space.mesh), memory.peak_bytes

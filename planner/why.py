@@ -15,14 +15,14 @@ from typing import Any
 
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
+from planner.division import Division
 from planner.document import Document
 from planner.errors import InfeasibleError, PinError, PlanError
 from planner.formulate import Assignment, Role
-from planner.memory import usage
 from planner.pins import Pins
 from planner.problem import evaluate
 from planner.search import Searched, check_time_limit, search
-from planner.words import in_bytes, in_seconds, mesh_text
+from planner.words import in_bytes, in_seconds
 
 MEMORY = "memory"
 UNLIMITED_BYTES = 2**50
@@ -65,7 +65,8 @@ class WhyNot:
         step_time_s, peak_bytes: of the plan.
         mesh: of the best plan around the recipe; empty if there is none.
         extra_s, extra_bytes: what that plan takes more than the plan; infinite and 0 if there is none.
-        blocks: the same by distinct block; bytes as the search adds them up, not all alive at once.
+        blocks: the same by distinct block; bytes as the search adds them up, not all alive at once. Empty where one of
+            both runs in turns: there the busiest rank decides, and not every block is on it.
         proven: whether both plans are proven to be the best.
         conflict: why there is none.
     """
@@ -142,13 +143,16 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
     found = recipe.search(frozenset({*pin, MEMORY}))
     if not isinstance(found, Searched):
         return WhyNot(pin, *facts, conflict=_conflict(recipe, found))
+    space = found.assignment.space
     return WhyNot(
         pin,
         *facts,
-        mesh=mesh_text(found.assignment.space.mesh),
+        mesh=str(Division(space.stages, space.mesh)),
         extra_s=found.evaluation.time_s - facts[0],
-        extra_bytes=usage(found.assignment).peak_bytes - facts[1],
-        blocks=_differences(plan.assignment, found.assignment),
+        extra_bytes=found.peak_bytes - facts[1],
+        blocks=()
+        if plan.assignment.space.in_turns or space.in_turns
+        else _differences(plan.assignment, found.assignment),
         proven=found.status == "optimal" and plan.search.status == "optimal",
     )
 
@@ -224,7 +228,8 @@ class _Recipe:
             cluster = cluster.model_copy(update={"device": device})
         space = self.assignment.space
         try:
-            return search(space.graph, cluster, Pins.parse(pin), space.training, time_limit_s=self.time_limit_s)
+            pins, limit_s = Pins.parse(pin), self.time_limit_s
+            return search(space.graph, cluster, pins, space.training, time_limit_s=limit_s, pipelines=space.in_turns)
         except (PinError, InfeasibleError) as error:
             return error
 

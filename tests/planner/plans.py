@@ -12,8 +12,9 @@ from planner.formulate import Assignment, Training
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe, model_facts
-from planner.predict import predict
+from planner.predict import predict, predict_in_turns
 from planner.search import search
+from planner.turns import Staged
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -67,16 +68,22 @@ def plan_of(graph: Graph, spec: ClusterSpec | None = None, pin: Mapping[str, Any
     pins = Pins.parse(pin)
     found = search(graph, spec or cluster(), pins, Training())
     candidates = tuple(candidate.facts() for candidate in found.candidates)
-    return written(found.assignment, found.evaluation.time_s, pins, candidates)
+    return written(found.assignment, found.evaluation.time_s, pins, candidates, found.staged)
 
 
-def written(assignment: Assignment, time_s: float, pins: Pins | None = None, candidates: tuple[Any, ...] = ()) -> Plan:
+def written(
+    assignment: Assignment,
+    time_s: float,
+    pins: Pins | None = None,
+    candidates: tuple[Any, ...] = (),
+    staged: Staged | None = None,
+) -> Plan:
     """An assignment as a plan."""
-    predicted = predict(assignment, time_s)
+    predicted = predict(assignment, time_s) if staged is None else predict_in_turns(assignment, staged)
     seconds = {"capture": 1.0, "fold": 0.25, "solve": 0.5}
     facts = model_facts(assignment.space.graph, "ResidualMLP")
     return describe(
-        assignment, facts, (pins or Pins()).to_dict(), predicted, Search("optimal", 0.0, seconds, candidates)
+        assignment, facts, (pins or Pins()).to_dict(), predicted, Search("optimal", 0.0, seconds, candidates), staged
     )
 
 

@@ -285,7 +285,14 @@ def _planned(batch: int, pin: tuple[tuple[str, Any], ...], memory: str) -> Plan:
     return plan_of(residual_mlp(batch=batch), cluster(4, memory), dict(pin))
 
 
-@pytest.mark.parametrize("pin", PINS, ids=str)
+TURNS: list[dict[str, Any]] = [
+    {"micro_batches": 4, "data": 2, "tensor": 2},
+    {"pipeline": 2, "micro_batches": 8, "data": 2, "recompute": "full"},
+    {"pipeline": 4, "micro_batches": 4, "schedule": "gpipe"},
+]
+
+
+@pytest.mark.parametrize("pin", PINS + TURNS, ids=str)
 def test_as_planned_is_what_was_planned(pin):
     plan = mlp_plan(pin=pin)
     for again in (plan.at(), plan.at(batch=512)):
@@ -293,14 +300,16 @@ def test_as_planned_is_what_was_planned(pin):
         assert again.peak_bytes == plan.predicted.peak_bytes
         assert again.memory_bytes == plan.predicted.memory_bytes
         assert again.collectives == plan.predicted.collectives
+        assert again.exchanges == plan.predicted.exchanges and again.turns == plan.predicted.turns
 
 
-@pytest.mark.parametrize("pin", PINS[1:], ids=str)
+@pytest.mark.parametrize("pin", PINS[1:] + TURNS, ids=str)
 def test_another_batch_costs_what_the_same_recipe_costs_there(pin):
     """Under a pin that decides everything, planning for the other batch takes the same decisions."""
     small, large = mlp_plan(64, pin), mlp_plan(512, pin)
     there = small.at(batch=512)
-    if [b.ops for b in small.blocks] == [b.ops for b in large.blocks] and small.parameters == large.parameters:
+    same = [b.ops for b in small.blocks] == [b.ops for b in large.blocks] and small.pipeline == large.pipeline
+    if same and small.parameters == large.parameters:
         assert there.step_time_s == pytest.approx(large.predicted.step_time_s, rel=1e-12)
         assert there.peak_bytes == large.predicted.peak_bytes
     else:
@@ -352,11 +361,11 @@ def test_formulas_in_a_notebook():
 # ---- the largest that fits -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pin", PINS, ids=str)
+@pytest.mark.parametrize("pin", PINS + TURNS, ids=str)
 def test_the_largest_batch_is_the_last_that_fits(pin):
     plan = mlp_plan(pin=pin, memory="48 MiB")
     limit, found = plan.cluster.device.usable_bytes, plan.max_batch()
-    peaks = {batch: tried(plan, batch) for batch in range(found, found + 5)}
+    peaks = {batch: tried(plan, batch) for batch in range(found, found + 17)}
     above = [peak for batch, peak in peaks.items() if batch > found and peak is not None]
     assert peaks[found] is not None and peaks[found] <= limit
     assert above and min(above) > limit
@@ -397,6 +406,14 @@ def test_wrong_sizes(wrong):
 def test_a_batch_that_does_not_divide():
     with pytest.raises(PlanError, match=r"at batch 6, batch is 6, which 4 ranks of the data axis, in .* do not divide"):
         mlp_plan(pin={"data": 4}).at(batch=6)
+
+
+def test_a_batch_of_which_no_micro_batches_can_be_cut():
+    plan = mlp_plan(pin={"pipeline": 4, "micro_batches": 4, "schedule": "gpipe"})
+    with pytest.raises(PlanError, match=r"at batch 6, batch is 6, which 4 micro-batches, in .* do not divide"):
+        plan.at(batch=6)
+    with pytest.raises(PlanError, match=r"only a step that goes forward and backward once has formulas: ask plan\.at"):
+        _ = plan.formulas
 
 
 def test_a_model_without_a_sequence():

@@ -118,7 +118,7 @@ ROOMS["document"] = {"errors", "layout", "cluster", "formulate", "division", "pr
 ROOMS["document"] |= {"graph", "certificate", "pipeline", "timeline", "timetable", "turns"}
 ROOMS["polynomial"] = set()
 ROOMS["follow"] = {"errors", "graph", "rules", "strategy", "polynomial"}
-ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "memory", "predict", "follow"}
+ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "memory", "predict", "follow", "turns"}
 ROOMS["capacity"] = {"errors", "polynomial", "scale"}
 ROOMS["formulas"] = {*ROOMS["scale"], "ops", "kernel", "cost", "conversion", "pins", "scale", "traffic"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
@@ -128,7 +128,7 @@ ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}
 ROOMS["why"] = {
     *BASE,
-    "memory",
+    "division",
     "cluster",
     "pins",
     "problem",

@@ -263,11 +263,15 @@ def test_a_pipeline_that_does_not_fit_says_by_how_much() -> None:
         searched(cluster(8, memory="1 MiB"), {"pipeline": 4, "micro_batches": 8})
 
 
-def test_a_plan_in_turns_is_not_asked_what_it_cannot_tell() -> None:
+def test_recipes_are_compared_with_plans_in_turns() -> None:
     plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
-    for ask in (lambda: plan.at(batch=128), lambda: plan.max_batch(), lambda: plan.why_not({"data": 8})):
-        with pytest.raises(PlanError, match="runs in turns"):
-            ask()
+    told = plan.why_not({"pipeline": 2, "micro_batches": 8, "data": 4})
+    there = planned('{"pipeline": 2, "micro_batches": 8, "data": 4}').predicted
+    assert told.mesh == "pipeline 2 x micro 8 x data 4" and not told.blocks
+    assert told.extra_s == pytest.approx(there.step_time_s - plan.predicted.step_time_s, rel=1e-9)
+    assert told.extra_bytes == there.peak_bytes - plan.predicted.peak_bytes
+    assert plan.why_not({"data": 8, "micro_batches": 1}).mesh == "data 8"
+    assert plan_of(residual_mlp(), cluster(2), {"data": 2}).why_not({"pipeline": 2}).mesh.startswith("pipeline 2 x")
 
 
 def test_the_report_tells_a_rank_from_a_moment_and_turns_from_ranks() -> None:
