@@ -89,6 +89,7 @@ class Carrier:
         self._chunks: dict[str, Chunk] = {**self._parameters}
         self._blocks = {number: [each for each in carried if each.block == number] for number in moments}
         self._chunk_of = {name: each for each in carried for name in each.starts}
+        self._given: Mapping[str, DTensor] = {}
         self._at: int | None = None
         self._absent: set[str] = set()
         self._on_demand = self._is_watched = False
@@ -117,8 +118,13 @@ class Carrier:
             self._gradients[carried.name] = self._chunks[gradients.name] = gradients
         return own
 
-    def check_parameters(self, parameters: Mapping[str, DTensor]) -> None:
-        """Raise :class:`InputError` unless parameters are what was kept, and no others are trained than planned."""
+    def begin_with(self, parameters: Mapping[str, DTensor]) -> None:
+        """The program begins with these parameters.
+
+        Raises:
+            InputError: they are not what was kept, or others are trained than planned.
+        """
+        self._given = parameters
         for name, parameter in parameters.items():
             carried = self._chunk_of[name]
             if parameter._local_tensor.data_ptr() != self._parameters[carried.name].kept[name].data_ptr():
@@ -268,6 +274,20 @@ class Carrier:
     def values(self, number: int) -> tuple[Tensor, ...]:
         """The parameters that a block hands to the program, on the device."""
         return tuple(value for each in self._blocks[number] for value in self._parameters[each.name].values())
+
+    def versions(self, number: int) -> dict[str, int]:
+        """How often parameters that a block reads were changed in place so far, by name."""
+        chunks = (each for key in (number, BEFORE) for each in self._blocks.get(key, ()))
+        return {name: self._given[name]._version for each in chunks for name in each.starts}
+
+    def check_unchanged(self, number: int, versions: Mapping[str, int]) -> None:
+        """Raise :class:`InputError` if parameters that a block reads were changed since: backward may read them."""
+        changed = [name for name, version in self.versions(number).items() if version != versions[name]]
+        if changed:
+            raise InputError(
+                f"{changed[0]}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''} changed in place between "
+                "forward and backward, which needs the values of forward: call backward() before optimizer.step()"
+            )
 
     def made(self, number: int, grads: Sequence[Tensor | None]) -> None:
         """Backward made the gradients of what a block was handed."""

@@ -69,13 +69,14 @@ class _Leaving(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, carrier, number, _, *values):  # type: ignore[no-untyped-def]
-        ctx.carrier, ctx.number = carrier, number
+        ctx.carrier, ctx.number, ctx.versions = carrier, number, carrier.versions(number)
         ctx.set_materialize_grads(False)
         return tuple(value.detach() for value in values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        ctx.carrier.check_unchanged(ctx.number, ctx.versions)
         ctx.carrier.enter(ctx.number, is_backward=True)
         return None, None, None, *grads
 
@@ -86,7 +87,7 @@ def parts_at_home(carrier: Carrier, parameters: Mapping[str, DTensor]) -> dict[s
     Raises:
         InputError: a parameter was replaced, or requires a gradient that the plan does not make.
     """
-    carrier.check_parameters(parameters)
+    carrier.begin_with(parameters)
     *found, carrier.token = _Home.apply(carrier, tuple(parameters), *parameters.values())
     return dict(zip(parameters, found, strict=True))
 

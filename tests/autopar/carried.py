@@ -235,6 +235,14 @@ def goes_other_ways(document: dict[str, Any]) -> None:
         next(m.parameters()).requires_grad_(False)
     both(lambda m: loss_of(m, batches[2]).backward())
 
+    loss, optimizer = loss_of(pmodel, batches[0]), torch.optim.SGD(pmodel.parameters(), lr=0.1)
+    loss_of(pmodel, batches[1]).backward()
+    optimizer.step()
+    with pytest.raises(InputError, match=r"changed in place between forward and backward.* before optimizer\.step"):
+        loss.backward()
+    model.load_state_dict(pmodel.full_state_dict())
+    both(lambda m: loss_of(m, batches[1]).backward())
+
     with pytest.raises(InputError, match="Adafactor is not elementwise"):
         pmodel.optimizer(torch.optim.Adafactor)
     kept = copy.deepcopy(pmodel.state_dict())
