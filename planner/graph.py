@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import networkx as nx
 
@@ -43,12 +44,11 @@ class TensorType:
         return self.numel * self.item_bytes
 
 
-@dataclass(frozen=True)
-class Ref:
-    """Result number ``index`` of the node called ``node``."""
+class Ref(NamedTuple):
+    """Result number ``index`` of the node called ``node``; a tuple, since graphs are looked up by little else."""
 
     node: str
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # not the method of tuples
 
     def __str__(self) -> str:
         return self.node if self.index == 0 else f"{self.node}.{self.index}"
