@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -189,7 +190,7 @@ def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], k
             raise NotFoldable("the model assigns to buffers")
     if _mutates(exported):
         raise NotFoldable("the model writes in place")
-    if _shares_memory(exported.constants.values(), (*whole.parameters(), *whole.buffers())):
+    if _shares_memory(exported.constants.values(), itertools.chain(whole.parameters(), whole.buffers())):
         raise NotFoldable("a parameter is used in another form")
     captured = _captured(exported, model, repeats)
     if reads_values(captured.program) is not None:
@@ -248,8 +249,8 @@ def _check_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    tensors = [*model.parameters(), *model.buffers()]
-    return tensors[0].device if tensors else torch.device("cpu")
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _export(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:

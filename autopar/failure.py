@@ -140,8 +140,8 @@ def _kind(value: object) -> str:
 
 def reads_values(program: Program) -> fx.Node | None:
     """The first operator whose result, or its size, depends on the values of tensors."""
-    for call in program.calls:
-        for node in call.body.nodes:
+    for body in dict.fromkeys(call.body for call in program.calls):
+        for node in body.nodes:
             if any(map(_is_unknown, pytree.tree_leaves(node.meta.get("val")))):
                 return node
     return None

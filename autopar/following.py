@@ -56,6 +56,10 @@ class Record:
     outputs: dict[int, Mould] = field(default_factory=dict)
     rebound: list[int] = field(default_factory=list)
 
+    def next(self, at: int) -> tuple[object, ...] | None:
+        """The function called after ``at`` others, ``None`` at the end."""
+        return self.calls[at] if at < len(self.calls) else None
+
 
 class Mould:
     """Makes fake tensors like one that a call returned, at little cost."""
@@ -134,6 +138,7 @@ class Call:
         self.following: Record | None = self.candidates[0] if self.candidates else None
         self.done = 0
         self.result: Any = None
+        self._at = self.own_path, ""
         if self.following is None:
             self._enter()
 
@@ -147,7 +152,7 @@ class Call:
         if self.following is not None:
             if _ambient() != self.ambient:
                 raise NotFoldable(f"{self.path} changes the state around it")
-            if self._is_next((func, self._encode(args), self._encode(kwargs), self._place(), torch.is_grad_enabled())):
+            if self._is_next(self._call(func, args, kwargs)):
                 if func is _SET_GRAD:
                     with torch._C.DisableTorchFunction():
                         func(*args)
@@ -162,38 +167,40 @@ class Call:
         """Whether some earlier call that did all that this one did so far does ``call`` next (``None``: ends)."""
         assert self.following is not None
         at = self.done
-
-        def next_of(record: Record) -> tuple[object, ...] | None:
-            return record.calls[at] if at < len(record.calls) else None
-
-        if next_of(self.following) == call:
+        if self.following.next(at) == call:
             return True
         for other in self.candidates:
-            if next_of(other) == call and len(other.calls) >= at:
+            if other.next(at) == call and len(other.calls) >= at:
                 same = other.calls[:at] == self.following.calls[:at]
                 if same and other.results[:at] == self.following.results[:at]:
                     self.following = other
                     return True
         return False
 
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+        """A call as something to compare: the function, its arguments, the module in which, whether with gradients."""
+        return func, self._encode(args), self._encode(kwargs), self._place(), torch.is_grad_enabled()
+
     def _place(self) -> str:
         """The module that is being called, from the submodule on."""
-        path = str(next(reversed(self.tracer.module_stack.values()))[0])
-        inside = path == self.own_path or path.startswith(self.own_path + ".")
-        return path[len(self.own_path) :] if inside else path
+        path = next(reversed(self.tracer.module_stack.values()))[0]
+        if path is not self._at[0]:
+            inside = path == self.own_path or path.startswith(self.own_path + ".")
+            self._at = path, path[len(self.own_path) :] if inside else path
+        return self._at[1]
 
     def _encode(self, value: Any) -> object:
         """An argument as something to compare: values with their types, tensors by what they are to this call.
 
         What may change without being another object (arrays, generators, closures) equals nothing.
         """
+        number = self.number_of.get(id(value))
+        if number is not None:
+            return Tensor, number
         kind = type(value)
         if kind in ATOMS:
             return value
         if isinstance(value, Tensor):
-            number = self.number_of.get(id(value))
-            if number is not None:
-                return Tensor, number
             if id(value) not in self.foreign:
                 self.foreign[id(value)] = value, node_of(self.tracer, self.standins.real(value))
             return _Same(value)
@@ -279,7 +286,7 @@ class Call:
 
     def _trace(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function on real operands, and write it down."""
-        call = (func, self._encode(args), self._encode(kwargs), self._place(), torch.is_grad_enabled())
+        call = self._call(func, args, kwargs)
         self.faithful &= func not in HISTORY and _ambient() == self.ambient
         returned = False
         try:
@@ -485,11 +492,6 @@ class _Spec:
 
 def _ambient() -> object:
     """State around a call that changes which operators are recorded, or what they compute; gradients are apart."""
-    return (
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cpu"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_default_dtype(),
-    )
+    on_cpu = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    on_cuda = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return torch.is_inference_mode_enabled(), torch.get_default_dtype(), on_cpu, on_cuda

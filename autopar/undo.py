@@ -36,29 +36,46 @@ class Before:
 
     def __init__(self, model: nn.Module):
         self._outside = Outside(model)
-        self._own = [(held, held.copy()) for held in _below([vars(model)])]
-        self._others = [(held, held.copy()) for held in _below(self._outside.values())]
+        self._own, self._others = _Held([vars(model)]), _Held(self._outside.values())
         numpy: Any = sys.modules.get("numpy")
         self._random = random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
 
     def has_new_tensors(self) -> bool:
         """Whether the model holds tensors that it did not."""
-        changed = [held for held, copy in self._own if _differs(held, copy)]
+        changed = [held for held, _ in self._own.changed()]
         now = {id(value) for held in _below(changed) for value in _items(held) if isinstance(value, Tensor)}
-        return bool(now) and not now <= {id(value) for _, copy in self._own for value in _items(copy)}
+        return bool(now) and not now <= {id(value) for _, copy in self._own.filled for value in _items(copy)}
 
     def restore(self) -> None:
         """Make everything as it was."""
-        for held, copy in (*self._own, *self._others):
-            if _differs(held, copy):
-                held.clear()
-                held.extend(copy) if isinstance(held, (list, deque)) else held.update(copy)
+        for held, copy in (*self._own.changed(), *self._others.changed()):
+            held.clear()
+            held.extend(copy) if isinstance(held, (list, deque)) else held.update(copy)
         self._outside.restore()
         python, torchs, numpys = self._random
         random.setstate(python)
         torch.set_rng_state(torchs)
         if numpys is not None:
             sys.modules["numpy"].random.set_state(numpys)
+
+
+class _Held:
+    """The containers among some values and below them, and what was in them.
+
+    Attributes:
+        filled: those that held something, each with a copy.
+        empty: the others, which are most of them.
+    """
+
+    def __init__(self, values: Iterable[Any]):
+        found = _below(values)
+        self.filled = [(held, held.copy()) for held in found if held]
+        self.empty = [held for held in found if not held]
+
+    def changed(self) -> list[tuple[Any, Any]]:
+        """Those that hold something else by now, with what they held."""
+        filled = [(held, copy) for held, copy in self.filled if _differs(held, copy)]
+        return [*filled, *((held, ()) for held in self.empty if held)]
 
 
 def _below(values: Iterable[Any]) -> list[Any]:
@@ -84,8 +101,8 @@ def _items(held: Any) -> Any:
 
 def _differs(held: Any, copy: Any) -> bool:
     """Whether a container holds other objects than its copy, or in another order."""
-    if len(held) != len(copy) or not held:
-        return len(held) != len(copy)
+    if len(held) != len(copy):
+        return True
     if type(held) is set:
         return bool(held != copy)
     same_keys = type(held) not in _MAPPINGS or all(map(operator.is_, held, copy))

@@ -150,9 +150,13 @@ class Graph:
     def differentiated(self) -> frozenset[Ref]:
         """Values whose gradient a training step computes: those that reach a root."""
         found = {self.outputs[i] for i in self.roots}
+        reached = {ref.node for ref in found}
         for node in reversed(self.nodes):
-            if any(Ref(node.name, i) in found for i in range(len(node.results))):
-                found.update(ref for ref in node.inputs if self.type_of(ref).grad)
+            if node.name in reached:
+                for ref in node.inputs:
+                    if ref not in found and self.type_of(ref).grad:
+                        found.add(ref)
+                        reached.add(ref.node)
         return frozenset(found)
 
     @cached_property
@@ -161,13 +165,13 @@ class Graph:
 
     def check(self) -> None:
         """Assert that names are unique, references resolve, and every use follows its definition."""
-        seen: dict[str, Node] = {}
+        seen: dict[str, int] = {}
         for node in self.nodes:
             assert node.name not in seen, f"two nodes are called {node.name}"
-            for ref in node.inputs:
-                assert ref.node in seen, f"{node.name} reads {ref}, which is not defined before it"
-                assert ref.index < len(seen[ref.node].results), f"{node.name} reads missing result {ref}"
-            seen[node.name] = node
+            for name, index in node.inputs:
+                assert name in seen, f"{node.name} reads {Ref(name, index)}, which is not defined before it"
+                assert index < seen[name], f"{node.name} reads missing result {Ref(name, index)}"
+            seen[node.name] = len(node.results)
         for ref in (*self.outputs, *(ref for _, ref in self.updates)):
             assert ref.node in seen, f"output {ref} is not defined"
 
