@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,9 +62,11 @@ class _Template:
 
     Attributes:
         steps: for every fx node, either an operator as a planner node, or the result of one that it picks.
+        nodes: of the operators in the first call, by step; grows as that is made.
     """
 
     steps: tuple[_Operator | _Pick, ...]
+    nodes: dict[int, Node] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def _instantiate(
             return found(value)
         return tuple(map(filled, value)) if isinstance(value, tuple) else value
 
-    for name, step in zip(call.names, template.steps, strict=True):
+    for number, (name, step) in enumerate(zip(call.names, template.steps, strict=True)):
         if isinstance(step, _Pick):
             refs[name] = found(step.value)
             continue
@@ -164,7 +166,13 @@ def _instantiate(
         args = list(step.args)
         for place in step.holes:
             args[place] = (args[place][0], filled(args[place][1]))
-        nodes.append(Node(name, step.op, tuple(args), step.results, paths[step.path], shares=step.shares))
+        first, path = template.nodes.get(number), paths[step.path]
+        if first is None:
+            first = Node(name, step.op, tuple(args), step.results, path, shares=step.shares)
+            template.nodes[number] = first
+            nodes.append(first)
+        else:
+            nodes.append(first.copy(name, tuple(args), path))
         refs[name] = Ref(name)
         for index, result in enumerate(step.results):
             grads[Ref(name, index)] = result.grad

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -114,14 +114,15 @@ def fold(graph: Graph, *, minimum: int = 2) -> Folded:
     spans = windows(text, minimum)
     groups = _group(text, spans)
     spans, groups = _merge_singles(spans, groups, minimum)
-    blocks = _align([_block(text, *span) for span in spans], groups)
+    blocks = _blocks(text, spans, groups)
     return Folded(graph, tuple(Instance(kind, block) for kind, block in zip(groups, blocks, strict=True)))
 
 
 def fold_off(graph: Graph) -> Folded:
     """The whole graph as one block: planning without folding."""
     text = read(graph)
-    return Folded(graph, (Instance(0, _block(text, 0, len(text.nodes))),) if text.nodes else ())
+    spans = [(0, len(text.nodes))] if text.nodes else []
+    return Folded(graph, tuple(Instance(0, block) for block in _blocks(text, spans, [0] * len(spans))))
 
 
 def relabel(folded: Folded, labels: Sequence[Hashable]) -> Folded:
@@ -151,19 +152,17 @@ def split(folded: Folded, places: Iterable[tuple[int, int]]) -> Folded:
     for kind, position in places:
         cuts.setdefault(kind, set()).add(position)
     text = read(folded.graph)
-    pieces: list[Block] = []
+    spans: list[tuple[int, int]] = []
     labels: list[tuple[int, int]] = []
     for instance in folded.instances:
         block, start = instance.block, text.position[instance.block.nodes[0].name]
         bounds = (0, *sorted(cuts.get(instance.kind, ())), len(block.nodes))
-        is_whole = len(bounds) == 2
-        pieces += [block] if is_whole else [_block(text, start + low, start + high) for low, high in pairwise(bounds)]
+        spans += [(start + low, start + high) for low, high in pairwise(bounds)]
         labels += [(instance.kind, low) for low in bounds[:-1]]
     numbers: dict[tuple[int, int], int] = {}
     kinds = [numbers.setdefault(label, len(numbers)) for label in labels]
-    return Folded(
-        folded.graph, tuple(Instance(kind, block) for kind, block in zip(kinds, _align(pieces, kinds), strict=True))
-    )
+    blocks = _blocks(text, spans, kinds)
+    return Folded(folded.graph, tuple(Instance(kind, block) for kind, block in zip(kinds, blocks, strict=True)))
 
 
 # --- deciding what is equal ----------------------------------------------------------------------------
@@ -187,17 +186,15 @@ def _form(text: Text, start: int, end: int, shared: set[Ref]) -> object:
     the number of the outside value in order of first use, with its identity if it is stored and shared.
     """
     outside: dict[Ref, int] = {}
-    form: list[object] = []
-    for at in range(start, end):
-        wiring: list[tuple[object, ...]] = []
-        for ref in text.nodes[at].inputs:
+    wiring: list[object] = []
+    for node in text.nodes[start:end]:
+        for ref in node.inputs:
             producer = text.position.get(ref.node, -1)
             if producer >= start:
-                wiring.append((producer - start, ref.index))
+                wiring += (producer - start, ref.index)
             else:
-                wiring.append((outside.setdefault(ref, len(outside)), None, ref if ref in shared else None))
-        form.append((text.tokens[at], tuple(wiring)))
-    return tuple(form)
+                wiring += (~outside.setdefault(ref, len(outside)), ref if ref in shared else None)
+    return text.tokens[start:end], tuple(wiring)
 
 
 def _merge_singles(
@@ -224,27 +221,44 @@ def _merge_singles(
     return merged, kinds
 
 
-def _block(text: Text, start: int, end: int) -> Block:
-    nodes = text.nodes[start:end]
-    reads = dict.fromkeys(ref for node in nodes for ref in node.inputs)
-    return Block(
-        nodes=nodes,
-        inputs=tuple(ref for ref in reads if text.position.get(ref.node, -1) < start),
-        outputs=tuple(ref for node in nodes for ref in results_of(node) if text.last_use.get(ref, -1) >= end),
-        path=".".join(shared_path(node.path.split(".") for node in nodes if node.path)),
-    )
+def _blocks(text: Text, spans: Sequence[tuple[int, int]], kinds: Sequence[int]) -> list[Block]:
+    """The blocks of some spans; those of one kind have their outputs at the positions of all of them."""
+    reads: dict[int, list[tuple[int, int]]] = {}
+    leaving: dict[int, set[tuple[int, int]]] = {}
+    for (start, end), kind in zip(spans, kinds, strict=True):
+        nodes = text.nodes[start:end]
+        if kind not in reads:
+            reads[kind] = _outside(text, start, nodes)
+        leaving.setdefault(kind, set()).update(
+            (at, ref.index)
+            for at, node in enumerate(nodes)
+            for ref in results_of(node)
+            if text.last_use.get(ref, -1) >= end
+        )
+    outputs = {kind: sorted(places) for kind, places in leaving.items()}
+    blocks = []
+    for (start, end), kind in zip(spans, kinds, strict=True):
+        nodes = text.nodes[start:end]
+        paths = dict.fromkeys(node.path for node in nodes if node.path)
+        blocks.append(
+            Block(
+                nodes,
+                tuple([nodes[at].inputs[place] for at, place in reads[kind]]),
+                tuple([Ref(nodes[at].name, index) for at, index in outputs[kind]]),
+                ".".join(shared_path(path.split(".") for path in paths)),
+            )
+        )
+    return blocks
 
 
-def _align(blocks: Sequence[Block], kinds: Sequence[int]) -> list[Block]:
-    """Extend the outputs of every block to the output positions of all blocks of its kind."""
-    union: dict[int, set[tuple[int, int]]] = {}
-    for block, kind in zip(blocks, kinds, strict=True):
-        local = {node.name: at for at, node in enumerate(block.nodes)}
-        union.setdefault(kind, set()).update((local[ref.node], ref.index) for ref in block.outputs)
-    return [
-        replace(block, outputs=tuple(Ref(block.nodes[at].name, index) for at, index in sorted(union[kind])))
-        for block, kind in zip(blocks, kinds, strict=True)
-    ]
+def _outside(text: Text, start: int, nodes: Sequence[Node]) -> list[tuple[int, int]]:
+    """Which operand of which node is the first to read each value from outside."""
+    found: dict[Ref, tuple[int, int]] = {}
+    for at, node in enumerate(nodes):
+        for place, ref in enumerate(node.inputs):
+            if text.position.get(ref.node, -1) < start:
+                found.setdefault(ref, (at, place))
+    return list(found.values())
 
 
 # --- names and checks ----------------------------------------------------------------------------------

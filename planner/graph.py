@@ -89,6 +89,18 @@ class Node:
     def is_leaf(self) -> bool:
         return self.op in LEAVES
 
+    @property
+    def first(self) -> Node:
+        """The node of which this one is a copy, or itself: what does not depend on values is found for that once."""
+        first: Node = self.__dict__.get("_first", self)
+        return first
+
+    def copy(self, name: str, args: tuple[tuple[str, object], ...], path: str) -> Node:
+        """The same operator once more; ``args`` differ from its own in references alone."""
+        found = Node(name, self.op, args, self.results, path, shares=self.shares)
+        found.__dict__["_first"] = self.first
+        return found
+
 
 def _refs(values: object) -> Iterator[Ref]:
     for value in values:  # type: ignore[attr-defined]

@@ -247,11 +247,15 @@ def fingerprint(graph: Graph) -> str:
     """A hash of what is computed: operators, arguments, shapes, dtypes and names of leaves."""
     hasher = hashlib.sha256()
     number: dict[str, int] = {}
+    texts: dict[int, tuple[str, str, str]] = {}
     for i, node in enumerate(graph.nodes):
         number[node.name] = i
-        inputs = tuple((number[ref.node], ref.index) for ref in node.inputs)
-        static = tuple((k, str(v)) for k, v in node.args if not _mentions_nodes(v))
-        hasher.update(repr((node.op, node.target, static, inputs, node.results)).encode())
+        if id(node.first) not in texts:
+            static = tuple((k, str(v)) for k, v in node.args if not _mentions_nodes(v))
+            texts[id(node.first)] = repr(node.op), repr(static), repr(node.results)
+        inputs = tuple([(number[name], index) for name, index in node.inputs])
+        op, arguments, results = texts[id(node.first)]
+        hasher.update(f"({op}, {node.target!r}, {arguments}, {inputs}, {results})".encode())
     hasher.update(repr([(number[ref.node], ref.index) for ref in graph.outputs]).encode())
     return hasher.hexdigest()[:16]
 

@@ -87,7 +87,8 @@ class Skeleton:
     @cached_property
     def readers(self) -> dict[Ref, int]:
         """How many distinct readers a value has, outputs included."""
-        count = {ref: len({node.name for node, _ in users}) for ref, users in self.graph.users.items()}
+        users = self.graph.users.items()
+        count = {ref: len({node.name for node, _ in each}) if len(each) > 1 else 1 for ref, each in users}
         for ref in self.leaving:
             count[ref] = count.get(ref, 0) + 1
         return count
@@ -95,11 +96,12 @@ class Skeleton:
     @cached_property
     def relays(self) -> dict[Role, Ref]:
         """Relay role -> a representative value. A role has a relay when any of its members has several readers."""
+        several = [ref for ref, count in self.readers.items() if count > 1]
+        delivered = {(self.role_of[name], index) for name, index in (*several, *self._delivered)}
         found: dict[Role, Ref] = {}
         for role, names in self.members.items():
             for index in range(len(self.graph.by_name[names[0]].results)):
-                values = [Ref(name, index) for name in names]
-                if any(self.readers.get(ref, 0) > 1 or ref in self._delivered for ref in values):
+                if (role, index) in delivered:
                     found["relay", role, index] = Ref(names[0], index)
         return found
 
@@ -293,9 +295,10 @@ def _roles(folded: Folded) -> tuple[dict[str, Role], dict[Role, list[str]]]:
     """
     role_of: dict[str, Role] = {}
     reading: dict[str, list[Role]] = {}
+    own: dict[int, list[Role]] = {}
     for number, instance in enumerate(folded.instances):
-        for position, node in enumerate(instance.block.nodes):
-            role_of[node.name] = ("op", instance.kind, position)
+        roles = own.setdefault(instance.kind, [("op", instance.kind, at) for at in range(len(instance.block.nodes))])
+        role_of.update(zip((node.name for node in instance.block.nodes), roles, strict=True))
         for slot, ref in enumerate(instance.block.inputs):
             reading.setdefault(ref.node, []).append((number, instance.kind, slot))
     outputs = {ref.node for ref in folded.graph.outputs}

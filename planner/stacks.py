@@ -18,7 +18,7 @@ from itertools import islice
 
 import numpy as np
 
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.graph import Graph, Node, Ref
 
 SMALL = 8
 """A unit with fewer nodes is worth folding only if it has weights and feeds the next: :func:`_is_layer`."""
@@ -76,41 +76,32 @@ def shared_path(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 
 def _tokens(graph: Graph) -> tuple[int, ...]:
-    """A number per non-leaf node; equal numbers mean equal nodes (views copy alike) up to which values they read.
-
-    Nodes of equal blocks often share arguments and result types as objects, so these are looked up by identity first.
-    """
+    """A number per non-leaf node; equal numbers mean equal nodes (views copy alike) up to which values they read."""
     numbers: dict[object, int] = {}
-    known: dict[int, int] = {}
-    types: dict[int, tuple[int, ...]] = {}
-    operands: dict[str, tuple[int, ...]] = {}
+    known: dict[int, tuple[int, tuple[int, ...]]] = {}
+    types: dict[str, tuple[int, ...]] = {}
     tokens = []
 
     def number(value: object) -> int:
         return numbers.setdefault(value, len(numbers))
 
-    def argument(pair: tuple[str, object]) -> int:
-        found = known.get(id(pair))
-        if found is None:
-            found = known[id(pair)] = number((pair[0], static(pair[1])))
-        return found
-
-    def type_numbers(results: tuple[TensorType, ...]) -> tuple[int, ...]:
-        found = types.get(id(results))
-        if found is None:
-            found = types[id(results)] = tuple(map(number, results))
-        return found
+    def looked_at(node: Node) -> tuple[int, tuple[int, ...]]:
+        """The node's own number, and those of its results as operands."""
+        results = tuple(map(number, node.results))
+        arguments = tuple((name, static(value)) for name, value in node.args)
+        if node.is_leaf:
+            return -1, tuple(number((node.op, arguments, result)) for result in results)
+        copies = tuple(place < 0 for place in node.shares)
+        return number((node.op, arguments, results, copies)), results
 
     for node in graph.nodes:
-        arguments = tuple(map(argument, node.args))
-        results = type_numbers(node.results)
-        if node.is_leaf:
-            operands[node.name] = tuple(number((node.op, arguments, result)) for result in results)
-        else:
-            operands[node.name] = results
-            read = tuple([operands[ref.node][ref.index] for ref in node.inputs])
-            copies = tuple([place < 0 for place in node.shares])
-            tokens.append(number((node.op, arguments, results, read, copies)))
+        first = node.first
+        found = known.get(id(first))
+        if found is None:
+            found = known[id(first)] = looked_at(first)
+        own, types[node.name] = found
+        if not node.is_leaf:
+            tokens.append(number((own, *[types[name][index] for name, index in node.inputs])))
     return tuple(tokens)
 
 
