@@ -10,13 +10,13 @@ from __future__ import annotations
 import enum
 import operator
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._mode_utils import no_dispatch
@@ -146,6 +146,22 @@ class Call:
     def like(self) -> int:
         """Number of the call whose nodes stand for this one's; its own if it was traced."""
         return self.number if self.following is None else self.following.number
+
+    def has_path(self, module: nn.Module) -> bool:
+        """Whether the tracer knows where a module is."""
+        return module in self.tracer.submodule_paths
+
+    def module_called(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call an inner module as the tracer does, but for what it notes of it for the nodes that it makes."""
+        path, calls, stack = self.tracer.submodule_paths[module], self.tracer.num_calls, self.tracer.module_stack
+        times = calls.get(path, 0)
+        calls[path] = times + 1
+        stack[f"{path}@{times}" if times else path] = path, type(module)
+        result = forward(*args, **kwargs)
+        stack.popitem()
+        return result
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a torch function gives that the submodule's code calls."""

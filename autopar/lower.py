@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,10 +80,14 @@ class _Value:
 
 @dataclass(frozen=True)
 class _Operator:
-    """A planner node but for its name and its operands, for which its arguments hold :class:`_Value`."""
+    """A planner node but for its name and its operands, for which its arguments hold :class:`_Value`.
+
+    ``inputs`` are all of these in order, ``holes`` the places of the arguments that hold any.
+    """
 
     op: str
     args: tuple[tuple[str, object], ...]
+    inputs: tuple[_Value, ...]
     holes: tuple[int, ...]
     results: tuple[TensorType, ...]
     path: str
@@ -114,7 +118,7 @@ def _lower_body(body: Body, grads: Sequence[bool]) -> _Template:
             continue
         args = _arguments(node, values)
         holes = tuple(place for place, (_, value) in enumerate(args) if _inputs(value))
-        inputs = [ref for _, value in args for ref in _inputs(value)]
+        inputs = tuple(ref for _, value in args for ref in _inputs(value))
         grad = any(has_grad[ref] for ref in inputs) and not node.meta.get("no_grad", False)
         op = str(node.target)
         results = tuple(
@@ -127,7 +131,7 @@ def _lower_body(body: Body, grads: Sequence[bool]) -> _Template:
         )
         own = _storages(node)
         shares = _shares([storages[ref] for ref in inputs], own)
-        steps.append(_Operator(op, args, holes, results, module_path(node), shares))
+        steps.append(_Operator(op, args, inputs, holes, results, module_path(node), shares))
         storages.update({_Value(at, i, False): storage for i, storage in enumerate(own)})
         values[node] = _Value(at, 0, False)
         has_grad.update({_Value(at, i, False): t.grad for i, t in enumerate(results)})
@@ -152,10 +156,10 @@ def _instantiate(
             return ref if value.index == 0 else Ref(ref.node, value.index)
         return Ref(at[value.step], value.index)
 
-    def filled(value: object) -> object:
+    def filled(value: object, inputs: Iterator[Ref]) -> object:
         if isinstance(value, _Value):
-            return found(value)
-        return tuple(map(filled, value)) if isinstance(value, tuple) else value
+            return next(inputs)
+        return tuple([filled(each, inputs) for each in value]) if isinstance(value, tuple) else value
 
     for number, (name, step) in enumerate(zip(call.names, template.steps, strict=True)):
         if isinstance(step, _Pick):
@@ -163,16 +167,17 @@ def _instantiate(
             continue
         if step.path not in paths:
             paths[step.path] = call.module_path(step.path)
-        args = list(step.args)
+        inputs = tuple(map(found, step.inputs))
+        args, remaining = list(step.args), iter(inputs)
         for place in step.holes:
-            args[place] = (args[place][0], filled(args[place][1]))
+            args[place] = (args[place][0], filled(args[place][1], remaining))
         first, path = template.nodes.get(number), paths[step.path]
         if first is None:
             first = Node(name, step.op, tuple(args), step.results, path, shares=step.shares)
             template.nodes[number] = first
             nodes.append(first)
         else:
-            nodes.append(first.copy(name, tuple(args), path))
+            nodes.append(first.copy(name, tuple(args), inputs, path))
         refs[name] = Ref(name)
         for index, result in enumerate(step.results):
             grads[Ref(name, index)] = result.grad

@@ -141,7 +141,8 @@ def named(program: Program) -> Program:
             number = count[stem]
             count[stem] += 1
             name = f"{stem}_{number}" if number else stem
-            if name not in taken and not keyword.iskeyword(name) and not hasattr(builtins, name):
+            is_pythons = not number and (keyword.iskeyword(name) or hasattr(builtins, name))
+            if name not in taken and not is_pythons:
                 return name
 
     calls = []

@@ -97,9 +97,12 @@ class Repeats(TorchFunctionMode):
         base: Any = module
         if isinstance(module, _AttrProxy):  # which code sees where a model holds a module twice
             base = base.get_base()
-        found = self._nominated.get(id(base))
-        if found is not None and self._call is None:
-            forward = functools.partial(self._submodule_called, *found, forward)
+        if self._call is None:
+            found = self._nominated.get(id(base))
+            if found is not None:
+                forward = functools.partial(self._submodule_called, *found, forward)
+        elif self._call.following is not None and self._call.has_path(module):
+            return self._call.module_called(module, forward, args, kwargs)
         return call_module(module, forward, args, kwargs)
 
     def _submodule_called(

@@ -84,10 +84,11 @@ def _below(values: Iterable[Any]) -> list[Any]:
     pending = [list(values)]
     while pending:
         for value in pending.pop():
-            kind = type(value)
-            if kind in _PLAIN or isinstance(value, _NOT_STATE):
-                continue
-            held = value if kind in _CONTAINERS else getattr(value, "__dict__", None)
+            held = value
+            if type(value) not in _CONTAINERS:
+                if type(value) in _PLAIN or isinstance(value, _NOT_STATE):
+                    continue
+                held = getattr(value, "__dict__", None)
             if type(held) in _CONTAINERS and id(held) not in found:
                 found[id(held)] = held
                 if held:

@@ -95,10 +95,10 @@ class Node:
         first: Node = self.__dict__.get("_first", self)
         return first
 
-    def copy(self, name: str, args: tuple[tuple[str, object], ...], path: str) -> Node:
-        """The same operator once more; ``args`` differ from its own in references alone."""
+    def copy(self, name: str, args: tuple[tuple[str, object], ...], inputs: tuple[Ref, ...], path: str) -> Node:
+        """The same operator once more, on ``inputs``; ``args`` differ from its own in these alone."""
         found = Node(name, self.op, args, self.results, path, shares=self.shares)
-        found.__dict__["_first"] = self.first
+        found.__dict__.update(_first=self.first, inputs=inputs)
         return found
 
 
