@@ -28,8 +28,10 @@ from benchmarks import (
 )
 from benchmarks.gpt import Shape
 
+DEPTH_CASES = tuple(plan_time.Case(layers, 1, 8, "narrow", 512) for layers in (10, 1000))
 PLAN_CASES = (
     *(plan_time.Case(layers, nodes, 8 * nodes) for nodes in (1, 32, 128) for layers in (2, 8, 32)),
+    *DEPTH_CASES,
     *(plan_time.Case(126, 2048, 2048, "405B", 8192, pipelines=True, time_limit_s=limit) for limit in (5, 8, 30)),
 )
 REPEATS = 3
@@ -105,9 +107,11 @@ def plans() -> None:
     ]
     notes = (
         f"Transformers' Llama in shapes of Llama 3 on the meta device (bfloat16; {plan_time.SEQUENCE} tokens per "
-        "sequence, the 405B 8192), planned for nodes of eight H100; the 405B with pipelines and micro-batches, under a "
-        f"time limit of 5, 8 and 30 s for the search. The run of median total of {REPEATS}. *To plan* goes from "
-        "`nn.Module` to `Plan`; *rewrite* then emits one rank's program. *Step* and *peak* are what the plan predicts."
+        "sequence, the narrow 512, the 405B 8192), planned for nodes of eight H100; the 405B with pipelines and "
+        "micro-batches, under a time limit of 5, 8 and 30 s for the search. "
+        f"The run of median total of {REPEATS}. *To plan* goes from `nn.Module` to `Plan`; *rewrite* then emits one "
+        "rank's program. *Step* and *peak* are what the plan predicts. "
+        + plan_time.depth(*(r for r in results if r.case in DEPTH_CASES))
     )
     print(record.write("plan_time", "Plan time", notes, rows, [asdict(r) for r in results], facts), flush=True)
 

@@ -28,6 +28,7 @@ from planner.pins import Pins
 
 SEQUENCE = 4096
 SHAPES = {
+    "narrow": {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128},
 }
@@ -91,6 +92,18 @@ def measure(case: Case) -> Planned:
         plan.sizes,
         plan.predicted.step_time_s,
         plan.predicted.peak_bytes,
+    )
+
+
+def depth(few: Planned, many: Planned) -> str:
+    """How much longer planning takes for more layers of the same block."""
+    searching, whole = (
+        part(many) / part(few)
+        for part in (lambda run: run.seconds["build"] + run.seconds["solve"], lambda run: run.total_s)
+    )
+    return (
+        f"{many.case.layers:,} {few.case.shape} layers against {few.case.layers}: the search (build and solve) takes "
+        f"{searching:.2f} times as long, the way from `nn.Module` to `Plan` {whole:.1f} times."
     )
 
 
