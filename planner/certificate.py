@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from planner.conversion import ConversionTable
 from planner.fold import relabel
@@ -119,12 +120,10 @@ class Decided(Space):
     def options(self) -> dict[Role, list[Choice] | list[Layout]]:
         chosen, space = self._assignment.chosen, self._assignment.space
         found: dict[Role, list[Choice] | list[Layout]] = {}
+        # Roles that are decided together share a list, so that what their operators cost by themselves is found once.
+        lists: dict[Role, Any] = {role: [decision] for role, decision in chosen.items()}
         for role, names in self.members.items():
-            decision = chosen[space.role_of[names[0]]]
-            if isinstance(decision, Choice):
-                found[role] = [decision]
-            else:
-                found[role] = [decision]
+            found[role] = lists[space.role_of[names[0]]]
         for relay, ref in self.skeleton.relays.items():
             found[relay] = [self._assignment.delivered(ref)]
         for position in range(len(self.leaving)):

@@ -221,19 +221,26 @@ def label_dims(graph: Graph, rules: Mapping[str, Rule], label: str) -> Labels:
                 there = (find(dims, factor, rules[name].sizes) for factor in factors)
                 found.setdefault(ref, {}).update((place, label) for place in there if place)
     refs = {node.name: [ref for ref, _ in tensors_of(node, rules[node.name])] for node in nodes}
+    beside: dict[Ref, list[str]] = {}
+    for name, each in refs.items():
+        for ref in each:
+            beside.setdefault(ref, []).append(name)
     places: dict[object, list[tuple[int, tuple[int, int]]]] = {}
-    changed = True
-    while changed:
-        changed = False
+    waiting = set(refs)
+    while waiting:
         for node in (*nodes, *reversed(nodes)):
+            if node.name not in waiting:
+                continue
+            waiting.remove(node.name)
             key = (id(rules[node.name]), *(tuple(found.get(ref, ())) for ref in refs[node.name]))
             if key not in places:
                 places[key] = _labelled_places(node, rules[node.name], found, label)
             for tensor, place in places[key]:
-                labels = found.setdefault(refs[node.name][tensor], {})
+                ref = refs[node.name][tensor]
+                labels = found.setdefault(ref, {})
                 if place not in labels:
                     labels[place] = label
-                    changed = True
+                    waiting.update(beside[ref])
     return found
 
 

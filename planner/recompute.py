@@ -70,6 +70,10 @@ class Recompute:
     amounts: tuple[Amount, ...] = ()
 
     def __bool__(self) -> bool:
+        return self._is_any
+
+    @cached_property
+    def _is_any(self) -> bool:
         return any(amount.levels for amount in self.amounts)
 
     @property

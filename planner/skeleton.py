@@ -56,6 +56,7 @@ class Skeleton:
         self._cuts: dict[object, Cuts] = {}
         self._again: dict[tuple[int, Level], Again] = {}
         self._working: dict[str, Working] = {}
+        self._last: dict[int, dict[Ref, int]] = {}
         self._traffic: dict[tuple[int, int, bool], Traffic] = {}
         self._charges = Charges(folded, self.again)
         self._charged: dict[Recompute, dict[Role, Counter[Places]]] = {}
@@ -259,12 +260,19 @@ class Skeleton:
         number, at = self.seat[node.name]
         kind = self.folded.instances[number].kind
         if (kind, at, on_host) not in self._traffic:
-            nodes = self.folded.kinds[kind][0].block.nodes
-            following = (each for each in nodes[at + 1 :] if any(tensor.grad for tensor in each.results))
-            later = frozenset(ref for each in following for ref in each.inputs)
-            where = added_places(self.graph, nodes[at], later)
-            self._traffic[kind, at, on_host] = traffic(self.graph, nodes[at], where, on_host=on_host)
+            first = self.folded.kinds[kind][0].block.nodes[at]
+            last = self._read_last(kind)
+            where = added_places(self.graph, first, frozenset(ref for ref in first.inputs if last.get(ref, at) > at))
+            self._traffic[kind, at, on_host] = traffic(self.graph, first, where, on_host=on_host)
         return self._traffic[kind, at, on_host]
+
+    def _read_last(self, kind: int) -> dict[Ref, int]:
+        """Value -> the last operator with a gradient in a kind's first instance that reads it."""
+        if kind not in self._last:
+            nodes = enumerate(self.folded.kinds[kind][0].block.nodes)
+            differentiated = [(at, node) for at, node in nodes if any(tensor.grad for tensor in node.results)]
+            self._last[kind] = {ref: at for at, node in differentiated for ref in node.inputs}
+        return self._last[kind]
 
     def charged(self, recompute: Recompute) -> dict[Role, Counter[Places]]:
         """Which tensors the members of an operator's role pay for, and how many members pay for just these."""
