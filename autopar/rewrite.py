@@ -172,7 +172,8 @@ class Root:
 
 def targets_of(captured: Captured) -> dict[str, Any]:
     """The operator of every node."""
-    return {node.name: node.target for node in captured.graph.nodes if node.op == "call_function"}
+    calls = captured.program.calls
+    return {name: node.target for call in calls for name, node in zip(call.names, call.body.nodes, strict=True)}
 
 
 def program_names(assignment: Assignment) -> list[str]:
