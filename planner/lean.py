@@ -5,6 +5,7 @@ The search adds up bytes that are not all alive at once, so that a plan may fit 
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import dataclass, replace
@@ -22,8 +23,10 @@ from planner.problem import Problem, evaluate, most_bytes
 from planner.solve import lightest, lower_bounds, solve
 from planner.turns import stage
 
-LEANEST_S = 3.0
+LEANEST_S = 2.0
 """How long the leanest plan of all is looked for when nothing fits; the leanest found is told."""
+SLACK = 1.05
+"""What is almost as lean counts so many times as much."""
 
 
 @dataclass(frozen=True)
@@ -47,36 +50,40 @@ class Lean:
 def lean_plans(setting: Setting, looks: list[Look]) -> list[Lean]:
     """Lean plans of the looks that were begun, the same whatever the memory limit unless time runs short.
 
-    A light plan of each division comes first, in the order of what they need at least, then the leanest is looked for
-    while there is time.
+    A light plan of each division comes first, in the order of what they need at least. Then, while there is time, come
+    the leanest of all and the fastest of those almost as lean: what the leanest save, they may lose in conversions,
+    which the sum leaves out.
     """
     found: dict[object, Lean] = {}
     until = min(setting.deadline, time.monotonic() + LEANEST_S)
     begun = {look.candidate.division: look for look in looks if look.posed is not None}
     order = sorted(begun.values(), key=lambda look: look.candidate.peak_bytes)
 
-    def light(problem: Problem) -> tuple[int, ...] | None:
-        return lightest(replace(problem, limit_bytes=most_bytes(problem)))
+    def light(problem: Problem) -> list[tuple[int, ...] | None]:
+        return [lightest(replace(problem, limit_bytes=most_bytes(problem)))]
 
-    def leanest(problem: Problem) -> tuple[int, ...]:
-        left_s = max(GRACE_S, until - time.monotonic())
-        return solve(replace(problem, limit_bytes=0), time_limit_s=left_s).choices
+    def leanest(problem: Problem) -> list[tuple[int, ...] | None]:
+        lean = _solved(replace(problem, limit_bytes=0), until)
+        limit_bytes = math.ceil(SLACK * evaluate(problem, lean).peak_bytes)
+        return [lean, _solved(replace(problem, limit_bytes=limit_bytes), until)]
 
-    for pick in (light, leanest):
-        for look in order:
-            if found and time.monotonic() > until:
-                break
-            division = look.candidate.division
-            space = look.space.holding(division.in_flight) if division.in_turns else look.space
-            steps = look.ladder.steps
-            for recompute in dict.fromkeys(steps[bend] for bend in reversed(look.ladder.bends)):
-                problem = space.problem(None, recompute)
-                for choices in map(pick, dict.fromkeys((problem, _with_chunks(space, problem)))):
-                    key = division, recompute, choices
-                    if choices is not None and key not in found:
-                        best = Best(look.space, choices, recompute, evaluate(problem, choices))
-                        found[key] = _in_turns(setting, best) if division.in_turns else _in_one_turn(best)
+    steps = [(look, look.ladder.steps[bend]) for look in order for bend in reversed(look.ladder.bends)]
+    for pick, (look, recompute) in itertools.product((light, leanest), steps):
+        if found and time.monotonic() > until:
+            break
+        division = look.candidate.division
+        space = look.space.holding(division.in_flight) if division.in_turns else look.space
+        problem = space.problem(None, recompute)
+        for choices in itertools.chain.from_iterable(map(pick, dict.fromkeys((problem, _with_chunks(space, problem))))):
+            key = division, recompute, choices
+            if choices is not None and key not in found:
+                best = Best(look.space, choices, recompute, evaluate(problem, choices))
+                found[key] = _in_turns(setting, best) if division.in_turns else _in_one_turn(best)
     return list(found.values())
+
+
+def _solved(problem: Problem, until: float) -> tuple[int, ...]:
+    return solve(problem, time_limit_s=max(GRACE_S, until - time.monotonic())).choices
 
 
 def _with_chunks(space: Space, problem: Problem) -> Problem:
@@ -112,24 +119,9 @@ def _in_turns(setting: Setting, best: Best) -> Lean:
 
 
 def fastest_that_fits(leans: list[Lean], usable_bytes: int) -> Best | None:
-    """The fastest plan found whose followed need a device has room for, of these and of others as lean by the search's
-    reckoning.
-    """
-    fitting = [lean for lean in leans if lean.bytes <= usable_bytes and math.isfinite(lean.best.evaluation.time_s)]
-    until = time.monotonic() + LEANEST_S
-    for lean in sorted(fitting, key=lambda lean: lean.best.evaluation.time_s):
-        if lean.best.staged is None and time.monotonic() < until:
-            faster = _faster(lean.best, until)
-            fitting += [faster] if faster.bytes <= usable_bytes else []
-    return min((lean.best for lean in fitting), key=lambda best: best.evaluation.time_s, default=None)
-
-
-def _faster(best: Best, until: float) -> Lean:
-    """The fastest plan of the same division and recomputation that holds no more."""
-    problem = best.space.problem(best.evaluation.peak_bytes, best.recompute)
-    left_s = max(GRACE_S, until - time.monotonic())
-    choices = solve(problem, time_limit_s=left_s, incumbent=best.choices).choices
-    return _in_one_turn(replace(best, choices=choices, evaluation=evaluate(problem, choices)))
+    """The fastest of the plans whose followed need a device has room for."""
+    fitting = [lean.best for lean in leans if lean.bytes <= usable_bytes and math.isfinite(lean.best.evaluation.time_s)]
+    return min(fitting, key=lambda best: best.evaluation.time_s, default=None)
 
 
 def bounds_s(looks: list[Look]) -> dict[Division, float]:

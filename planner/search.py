@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.apart import apart, may_differ, together_again
@@ -52,6 +52,8 @@ from planner.turns import Staged
 
 NEAR = 2.0
 """Shapes at most so many doublings from the best plan's are looked at before others; see :meth:`Division.distance`."""
+TRIES = 2
+"""So many limits are tried between one at which a plan was found that does not fit and one at which none was."""
 
 
 @dataclass(frozen=True)
@@ -139,18 +141,39 @@ def search(
     skeleton.survey()
     setting = Setting(CostModel(cluster), training, rules, pins, start + time_limit_s, progress)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
+    return _followed(setting, skeleton, graph, plain, turned)
+
+
+def _followed(
+    setting: Setting, skeleton: Skeleton, graph: Graph, plain: tuple[Division, ...], turned: tuple[Division, ...]
+) -> Searched:
+    """The fastest plan within the setting's memory that fits when it is followed.
+
+    The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed. Then it
+    searches again with a lower limit. Where that leaves nothing, the leanest plans are followed.
+    """
+    usable, tries = setting.limit_bytes, TRIES
+    nothing: _Nothing | None = None
+    below, above = -math.inf, math.inf  # limits at which nothing was found, and from which on all that was does not fit
     while True:
         found = _search(setting, skeleton, graph, plain, turned)
-        if found.staged is not None:
+        if isinstance(found, _Nothing):
+            nothing, below = found, setting.limit_bytes
+        elif found.staged is not None:
             return found
-        # The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed.
-        memory = usage(found.assignment)
-        excess = largest_working_set(found.assignment, memory).bytes - cluster.device.usable_bytes
-        if excess <= 0:
-            return found.with_memory(memory)
-        # In steps of the excess, past the limits at which the search would find the same plan again.
-        steps = 1 + (setting.limit_bytes - found.evaluation.peak_bytes) // excess
-        setting = replace(setting, spare_bytes=setting.spare_bytes + steps * excess)
+        else:
+            memory = usage(found.assignment)
+            excess = largest_working_set(found.assignment, memory).bytes - usable
+            if excess <= 0:
+                return found.with_memory(memory)
+            above = found.evaluation.peak_bytes
+            # In steps of the excess, past the limits at which the search would find the same plan again.
+            limit = setting.limit_bytes - (1 + (setting.limit_bytes - above) // excess) * excess
+        if nothing is not None:  # the step was too long
+            if math.isinf(above) or not tries or above - below <= 1 or setting.is_late():
+                return _leanest(setting, skeleton, graph, nothing)
+            tries, limit = tries - 1, math.floor((below + above) / 2)
+        setting = replace(setting, spare_bytes=usable - limit)
 
 
 def _check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
@@ -171,7 +194,7 @@ def check_time_limit(seconds: float) -> None:
 
 def _search(
     setting: Setting, skeleton: Skeleton, graph: Graph, plain: tuple[Division, ...], turned: tuple[Division, ...]
-) -> Searched:
+) -> Searched | _Nothing:
     """The fastest plan within the setting's memory, over divisions of one turn and others."""
     rungs = ladder(skeleton.folded, *setting.pins.levels)
     best, looks = _explore(setting, skeleton, (*plain, *turned), rungs, None)
@@ -181,9 +204,13 @@ def _search(
         if row is not None:
             rows = [*(each for each in rows if each.division != row.division), row]
         proofs = [*closer, *(look for look in looks if look.candidate.division.in_turns)]
-    bounds = [look.candidate.bound_s for look in proofs]
     if best is None:
-        best, rows, bounds = _lean(setting, skeleton, graph, rows, proofs)
+        return _Nothing(rows, proofs)
+    return _searched(setting, best, rows, [look.candidate.bound_s for look in proofs])
+
+
+def _searched(setting: Setting, best: Best, rows: list[Candidate], bounds: Iterable[float]) -> Searched:
+    """The result, with a bound for the plans of every candidate."""
     if best.staged is not None:
         best = cut_well(setting, best)
         rows = [row.costing(best.evaluation) if row.division == best.division else row for row in rows]
@@ -202,26 +229,33 @@ def _search(
     )
 
 
-def _lean(
-    setting: Setting, skeleton: Skeleton, graph: Graph, rows: list[Candidate], looks: list[Look]
-) -> tuple[Best, list[Candidate], list[float]]:
-    """Of the leanest plans the fastest that fits when it is followed, with the rows and the bounds that hold then.
+@dataclass(frozen=True)
+class _Nothing:
+    """No plan within the setting's memory: what became of every division, and the looks that prove it."""
+
+    rows: list[Candidate]
+    looks: list[Look]
+
+
+def _leanest(setting: Setting, skeleton: Skeleton, graph: Graph, nothing: _Nothing) -> Searched:
+    """Of the leanest plans the fastest that fits when it is followed.
 
     Raises:
         PinError: there are no plans at all, whatever they need.
         InfeasibleError: none fits.
     """
-    bounds = bounds_s(looks)
+    bounds = bounds_s(nothing.looks)
     check_turns(bounds)
-    leans = lean_plans(setting, looks)
+    leans = lean_plans(setting, nothing.looks)
     best = fastest_that_fits(leans, setting.cost.cluster.device.usable_bytes)
     if best is None:
-        raise nothing_fits(setting, graph, looks, leans)
+        raise nothing_fits(setting, graph, nothing.looks, leans)
     if best.staged is None and may_differ(skeleton.folded):
         best = together_again(setting, skeleton.folded, best)
     row = Candidate(best.division, "feasible", math.inf, bounds[best.division], 0, "relaxation")
-    others = (each for each in rows if each.division != best.division)
-    return best, [row.costing(best.evaluation), *others], list(bounds.values())
+    others = (each for each in nothing.rows if each.division != best.division)
+    found = _searched(setting, best, [row.costing(best.evaluation), *others], bounds.values())
+    return found if best.staged is not None else found.with_memory(usage(found.assignment))
 
 
 def _explore_apart(
