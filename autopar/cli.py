@@ -50,7 +50,8 @@ ClusterOption = Annotated[
     ),
 ]
 Pins = Annotated[
-    list[str] | None, typer.Option("--pin", metavar="NAME=VALUE", help="Fix a decision: data=2, tensor=4, zero=3 ...")
+    list[str] | None,
+    typer.Option("--pin", metavar="NAME=VALUE", help="Fix a decision: data=2, replicate=2, tensor=4, zero=3 ..."),
 ]
 Inputs = Annotated[
     list[str] | None,

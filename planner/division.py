@@ -17,7 +17,7 @@ from planner.errors import PinError
 from planner.graph import Graph, Node
 from planner.kernel import kernel_of
 from planner.layout import Mesh
-from planner.mesh import candidate_meshes, pinned_mesh
+from planner.mesh import batch_ranks, candidate_meshes, pinned_mesh
 from planner.ops import OPS
 from planner.pins import Pins
 from planner.pipeline.schedule import VIRTUAL_STAGES
@@ -124,13 +124,13 @@ def in_turns(
 
 
 def dividing(divisions: Iterable[Division], graph: Graph) -> tuple[Division, ...]:
-    """Those whose data axis, if it is pinned, divides the batch."""
+    """Those whose axes for the batch, as far as they are pinned, divide it."""
     return tuple(each for each in divisions if batch_of(graph) % _data([each.mesh]) == 0)
 
 
 def _data(meshes: Iterable[Mesh]) -> int:
     """The most ranks that share a micro-batch, as pinned."""
-    return max((axis.size for mesh in meshes for axis in mesh.axes if axis.name == "data"), default=1)
+    return max(map(batch_ranks, meshes), default=1)
 
 
 def _meshes(cluster: ClusterSpec, pins: Pins, max_axes: int, stages: int) -> tuple[Mesh, ...]:
@@ -197,7 +197,7 @@ def batch_of(graph: Graph) -> int:
 
 
 def _turn_counts(pins: Pins, graph: Graph, mesh: Mesh) -> list[int]:
-    """Numbers of micro-batches that the pins allow, each of which the ranks of a data axis divide among them."""
+    """Numbers of micro-batches that the pins allow, each of which the ranks pinned to share it divide among them."""
     batch, ranks = batch_of(graph) or 1, _data([mesh])
     if pins.micro_batches is not None:
         if batch % pins.micro_batches:
@@ -206,6 +206,8 @@ def _turn_counts(pins: Pins, graph: Graph, mesh: Mesh) -> list[int]:
             )
         if pins.micro_batches > 1 and batch // pins.micro_batches % ranks:
             data = f"pin 'data' is {ranks}" if "data" in pins.sizes else f"the other pins leave {ranks} ranks to 'data'"
+            if "replicate" in pins.sizes:
+                data = f"the product of pins 'replicate' and 'data' is {ranks}"
             raise PinError(
                 f"{data}, which does not divide a micro-batch: pin 'micro_batches' cuts the batch of "
                 f"{batch} into {pins.micro_batches} of {batch // pins.micro_batches}: change one"

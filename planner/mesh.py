@@ -15,10 +15,17 @@ from planner.cluster import ClusterSpec
 from planner.errors import PinError
 from planner.layout import Mesh
 
-ROLES = ("data", "context", "tensor")
+BATCH = ("replicate", "data")
+"""Axes that share the batch; parameters are sharded on the inner one at most."""
+ROLES = (*BATCH, "context", "tensor")
 """Axes that a recipe may pin, major first: the tensor axis is contiguous. The stages of a pipeline stride wider yet."""
 
 _NAMES = {1: ("all",), 2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
+
+
+def batch_ranks(mesh: Mesh) -> int:
+    """How many ranks share a batch, or a micro-batch, on the axes that a recipe has for it."""
+    return math.prod(axis.size for axis in mesh.axes if axis.name in BATCH)
 
 
 def candidate_meshes(cluster: ClusterSpec, max_axes: int = 2, devices: int | None = None) -> tuple[Mesh, ...]:

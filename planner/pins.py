@@ -1,8 +1,9 @@
 """Pins: decisions that the user fixes, by recipe or by operator.
 
-A recipe says how many ranks share each kind of work: ``data`` (the batch factor), ``context`` (the
-query-sequence factor of attention), ``tensor`` (weight factors). It becomes a mesh with an axis of each
-name, and a filter that keeps, on that axis, the strategies the recipe means.
+A recipe says how many ranks share each kind of work: ``data`` (the batch factor), ``replicate`` (the batch again: that
+many groups of ``data`` ranks, each with all parameters), ``context`` (the query-sequence factor of attention),
+``tensor`` (weight factors). It becomes a mesh with an axis of each name, and a filter that keeps, on that axis, the
+strategies the recipe means.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from planner.errors import PinError
 from planner.formulate import AllowLeaf, Tier
 from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
+from planner.mesh import BATCH, ROLES, batch_ranks
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
@@ -23,7 +25,7 @@ from planner.recompute import ALONE, COMPUTED, Level
 from planner.rules import AxisStrategy, Inner, Rule, find
 from planner.strategy import Allow, factor_at, tensors_of
 
-SIZES = ("data", "context", "tensor")
+SIZES = ROLES
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
 TIERS: Mapping[str, Tier] = {"none": "device", "host": "host", "auto": "either", "disk": "disk"}
 
@@ -44,9 +46,10 @@ class Pins:
         sizes: ranks per recipe axis; empty when the mesh is free.
         sequence_parallel: on the tensor axis, keep norms and residuals sharded along the sequence, or (``False``)
             whole; ``None`` leaves it to the search.
-        zero: 0 stores parameters whole on the data axis, 2 and 3 sharded. With 2 they are held as they are used from
-            forward to backward, with 3 gathered again in backward. ``None`` leaves it to the search. Where no size is
-            pinned with it, every device of a stage is on the data axis, as if ``tensor`` were pinned to 1.
+        zero: 0 stores parameters whole on the data axis, 2 and 3 sharded; on the replicate axis they are whole. With 2
+            they are held as they are used from forward to backward, with 3 gathered again in backward. ``None`` leaves
+            it to the search. Where no size is pinned with it, every device of a stage is on the data axis, as if
+            ``tensor`` were pinned to 1.
         recompute: what every block that repeats makes again in backward: ``none``, ``selective`` (all but contractions,
             convolutions and attention) or ``full``; ``None`` leaves it to the search.
         layers: glob of module path -> {axis name: strategy}.
@@ -310,9 +313,9 @@ def filters(
             contracts = row is not None and row.flops is contraction_flops
             if contracts and names[axis] in wanted and fnmatch.fnmatchcase(node.path, glob):
                 return str(strategy) == wanted[names[axis]]
-        if names[axis] in (MICRO, "data", "context"):
+        if names[axis] in (MICRO, *BATCH, "context"):
             along = context if names[axis] == "context" else batch
-            if has(node, along, mesh.axes[axis].size):
+            if has(node, along, batch_ranks(mesh) if names[axis] in BATCH else mesh.axes[axis].size):
                 return labelled(node, strategy, along) and (names[axis] != MICRO or all(map(_in_turns, strategy.inner)))
             return not strategy.factor
         if names[axis] == "tensor":
@@ -329,7 +332,7 @@ def filters(
 
     def allow_leaf(node: Node, layout: Layout) -> bool:
         if node.op == "input":
-            wanted = {"data": Shard(0), "context": R, "tensor": R}
+            wanted = {**dict.fromkeys(BATCH, Shard(0)), "context": R, "tensor": R}
             shape = node.results[0].shape
             return all(
                 name not in wanted or t == (wanted[name] if shape and shape[0] > 1 else R)
@@ -338,7 +341,7 @@ def filters(
         if node.op != "param":
             return True
         for name, local_type in zip(names, layout, strict=True):
-            if name == "context" and local_type != I:
+            if name in ("replicate", "context") and local_type != I:
                 return False
             if name == "data" and pins.zero is not None and (local_type == I) != (pins.zero == 0):
                 return False
@@ -397,12 +400,13 @@ def _weighted(graph: Graph, rules: Mapping[str, Rule]) -> dict[str, frozenset[st
 
 def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, context: Labels) -> None:
     sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
-    data = sizes.get("data", 1)
+    parts = batch_ranks(mesh)
+    pinned = f"the product of pins {' and '.join(map(repr, BATCH))}" if "replicate" in sizes else "pin 'data'"
     for leaf in graph.leaves:
         shape = leaf.results[0].shape
-        if leaf.op == "input" and shape and shape[0] > 1 and shape[0] % data:
+        if leaf.op == "input" and shape and shape[0] > 1 and shape[0] % parts:
             raise PinError(
-                f"pin 'data' is {data} but input {leaf.target!r} has a batch of {shape[0]}, which it does not divide: "
+                f"{pinned} is {parts} but input {leaf.target!r} has a batch of {shape[0]}, which it does not divide: "
                 "change the pin or the global batch"
             )
     if sizes.get("context", 1) > 1:

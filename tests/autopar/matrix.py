@@ -25,7 +25,7 @@ from planner.problem import Problem
 from planner.solve import solve
 from tests.autopar.models import MODELS
 
-PINS = ("data", "context", "tensor")
+PINS = ("replicate", "data", "context", "tensor")
 
 
 @dataclass(frozen=True)

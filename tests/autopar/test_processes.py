@@ -51,15 +51,17 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("llama", {"data": 2, "context": 2}, 4),
     ("llama", {"data": 2, "tensor": 2, "zero": 3, "recompute": "full"}, 4),
     ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3}, 4),
+    ("llama", {"replicate": 2, "data": 2, "zero": 3}, 4),
     ("gpt2", {"offload": "host"}, 1),
     ("llama", {"data": 2, "zero": 3, "offload": "host"}, 2),
-    ("gpt2", {"data": 2, "tensor": 2, "recompute": "full", "offload": "host"}, 4),
+    ("gpt2", {"replicate": 2, "data": 2, "zero": 2, "recompute": "full", "offload": "host"}, 4),
 ]
 
 
 TURNS: list[tuple[str, dict[str, Any], int]] = [
     ("gpt2", {"micro_batches": 2, "data": 2}, 2),
     ("gpt2", {"micro_batches": 4, "pipeline": 2, "tensor": 2, "schedule": "1f1b"}, 4),
+    ("gpt2", {"micro_batches": 2, "replicate": 2, "data": 2, "zero": 3}, 4),
     ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 3, "schedule": "gpipe"}, 4),
     ("llama", {"micro_batches": 8, "pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, 2),
     ("llama", {"micro_batches": 4, "pipeline": 4, "recompute": "full"}, 4),
@@ -223,8 +225,9 @@ def test_a_checkpoint_goes_on_under_any_plan(pool: LocalProcesses, tmp_path: Pat
     """A fused query-key-value weight in strips, parameters tied over stages, and one process without a group."""
     path = str(tmp_path / "checkpoint")
     begun = pool.run(checkpoints.begins, "gpt2", workers.plan_exactly("gpt2", {"tensor": 2}, 2), path, ranks=2)
-    other = workers.plan_exactly("gpt2", {"pipeline": 2, "data": 2, "zero": 3, "micro_batches": 2}, 4)
-    assert pool.run(checkpoints.goes_on, "gpt2", other, path)[0] == pytest.approx(begun[0], rel=1e-10)
+    for pin in ({"pipeline": 2, "data": 2, "zero": 3, "micro_batches": 2}, {"replicate": 2, "data": 2, "zero": 3}):
+        other = workers.plan_exactly("gpt2", pin, 4)
+        assert pool.run(checkpoints.goes_on, "gpt2", other, path)[0] == pytest.approx(begun[0], rel=1e-10)
     alone = checkpoints.goes_on_alone("gpt2", path)
     assert alone == pytest.approx(begun[0], rel=1e-10)
 
@@ -265,7 +268,13 @@ def test_a_checkpoint_survives_a_lost_rank(pool: LocalProcesses, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "model, pin", [("llama", {"tensor": 2, "pipeline": 2, "micro_batches": 2}), ("mlp", {"tensor": 4})], ids=str
+    "model, pin",
+    [
+        ("llama", {"tensor": 2, "pipeline": 2, "micro_batches": 2}),
+        ("mlp", {"tensor": 4}),
+        ("mlp", {"replicate": 2, "data": 2, "zero": 3}),
+    ],
+    ids=str,
 )
 def test_an_overflow_on_one_rank_is_one_on_all(pool: LocalProcesses, model: str, pin: dict[str, Any]) -> None:
     pool.run(workers.scales_and_skips_together, model, workers.plan_exactly(model, pin, 4))

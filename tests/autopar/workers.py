@@ -421,7 +421,10 @@ def scales_and_skips_together(name: str, document: Mapping[str, Any]) -> None:
     scalers[1].scale(loss).backward()
     kept = pmodel.full_state_dict()
     parts = [p.grad for p in pmodel.parameters() if isinstance(p.grad, DTensor) and p.grad.placements[-1].is_shard()]
-    if dist.get_rank() == dist.get_world_size() - 1:
+    mesh, here = parts[0].device_mesh, parts[0].device_mesh.get_coordinate()
+    assert here is not None
+    held = [here[axis] == mesh.size(axis) - 1 for axis, at in enumerate(parts[0].placements) if at.is_shard()]
+    if all(held) and dist.get_world_size() - 1 in mesh.mesh:  # the last rank, and those that hold the same
         parts[0].to_local().fill_(math.inf)
     scalers[1].step(optimizers[1])
     scalers[1].update()

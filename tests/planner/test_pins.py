@@ -11,6 +11,7 @@ from planner.cluster import ClusterSpec
 from planner.errors import ClusterError, InfeasibleError, PinError
 from planner.formulate import Training
 from planner.graph import Graph, Node, Ref, TensorType
+from planner.layout import I, Layout, Mesh, Shard
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.search import search
@@ -245,3 +246,68 @@ def test_pins_that_leave_no_room_say_that_relaxing_them_may_help() -> None:
     roomy = plan_of(GRAPH, pin={"data": 4, "zero": 3}).predicted.peak_bytes
     with pytest.raises(InfeasibleError, match="Relaxing the pins may also help"):
         plan_of(GRAPH, cluster(4, int(roomy / 0.9) + 1024), {"data": 4, "zero": 0})
+
+
+# ---- hierarchical sharding -------------------------------------------------------------------------------------------
+
+HIERARCHICAL = {"replicate": 2, "data": 4, "zero": 3}
+
+
+def stored(
+    graph: Graph, spec: ClusterSpec, pin: dict[str, Any] | None, op: str, target: str = ""
+) -> tuple[Mesh, set[Layout]]:
+    """The mesh, and the layouts of the leaves of a kind."""
+    found = search(graph, spec, Pins.parse(pin), Training()).assignment
+    leaves = [leaf for leaf in graph.leaves if leaf.op == op and leaf.target.endswith(target)]
+    return found.space.mesh, {found.produced(Ref(leaf.name)) for leaf in leaves}
+
+
+def test_the_outer_axis_replicates_and_the_inner_one_shards() -> None:
+    assert stored(GRAPH, cluster(8), HIERARCHICAL, "param") == (Mesh.of(replicate=2, data=4), {(I, Shard(0))})
+    assert stored(GRAPH, cluster(8), HIERARCHICAL, "input")[1] == {(Shard(0), Shard(0))}
+
+
+@pytest.mark.parametrize("extra", [{}, {"zero": 2}, {"recompute": "full"}, {"micro_batches": 2}], ids=str)
+def test_gradients_are_scattered_inside_before_what_is_left_of_them_is_summed_outside(extra: dict[str, Any]) -> None:
+    """Of every parameter a rank passes its own quarter to the ranks of the other node, and to nobody more."""
+    whole = sum(leaf.results[0].size_bytes for leaf in GRAPH.leaves if leaf.op == "param")
+    moved: dict[tuple[str, str], int] = {}
+    predicted = plan_of(GRAPH, cluster(8), {**HIERARCHICAL, **extra}).predicted
+    for call, count in predicted.collectives:
+        if call.phase == "backward" and call.bytes_in > 64:
+            moved[call.kind, call.axis] = moved.get((call.kind, call.axis), 0) + call.bytes_in * count
+    assert moved.pop(("reduce_scatter", "data")) == whole
+    assert moved.pop(("all_reduce", "replicate")) == whole // 4
+    assert all(kind == "all_gather" and axis == "data" for kind, axis in moved)
+
+
+def test_the_rest_of_the_devices_shard_inside() -> None:
+    for pin, mesh in (({"zero": 3}, {"data": 4}), ({"tensor": 2}, {"data": 2, "tensor": 2})):
+        assert stored(GRAPH, cluster(8), {"replicate": 2, **pin}, "param")[0] == Mesh.of(replicate=2, **mesh)
+
+
+@pytest.mark.parametrize(
+    "devices, pin, message",
+    [
+        (8, {"replicate": 8, "zero": 3}, "the other pins leave no data axis"),
+        (8, {"replicate": 3, "zero": 3}, "pinned replicate 3 does not divide the 8 devices"),
+        (8, {"replicate": 2, "data": 2}, "pinned replicate 2 x data 2 = 4, but 'local' has 8 devices"),
+        (32, HIERARCHICAL | {"data": 16}, "pins 'replicate' and 'data' is 32 but input 'x' has a batch of 48"),
+        (8, HIERARCHICAL | {"micro_batches": 12}, "pins 'replicate' and 'data' is 8, which does not divide a"),
+        (8, {"replicate": 0}, "pin 'replicate' is 0"),
+    ],
+)  # fmt: skip
+def test_wrong_hierarchies_say_what_is_wrong(devices: int, pin: dict[str, Any], message: str) -> None:
+    with pytest.raises(PinError, match=message):
+        plan_of(GRAPH, cluster(devices), pin)
+
+
+def test_the_search_shards_inside_nodes_by_itself() -> None:
+    """Two nodes of two GPUs with slow links between them, and too little memory for all parameters on each."""
+    spec = ClusterSpec.preset("dgx-a100", nodes=2)
+    spec = spec.model_copy(update={"levels": (spec.levels[0].model_copy(update={"size": 2}), spec.levels[1])})
+    graph = residual_mlp(layers=6, width=384, batch=2**14)
+    needed = plan_of(graph, spec, {"data": 4, "zero": 0, "recompute": "full"}).predicted.peak_bytes
+    device = spec.device.model_copy(update={"memory_bytes": int(needed / 0.9)})
+    spec = spec.model_copy(update={"device": device})
+    assert stored(graph, spec, None, "param", "up.weight") == (Mesh.of(outer=2, inner=2), {(I, Shard(0))})
