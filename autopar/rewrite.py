@@ -148,7 +148,8 @@ class Root:
 
     def _program(self, block: Block, kind: int, level: Level) -> str:
         """Emit a distinct block; returns its name."""
-        base = self._names[kind] if level == "none" else f"{self._names[kind]}_{level}"
+        suffix = f"keeps_{len(level)}" if isinstance(level, tuple) else level
+        base = self._names[kind] if level == "none" else f"{self._names[kind]}_{suffix}"
         name = base if base not in self.calls else f"{base}_{sum(n.startswith(base) for n in self.calls)}"
         self.calls[name] = 0
         body = block_body(block, self.assignment, self.targets, self.device)

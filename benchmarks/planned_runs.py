@@ -258,7 +258,7 @@ def _with(run: Run, found: Searched) -> Run:
 def _half(found: Searched) -> Searched:
     """The same decisions with half of the blocks of every kind recomputed in full."""
     space = found.assignment.space
-    amounts = tuple(Amount(len(kind) // 2 if len(kind) > 1 else 0) for kind in space.folded.kinds)
+    amounts = tuple(Amount.of({"full": len(kind) // 2 if len(kind) > 1 else 0}) for kind in space.folded.kinds)
     assignment = replace(found.assignment, recompute=Recompute(amounts))
     problem = Decided(assignment, space.skeleton).problem(None, assignment.recompute)
     return replace(found, assignment=assignment, evaluation=evaluate(problem, (0,) * len(problem.vertices)))

@@ -24,7 +24,7 @@ from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.pipeline.schedule import versions
 from planner.pipeline.stages import Block, Chain, Saving
-from planner.recompute import COMPUTED, Level, ladder
+from planner.recompute import NOTHING, Amount, Level, Levels, Recompute
 
 
 @dataclass(frozen=True)
@@ -76,25 +76,18 @@ class Link:
     @property
     def leanest(self) -> Link:
         """The same that saves least, whatever it takes."""
-        return self.only(self.levels[-1])
-
-    def only(self, level: Level) -> Link:
-        """The same at one level of recomputation; a block that never recomputes stays as it is."""
-        way = self.levels.index(level if level in self.levels else "none")
-        kept = slice(way, way + 1)
-        block = replace(self.block, savings=self.block.savings[kept])
-        return replace(self, block=block, levels=self.levels[kept], working_bytes=self.working_bytes[kept])
+        block = replace(self.block, savings=self.block.savings[-1:])
+        return replace(self, block=block, levels=self.levels[-1:], working_bytes=self.working_bytes[-1:])
 
 
-def links_of(assignment: Assignment, level: Level | None = None, schedule: str | None = None) -> tuple[Link, ...]:
+def links_of(assignment: Assignment, levels: Levels, schedule: str | None = None) -> tuple[Link, ...]:
     """The blocks of an assignment as a chain; its own recomputation aside, which the cut decides anew.
 
     Args:
-        level: the only one at which blocks that can recompute may; left out: any.
+        levels: those at which blocks may run.
         schedule: that of the pipeline, where it is known, since 2bw holds two versions of the weights.
     """
-    links = _Chain(assignment, versions(schedule)).links
-    return links if level is None else tuple(link.only(level) for link in links)
+    return _Chain(assignment, levels, versions(schedule)).links
 
 
 def chain_of(links: Sequence[Link]) -> Chain:
@@ -128,10 +121,10 @@ class _Sums:
 class _Chain:
     """The links of one assignment; blocks that are entered and left alike are worked out once."""
 
-    def __init__(self, assignment: Assignment, versions: int):
+    def __init__(self, assignment: Assignment, levels: Levels, versions: int):
         self.assignment, self.space, self.versions = assignment, assignment.space, versions
         self.graph, self.folded = self.space.graph, self.space.folded
-        self.levels = {level: ladder(self.folded, (level,), ("none",)).steps[0] for level in COMPUTED}
+        self.levels = levels
         self._known: dict[object, Link] = {}
 
     @cached_property
@@ -220,7 +213,7 @@ class _Chain:
             self._run(sums, node)
         for name in {**dict.fromkeys(leaves), **+sums.grown}:
             sums.held.update(self._versions_of(name, sums.grown[name]))
-        levels = COMPUTED if len(self.folded.kinds[instance.kind]) > 1 else COMPUTED[:1]
+        levels = self.levels.computed(instance.kind)
         savings = tuple(Saving(self._again_s(number, level), self._saved(number, level)) for level in levels)
         name, held_bytes = self.folded.names[instance.kind], sum(sums.held.values())
         return Link(
@@ -316,9 +309,16 @@ class _Chain:
         return node.op == "param"
 
     def _saved(self, number: int, level: Level) -> int:
-        recompute, assignment = self.levels[level], self.assignment
-        nodes = self.folded.instances[number].block.nodes
-        return sum(self.space.saved_bytes(node, assignment.choice(node), recompute) for node in nodes)
+        """Bytes that a block keeps for backward, where others keep as little as they may."""
+        instance, recompute = self.folded.instances[number], NOTHING
+        if level != "none":
+            last = [self.levels.computed(kind)[-1] for kind in range(len(self.folded.kinds))]
+            last[instance.kind] = level
+            sizes = map(len, self.folded.kinds)
+            recompute = Recompute(tuple(Amount.of({each: size}) for each, size in zip(last, sizes, strict=True)))
+        return sum(
+            self.space.saved_bytes(node, self.assignment.choice(node), recompute) for node in instance.block.nodes
+        )
 
     def _again_s(self, number: int, level: Level) -> float:
         """Seconds of what a block makes again."""

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from planner.again import Again, shares
 from planner.fold import Block, Folded
 from planner.graph import Node, Ref
 from planner.ops import saved_places
-from planner.recompute import Again, Level, Recompute, shares
+from planner.recompute import Level, Recompute
 
 Places = tuple[int, ...]
 """Tensors of an operator: its operands, then its results."""

@@ -53,7 +53,8 @@ class BlockPlan:
     ``values`` maps the same keys to the layout in which a result with several readers is delivered;
     ``at`` numbers its instances among all blocks in execution order; ``recompute`` says how many of them (the first
     ones) make again in backward what they computed or gathered: ``{"full": 3, "selective": 2, "gathered": 1}``, see
-    :mod:`planner.recompute`.
+    :mod:`planner.recompute`. For levels that are none of these, ``keeps`` has the operators whose results are kept, as
+    ``ops`` names them: ``{"part 1": ("self_attn: scaled_dot_product_attention",)}``.
     """
 
     name: str
@@ -62,6 +63,7 @@ class BlockPlan:
     values: Mapping[str, str]
     at: tuple[int, ...] = ()
     recompute: Mapping[str, int] = field(default_factory=dict)
+    keeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class PipelinePlan:
     ``schedule`` says in which order, see :mod:`planner.pipeline.schedule`; each of ``ranks`` pipeline ranks, which are
     meshes of devices, has ``virtual_stages``. Stage ``s`` has the blocks from ``bounds[s]`` up to, not including,
     ``bounds[s + 1]``, numbered in execution order as in :class:`BlockPlan`; ``recompute`` says which of them make again
-    in backward what they computed, by level.
+    in backward what they computed, by level, of which there are those in :class:`BlockPlan`.
     """
 
     schedule: str

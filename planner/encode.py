@@ -25,7 +25,7 @@ from planner.turns import TurnTimes
 
 FORMAT, VERSION = "autopar-plan", 1
 WIDTH = 110
-BLOCK_FIELDS = {"name", "count", "at", "recompute", "ops", "values"}
+BLOCK_FIELDS = {"name", "count", "at", "recompute", "keeps", "ops", "values"}
 
 
 def encode(document: Document) -> dict[str, Any]:
@@ -61,6 +61,7 @@ def decisions(document: Document) -> dict[str, Any]:
                 "count": b.count,
                 "at": runs(b.at),
                 **({"recompute": dict(b.recompute)} if b.recompute else {}),
+                **({"keeps": {level: list(names) for level, names in b.keeps.items()}} if b.keeps else {}),
                 "ops": dict(b.ops),
                 "values": dict(b.values),
             }
@@ -232,15 +233,19 @@ def _read_block(data: Any) -> BlockPlan:
         raise ValueError(
             f"block {name!r} has {', '.join(map(repr, sorted(unknown)))}, and takes {sorted(BLOCK_FIELDS)}"
         )
-    for section in ("ops", "values", "recompute"):
+    for section in ("ops", "values", "recompute", "keeps"):
         if not isinstance(data.get(section, {}), dict):
             raise TypeError(f"block {name!r}: {section!r} is {data[section]!r}, not a mapping")
     for section in ("ops", "values"):
         if not all(isinstance(text, str) for text in data[section].values()):
             raise TypeError(f"block {name!r}: {section!r} maps names to text")
+    keeps = data.get("keeps", {})
+    if not all(isinstance(names, list) and all(isinstance(each, str) for each in names) for names in keeps.values()):
+        raise TypeError(f"block {name!r}: 'keeps' maps levels to lists of operators, named as in 'ops'")
     if len(at) != data["count"]:
         raise ValueError(f'block {name!r} has "count" {data["count"]}, and "at" {data["at"]!r} numbers {len(at)}')
-    return BlockPlan(name, data["count"], data["ops"], data["values"], at, data.get("recompute", {}))
+    kept = {level: tuple(names) for level, names in keeps.items()}
+    return BlockPlan(name, data["count"], data["ops"], data["values"], at, data.get("recompute", {}), kept)
 
 
 def _read_prediction(data: Any) -> Prediction:

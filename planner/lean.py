@@ -110,7 +110,7 @@ def _in_one_turn(best: Best) -> Lean:
 
 def _in_turns(setting: Setting, best: Best) -> Lean:
     """The pipeline of the choices that makes again all that can be."""
-    chain = links_of(best.space.assignment(best.choices), setting.pins.recompute, setting.pins.schedule)
+    chain = links_of(best.space.assignment(best.choices), setting.levels, setting.pins.schedule)
     links = [link.leanest for link in chain]
     found = stage(links, setting.pipelines(best.division, len(links)), None)
     assert found is not None

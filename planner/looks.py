@@ -34,7 +34,7 @@ from planner.layout import Mesh
 from planner.pins import Labels, Pins, filters, label_dims
 from planner.pipeline.stages import Pipeline
 from planner.problem import Evaluation, evaluate, most_bytes
-from planner.recompute import Ladder, Recompute
+from planner.recompute import Ladder, Levels, Recompute
 from planner.rules import Rule
 from planner.skeleton import Skeleton
 from planner.solve import Bounds, lightest, lower_bound_between, lower_bounds, solve
@@ -110,14 +110,15 @@ class Best:
 class Setting:
     """What all candidates of a search share.
 
-    ``spare_bytes`` are left of every device's memory; ``seconds`` adds up where time goes; ``known`` holds the labels
-    that were found, ``posed`` the last space of each division.
+    ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``seconds`` adds up where
+    time goes; ``known`` holds the labels that were found, ``posed`` the last space of each division.
     """
 
     cost: CostModel
     training: Training
     rules: Mapping[str, Rule]
     pins: Pins
+    levels: Levels
     deadline: float
     progress: Progress | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -349,7 +350,7 @@ def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None
     """The look with a pipeline of these choices as its plan, if one is found that fits and is faster."""
     if choices is None:
         return look
-    links = links_of(look.space.assignment(choices), setting.pins.recompute, setting.pins.schedule)
+    links = links_of(look.space.assignment(choices), setting.levels, setting.pins.schedule)
     if not all(math.isfinite(link.block.work_s) for link in links):
         return look
     wanted = setting.pipelines(look.candidate.division, len(links))
@@ -414,14 +415,16 @@ def _whole(setting: Setting, look: Look, best: Best | None) -> Look:
 def _split(look: Look) -> list[Look]:
     """The same steps in parts.
 
-    Where a plan fits without more recomputation, its step and all others; else at the bends, or before, at and after
-    the plan that is known, or in halves.
+    Where a plan fits without more recomputation, its step and all others; else at the bends around the plan that is
+    known, or in the middle, since what is far from the best plan is often bounded away together; between bends before,
+    at and after the plan, or in halves.
     """
     step = look.step if look.choices is not None else -1
     if step == look.low:
         cuts = [step, step + 1]
     elif look.bends:
-        cuts = [look.low, *(cut for bend in look.bends for cut in (bend, bend + 1))]
+        near = _around(look.bends, step) if step >= 0 else [look.bends[len(look.bends) // 2]]
+        cuts = [look.low, *(cut for bend in near for cut in (bend, bend + 1))]
     else:
         middle = step if look.low < step < look.high else (look.low + look.high) // 2
         cuts = [look.low, *([middle] if middle == step else []), middle + 1]
@@ -435,6 +438,11 @@ def _split(look: Look) -> list[Look]:
         else:
             found.append(replace(part, candidate=nothing, choices=None, evaluation=None))
     return found
+
+
+def _around(bends: list[int], step: int) -> list[int]:
+    """The last bend up to a step, and the first from it on."""
+    return [*[bend for bend in bends if bend <= step][-1:], *[bend for bend in bends if bend >= step][:1]]
 
 
 def _with_plan(setting: Setting, look: Look, choices: tuple[int, ...] | None) -> Look:

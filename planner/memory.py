@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from planner.again import Again
 from planner.conversion import Route, Step, local_bytes
 from planner.fold import Block, Instance
 from planner.formulate import Assignment, Chunk
@@ -31,7 +32,6 @@ from planner.graph import Node, Ref, TensorType
 from planner.layout import Shard
 from planner.ops import OPS
 from planner.ops.table import OWN
-from planner.recompute import Again
 from planner.runs import Skip, Wiring, skips
 
 SHOWN = 20
@@ -695,10 +695,11 @@ class _Step:
             for shared, size in zip(shares, sizes, strict=True)
         ]
         if self.frame is not None:
-            keeps = self.frame.at[node.name] not in self.frame.again.operators
-            for storage, shared in zip(storages, shares, strict=True):
+            at, sources = self.frame.at[node.name], self.frame.again.sources
+            for index, (storage, shared) in enumerate(zip(storages, shares, strict=True)):
                 if shared < 0:
-                    self.frame.makes(heap, storage, (value.storage for value in operands), keeps)
+                    operands_ = (value.storage for value in operands)
+                    self.frame.makes(heap, storage, operands_, keeps=(at, index) in sources)
         flows = [
             tensor.grad and Ref(node.name, i) in self.graph.differentiated for i, tensor in enumerate(node.results)
         ]

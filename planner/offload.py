@@ -29,6 +29,7 @@ from planner.formulate import Assignment, Tier
 from planner.graph import Ref
 from planner.memory import BEFORE, Direction, Usage, enters_before, readers_of
 from planner.predict import Prediction, predict
+from planner.recompute import Level, used
 from planner.timetable import Item, Link, Moment, Timetable, Trace, Use, fewest_bytes, shortest_step, simulate
 from planner.words import in_bytes
 
@@ -202,8 +203,9 @@ class _Step:
     def _seconds(self) -> dict[tuple[Direction, int], float]:
         """Seconds on the device of every block, by direction and number, that add up to the prediction's."""
         recompute, skeleton = self.assignment.recompute, self.assignment.space.skeleton
+        links = links_of(self.assignment, used(recompute, skeleton.folded))
         found: dict[tuple[Direction, int], float] = {}
-        for number, (link, (kind, nth)) in enumerate(zip(links_of(self.assignment), skeleton.numbers, strict=True)):
+        for number, (link, (kind, nth)) in enumerate(zip(links, skeleton.numbers, strict=True)):
             found["forward", number] = link.block.forward_s + link.gather_s
             found["backward", number] = link.block.input_s + link.block.weight_s + link.reduce_s
             found["backward", number] += _again_s(link, recompute.level(kind, nth))
@@ -286,7 +288,7 @@ class _Step:
         )
 
 
-def _again_s(link: BlockLink, level: str) -> float:
+def _again_s(link: BlockLink, level: Level) -> float:
     ways = dict(zip(link.levels, link.block.savings, strict=True))
     return ways[level].recompute_s if level in ways else 0.0
 

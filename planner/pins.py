@@ -52,6 +52,7 @@ class Pins:
             ``tensor`` were pinned to 1.
         recompute: what every block that repeats makes again in backward: ``none``, ``selective`` (all but contractions,
             convolutions and attention) or ``full``; ``None`` leaves it to the search.
+        keep: globs of module paths whose operators' results these blocks keep all the same.
         layers: glob of module path -> {axis name: strategy}.
         stages: of the pipeline, ``pipeline`` in the user's form; ``None`` leaves it to the search, as the others do.
         micro_batches: turns in which a step takes the global batch.
@@ -65,6 +66,7 @@ class Pins:
     sequence_parallel: bool | None = None
     zero: int | None = None
     recompute: Level | None = None
+    keep: tuple[str, ...] = ()
     layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     stages: int | None = None
     micro_batches: int | None = None
@@ -113,9 +115,7 @@ class Pins:
             raise PinError(f"pin 'sequence_parallel' is {sequence_parallel!r}; it is True or False")
         if sequence_parallel and sizes.get("tensor", 1) == 1:
             raise PinError("pin 'sequence_parallel' shards the sequence over the tensor axis: pin 'tensor' above 1 too")
-        recompute = pin.pop("recompute", None)
-        if recompute not in (None, *COMPUTED):
-            raise PinError(f"pin 'recompute' is {recompute!r}; it is one of {', '.join(map(repr, COMPUTED))}")
+        recompute, keep = _recompute(pin.pop("recompute", None))
         offload = pin.pop("offload", None)
         if offload is not None and not (isinstance(offload, str) and offload in TIERS):
             raise PinError(
@@ -131,6 +131,7 @@ class Pins:
             sequence_parallel,
             zero,
             recompute,
+            keep,
             layers,
             counts["pipeline"],
             counts["micro_batches"],
@@ -167,7 +168,7 @@ class Pins:
         if self.zero is not None:
             found["zero"] = self.zero
         if self.recompute is not None:
-            found["recompute"] = self.recompute
+            found["recompute"] = {"keep": list(self.keep)} if self.keep else self.recompute
         if self.layers:
             found["layers"] = {path: dict(axes) for path, axes in self.layers.items()}
         if self.offload is not None:
@@ -179,6 +180,23 @@ class Pins:
             "virtual_stages": self.virtual_stages,
         }
         return {**found, **{name: value for name, value in turns.items() if value is not None}}
+
+
+def _recompute(value: object) -> tuple[Level | None, tuple[str, ...]]:
+    """A pinned level of recomputation, and the globs of what is kept all the same."""
+    if isinstance(value, Mapping) and value.keys() == {"keep"}:
+        globs = value["keep"]
+        if isinstance(globs, list | tuple) and globs and all(isinstance(each, str) for each in globs):
+            return "full", tuple(globs)
+    elif value is None:
+        return None, ()
+    for level in COMPUTED:
+        if value == level:
+            return level, ()
+    raise PinError(
+        f"pin 'recompute' is {value!r}; it is one of {', '.join(map(repr, COMPUTED))}, or says of which modules the "
+        "results are kept: {'keep': ['*.self_attn', '*.mlp.up']}"
+    )
 
 
 def _schedule(schedule: object, virtual_stages: int | None) -> str | None:

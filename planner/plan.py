@@ -29,6 +29,7 @@ from planner.fold import Folded, fold, fold_off, relabel
 from planner.formulate import Assignment, Role, Space, rules_of
 from planner.graph import Graph, Ref
 from planner.layout import Layout, format_layout
+from planner.levels import Stated, read_amounts, read_by_number
 from planner.memory import usage
 from planner.names import role_names
 from planner.offload import offloaded
@@ -37,7 +38,7 @@ from planner.pipeline.stages import Pipeline
 from planner.pipeline.stages import evaluate as cut_of
 from planner.predict import Prediction, predict, predict_in_turns
 from planner.problem import evaluate
-from planner.recompute import COMPUTED, LEVELS, Amount, Recompute
+from planner.recompute import Recompute, at_levels, used
 from planner.seams import finer
 from planner.strategy import Choice
 from planner.timetable import Timetable
@@ -306,6 +307,7 @@ def describe(
     at: dict[int, list[int]] = {}
     for number, instance in enumerate(space.folded.instances):
         at.setdefault(instance.kind, []).append(number)
+    stated = Stated.of(assignment, staged)
     return Plan(
         model=model,
         cluster=space.cost.cluster,
@@ -322,24 +324,23 @@ def describe(
                 ops.get(kind, {}),
                 values.get(kind, {}),
                 tuple(at[kind]),
-                {level: len(numbers) for level, numbers in assignment.recompute.levels(kind)},
+                {stated.name(kind, level): len(numbers) for level, numbers in assignment.recompute.levels(kind)},
+                stated.keeps(kind),
             )
             for kind, name in enumerate(space.folded.names)
         ),
         outputs=tuple(outputs),
         predicted=predicted,
         search=replace(search, candidates=tuple(_finite(c) for c in search.candidates)),
-        pipeline=None if staged is None else _pipeline(staged),
+        pipeline=None if staged is None else _pipeline(staged, stated.by_number(staged, assignment)),
         timetable=timetable,
         coverage=coverage(space.graph),
         assignment=assignment,
     )
 
 
-def _pipeline(staged: Staged) -> PipelinePlan:
+def _pipeline(staged: Staged, recompute: Mapping[str, tuple[int, ...]]) -> PipelinePlan:
     pipeline = staged.pipeline
-    levels = {level: staged.at(level) for level in COMPUTED[1:]}
-    recompute: dict[str, tuple[int, ...]] = {level: numbers for level, numbers in levels.items() if numbers}
     return PipelinePlan(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages, tuple(staged.cut.bounds), recompute)
 
 
@@ -355,7 +356,7 @@ def restage(plan: Plan, assignment: Assignment) -> Staged | None:
     found = plan.pipeline
     if found is None:
         return None
-    links, size = links_of(assignment, schedule=found.schedule), len(assignment.space.folded.instances)
+    folded, size = assignment.space.folded, len(assignment.space.folded.instances)
     pipeline = Pipeline(found.schedule, found.ranks, plan.mesh.micro_batches, found.virtual_stages)
     if len(found.bounds) != pipeline.stages + 1 or found.bounds[-1] != size:
         raise PlanError(
@@ -363,15 +364,9 @@ def restage(plan: Plan, assignment: Assignment) -> Staged | None:
             f"has {size} blocks, and {found.ranks} ranks of {found.virtual_stages} are {pipeline.stages} stages: mend "
             '"stages", or plan again'
         )
-    savings = [0] * size
-    for level, numbers in found.recompute.items():
-        for number in numbers:
-            if level not in COMPUTED[1:] or number >= size or len(links[number].block.savings) == 1:
-                raise PlanError(
-                    f"the plan recomputes block {number} at level {level!r}; levels are {' and '.join(COMPUTED[1:])}, "
-                    f"and only blocks below {size} that repeat recompute"
-                )
-            savings[number] = COMPUTED.index(level)
+    levels = read_by_number(plan, assignment.space)
+    links = links_of(assignment, used(at_levels(folded, levels), folded), found.schedule)
+    savings = [link.levels.index(level) for link, level in zip(links, levels, strict=True)]
     try:
         return price(links, pipeline, cut_of(pipeline, chain_of(links), found.bounds, savings))
     except ScheduleError as error:
@@ -440,26 +435,9 @@ def restore(plan: Plan, space: Space, model: Mapping[str, Any]) -> Assignment:
             raise PlanError(f"the plan has no entry for {where}; restore it, or plan again")
         chosen[role] = _read(text, space.options[role], where, plan.pin)
     _check_entries(plan, names.values())
-    assignment = Assignment(space, chosen, Recompute(tuple(map(_amount, plan.blocks))))
+    assignment = Assignment(space, chosen, Recompute(read_amounts(plan, space)))
     _check_routes(assignment)
     return assignment
-
-
-def _amount(block: BlockPlan) -> Amount:
-    """How many of a block's instances recompute."""
-    known = LEVELS[1:]
-    for level, count in block.recompute.items():
-        if level not in known or not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise PlanError(
-                f"the plan recomputes {{{level!r}: {count!r}}} of block {block.name!r}; it takes "
-                f"{', '.join(map(repr, known))}, each with a whole number of instances"
-            )
-    if sum(block.recompute.values()) > block.count:
-        raise PlanError(
-            f"the plan recomputes {sum(block.recompute.values())} instances of block {block.name!r}, which occurs "
-            f'{block.count} times: lower the numbers in its "recompute"'
-        )
-    return Amount.of(block.recompute)
 
 
 def _check_entries(plan: Plan, known: Iterable[tuple[object, str]]) -> None:

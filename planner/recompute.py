@@ -1,11 +1,10 @@
 """Recompute: which values of a block are made again in backward instead of being kept since forward.
 
 Of the instances of a block some run at level ``full``, which keeps what enters the block and makes everything else
-again, some at ``selective``, which also keeps the results of contractions, convolutions and attention, some at
-``gathered``, which keeps everything but parameters that were gathered for use and gathers them again, and the others
-at ``none``. What was drawn at random is drawn again, alike; what operators without a row made is always kept. What the
-block converts for an operator that needs it is converted again unless it is the result of a kept operator: gathered
-parameters too.
+again, some at levels that also keep the results of certain operators, some at ``gathered``, which keeps everything but
+parameters that were gathered for use and gathers them again, and the others at ``none``. Which operators' results are
+worth keeping :mod:`planner.keep` finds for each distinct block; at ``selective`` they are those of all contractions,
+convolutions and attention. What each level comes to in a block says :mod:`planner.again`.
 
 Which instances are which matters for the moment of the peak alone: those at the end of forward are the first to run
 backward, while all others still hold what they saved. So the first instances recompute, the very first in full.
@@ -13,54 +12,80 @@ backward, while all others still hold what they saved. So the first instances re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, Literal
 
-from planner.fold import Block, Folded
-from planner.graph import Graph, Node, Ref
-from planner.ops import OPS, saved_places
-from planner.ops.table import OWN, no_flops
+from planner.fold import Folded
 
-Level = Literal["none", "gathered", "selective", "full"]
+Kept = tuple[int, ...]
+"""The operators of a block whose results are kept, by position in ``block.nodes``; all else is made again."""
+Level = Literal["none", "gathered", "selective", "full"] | Kept
 LEVELS: tuple[Level, ...] = ("none", "gathered", "selective", "full")
+"""Those with a name: what they keep follows from the kinds of operators."""
 ALONE: tuple[Level, ...] = ("none", "gathered")
 """Those of blocks that do not repeat."""
 COMPUTED: tuple[Level, ...] = ("none", "selective", "full")
 """Those that differ where parameters are gathered once a step, for all turns."""
 
 
+def leanest_first(level: Level) -> tuple[int, int, Kept]:
+    """The order of levels, from those that keep least: a key to sort by."""
+    if isinstance(level, tuple):
+        return 1, len(level), level
+    return {"full": 0, "selective": 2, "gathered": 3, "none": 4}[level], 0, ()
+
+
 @dataclass(frozen=True)
 class Amount:
-    """How many instances of a block recompute: the first ``full`` at that level, the next ``selective`` at theirs, and
-    those after them ``gathered``.
+    """How many instances of a block recompute, and which.
 
-    ``leads``: what an instance makes again is counted among what is held. Only one instance does so at a time: where
-    equal blocks are kinds of their own, the first of them stands for all.
+    Attributes:
+        levels: the levels above ``none`` at which instances run, with the numbers of those instances.
+        leads: what an instance makes again is counted among what is held. Only one instance does so at a time: where
+            equal blocks are kinds of their own, the first of them stands for all.
     """
 
-    full: int = 0
-    selective: int = 0
-    gathered: int = 0
+    levels: tuple[tuple[Level, Sequence[int]], ...] = ()
     leads: bool = True
 
     @classmethod
     def of(cls, counts: Mapping[Any, int], leads: bool = True) -> Amount:
-        """So many instances at each of some levels."""
-        return cls(counts.get("full", 0), counts.get("selective", 0), counts.get("gathered", 0), leads)
+        """So many instances at each of some levels: the first at the one that keeps least, and so on."""
+        found: list[tuple[Level, range]] = []
+        for level in sorted(counts, key=leanest_first):
+            if level != "none" and counts[level]:
+                start = found[-1][1].stop if found else 0
+                found.append((level, range(start, start + counts[level])))
+        return cls(tuple(found), leads)
+
+    @classmethod
+    def at(cls, levels: Iterable[Level]) -> Amount:
+        """The level of every instance, in order."""
+        numbers: dict[Level, list[int]] = {}
+        for number, level in enumerate(levels):
+            numbers.setdefault(level, []).append(number)
+        found = ((level, numbers[level]) for level in sorted(numbers, key=leanest_first) if level != "none")
+        return cls(tuple((level, _as_range(each)) for level, each in found))
 
     def level(self, nth: int) -> Level:
         """The level of instance number ``nth`` of its kind."""
         return next((level for level, numbers in self.levels if nth in numbers), "none")
 
-    @cached_property
-    def levels(self) -> tuple[tuple[Level, range], ...]:
-        """The levels above ``none`` at which instances run, with the numbers of those instances."""
-        ends = [0, *accumulate((self.full, self.selective, self.gathered))]
-        found = zip(reversed(LEVELS[1:]), map(range, ends, ends[1:]), strict=True)
-        return tuple((level, numbers) for level, numbers in found if numbers)
+    def count(self, level: Level) -> int:
+        """How many instances run at a level above ``none``."""
+        return sum(len(numbers) for each, numbers in self.levels if each == level)
+
+    def without(self, level: Level) -> Amount:
+        """The same with instances at ``none`` that run at some level now."""
+        return replace(self, levels=tuple(each for each in self.levels if each[0] != level))
+
+
+def _as_range(numbers: Sequence[int]) -> Sequence[int]:
+    """Rising numbers, as a range if none is left out."""
+    found = range(numbers[0], numbers[-1] + 1)
+    return found if len(found) == len(numbers) else tuple(numbers)
 
 
 @dataclass(frozen=True)
@@ -79,7 +104,7 @@ class Recompute:
     @property
     def gathers(self) -> bool:
         """Whether any instance runs at level ``gathered``."""
-        return any(amount.gathered for amount in self.amounts)
+        return any(amount.count("gathered") for amount in self.amounts)
 
     def level(self, kind: int, nth: int) -> Level:
         """The level of instance number ``nth`` of a kind."""
@@ -89,7 +114,7 @@ class Recompute:
         """Whether what an instance of a kind makes again is counted; see :class:`Amount`."""
         return not self.amounts or self.amounts[kind].leads
 
-    def levels(self, kind: int) -> tuple[tuple[Level, range], ...]:
+    def levels(self, kind: int) -> tuple[tuple[Level, Sequence[int]], ...]:
         """The levels above ``none`` at which instances of a kind run, with the numbers of those instances."""
         return self.amounts[kind].levels if self.amounts else ()
 
@@ -97,11 +122,19 @@ class Recompute:
         """The same where these kinds, or all, gather nothing."""
         amounts = enumerate(self.amounts)
         return Recompute(
-            tuple(replace(each, gathered=0) if kinds is None or kind in kinds else each for kind, each in amounts)
+            tuple(each.without("gathered") if kinds is None or kind in kinds else each for kind, each in amounts)
         )
 
 
 NOTHING = Recompute()
+
+
+def at_levels(folded: Folded, levels: Iterable[Level]) -> Recompute:
+    """Every instance at a level of its own, in execution order."""
+    found: list[list[Level]] = [[] for _ in folded.kinds]
+    for instance, level in zip(folded.instances, levels, strict=True):
+        found[instance.kind].append(level)
+    return Recompute(tuple(map(Amount.at, found)))
 
 
 def apart(recompute: Recompute, numbers: Sequence[tuple[int, int]]) -> Recompute:
@@ -125,17 +158,60 @@ def together(recompute: Recompute, kinds: Sequence[int]) -> Recompute:
     Args:
         kinds: of every instance, its kind in that folding.
     """
-    amounts = [Amount(leads=False)] * (max(kinds, default=-1) + 1)
-    for kind, more in zip(kinds, recompute.amounts, strict=True):
-        old = amounts[kind]
-        counts = {level: getattr(old, level) + getattr(more, level) for level in LEVELS[1:]}
-        amounts[kind] = Amount.of(counts, leads=old.leads or more.leads)
-    return Recompute(tuple(amounts))
+    joined: list[list[Amount]] = [[] for _ in range(max(kinds, default=-1) + 1)]
+    for kind, amount in zip(kinds, recompute.amounts, strict=True):
+        joined[kind].append(amount)
+    return Recompute(
+        tuple(
+            replace(Amount.at(each.level(0) for each in amounts), leads=any(each.leads for each in amounts))
+            for amounts in joined
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The levels at which instances of each kind of block may run.
+
+    Attributes:
+        first: of every kind, where all instances begin.
+        moves: kinds and their next levels, in the order in which their instances go there one after another.
+    """
+
+    first: tuple[Level, ...]
+    moves: tuple[tuple[int, Level], ...] = ()
+
+    def of(self, kind: int) -> tuple[Level, ...]:
+        """Those of a kind, each of which keeps less than the one before."""
+        return (self.first[kind], *(level for mover, level in self.moves if mover == kind))
+
+    def computed(self, kind: int) -> tuple[Level, ...]:
+        """Those of a kind that differ where parameters are gathered once a step, for all turns."""
+        return tuple(dict.fromkeys("none" if level == "gathered" else level for level in self.of(kind)))
+
+
+def named(folded: Folded, levels: Sequence[Level] = LEVELS, alone: Sequence[Level] = ALONE) -> Levels:
+    """Levels by name: kind after kind goes to the second, then to the third, and so on.
+
+    Args:
+        levels: of blocks that repeat, in their order.
+        alone: of blocks that do not; they are gathered again at most.
+    """
+    own = [levels if len(instances) > 1 else alone for instances in folded.kinds]
+    moves = ((kind, level) for level in LEVELS for kind, each in enumerate(own) if level in each[1:])
+    return Levels(tuple(each[0] for each in own), tuple(moves))
+
+
+def used(recompute: Recompute, folded: Folded) -> Levels:
+    """The levels at which instances run, and ``none``."""
+    kinds = range(len(folded.kinds))
+    first: list[Level] = ["none" for _ in kinds]
+    return Levels(tuple(first), tuple((kind, level) for kind in kinds for level, _ in reversed(recompute.levels(kind))))
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """Amounts of recomputation in a row: each step takes more time and holds less than the one before.
+    """Amounts of recomputation in a row: each step takes more time than the one before, and is there to hold less.
 
     Attributes:
         steps: the amounts.
@@ -154,137 +230,18 @@ class Ladder:
         return Ladder(tuple(apart(step, numbers) for step in self.steps), self.bends)
 
 
-def ladder(folded: Folded, levels: Sequence[Level] = LEVELS, alone: Sequence[Level] = ALONE) -> Ladder:
-    """From every block at its first level, by one more instance at a time at its next one, level after level and kind
-    after kind, to every block at its last.
-
-    Args:
-        levels: of blocks that repeat, in their order.
-        alone: of blocks that do not; they are gathered again at most.
+def ladder(folded: Folded, levels: Levels) -> Ladder:
+    """From every block at its first level, by one more instance at a time at its next one, move after move, to every
+    block at its last.
     """
     sizes = [len(instances) for instances in folded.kinds]
-    own = [levels if size > 1 else alone for size in sizes]
-    step: list[Mapping[Level, int]] = [{each[0]: size} for each, size in zip(own, sizes, strict=True)]
-    steps, bends = [_amounts(step)], {0}
-    for above in LEVELS:
-        for kind, each in enumerate(own):
-            if above in each[1:]:
-                below = each[each.index(above) - 1]
-                bends |= {len(steps) - 1, len(steps)}
-                for moved in range(1, sizes[kind] + 1):
-                    step[kind] = {above: moved, below: sizes[kind] - moved}
-                    steps.append(_amounts(step))
+    at = list(levels.first)
+    step = [Amount.of({level: size}) for level, size in zip(at, sizes, strict=True)]
+    steps, bends = [Recompute(tuple(step))], {0}
+    for kind, level in levels.moves:
+        below, at[kind] = at[kind], level
+        bends |= {len(steps) - 1, len(steps)}
+        for moved in range(1, sizes[kind] + 1):
+            step[kind] = Amount.of({level: moved, below: sizes[kind] - moved})
+            steps.append(Recompute(tuple(step)))
     return Ladder(tuple(steps), tuple(sorted(bends | {len(steps) - 1})))
-
-
-def _amounts(step: Sequence[Mapping[Level, int]]) -> Recompute:
-    return Recompute(tuple(map(Amount.of, step)))
-
-
-@dataclass(frozen=True)
-class Again:
-    """What one instance of a block makes again, by position in ``block.nodes``.
-
-    Attributes:
-        values: (operator, result) of every value that is made again.
-        lasting: operators whose results are kept.
-        taken: per operator, the operands of which its own conversion runs again.
-        dropped: per operator, the places (operands, then results) that its backward needs and that are not kept; a
-            value counts once, for the first operator that needs it, and its views not at all.
-        kept: per operator, the places that its backward, or it when it runs again, needs and that are kept.
-        drawing: operators that run again for what they drew, and keep nothing of it in between.
-    """
-
-    values: frozenset[tuple[int, int]]
-    lasting: frozenset[int]
-    taken: tuple[frozenset[int], ...]
-    dropped: tuple[tuple[int, ...], ...]
-    kept: tuple[tuple[int, ...], ...]
-    drawing: frozenset[int] = frozenset()
-
-    @cached_property
-    def operators(self) -> frozenset[int]:
-        """Operators that run again."""
-        return frozenset(at for at, _ in self.values)
-
-
-def again(graph: Graph, block: Block, level: Level) -> Again:
-    """What a block makes again at a level other than ``none``; the same for all instances of a kind."""
-    nodes = block.nodes
-    at_of = {node.name: at for at, node in enumerate(nodes)}
-    is_kept = [_is_kept(node, level) for node in nodes]
-    root = _roots(nodes)
-
-    def is_converted_again(ref: Ref) -> bool:
-        if level == "gathered":
-            return graph.by_name[ref.node].op == "param"
-        return not _is_result(ref, at_of, is_kept)
-
-    def is_made_again(ref: Ref) -> bool:
-        return ref.node in at_of and not is_kept[at_of[ref.node]]
-
-    tensors = [(*node.inputs, *(Ref(node.name, i) for i in range(len(node.results)))) for node in nodes]
-    saved = [saved_places(node, graph.input_types(node)) if any(t.grad for t in node.results) else () for node in nodes]
-    values: set[tuple[int, int]] = set()
-    drawing = frozenset(at for at, node in enumerate(nodes) if not is_kept[at] and _keeps_what_it_draws(graph, node))
-    waiting = [refs[place] for places, refs in zip(saved, tensors, strict=True) for place in places]
-    waiting += [Ref(nodes[at].name) for at in drawing]
-    while waiting:
-        ref = waiting.pop()
-        if is_made_again(ref) and (at_of[ref.node], ref.index) not in values:
-            values.add((at_of[ref.node], ref.index))
-            waiting.extend(nodes[at_of[ref.node]].inputs)
-    running = {at for at, _ in values}
-    taken, dropped, kept = [], [], []
-    counted: set[Ref] = set()
-    for at, node in enumerate(nodes):
-        operands = range(len(node.inputs))
-        wanted = dict.fromkeys((*saved[at], *(operands if at in running else ())))
-        origin = {place: root.get(tensors[at][place], tensors[at][place]) for place in wanted}
-        taken.append(frozenset(i for i in operands if i in wanted and is_converted_again(node.inputs[i])))
-        kept.append(tuple(place for place in wanted if not is_made_again(origin[place])))
-        gone = {origin[place]: place for place in reversed(saved[at]) if is_made_again(origin[place])}
-        more = {place for ref, place in gone.items() if ref not in counted}
-        if at in drawing:
-            more |= {*saved_places(node, graph.input_types(node), own=True)} - {*saved[at]}
-        dropped.append(tuple(sorted(more)))
-        counted.update(gone)
-    lasting = frozenset(at for at, keeps in enumerate(is_kept) if keeps)
-    return Again(frozenset(values), lasting, tuple(taken), tuple(dropped), tuple(kept), drawing)
-
-
-def _is_kept(node: Node, level: Level) -> bool:
-    """Whether what an operator makes is kept."""
-    row = OPS.get(node.op)
-    return row is None or level == "gathered" or (level == "selective" and row.flops is not no_flops)
-
-
-def _keeps_what_it_draws(graph: Graph, node: Node) -> bool:
-    """Whether backward of an operator needs what it drew, as of dropout that drops anything."""
-    row = OPS.get(node.op)
-    if row is None or not row.random or shares(node) or not any(tensor.grad for tensor in node.results):
-        return False
-    rate = node["p"] if node["dropout_p"] is None else node["dropout_p"]
-    return rate != 0 and any(word in OWN for word in row.saved(node, graph.input_types(node)))
-
-
-def _is_result(ref: Ref, at_of: dict[str, int], is_kept: list[bool]) -> bool:
-    """Whether a kept operator of the block made a value."""
-    return ref.node in at_of and is_kept[at_of[ref.node]]
-
-
-def _roots(nodes: tuple[Node, ...]) -> dict[Ref, Ref]:
-    """View -> what it is a view of, within a block."""
-    root: dict[Ref, Ref] = {}
-    for node in nodes:
-        for index, shared in enumerate(shares(node)):
-            if shared >= 0:
-                root[Ref(node.name, index)] = root.get(node.inputs[shared], node.inputs[shared])
-    return root
-
-
-def shares(node: Node) -> tuple[int, ...]:
-    """For each result the operand whose memory it shares, -1 for none; nothing if it shares none."""
-    row = OPS.get(node.op)
-    found = node.shares or ((0,) * len(node.results) if row is not None and row.view and node.inputs else ())
-    return found if any(shared >= 0 for shared in found) else ()

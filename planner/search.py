@@ -25,6 +25,7 @@ from planner.errors import InputError, PinError
 from planner.fold import fold, fold_off
 from planner.formulate import Assignment, Training, rules_of
 from planner.graph import Graph
+from planner.keep import keeping, with_levels_between
 from planner.lean import bounds_s, fastest_that_fits, lean_plans
 from planner.looks import (
     PROVED,
@@ -44,7 +45,7 @@ from planner.memory import Usage, usage
 from planner.offload import largest_working_set
 from planner.pins import Pins
 from planner.problem import Evaluation
-from planner.recompute import Ladder, ladder
+from planner.recompute import Ladder, ladder, named
 from planner.refusal import check_divisible, check_turns, nothing_fits
 from planner.seams import finer
 from planner.skeleton import Skeleton
@@ -139,7 +140,12 @@ def search(
         plain = dividing(plain, graph) if turned else plain
     skeleton = Skeleton(folded, rules)
     skeleton.survey()
-    setting = Setting(CostModel(cluster), training, rules, pins, start + time_limit_s, progress)
+    cost, levels = CostModel(cluster), named(folded, *pins.levels)
+    if pins.recompute is None:
+        levels = with_levels_between(levels, skeleton, cost)
+    elif pins.keep:
+        levels = keeping(levels, skeleton, pins.keep)
+    setting = Setting(cost, training, rules, pins, levels, start + time_limit_s, progress)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
     return _followed(setting, skeleton, graph, plain, turned)
 
@@ -196,7 +202,7 @@ def _search(
     setting: Setting, skeleton: Skeleton, graph: Graph, plain: tuple[Division, ...], turned: tuple[Division, ...]
 ) -> Searched | _Nothing:
     """The fastest plan within the setting's memory, over divisions of one turn and others."""
-    rungs = ladder(skeleton.folded, *setting.pins.levels)
+    rungs = ladder(skeleton.folded, setting.levels)
     best, looks = _explore(setting, skeleton, (*plain, *turned), rungs, None)
     rows, proofs = _rows(looks), looks
     if plain and may_differ(skeleton.folded):

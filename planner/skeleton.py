@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import cast
 
+from planner.again import Again, Backward
 from planner.charges import Charges, Places
 from planner.fold import Folded, Instance
 from planner.graph import Node, Ref
-from planner.recompute import NOTHING, Again, Level, Recompute, again
+from planner.recompute import NOTHING, Level, Recompute
 from planner.rules import Rule
 from planner.strategy import Cuts, Ways, Wires
 from planner.traffic import Traffic, added_places, traffic
@@ -54,6 +55,7 @@ class Skeleton:
         self._delivered = delivered
         self.ways: dict[object, Ways] = {} if like is None else like.ways
         self._cuts: dict[object, Cuts] = {}
+        self._backward: dict[int, Backward] = {}
         self._again: dict[tuple[int, Level], Again] = {}
         self._working: dict[str, Working] = {}
         self._last: dict[int, dict[Ref, int]] = {}
@@ -246,8 +248,14 @@ class Skeleton:
     def again(self, kind: int, level: Level) -> Again:
         """What the instances of a kind make again at a level other than ``none``."""
         if (kind, level) not in self._again:
-            self._again[kind, level] = again(self.graph, self.folded.kinds[kind][0].block, level)
+            self._again[kind, level] = self.backward(kind).again(level)
         return self._again[kind, level]
+
+    def backward(self, kind: int) -> Backward:
+        """What backward of the instances of a kind needs."""
+        if kind not in self._backward:
+            self._backward[kind] = Backward(self.graph, self.folded.kinds[kind][0].block)
+        return self._backward[kind]
 
     def working(self, node: Node) -> Working:
         """What an operator needs while it runs."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.again import shares
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.ops import OPS, passed_places
 from planner.ops.table import Row, no_flops
-from planner.recompute import shares
 
 Passes = tuple[float, ...]
 """How often each tensor of an operator, operands, then results, is read or written."""

@@ -25,7 +25,7 @@ from planner.pipeline.simulate import Times, bubble
 from planner.pipeline.simulate import step_s as simulated_s
 from planner.pipeline.stages import Chain, Cut, Pipeline, blocks_of, bound_s, stage_times
 from planner.problem import Evaluation, Floats
-from planner.recompute import Amount, Level, Recompute
+from planner.recompute import Level, Recompute, at_levels
 
 BEST = 2
 """So many pipelines are cut for: those whose even cut, saving everything, takes least; more while none fits."""
@@ -90,15 +90,14 @@ class Staged:
         """What it takes, as of a plan in one turn; nothing of its communication is told apart."""
         return Evaluation(self.step_s, 0.0, self.peak_bytes, True)
 
-    def at(self, level: Level) -> tuple[int, ...]:
-        """Which blocks recompute at a level, by number."""
-        return tuple(number for number, chosen in enumerate(self._levels) if chosen == level)
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """At which level every block recomputes."""
+        return tuple(link.levels[way] for link, way in zip(self.links, self.cut.savings, strict=True))
 
     def recompute(self, folded: Folded) -> Recompute:
-        """How many instances of each kind recompute; which of them is the cut's to say."""
-        kinds = [instance.kind for instance in folded.instances]
-        full, selective = (Counter(kinds[number] for number in self.at(level)) for level in ("full", "selective"))
-        return Recompute(tuple(Amount(full[kind], selective[kind]) for kind in range(len(folded.kinds))))
+        """Which instances of each kind recompute."""
+        return at_levels(folded, self.levels)
 
     @cached_property
     def time_s(self) -> dict[str, float]:
@@ -142,11 +141,6 @@ class Staged:
         found["activations"] += self.peak_bytes - working - found.total()
         found["temporary"] = working
         return {use: found[use] for use in USES}
-
-    @property
-    def _levels(self) -> Iterator[Level]:
-        """At which level every block recomputes."""
-        return (link.levels[way] for link, way in zip(self.links, self.cut.savings, strict=True))
 
     @property
     def _placed(self) -> Iterator[tuple[int, Link, int]]:

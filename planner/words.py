@@ -31,14 +31,28 @@ MEMORY_USES = {
 AGAIN = {"full": "in full", "selective": "selectively"}
 
 
+def again(level: str) -> str:
+    """How a block recomputes at a level: ``"in full"``, ``"but for part 1"``."""
+    return AGAIN.get(level, f"but for {level}")
+
+
 def recomputed(counts: Mapping[str, int], of: int) -> str:
-    """``"recomputed in backward: 12 in full, 4 selectively"``; empty where nothing is."""
+    """``"recomputed in backward: 12 in full, 4 but for part 1"``; empty where nothing is."""
     some = {level: "all" if count == of else str(count) for level, count in counts.items()}
-    parts = [f"{some[level]} {words}" for level, words in AGAIN.items() if level in some]
+    parts = [f"{count} {again(level)}" for level, count in some.items() if level != "gathered"]
     found = [f"recomputed in backward: {', '.join(parts)}"] if parts else []
     if "gathered" in some:
         found.append("gathered again in backward" + (f": {some['gathered']}" if of > 1 else ""))
     return "; ".join(found)
+
+
+def by_module(names: Iterable[str]) -> str:
+    """Operators, as plans name them, by module: ``"self_attn (add.Tensor, cat), mlp.up_proj (linear)"``."""
+    of: dict[str, list[str]] = {}
+    for name in names:
+        path, _, op = name.rpartition(": ")
+        of.setdefault(path, []).append(op)
+    return ", ".join(f"{path} ({', '.join(ops)})" if path else ", ".join(ops) for path, ops in of.items())
 
 
 def in_bytes(count: float) -> str:

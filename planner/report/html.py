@@ -35,6 +35,7 @@ from planner.report.summary import (
 from planner.words import (
     MEMORY_USES,
     TIME_USES,
+    by_module,
     in_bytes,
     in_count,
     in_percent,
@@ -281,6 +282,10 @@ def _block(document: Document, block: BlockSummary, is_open: bool) -> str:
             f'<details class="more"><summary>all {len(block.detail.ops)} operators</summary>'
             f"{_ops(document, block, block.detail.ops)}</details>"
         )
+    parts = "".join(
+        f'<p class="key">{escape(f"{level} keeps {by_module(names)}")}</p>' for level, names in plan.keeps.items()
+    )
+    body = parts + body
     opened = " open" if is_open else ""
     return f'<details class="block"{opened}><summary>{summary}</summary><div class="body">{body}</div></details>'
 

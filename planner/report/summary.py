@@ -13,7 +13,7 @@ from planner.detail import BlockDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
 from planner.pipeline.schedule import versions
 from planner.timetable import Timetable
-from planner.words import AGAIN, in_bytes, in_seconds, sizes_text
+from planner.words import again, in_bytes, in_seconds, sizes_text
 
 
 @dataclass(frozen=True)
@@ -197,9 +197,7 @@ def in_turns(document: Document) -> str:
         parts.append(f"bubble {bubble * 100:.1f} % of all ranks' time")
     if versions(pipeline.schedule) > 1:
         parts.append("this changes training: an update takes the gradient of the batch before, found one update ago")
-    again = [
-        f"{len(pipeline.recompute[level])} {words}" for level, words in AGAIN.items() if level in pipeline.recompute
-    ]
-    if again:
-        parts.append(f"of {pipeline.bounds[-1]} blocks recomputed in backward: {', '.join(again)}")
+    found = [f"{len(numbers)} {again(level)}" for level, numbers in pipeline.recompute.items()]
+    if found:
+        parts.append(f"of {pipeline.bounds[-1]} blocks recomputed in backward: {', '.join(found)}")
     return "; ".join(parts)

@@ -21,7 +21,7 @@ from planner.report.summary import (
     stored,
     traffic,
 )
-from planner.words import in_bytes, in_percent, in_seconds, in_shares, labelled, recomputed, sizes_text
+from planner.words import by_module, in_bytes, in_percent, in_seconds, in_shares, labelled, recomputed, sizes_text
 
 SHOWN = 16
 """So many candidates are listed."""
@@ -98,6 +98,7 @@ def _blocks(document: Document) -> str:
         share = f"   {in_percent(block.share)} of the step" if block.share else ""
         again = recomputed(block.plan.recompute, block.plan.count)
         rows.append(f"{block.plan.count} x {block.plan.name}{share}{again and '   ' + again}")
+        rows += [f"    {level} keeps {by_module(names)}" for level, names in block.plan.keeps.items()]
         if not block.detail.ops:
             rows += [_plain_row(document, name, label) for name, label in block.plan.ops.items()]
             continue

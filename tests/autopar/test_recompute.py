@@ -24,6 +24,7 @@ from autopar.runtime.recompute import recompute
 from autopar.simulate import Simulation, fake_process_group
 from autopar.typecheck import check_program, emit
 from benchmarks.memory import observed_peak
+from planner.again import shares
 from planner.errors import PlanError, VerificationError
 from planner.formulate import Training
 from planner.pins import Pins
@@ -36,13 +37,15 @@ DATA, TENSOR, CONTEXT, MIXED = (
     {"context": 2},
     {"data": 2, "tensor": 2, "zero": 3},
 )
-CASES: list[tuple[str, dict[str, Any], str]] = [
+CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("gpt2", DATA, "selective"),
     ("gpt2", TENSOR, "full"),
     ("gpt2", MIXED, "selective"),
     ("llama", TENSOR, "selective"),
     ("llama", CONTEXT, "full"),
     ("llama", MIXED, "full"),
+    ("gpt2", TENSOR, {"keep": ["*.attn*"]}),
+    ("llama", MIXED, {"keep": ["*.self_attn", "*.mlp.up_proj", "*.mlp"]}),
     ("shared-layers", {"tensor": 2}, "full"),  # batch second, so that what is saved is a transposed view
 ]
 
@@ -59,7 +62,7 @@ def plan_of(name: str, pin: dict[str, Any]) -> Plan:
 
 
 @pytest.mark.parametrize("name, pin, level", CASES, ids=str)
-def test_computes_the_same_with_the_predicted_collectives(name: str, pin: dict[str, Any], level: str) -> None:
+def test_computes_the_same_with_the_predicted_collectives(name: str, pin: dict[str, Any], level: Any) -> None:
     plan = plan_of(name, {**pin, "recompute": level})
     model, batch, _ = traced(name)
     assert plan.predicted.time_s["recompute"] > 0
@@ -67,8 +70,10 @@ def test_computes_the_same_with_the_predicted_collectives(name: str, pin: dict[s
     assert plan.certificate.holds
 
 
-@pytest.mark.parametrize("pin, level", [(DATA, "selective"), (MIXED, "full")], ids=str)
-def test_holds_less_and_as_much_as_predicted(pin: dict[str, Any], level: str) -> None:
+@pytest.mark.parametrize(
+    "pin, level", [(DATA, "selective"), (MIXED, "full"), (TENSOR, {"keep": ["*.self_attn", "*.mlp"]})], ids=str
+)
+def test_holds_less_and_as_much_as_predicted(pin: dict[str, Any], level: Any) -> None:
     model, _, captured = traced("llama")
     whole, less = (plan_of("llama", {**pin, "recompute": each}) for each in ("none", level))
     assert whole.assignment is not None and less.assignment is not None
@@ -89,6 +94,43 @@ def test_a_plan_may_recompute_some_of_its_blocks(tmp_path: Any) -> None:
     assert "recomputed in backward" in priced.to_html()
     priced.save(tmp_path / "plan.json")
     assert assign(captured, Plan.load(tmp_path / "plan.json")).recompute == priced.assignment.recompute  # type: ignore[union-attr]
+
+
+def test_a_plan_may_say_which_results_its_blocks_keep(tmp_path: Any) -> None:
+    """In backward nothing runs again that is kept, or that only what is kept needs."""
+    model, batch, captured = traced("gpt2")
+    data = json.loads(json.dumps(plan_of("gpt2", {"data": 2}).to_dict()))
+    layer = next(block for block in data["blocks"] if block["count"] == 2)
+    layer["recompute"] = {"lean": 1, "selective": 1}
+    layer["keeps"] = {"lean": ["attn.c_attn: addmm", "attn: scaled_dot_product_attention"]}
+    edited = Plan.from_dict(data)
+    autopar.verify(model, edited, example_kwargs=batch)
+    priced = autopar.evaluate(model, edited, example_kwargs=batch)
+    words = "part 1 keeps attn.c_attn (addmm), attn (scaled_dot_product_attention)"
+    assert "recomputed in backward: 1 but for part 1, 1 selectively" in str(priced)
+    assert words in str(priced) and words in priced.to_html()
+    priced.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == priced and assign(captured, again).recompute == priced.assignment.recompute  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "keeps, says",
+    [
+        ({"lean": ["attn.c_atn: addmm"]}, "which the block does not have; did you mean 'attn.c_attn: addmm'?"),
+        ({"lean": ["attn: transpose.int"]}, "whose result lies in the memory of its operand"),
+        ({"full": ["attn.c_attn: addmm"], "lean": []}, "give the level another name"),
+        ({}, "'lean' keeps"),
+        ({"lean": "attn.c_attn: addmm"}, "'keeps' maps levels to lists of operators"),
+    ],
+    ids=str,
+)
+def test_wrong_results_to_keep_are_refused(keeps: dict[str, Any], says: str) -> None:
+    model, batch, _ = traced("gpt2")
+    data = json.loads(json.dumps(plan_of("gpt2", {"data": 2}).to_dict()))
+    next(block for block in data["blocks"] if block["count"] == 2).update(recompute={"lean": 2}, keeps=keeps)
+    with pytest.raises(PlanError, match=re.escape(says)):
+        autopar.evaluate(model, Plan.from_dict(data), example_kwargs=batch)
 
 
 @pytest.mark.parametrize(
@@ -150,10 +192,15 @@ def test_what_was_dropped_is_dropped_again(pin: dict[str, Any]) -> None:
     pins = Pins.parse({**pin, "recompute": "full"})
     assignment = plan_traced(captured, ClusterSpec.local(ranks, cores=2), pins, Training()).assignment
     assert assignment is not None and assignment.recompute
-    selective = Recompute(tuple(Amount(0, each.full, leads=each.leads) for each in assignment.recompute.amounts))
+    amounts = assignment.recompute.amounts
+    selective = Recompute(tuple(Amount.of({"selective": each.count("full")}, leads=each.leads) for each in amounts))
+    nodes = max(assignment.space.folded.kinds, key=len)[0].block.nodes
+    some = tuple(at for at, node in enumerate(nodes) if not shares(node) and at % 3)
+    partly = Recompute(tuple(Amount.of({some: each.count("full")}, leads=each.leads) for each in amounts))
     found = {}
-    for level, amounts in (("none", NOTHING), ("selective", selective), ("full", assignment.recompute)):
-        recomputing = replace(assignment, recompute=amounts)
+    levels = (("none", NOTHING), ("selective", selective), ("partly", partly), ("full", assignment.recompute))
+    for level, amounts_ in levels:
+        recomputing = replace(assignment, recompute=amounts_)
         with Simulation(model, captured.captured, recomputing, seed=1) as simulation:
             inputs = simulation.inputs((x,), {})[0]
             module, steps = simulation.module, []
@@ -165,7 +212,7 @@ def test_what_was_dropped_is_dropped_again(pin: dict[str, Any]) -> None:
             found[level] = steps
     assert len(found["none"][0]) == 13
     assert not same(found["none"][0], found["none"][1])
-    assert all(same(a, b) for level in ("selective", "full") for a, b in zip(found[level], found["none"], strict=True))
+    assert all(same(a, b) for level, _ in levels for a, b in zip(found[level], found["none"], strict=True))
 
 
 def parts_of(value: Tensor) -> list[Tensor]:

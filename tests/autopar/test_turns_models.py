@@ -335,7 +335,7 @@ CASES: list[tuple[str, Pin]] = [
     ("all kinds", pinned(1, 2, tensor=2)),
     ("written out", pinned(2, 2, "1f1b", data=2)),
     ("regularised", pinned(2, 2, "1f1b")),
-    ("two", pinned(2, 2, "interleaved_1f1b", recompute="selective")),
+    ("two", pinned(2, 2, "interleaved_1f1b", recompute={"keep": ["*.qkv", "*.norm"]})),
     ("outputs", pinned(4, 4, "1f1b")),
     ("apart", pinned(2, 2, "1f1b", context=2)),
     ("frozen", pinned(4, 2, "1f1b")),

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from planner.again import shares
 from planner.fold import Folded, fold, relabel
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.ops import saved_places
-from planner.recompute import Amount, Recompute, ladder
+from planner.recompute import Amount, Recompute, ladder, named
 from planner.skeleton import Skeleton
 from tests.planner.plans import residual_mlp
 
@@ -136,7 +137,10 @@ def test_blocks_pay_what_a_walk_over_the_graph_says(
     amounts = []
     for instances in folded.kinds:
         ends = sorted(data.draw(st.lists(st.integers(0, len(instances)), min_size=3, max_size=3)))
-        amounts.append(Amount(ends[0], ends[1] - ends[0], ends[2] - ends[1]))
+        rows = [at for at, node in enumerate(instances[0].block.nodes) if not shares(node)]
+        some = tuple(sorted(data.draw(st.sets(st.sampled_from(rows))))) if rows else ()
+        level = data.draw(st.sampled_from(["selective", some]))
+        amounts.append(Amount.of({"full": ends[0], level: ends[1] - ends[0], "gathered": ends[2] - ends[1]}))
     event(f"folded: {len(folded.kinds) < len(folded.instances)}")
     check(folded, Recompute(tuple(amounts)))
 
@@ -144,7 +148,7 @@ def test_blocks_pay_what_a_walk_over_the_graph_says(
 def test_equal_blocks_are_walked_once_for_each_way_to_find_them() -> None:
     folded = fold(residual_mlp(layers=40))
     skeleton = Skeleton(folded, {})
-    for step in ladder(folded).steps:
+    for step in ladder(folded, named(folded)).steps:
         skeleton.charged(step)
     # The layers at four levels, and the first of them, whose value the stem makes; the stem and the head.
-    assert len({paid for step in ladder(folded).steps for paid in skeleton._charges.of(step)}) <= 14
+    assert len({paid for step in ladder(folded, named(folded)).steps for paid in skeleton._charges.of(step)}) <= 14

@@ -14,7 +14,7 @@ from planner.division import Arithmetic, Division
 from planner.kernel import Attention, Kernel, Product
 from planner.layout import Mesh
 from planner.problem import evaluate
-from planner.recompute import ladder
+from planner.recompute import ladder, named
 from tests.planner.test_exact import random_cluster
 from tests.planner.test_turns import assignments, space_of
 
@@ -59,7 +59,7 @@ def test_no_assignment_beats_the_arithmetic(which: str, stages: int, turns: int,
         division = Division(stages, Mesh.of(all=8 // stages).in_turns(turns))
         bound_s = Arithmetic(space.skeleton, space.cost).bound_s(division, schedule)
         assert bound_s > 0
-        steps = ladder(space.folded).steps
+        steps = ladder(space.folded, named(space.folded)).steps
         bound = space.problem(None, steps[0], [steps[-1]])
         for choices, _ in assignments(space, rng, 3):
             assert bound_s <= evaluate(bound, choices).time_s * (1 + 1e-9)

@@ -15,17 +15,19 @@ import numpy as np
 import pytest
 
 from planner.certificate import certify
-from planner.cluster import ClusterSpec, Device, Level, PeakFlops
+from planner.cluster import ClusterSpec, Device, PeakFlops
+from planner.cluster import Level as NetworkLevel
 from planner.cost import CostModel
 from planner.errors import InfeasibleError
 from planner.fold import fold, fold_off, relabel
 from planner.formulate import Assignment, Space, Training, rules_of
-from planner.graph import Graph
+from planner.graph import Graph, Node, Ref, TensorType
+from planner.keep import with_levels_between
 from planner.memory import Usage, usage
 from planner.mesh import candidate_meshes
 from planner.pins import Pins
 from planner.problem import Problem, evaluate, most_bytes
-from planner.recompute import ladder
+from planner.recompute import Level, ladder, named
 from planner.search import Searched, search
 from planner.skeleton import Skeleton
 from tests.planner.test_search import chain
@@ -48,7 +50,7 @@ def random_cluster(rng: random.Random, levels: tuple[int, ...]) -> ClusterSpec:
         return math.exp(rng.uniform(math.log(low), math.log(high)))
 
     network = tuple(
-        Level(name=f"l{i}", size=size, latency_s=rate(1e-8, 1e-4), bandwidth_bytes_per_s=rate(1e6, 1e10))
+        NetworkLevel(name=f"l{i}", size=size, latency_s=rate(1e-8, 1e-4), bandwidth_bytes_per_s=rate(1e6, 1e10))
         for i, size in enumerate(levels)
     )
     device = Device(
@@ -71,6 +73,25 @@ def graph_of(layers: int, width: int, batch: int) -> Graph:
     return chain(layers, width=width, batch=batch, relu=False)
 
 
+@functools.cache
+def gated(width: int, batch: int) -> Graph:
+    """Three layers of ``silu(linear(x)) ** 2``: besides their input they keep two values, or the dear one, or none."""
+    nodes = [Node("x", "input", (), (TensorType((batch, width), "float32", True),), target="x")]
+    value, result = Ref("x"), (TensorType((batch, width), "float32", True),)
+    for i in range(3):
+        weight = (TensorType((width, width), "float32", True),)
+        nodes.append(Node(f"w{i}", "param", (), weight, target=f"layers.{i}.weight"))
+        args = (("input", value), ("weight", Ref(f"w{i}")), ("bias", None))
+        nodes.append(Node(f"linear{i}", "aten.linear.default", args, result, path=f"layers.{i}"))
+        nodes.append(Node(f"silu{i}", "aten.silu.default", (("self", Ref(f"linear{i}")),), result, path=f"layers.{i}"))
+        squared = (("self", Ref(f"silu{i}")), ("exponent", 2))
+        nodes.append(Node(f"square{i}", "aten.pow.Tensor_Scalar", squared, result, path=f"layers.{i}"))
+        value = Ref(f"square{i}")
+    loss = TensorType((), "float32", True)
+    nodes.append(Node("loss", "aten.mean.default", (("self", value), ("dtype", None)), (loss,)))
+    return Graph(tuple(nodes), (Ref("loss"),))
+
+
 def problems(graph: Graph, spec: ClusterSpec, limit_bytes: int | None) -> list[Problem]:
     """The unfolded problem of every mesh, without recomputation."""
     cost, rules, folded = CostModel(spec), rules_of(graph), fold_off(graph)
@@ -81,9 +102,10 @@ def problems(graph: Graph, spec: ClusterSpec, limit_bytes: int | None) -> list[P
 def problems_with_recomputation(graph: Graph, spec: ClusterSpec, limit_bytes: int | None) -> list[Problem]:
     """The problem of every mesh and every amount of recomputation, in which each block decides for itself."""
     cost, rules, folded = CostModel(spec), rules_of(graph), fold(graph)
-    single, numbers = relabel(folded, range(len(folded.instances))), Skeleton(folded, rules).numbers
+    single = relabel(folded, range(len(folded.instances)))
     spaces = [Space(single, mesh, cost, Training(), rules) for mesh in candidate_meshes(spec, max_axes=2)]
-    steps = ladder(folded).apart(numbers).steps
+    skeleton = Skeleton(folded, rules)
+    steps = ladder(folded, with_levels_between(named(folded), skeleton, cost)).apart(skeleton.numbers).steps
     return [space.problem(limit_bytes, step) for space in spaces for step in steps]
 
 
@@ -195,19 +217,38 @@ def test_the_best_recomputation_is_that_of_brute_force(start: int) -> None:
         rng = random.Random(seed)
         graph, spec = a_case(rng, large=True)
         spec, _ = limited(rng, spec, problems_with_recomputation(graph, spec, None))
-        expected = brute_force(problems_with_recomputation(graph, spec, spec.device.usable_bytes), spec)
-        found = searched(graph, spec, True, Pins())
-        if math.isinf(expected):
-            assert found is None, f"seed {seed}: nothing fits"
-            continue
-        assert found is not None, f"seed {seed}: something fits"
-        assert found.status == "optimal" and found.gap == 0, f"seed {seed}"
-        assert found.evaluation.time_s == pytest.approx(expected, rel=2e-6), f"seed {seed}"
-        assert found.evaluation.peak_bytes <= spec.device.usable_bytes, f"seed {seed}"
-        certificate = certify(found.assignment, found.evaluation.time_s)
-        assert certificate.holds and certificate.objective_s == pytest.approx(expected, rel=2e-6), f"seed {seed}"
-        recomputed += bool(found.assignment.recompute)
+        recomputed += bool(best_levels(graph, spec, seed))
     assert recomputed, "no limit of these made a layer recompute"
+
+
+@pytest.mark.usefixtures("only_the_sum")
+def test_the_best_results_to_keep_are_those_of_brute_force() -> None:
+    """With levels between keeping all that a layer computes and none of it."""
+    partly = wholly = 0
+    for seed in range(5):
+        rng = random.Random(seed)
+        graph, spec = gated(5, rng.choice([24, 48])), random_cluster(rng, (2,))
+        least, most = least_peak_and_fastest(problems_with_recomputation(graph, spec, None))
+        levels = best_levels(graph, with_memory(spec, int(least + rng.uniform(0.2, 1.0) * (most - least))), seed)
+        partly += any(isinstance(level, tuple) for level in levels)
+        wholly += "full" in levels
+    assert partly > 1 and wholly
+
+
+def best_levels(graph: Graph, spec: ClusterSpec, seed: int) -> set[Level]:
+    """The levels of the best plan, which brute force finds too; none where nothing fits."""
+    expected = brute_force(problems_with_recomputation(graph, spec, spec.device.usable_bytes), spec)
+    found = searched(graph, spec, True, Pins())
+    if math.isinf(expected):
+        assert found is None, f"seed {seed}: nothing fits"
+        return set()
+    assert found is not None, f"seed {seed}: something fits"
+    assert found.status == "optimal" and found.gap == 0, f"seed {seed}"
+    assert found.evaluation.time_s == pytest.approx(expected, rel=2e-6), f"seed {seed}"
+    assert found.evaluation.peak_bytes <= spec.device.usable_bytes, f"seed {seed}"
+    certificate = certify(found.assignment, found.evaluation.time_s)
+    assert certificate.holds and certificate.objective_s == pytest.approx(expected, rel=2e-6), f"seed {seed}"
+    return {level for each in found.assignment.recompute.amounts for level, _ in each.levels}
 
 
 def test_where_everything_fits_recomputing_is_not_looked_at_and_could_not_be_better() -> None:

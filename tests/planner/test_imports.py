@@ -38,11 +38,13 @@ ROOMS: dict[str, set[str]] = {
     "conversion": {*BASE, "cost", "problem"},
     "strategy": {*BASE, "rules", "ops"},
     "seams": {"graph", "rules", "ops", "stacks", "fold"},
-    "recompute": {"graph", "ops", "fold"},
+    "recompute": {"fold"},
+    "again": {"graph", "ops", "fold", "recompute"},
     "working": {*BASE, "ops"},
-    "charges": {*BASE, "ops", "fold", "recompute"},
-    "traffic": {*BASE, "ops", "recompute"},
-    "skeleton": {*BASE, "rules", "ops", "fold", "strategy", "recompute", "working", "charges", "traffic"},
+    "charges": {*BASE, "ops", "fold", "recompute", "again"},
+    "traffic": {*BASE, "ops", "again"},
+    "skeleton": {*BASE, "rules", "ops", "fold", "strategy", "recompute", "again", "working", "charges", "traffic"},
+    "keep": {"errors", "graph", "ops", "kernel", "cost", "recompute", "again", "skeleton"},
     "formulate": {
         *BASE,
         "kernel",
@@ -59,7 +61,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "pins": {*BASE, "rules", "ops", "mesh", "pipeline", "strategy", "recompute", "formulate"},
     "runs": {"graph", "stacks", "formulate"},
-    "memory": {*BASE, "fold", "conversion", "recompute", "formulate", "ops", "runs"},
+    "memory": {*BASE, "fold", "conversion", "again", "formulate", "ops", "runs"},
     "words": {"layout"},
     "exchange": {"graph", "fold", "conversion", "formulate"},
     "timeline": {"errors", "files", "pipeline", "words"},
@@ -79,6 +81,7 @@ ROOMS["offload"] = {
     "memory",
     "chain",
     "predict",
+    "recompute",
     "timetable",
     "words",
 }
@@ -101,6 +104,7 @@ ROOMS["lean"] = {
 ROOMS["refusal"] = {*BASE, "strategy", "division", "looks", "lean"}
 ROOMS["search"] = {
     *ROOMS["looks"],
+    "keep",
     "cluster",
     "fold",
     "seams",
@@ -123,7 +127,8 @@ ROOMS["capacity"] = {"errors", "polynomial", "scale"}
 ROOMS["formulas"] = {*ROOMS["scale"], "ops", "kernel", "cost", "conversion", "pins", "scale", "traffic"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
 ROOMS["encode"] |= {"timetable"}
-VIEWS = {*ROOMS} - {"search", "looks", "apart", "lean", "refusal", "highs"}
+ROOMS["levels"] = {"errors", "again", "formulate", "recompute", "turns", "names", "document"}
+VIEWS = {*ROOMS} - {"keep", "search", "looks", "apart", "lean", "refusal", "highs"}
 ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}
 ROOMS["why"] = {

@@ -122,7 +122,11 @@ def test_zero_3_holds_less_and_shows_what_is_gathered() -> None:
 
 
 DEEP = 40
-LEVELS_OF_LAYERS = {"nothing again": Amount(), "some of each": Amount(12, 13, 14), "but a few": Amount(full=DEEP - 4)}
+LEVELS_OF_LAYERS = {
+    "nothing again": Amount(),
+    "some of each": Amount.of({"full": 12, "selective": 13, "gathered": 14}),
+    "but a few": Amount.of({"full": DEEP - 4}),
+}
 
 
 def deep(pin: Mapping[str, Any], amount: Amount, spec: ClusterSpec, tier: Tier = "device") -> Wiring:

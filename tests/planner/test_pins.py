@@ -46,6 +46,9 @@ def attention(length: int = 48) -> Graph:
         ({"sequence_parallel": True, "tensor": 1}, "pin 'tensor' above 1 too"),
         ({"pipeline": 0}, "pin 'pipeline' is 0; it is how many stages there are: a whole number from 1"),
         ({"recompute": "some"}, "pin 'recompute' is 'some'; it is one of 'none', 'selective', 'full'"),
+        ({"recompute": {"keep": "*.up"}}, "or says of which modules the results are kept"),
+        ({"recompute": {"keep": []}}, "or says of which modules the results are kept"),
+        ({"recompute": {"kept": ["*.up"]}}, "or says of which modules the results are kept"),
         (
             {"offload": "attic"},
             r"pin 'offload' is 'attic'; .* on the device \('none', .* on the host \('host'\), .*'auto'",

@@ -351,7 +351,7 @@ def test_a_field_of_another_kind_is_refused(field: str, wrong: object, plan: Pla
         ({"recompute": "full"}, r"'recompute' is 'full', not a mapping"),
         (
             {"recompte": {"full": 1}},
-            r"has 'recompte', and takes \['at', 'count', 'name', 'ops', 'recompute', 'values'\]",
+            r"has 'recompte', and takes \['at', 'count', 'keeps', 'name', 'ops', 'recompute', 'values'\]",
         ),
         ({"count": 99}, r'has "count" 99, and "at" \'[\d-]+\' numbers 3'),
         ({"ops": {"up: linear": 3}}, r"'ops' maps names to text"),

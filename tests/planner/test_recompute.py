@@ -7,12 +7,13 @@ from collections import Counter
 
 import pytest
 
+from planner.again import Again, Backward
 from planner.cost import CostModel
 from planner.fold import fold
 from planner.formulate import Space, Training, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.mesh import candidate_meshes
-from planner.recompute import COMPUTED, LEVELS, Again, Amount, Recompute, again, apart, ladder, together
+from planner.recompute import COMPUTED, LEVELS, Amount, Recompute, apart, ladder, named, together
 from planner.skeleton import Skeleton
 from planner.solve import lower_bound_between, solve
 from tests.planner.plans import cluster, plan_of, residual_mlp
@@ -28,7 +29,7 @@ def names_of(found: Again, attribute: str) -> set[str]:
 
 
 def analysed(level: str) -> Again:
-    return again(GRAPH, FOLDED.kinds[LAYER][0].block, level)  # type: ignore[arg-type]
+    return Backward(GRAPH, FOLDED.kinds[LAYER][0].block).again(level)  # type: ignore[arg-type]
 
 
 def test_a_layer_keeps_its_contractions_or_nothing() -> None:
@@ -79,7 +80,7 @@ def test_what_was_drawn_is_drawn_again() -> None:
         graph = dropping(rate)
         block = max(fold(graph).kinds, key=len)[0].block
         for level in ("full", "selective"):
-            each = again(graph, block, level)  # type: ignore[arg-type]
+            each = Backward(graph, block).again(level)  # type: ignore[arg-type]
             names = [node.name[:-1] for node in block.nodes]
             found[rate, level] = tuple({names[at] for at in places} for places in (each.operators, each.drawing))
             masks = {name for name, places in zip(names, each.dropped, strict=True) if name != "attention" and places}
@@ -93,35 +94,35 @@ def test_what_was_drawn_is_drawn_again() -> None:
 
 
 def test_the_ladder_goes_from_nothing_to_everything() -> None:
-    steps, kinds = ladder(FOLDED).steps, len(FOLDED.kinds)
+    steps, kinds = ladder(FOLDED, named(FOLDED)).steps, len(FOLDED.kinds)
     assert [step.amounts[LAYER] for step in steps] == [
         *([Amount()] * LAYER),
-        *(Amount(0, 0, some) for some in range(5)),
-        *([Amount(0, 0, 4)] * (kinds - LAYER - 1)),
-        *(Amount(0, some, 4 - some) for some in range(1, 5)),
-        *(Amount(full, 4 - full) for full in range(1, 5)),
+        *(Amount.of({"gathered": some}) for some in range(5)),
+        *([Amount.of({"gathered": 4})] * (kinds - LAYER - 1)),
+        *(Amount.of({"selective": some, "gathered": 4 - some}) for some in range(1, 5)),
+        *(Amount.of({"full": full, "selective": 4 - full}) for full in range(1, 5)),
     ]
     assert not steps[0] and all(steps[1:])
-    assert ladder(FOLDED, ("none",), ("none",)).steps == steps[:1]
+    assert ladder(FOLDED, named(FOLDED, ("none",), ("none",))).steps == steps[:1]
     for level, step in (("gathered", kinds + 3), ("selective", kinds + 7), ("full", -1)):
-        assert ladder(FOLDED, (level,), ("gathered",)).steps == (steps[step],)
-    assert ladder(FOLDED, LEVELS[1:], ("gathered",)).steps == steps[kinds + 3 :]
-    held = ladder(FOLDED, COMPUTED, ("none",)).steps
-    assert len(held) == 9 and not any(amount.gathered for step in held for amount in step.amounts)
-    assert len(ladder(FOLDED, ("full",)).steps) == kinds
+        assert ladder(FOLDED, named(FOLDED, (level,), ("gathered",))).steps == (steps[step],)
+    assert ladder(FOLDED, named(FOLDED, LEVELS[1:], ("gathered",))).steps == steps[kinds + 3 :]
+    held = ladder(FOLDED, named(FOLDED, COMPUTED, ("none",))).steps
+    assert len(held) == 9 and not any(amount.count("gathered") for step in held for amount in step.amounts)
+    assert len(ladder(FOLDED, named(FOLDED, ("full",))).steps) == kinds
 
 
 def test_levels_go_to_the_first_instances() -> None:
-    amounts = Recompute((Amount(), Amount(1, 2, 1), Amount()))
+    amounts = Recompute((Amount(), Amount.of({"gathered": 1, "selective": 2, "full": 1}), Amount()))
     assert [amounts.level(1, nth) for nth in range(5)] == ["full", "selective", "selective", "gathered", "none"]
     assert amounts.levels(1) == (("full", range(1)), ("selective", range(1, 3)), ("gathered", range(3, 4)))
     assert amounts.levels(0) == ()
-    assert amounts.without_gathering({1}) == Recompute((Amount(), Amount(1, 2), Amount()))
+    assert amounts.without_gathering({1}) == Recompute((Amount(), Amount.of({"full": 1, "selective": 2}), Amount()))
 
 
 def test_apart_and_together_are_inverse() -> None:
     numbers = Skeleton(FOLDED, rules_of(GRAPH)).numbers
-    for step in ladder(FOLDED).steps:
+    for step in ladder(FOLDED, named(FOLDED)).steps:
         single = apart(step, numbers)
         assert [single.level(i, 0) for i in range(len(numbers))] == [step.level(*number) for number in numbers]
         assert together(single, [kind for kind, _ in numbers]) == step
@@ -131,7 +132,7 @@ def test_every_step_takes_longer_and_bounds_hold_between() -> None:
     """The problem of several steps is below each of them, choice by choice and pair by pair."""
     spec = cluster(4)
     for mesh in candidate_meshes(spec, 2):
-        space, rungs = Space(FOLDED, mesh, CostModel(spec), Training(), rules_of(GRAPH)), ladder(FOLDED)
+        space, rungs = Space(FOLDED, mesh, CostModel(spec), Training(), rules_of(GRAPH)), ladder(FOLDED, named(FOLDED))
         exact = [space.problem(None, step) for step in rungs.steps]
         for low, high in [(0, len(exact) - 1), (2, 6), (5, 5)]:
             least, *more = rungs.between(low, high)
@@ -181,7 +182,7 @@ def test_a_pinned_level_is_planned_predicted_and_read_back(level: str) -> None:
 
 def test_the_bound_between_two_steps_holds_for_every_step_between() -> None:
     """Concave along the way: no step between is solved below the bound that its ends give."""
-    spec, rungs = cluster(4), ladder(FOLDED)
+    spec, rungs = cluster(4), ladder(FOLDED, named(FOLDED))
     bounded = 0
     for mesh in candidate_meshes(spec, 2):
         space = Space(FOLDED, mesh, CostModel(spec), Training(), rules_of(GRAPH))

@@ -16,10 +16,11 @@ from planner.division import Division, pipelines_of
 from planner.fold import Folded, fold
 from planner.formulate import BUCKET_BYTES, Assignment, Space, Training, rules_of
 from planner.graph import Graph, Ref
+from planner.keep import with_levels_between
 from planner.layout import MICRO, Mesh
 from planner.pins import Pins, filters
 from planner.problem import evaluate
-from planner.recompute import COMPUTED, LEVELS, Level, ladder
+from planner.recompute import COMPUTED, LEVELS, Level, ladder, named
 from planner.rules import Rule
 from planner.solve import lower_bounds
 from planner.turns import stage
@@ -77,9 +78,9 @@ def test_the_chain_adds_up_to_the_problem(which: str, turns: int) -> None:
         spec = random_cluster(rng, (4,)).model_copy(update={"backend": "gloo"})
         space = space_of(which, spec, 1, turns, outer=2, inner=2)
         for _, assignment in assignments(space, rng, 4):
-            links = links_of(assignment)
+            links = links_of(assignment, named(space.folded, COMPUTED))
             for number, level in enumerate(COMPUTED):
-                step = ladder(space.folded, (level,), ("none",)).steps[0]
+                step = ladder(space.folded, named(space.folded, (level,), ("none",))).steps[0]
                 problem = Decided(assignment, space.skeleton).problem(None, step)
                 whole = evaluate(problem, (0,) * len(problem.vertices))
                 ways = [min(number, len(link.block.savings) - 1) for link in links]
@@ -116,7 +117,9 @@ def test_gradients_are_summed_over_turns_before_they_are_reduced(which: str) -> 
                     assert axes.count(MICRO) == 1 and axes[-1] == MICRO
                     reduced += len(axes) > 1
                     weight_s += 3 / 4 * 3 * touch * local_bytes(space.graph.type_of(ref), layout, space.mesh)
-            assert math.fsum(link.block.weight_s for link in links_of(assignment)) == pytest.approx(weight_s)
+            assert math.fsum(
+                link.block.weight_s for link in links_of(assignment, named(space.folded))
+            ) == pytest.approx(weight_s)
     assert reduced
 
 
@@ -133,11 +136,14 @@ def test_no_pipeline_beats_the_average_rank(
     for _ in range(3):
         spec = random_cluster(rng, (2, 4))
         space = space_of(which, spec, stages, turns, names[0], all=8 // stages)
-        steps = ladder(space.folded, LEVELS if level is None else (level,))
+        levels = named(space.folded, LEVELS if level is None else (level,))
+        if level is None:
+            levels = with_levels_between(levels, space.skeleton, space.cost)
+        steps = ladder(space.folded, levels)
         least, *more = steps.between(0, len(steps.steps) - 1)
         bound = space.problem(None, least, more)
         for choices, assignment in assignments(space, rng, 3):
-            links, below = links_of(assignment, level), evaluate(bound, choices)
+            links, below = links_of(assignment, levels), evaluate(bound, choices)
             free = stage(links, pipelines_of(stages, turns, len(links), names), None)
             assert free is not None
             for share in (1.0, 0.8, 0.6):
@@ -148,6 +154,8 @@ def test_no_pipeline_beats_the_average_rank(
                     assert below.peak_bytes <= found.peak_bytes <= free.peak_bytes * share
                     assert math.fsum(found.time_s.values()) == pytest.approx(found.step_s)
                     assert sum(found.memory_bytes.values()) == found.peak_bytes
+                    recompute = found.recompute(space.folded)
+                    assert found.levels == tuple(recompute.level(*each) for each in space.skeleton.numbers)
     assert seen >= (9 if level is None else 3)
 
 
@@ -155,7 +163,7 @@ def test_a_step_in_turns_holds_less_and_starts_more() -> None:
     peaks = []
     for turns in (1, 4, 16):
         space = space_of("residual", cluster(1), 1, turns, all=1)
-        links = links_of(assignments(space, random.Random(0), 1)[0][1])
+        links = links_of(assignments(space, random.Random(0), 1)[0][1], named(space.folded))
         found = stage(links, pipelines_of(1, turns, len(links)), None)
         assert found is not None
         peaks.append(found.memory_bytes["activations"])
@@ -167,7 +175,7 @@ def test_a_schedule_that_holds_less_is_tried_where_faster_ones_do_not_fit() -> N
     space, alone = space_of("deep", cluster(8), 2, 4, all=4), 0
     choices = lower_bounds(space.problem(None)).choices
     assert choices is not None
-    links = links_of(space.assignment(choices))
+    links = links_of(space.assignment(choices), named(space.folded))
     lean, fast = (pipelines_of(2, 4, len(links), (name,)) for name in ("1f1b", "interleaved_1f1b"))
     assert len(fast) > 1
     free = stage(links, lean, None)

@@ -1,0 +1,162 @@
+"""Again: what one instance of a block makes again in backward, at a level of recomputation.
+
+What was drawn at random is drawn again, alike; what operators without a row made is always kept. What the block
+converts for an operator that needs it is converted again unless it is the result of a kept operator: gathered
+parameters too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from planner.fold import Block
+from planner.graph import Graph, Node, Ref
+from planner.ops import OPS, saved_places
+from planner.ops.table import OWN, no_flops
+from planner.recompute import Level
+
+
+@dataclass(frozen=True)
+class Again:
+    """What one instance of a block makes again, by position in ``block.nodes``.
+
+    Attributes:
+        values: (operator, result) of every value that is made again.
+        lasting: operators whose results are kept.
+        sources: (operator, result) of every value of theirs that backward, or an operator that runs again, needs.
+        taken: per operator, the operands of which its own conversion runs again.
+        dropped: per operator, the places (operands, then results) that its backward needs and that are not kept; a
+            value counts once, for the first operator that needs it, and its views not at all.
+        kept: per operator, the places that its backward, or it when it runs again, needs and that are kept.
+        drawing: operators that run again for what they drew, and keep nothing of it in between.
+    """
+
+    values: frozenset[tuple[int, int]]
+    lasting: frozenset[int]
+    sources: frozenset[tuple[int, int]]
+    taken: tuple[frozenset[int], ...]
+    dropped: tuple[tuple[int, ...], ...]
+    kept: tuple[tuple[int, ...], ...]
+    drawing: frozenset[int] = frozenset()
+
+    @cached_property
+    def operators(self) -> frozenset[int]:
+        """Operators that run again."""
+        return frozenset(at for at, _ in self.values)
+
+
+class Backward:
+    """What backward of a block needs, worked out once for all levels; the same for all instances of a kind.
+
+    Attributes:
+        nodes: the operators of the block.
+        tensors: of every operator, the values that its places (operands, then results) stand for.
+        saved: of every operator, the places that its backward needs.
+    """
+
+    def __init__(self, graph: Graph, block: Block):
+        self.graph, self.nodes = graph, block.nodes
+        self.at_of = {node.name: at for at, node in enumerate(block.nodes)}
+        self.tensors = [(*node.inputs, *(Ref(node.name, i) for i in range(len(node.results)))) for node in block.nodes]
+        self.saved = [
+            saved_places(node, graph.input_types(node)) if any(t.grad for t in node.results) else ()
+            for node in block.nodes
+        ]
+        self.draws = frozenset(at for at, node in enumerate(block.nodes) if _keeps_what_it_draws(graph, node))
+        self._root = _roots(block.nodes)
+        self._own = [
+            tuple(
+                place
+                for place in saved_places(node, graph.input_types(node), own=True)
+                if place not in saved and any(t.grad for t in node.results)
+            )
+            for node, saved in zip(block.nodes, self.saved, strict=True)
+        ]
+
+    def origin(self, at: int, place: int) -> Ref:
+        """What the value at a place of an operator is a view of, in the end and within the block."""
+        ref = self.tensors[at][place]
+        return self._root.get(ref, ref)
+
+    def own_places(self, at: int) -> tuple[int, ...]:
+        """The places that stand for what backward of an operator needs besides operands and results."""
+        return self._own[at]
+
+    def again(self, level: Level) -> Again:
+        """What is made again at a level other than ``none``."""
+        nodes, at_of = self.nodes, self.at_of
+        is_kept = [_is_kept(at, node, level) for at, node in enumerate(nodes)]
+
+        def is_converted_again(ref: Ref) -> bool:
+            if level == "gathered":
+                return self.graph.by_name[ref.node].op == "param"
+            return not (ref.node in at_of and is_kept[at_of[ref.node]])
+
+        def is_made_again(ref: Ref) -> bool:
+            return ref.node in at_of and not is_kept[at_of[ref.node]]
+
+        values: set[tuple[int, int]] = set()
+        drawing = frozenset(at for at in self.draws if not is_kept[at])
+        waiting = [refs[place] for places, refs in zip(self.saved, self.tensors, strict=True) for place in places]
+        waiting += [Ref(nodes[at].name) for at in drawing]
+        while waiting:
+            ref = waiting.pop()
+            if is_made_again(ref) and (at_of[ref.node], ref.index) not in values:
+                values.add((at_of[ref.node], ref.index))
+                waiting.extend(nodes[at_of[ref.node]].inputs)
+        running = {at for at, _ in values}
+        taken, dropped, kept = [], [], []
+        counted: set[Ref] = set()
+        for at, node in enumerate(nodes):
+            operands = range(len(node.inputs))
+            wanted = dict.fromkeys((*self.saved[at], *(operands if at in running else ())))
+            origin = {place: self.origin(at, place) for place in wanted}
+            taken.append(frozenset(i for i in operands if i in wanted and is_converted_again(node.inputs[i])))
+            kept.append(tuple(place for place in wanted if not is_made_again(origin[place])))
+            gone = {origin[place]: place for place in reversed(self.saved[at]) if is_made_again(origin[place])}
+            more = {place for ref, place in gone.items() if ref not in counted}
+            if at in drawing:
+                more |= {*self.own_places(at)}
+            dropped.append(tuple(sorted(more)))
+            counted.update(gone)
+        lasting = frozenset(at for at, keeps in enumerate(is_kept) if keeps)
+        origins = (self.origin(at, place) for at, places in enumerate(kept) for place in places)
+        sources = frozenset((at_of[ref.node], ref.index) for ref in origins if ref.node in at_of)
+        return Again(frozenset(values), lasting, sources, tuple(taken), tuple(dropped), tuple(kept), drawing)
+
+
+def _is_kept(at: int, node: Node, level: Level) -> bool:
+    """Whether what an operator makes is kept; ``at``: its position."""
+    row = OPS.get(node.op)
+    if row is None or level == "gathered":
+        return True
+    if level == "selective":
+        return row.flops is not no_flops
+    return isinstance(level, tuple) and at in level
+
+
+def _keeps_what_it_draws(graph: Graph, node: Node) -> bool:
+    """Whether backward of an operator needs what it drew, as of dropout that drops anything."""
+    row = OPS.get(node.op)
+    if row is None or not row.random or shares(node) or not any(tensor.grad for tensor in node.results):
+        return False
+    rate = node["p"] if node["dropout_p"] is None else node["dropout_p"]
+    return rate != 0 and any(word in OWN for word in row.saved(node, graph.input_types(node)))
+
+
+def _roots(nodes: tuple[Node, ...]) -> dict[Ref, Ref]:
+    """View -> what it is a view of, within a block."""
+    root: dict[Ref, Ref] = {}
+    for node in nodes:
+        for index, shared in enumerate(shares(node)):
+            if shared >= 0:
+                root[Ref(node.name, index)] = root.get(node.inputs[shared], node.inputs[shared])
+    return root
+
+
+def shares(node: Node) -> tuple[int, ...]:
+    """For each result the operand whose memory it shares, -1 for none; nothing if it shares none."""
+    row = OPS.get(node.op)
+    found = node.shares or ((0,) * len(node.results) if row is not None and row.view and node.inputs else ())
+    return found if any(shared >= 0 for shared in found) else ()

@@ -1,0 +1,151 @@
+"""Which results are worth keeping: corners of the front by hand, and plans that are faster for them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.cost import CostModel
+from planner.fold import fold
+from planner.formulate import Training, rules_of
+from planner.graph import Graph, Node, Ref, TensorType
+from planner.keep import MOST, WORTH, corners, with_levels_between
+from planner.pins import Pins
+from planner.recompute import named
+from planner.search import Searched, search
+from planner.skeleton import Skeleton
+from tests.planner.plans import cluster
+
+BATCH, WIDTH, WIDE = 512, 64, 256
+
+
+@functools.cache
+def bottlenecks(layers: int = 6) -> Graph:
+    """Layers of ``x + silu(down(silu(up(x))))``: a byte of ``down``'s result takes four times as long."""
+    nodes = [Node("x", "input", (), (TensorType((BATCH, WIDTH), "float32"),), target="x")]
+
+    def call(name: str, op: str, width: int, path: str, **args: object) -> Ref:
+        nodes.append(Node(name, f"aten.{op}", tuple(args.items()), (result(width),), path=path))
+        return Ref(name)
+
+    def result(width: int) -> TensorType:
+        return TensorType((BATCH, width) if width else (), "float32", True)
+
+    def linear(name: str, value: Ref, rows: int, columns: int, path: str) -> Ref:
+        weight = TensorType((columns, rows), "float32", True)
+        nodes.append(Node(f"{name}_w", "param", (), (weight,), target=f"{path}.weight"))
+        return call(name, "linear.default", columns, path, input=value, weight=Ref(f"{name}_w"), bias=None)
+
+    value = linear("stem", Ref("x"), WIDTH, WIDTH, "stem")
+    for i in range(layers):
+        path = f"layers.{i}"
+        wide = call(f"wide{i}", "silu.default", WIDE, path, self=linear(f"up{i}", value, WIDTH, WIDE, f"{path}.up"))
+        down = linear(f"down{i}", wide, WIDE, WIDTH, f"{path}.down")
+        value = call(f"sum{i}", "add.Tensor", WIDTH, path, self=value,
+                     other=call(f"narrow{i}", "silu.default", WIDTH, path, self=down), alpha=1)  # fmt: skip
+        value = call(f"square{i}", "pow.Tensor_Scalar", WIDTH, path, self=value, exponent=2)
+    call("loss", "mean.default", 0, "", self=value, dtype=None)
+    return Graph(tuple(nodes), (Ref("loss"),))
+
+
+def skeleton_of(graph: Graph) -> tuple[Skeleton, int]:
+    folded = fold(graph)
+    return Skeleton(folded, rules_of(graph, folded)), max(range(len(folded.kinds)), key=lambda k: len(folded.kinds[k]))
+
+
+def priced(flops_per_s: float = 1e9) -> ClusterSpec:
+    """Devices that pass over a gigabyte a second: products of these sizes take longer than what they read and write."""
+    spec = cluster(2)
+    device = spec.device.model_copy(
+        update={
+            "peak_flops_per_s": spec.device.peak_flops_per_s.model_copy(update={"float32": flops_per_s}),
+            "matmul_efficiency": 1.0,
+            "memory_bandwidth_bytes_per_s": 1e9,
+            "memory_efficiency": 1.0,
+            "launch_overhead_s": 0.0,
+        }
+    )
+    return spec.model_copy(update={"device": device})
+
+
+def test_what_is_dear_for_its_bytes_is_given_up_last() -> None:
+    skeleton, kind = skeleton_of(bottlenecks())
+    names = [node.name[:-1] for node in skeleton.backward(kind).nodes]
+    front = corners(skeleton, kind, CostModel(priced()))
+    kept = [{names[at] for at in each.level} if isinstance(each.level, tuple) else each.level for each in front]
+    assert kept == ["gathered", {"up", "down"}, {"down"}, "full"]
+    narrow, wide = (BATCH * width * 4 for width in (WIDTH, WIDE))
+    # Kept besides the input: of ``up`` and ``down`` their results, what ``down`` reads, and what is squared.
+    assert [each.held_bytes for each in front] == [
+        3 * narrow + 2 * wide,
+        2 * narrow + wide,
+        2 * narrow,
+        narrow,
+    ]
+    product_s = 2 * BATCH * WIDTH * WIDE / 1e9
+    elementwise_s = (2 * wide + 2 * narrow + 3 * narrow) / 1e9  # both silus, and the sum
+    assert [each.seconds for each in front] == pytest.approx(
+        [0.0, elementwise_s, elementwise_s + product_s, elementwise_s + 2 * product_s]
+    )
+
+
+@pytest.mark.parametrize("flops_per_s", [1e6, 1e9, 1e10, 1e15])
+def test_levels_are_few_convex_and_within_one_another(flops_per_s: float) -> None:
+    skeleton, kind = skeleton_of(bottlenecks())
+    front = corners(skeleton, kind, CostModel(priced(flops_per_s)))
+    assert 2 < len(front) <= MOST + 2
+    slopes = [(b.seconds - a.seconds) / (a.held_bytes - b.held_bytes) for a, b in itertools.pairwise(front)]
+    assert slopes == sorted(slopes) and all(slope > 0 for slope in slopes)
+    runs = [skeleton.again(kind, each.level) for each in front]
+    for some, more in itertools.pairwise(runs):
+        assert some.operators < more.operators and some.values < more.values
+        assert all(few <= many for few, many in zip(some.taken, more.taken, strict=True))
+    for before, point, after in zip(front, front[1:], front[2:], strict=False):
+        share = (before.held_bytes - point.held_bytes) / (before.held_bytes - after.held_bytes)
+        mixed_s = before.seconds + share * (after.seconds - before.seconds)
+        assert mixed_s - point.seconds >= WORTH * front[-1].seconds
+
+
+def test_every_kind_goes_its_own_way_and_what_is_cheap_for_its_bytes_goes_first() -> None:
+    skeleton, kind = skeleton_of(bottlenecks())
+    plain = named(skeleton.folded)
+    levels = with_levels_between(plain, skeleton, CostModel(priced()))
+    assert levels.first == plain.first
+    gathers = [move for move in plain.moves if move[1] == "gathered"]
+    assert [*levels.moves[: len(gathers)]] == gathers
+    assert [*levels.of(kind)[1:]] == [each.level for each in corners(skeleton, kind, CostModel(priced()))]
+    others = {each: levels.of(each) for each in range(len(plain.first)) if each != kind}
+    assert others == dict.fromkeys(others, ("none", "gathered"))
+
+
+def searched(spec: ClusterSpec) -> Searched:
+    return search(bottlenecks(), spec, Pins.parse({"data": 2, "zero": 0}), Training())
+
+
+def test_keeping_some_results_is_faster_than_keeping_all_dear_ones_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same memory, against the four levels that have a name; with room for everything nothing is made again."""
+    spec = priced()
+    roomy = searched(spec)
+    assert not roomy.assignment.recompute
+    leanest = search(bottlenecks(), spec, Pins.parse({"data": 2, "zero": 0, "recompute": "full"}), Training())
+    assert roomy.memory is not None and leanest.memory is not None
+    least, most = leanest.memory.peak_bytes, roomy.memory.peak_bytes
+    faster = []
+    for share in (0.2, 0.4):
+        device = spec.device.model_copy(
+            update={"memory_bytes": int(least + share * (most - least)), "reserve_fraction": 0.0}
+        )
+        tight = spec.model_copy(update={"device": device})
+        found = searched(tight)
+        with monkeypatch.context() as patch:
+            patch.setattr("planner.search.with_levels_between", lambda levels, *_: levels)
+            plain = searched(tight)
+        assert found.status == plain.status == "optimal"
+        levels = {level for each in found.assignment.recompute.amounts for level, _ in each.levels}
+        assert any(isinstance(level, tuple) for level in levels)
+        assert found.memory is not None and found.memory.peak_bytes <= device.usable_bytes
+        faster.append(1 - found.evaluation.time_s / plain.evaluation.time_s)
+    assert min(faster) > 0.03, faster
