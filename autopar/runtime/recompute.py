@@ -61,6 +61,7 @@ def recompute(program: GraphModule, again: GraphModule, *inputs: Tensor) -> Any:
             seen[cell.region] += 1
         if place is not None and memory_of(cell.tensor) not in stay:
             cell.give_up(frame, place)
+    cells.clear()  # what autograd has saved keeps ``pack`` alive, and would keep all of the block's with it
     return outputs
 
 

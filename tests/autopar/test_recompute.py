@@ -322,6 +322,47 @@ def test_values_are_let_go_until_backward() -> None:
     assert less.now <= before
 
 
+class Probe(torch.autograd.Function):
+    """Passes a value on; ``seen`` is called when its gradient comes back."""
+
+    seen: Callable[[], object] = print
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Probe.seen()
+        return grad
+
+
+@fx.wrap
+def probed(value: Tensor) -> Tensor:
+    return Probe.apply(value)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_what_is_kept_goes_as_backward_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a block's backward, what only later operators needed is no longer there."""
+
+    def run(x: Tensor, weight: Tensor) -> Any:
+        hidden = torch.tanh(x)
+        product = probed(hidden) @ weight
+        return (product * product).sum(), (hidden,), (x, weight)
+
+    def only_hidden(x: Tensor, weight: Tensor) -> Any:
+        return (torch.tanh(x),)
+
+    held: list[int] = []
+    for recomputes in (False, True):
+        x, weight = inputs()
+        with LiveBytes((x, weight)) as live:
+            monkeypatch.setattr(Probe, "seen", staticmethod(lambda live=live: held.append(live.now)))
+            loss = recompute(program_of(run), program_of(only_hidden), x, weight) if recomputes else run(x, weight)[0]
+            loss.backward()
+    assert held[1] <= held[0]
+
+
 def test_without_gradients_the_program_just_runs() -> None:
     x, weight = inputs()
     with torch.no_grad():
