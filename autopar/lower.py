@@ -147,14 +147,12 @@ def _instantiate(
     grads: dict[Ref, bool],
 ) -> None:
     """Add one call's nodes, and what they are called."""
-    at: list[str] = list(call.names)
+    made = [Ref(name) for name in call.names]
     paths: dict[str, str] = {}
 
     def found(value: _Value) -> Ref:
-        if value.outside:
-            ref = operands[value.step]
-            return ref if value.index == 0 else Ref(ref.node, value.index)
-        return Ref(at[value.step], value.index)
+        ref = operands[value.step] if value.outside else made[value.step]
+        return ref if value.index == 0 else Ref(ref.node, value.index)
 
     def filled(value: object, inputs: Iterator[Ref]) -> object:
         if isinstance(value, _Value):
@@ -178,7 +176,7 @@ def _instantiate(
             nodes.append(first)
         else:
             nodes.append(first.copy(name, tuple(args), inputs, path))
-        refs[name] = Ref(name)
+        refs[name] = made[number]
         for index, result in enumerate(step.results):
             grads[Ref(name, index)] = result.grad
 

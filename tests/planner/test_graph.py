@@ -1,8 +1,13 @@
-"""Graphs: which values a training step differentiates."""
+"""Graphs: which values a training step differentiates, and what copies of nodes are."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from planner.fold import fold
 from planner.graph import Graph, Node, Ref, TensorType
+from planner.plan import fingerprint
+from tests.planner.plans import residual_mlp
 
 WIDE, SCALAR = TensorType((4, 4), "float32", grad=True), TensorType((), "float32", grad=True)
 
@@ -31,3 +36,19 @@ def test_without_a_loss_every_output_may_be_a_root() -> None:
 def test_a_graph_without_gradients_has_no_root() -> None:
     fixed = TensorType((4,), "float32")
     assert Graph((Node("x", "input", (), (fixed,)),), (Ref("x"),)).roots == ()
+
+
+def test_copies_are_nodes_like_others() -> None:
+    graph = residual_mlp(layers=4)
+    firsts: dict[object, Node] = {}
+    nodes = []
+    for node in graph.nodes:
+        first = firsts.setdefault((node.op, node.results), node)
+        is_copy = first is not node and not node.is_leaf
+        nodes.append(first.copy(node.name, node.args, node.inputs, node.path) if is_copy else node)
+    copied = replace(graph, nodes=tuple(nodes))
+    copied.check()
+    assert any(node.first is not node for node in copied.nodes)
+    assert copied == graph
+    assert fold(copied) == fold(graph)
+    assert fingerprint(copied) == fingerprint(graph)
