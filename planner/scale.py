@@ -355,6 +355,7 @@ class _Twin(Skeleton):
         vars(self).update(vars(planned))
         self.folded, self.graph, self.rules = folded, folded.graph, rules
         self._at_sizes = cuts
+        self.ways = {}  # known by the rules of their operators, which are others at other sizes
 
     def cuts(self, sizes: tuple[int, ...]) -> Cuts:
         """The planned cuts, moved."""
