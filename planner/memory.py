@@ -303,22 +303,40 @@ class _Frame:
         self.name, self.again = block.path, again
         self.at = {node.name: at for at, node in enumerate(block.nodes)}
         self.made: dict[_Storage, tuple[_Storage, ...]] = {}
-        self.kept: dict[_Storage, None] = {}
+        self.beside: dict[_Storage, int] = {}
+        self.copied: dict[_Storage, int] = {}
+        self.kept: set[_Storage] = set()
         self.held: list[_Storage] = []
         self.uses: Counter[_Storage] = Counter()
         self.remade: dict[_Storage, _Storage] = {}
         self.handed: set[_Storage] = set()
 
-    def draws(self, heap: _Heap, drawn: _Storage, operands: Iterable[_Storage], result: _Storage) -> None:
-        """Note what was drawn; to draw it again makes the result again, which stays until all is made."""
+    def draws(
+        self, heap: _Heap, drawn: _Storage, operands: Iterable[_Storage], result: _Storage, copied_bytes: int
+    ) -> None:
+        """Note what was drawn; to draw it again makes the result again, which stays until all is made.
+
+        Args:
+            copied_bytes: of operands that are copied for it. Backward has the copies in place of the operands, but
+                these are there, too, until all is made.
+        """
         self.handed.add(result)
+        self.copied[drawn] = copied_bytes
         self.makes(heap, drawn, (*operands, result), keeps=False)
 
-    def makes(self, heap: _Heap, storage: _Storage, sources: Iterable[_Storage], keeps: bool) -> None:
-        """Note that a storage was made from others."""
-        self.made[storage] = tuple(sources)
+    def makes(
+        self, heap: _Heap, storage: _Storage, sources: Iterable[_Storage], keeps: bool, beside_bytes: int = 0
+    ) -> None:
+        """Note that a storage was made from others; what is kept of these to make it again is there from then on.
+
+        Args:
+            beside_bytes: needed beside while it is made.
+        """
+        self.made[storage], self.beside[storage] = tuple(sources), beside_bytes
         if keeps:
-            self.kept[heap.hold(storage)] = None
+            self.kept.add(storage)
+        else:
+            self.held += [heap.hold(each) for each in self.made[storage] if each in self.kept]
 
     def gives_up(self, heap: _Heap, tapes: list[_Tape]) -> None:
         """The block returns: what its nodes of backward saved goes where it can be made again; its sources stay."""
@@ -328,9 +346,9 @@ class _Frame:
                 tape.again.append((self, storage))
                 self.uses[storage] += 1
                 heap.drop(storage)
-        reads = [source for storage in self._needed for source in self.made[storage]]
+        reads, held = [source for storage in self._needed for source in self.made[storage]], self.held
         self.held = [heap.hold(each) for each in dict.fromkeys(reads) if each not in self.made or each in self.kept]
-        for storage in self.kept:
+        for storage in held:
             heap.drop(storage)
 
     @cached_property
@@ -349,12 +367,18 @@ class _Frame:
         """Make everything again that will be used."""
         heap.moment(f"recompute {self.name}")
         last = {source: storage for storage in self._needed for source in self.made[storage]}
+        copies = []
         for storage in self._needed:
+            beside = heap.new(storage.held.name, "temporary", self.beside[storage])
             self.remade[storage] = heap.new(storage.held.name, storage.held.use, storage.held.bytes)
+            heap.drop(beside)
+            copies.append(heap.new(storage.held.name, "temporary", self.copied.get(storage, 0)))
             for source in dict.fromkeys((*self.made[storage], storage)):
                 is_last = last.get(source, storage) is storage and source not in self.handed
                 if source in self.remade and not self.uses[source] and is_last:
                     heap.drop(self.remade.pop(source))
+        for storage in copies:
+            heap.drop(storage)
         for storage in [each for each in self.remade if not self.uses[each]]:
             heap.drop(self.remade.pop(storage))
 
@@ -404,9 +428,9 @@ class _Step:
         heap = self.heap
         values = self._leaves()
         heap.moment("forward")
-        values = {ref: self._relayed(ref, value) for ref, value in values.items()}
         if self.space.cost.cluster.backend == "gloo" and not self.is_away:  # see autopar/runtime/buckets.py
             self.buckets = heap.new("gradients", "gradients", self._bucket_bytes(values))
+        values = {ref: self._relayed(ref, value) for ref, value in values.items()}
         dropped = self._read_last()
         skips = {skip.start: skip for skip in self.skips}
         number = 0
@@ -594,7 +618,8 @@ class _Step:
         for skip in self.skips:
             times.subtract(range(skip.start, skip.end))
             times.update(dict.fromkeys(range(skip.start - skip.period, skip.start), skip.times))
-        found = 0
+        relayed = [value for ref, value in values.items() if self._summed(ref) and _are_parameters([value])]
+        found = sum(value.bytes for value in relayed if value.made)
         for number in +times:
             for chunk in self.assignment.chunks(self.instances[number].block):
                 steps = self._crossing(next(iter(chunk.values())))  # like those of the others
@@ -602,6 +627,11 @@ class _Step:
                 if steps and steps[0].rule == "I>R" and _are_parameters(chunked):
                     found += sum(value.bytes for value in chunked if value.made) * times[number]
         return found
+
+    def _summed(self, ref: Ref) -> list[Step]:
+        """The steps by which a parameter is delivered to several readers, if its gradient is only summed."""
+        route = self.assignment.relay_route(ref) if self.graph.by_name[ref.node].op == "param" else ()
+        return self._crossing(route) if all(step.rule == "I>R" for step in route) else []
 
     def _crossing(self, route: Route) -> list[Step]:
         """The steps that cross ranks or turns."""
@@ -717,8 +747,13 @@ class _Step:
             if word in OWN:
                 size = self._own_bytes(word, types, operands)
                 tape.saved.append(heap.new(node.name, "activations", size))
-                if self.frame is not None and self.frame.at[node.name] in self.frame.again.drawing:
-                    self.frame.draws(heap, tape.saved[-1], (each.storage for each in operands), storages[0])
+                if self.frame is not None and self.frame.again.operators:
+                    copied_bytes = sum(value.bytes for value in operands) if word == "scores" and size else 0
+                    if self.frame.at[node.name] in self.frame.again.drawing:
+                        read = [value.storage for value in operands]
+                        self.frame.draws(heap, tape.saved[-1], read, storages[0], copied_bytes)
+                    else:  # the copies stay, and the operands are there for what is made again
+                        tape.saved.append(heap.new(node.name, "activations", copied_bytes))
             elif word in tensors:
                 tape.saved.append(heap.hold(tensors[word]))
         tape.works = row.works * max(operands[0].bytes, sizes[0]) if row is not None and operands else 0
@@ -747,6 +782,11 @@ class _Step:
 
     def _relayed(self, ref: Ref, value: _Value) -> _Value:
         """A held value, converted to the layout in which its readers find it; held."""
+        sums = self._summed(ref)
+        for step in sums:
+            (value,) = self._brought_on([value], {ref: (step,)}, (step,))
+        if sums:
+            return value
         route = self.assignment.relay_route(ref)
         keeps = self.frame is not None and (self.frame.at[ref.node], ref.index) not in self.frame.again.values
         result = self._converted(value, self.graph.type_of(ref), route, ref, keeps)
@@ -767,7 +807,9 @@ class _Step:
                 continue
             following = self._stepped(value, tensor, step, f"{ref.node} as {step.dst}", gathered)
             if self.frame is not None and following.storage is not value.storage:
-                self.frame.makes(heap, following.storage, (value.storage,), keeps)
+                self.frame.makes(
+                    heap, following.storage, (value.storage,), keeps, self._scratch_bytes(step, value, tensor)
+                )
             heap.drop(value.storage)
             value = following
         return value
@@ -779,9 +821,7 @@ class _Step:
         if step.rule in ("I>R", "R>I"):
             storage = heap.hold(value.storage)
         else:
-            # A shard of an inner dim is put in order before it is sent, or after it was received.
-            apart = [t for t in (step.src, step.dst) if isinstance(t, Shard) and (t.dim > 0 or t.outer > 1)]
-            scratch = heap.new(name, "temporary", max(size, value.bytes) if apart else 0)
+            scratch = heap.new(name, "temporary", self._scratch_bytes(step, value, tensor))
             storage = heap.new(name, use, size)
             heap.drop(scratch)
         made = None
@@ -790,6 +830,13 @@ class _Step:
             tape.targets = [_Target(*value.made, value.bytes, passes=step.rule in ("R>I", "P>I"))]
             made = (tape, 0)
         return _Value(storage, size, made)
+
+    def _scratch_bytes(self, step: Step, value: _Value, tensor: TensorType) -> int:
+        """What a step of a conversion needs besides: a shard of an inner dim is put in order before it is sent, or
+        after it was received.
+        """
+        apart = [t for t in (step.src, step.dst) if isinstance(t, Shard) and (t.dim > 0 or t.outer > 1)]
+        return max(local_bytes(tensor, step.after, self.mesh), value.bytes) if apart else 0
 
     # ---- backward ----
 

@@ -87,7 +87,7 @@ class _Cell:
     __slots__ = ("frame", "geometry", "place", "region", "saved")
 
     def __init__(self, tensor: Tensor, region: int | None):
-        self.saved: Tensor | None = tensor
+        self.saved: Tensor | None = tensor.detach()  # a result would hold its node of backward, and that this
         self.region = region
         self.frame: _Frame | None = None
         self.place: Place = -1
