@@ -1,0 +1,190 @@
+"""The zoo by tiers: where model data is at home, and how it is sharded, against the original in float64.
+
+``python -m benchmarks.zoo_tiers [MODEL ...]`` prints progress and writes ``results/zoo_tiers.md`` and
+``results/zoo_tiers.json``. Every cell trains ten steps of AdamW with clipping on 1, 2 or 4 gloo processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from autopar.processes import LocalProcesses, RankError
+from benchmarks import record
+from benchmarks.zoo import PROCESSES, quiet
+from planner.plan import Plan
+
+MODELS = ("gpt2", "llama", "shared-layers", "t5")
+STEPS, RTOL = 10, 1e-10
+CELLS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"offload": "host"},
+    {"offload": "auto"},
+    {"offload": "disk"},
+    {"data": 2, "zero": 0},
+    {"data": 2, "zero": 2},
+    {"data": 2, "zero": 3},
+    {"data": 2, "zero": 3, "offload": "host"},
+    {"data": 2, "zero": 2, "offload": "auto"},
+    {"data": 2, "zero": 0, "offload": "disk"},
+    {"tensor": 2},
+    {"tensor": 2, "offload": "host"},
+    {"tensor": 2, "sequence_parallel": True},
+    {"tensor": 2, "sequence_parallel": True, "offload": "auto"},
+    {"data": 4, "zero": 3},
+    {"replicate": 2, "data": 2, "zero": 2},
+    {"replicate": 2, "data": 2, "zero": 3},
+    {"replicate": 2, "data": 2, "zero": 3, "offload": "host"},
+    {"replicate": 2, "data": 2, "zero": 3, "offload": "auto"},
+    {"data": 2, "tensor": 2, "zero": 3},
+    {"data": 2, "tensor": 2, "zero": 3, "offload": "disk"},
+    {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 2},
+    {"tensor": 4, "offload": "host"},
+)
+
+
+def ranks_of(pin: Mapping[str, Any]) -> int:
+    """How many processes pins ask for."""
+    return math.prod(pin.get(axis, 1) for axis in ("replicate", "data", "tensor"))
+
+
+def main(models: Sequence[str]) -> int:
+    """Run the table; returns how many cells failed."""
+    facts, start, rows = record.circumstances(), time.monotonic(), []
+    chosen = [name for name in MODELS if not models or name in models]
+    with (
+        ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn"), initializer=quiet) as pool,
+        LocalProcesses(4, ("torch", "benchmarks.zoo_tiers", "tests.autopar.carried")) as processes,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        asked = [(name, pin) for name in chosen for pin in CELLS]
+        plans = [pool.submit(planned, *each) for each in asked]
+        for (name, pin), plan in zip(asked, plans, strict=True):
+            rows.append(_row(processes, name, pin, plan, folder))
+            told = f"{name} {dict(pin)}: {rows[-1]['status']} {rows[-1]['why']}"
+            print(f"[{time.monotonic() - start:5.0f} s] {told}", flush=True)
+    said = summary(rows)
+    if not models:
+        notes = (
+            "Models of the tests on gloo processes, in float64: the largest relative error of any loss, or of a "
+            f"parameter relative to its largest element, in {STEPS} steps of AdamW with clipping, beside plain AdamW "
+            "on the original; every step has another batch. A plan with `offload` has room for a tenth of what moves "
+            f"beyond the least, with `auto` for half. {said}"
+        )
+        record.write("zoo_tiers", "The zoo by tiers", notes, table(rows), rows, facts)
+    print(said)
+    return sum(row["status"] == "FAILED" for row in rows)
+
+
+def _row(
+    processes: LocalProcesses, name: str, pin: Mapping[str, Any], plan: Future[Any], folder: str
+) -> dict[str, Any]:
+    """What became of a cell."""
+    from planner.errors import AutoparError, PinError
+
+    row: dict[str, Any] = {"model": name, "pin": dict(pin), "status": "equal", "why": ""}
+    try:
+        row["error"] = max(processes.run(trained, name, plan.result(), folder, ranks=ranks_of(pin)))
+        if not row["error"] <= RTOL:
+            row |= {"status": "FAILED", "why": f"relative error {row['error']:.1e}"}
+    except PinError as error:
+        row |= {"status": "n/a", "why": str(error)}
+    except (AutoparError, RankError) as error:
+        row |= {"status": "FAILED", "why": str(error)}
+    return row
+
+
+def planned(name: str, pin: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan of a cell, with a budget at which model data moves if it is away."""
+    from autopar.exact import exact
+    from planner.timetable import fewest_bytes
+
+    with exact():
+        plan = _plan(name, {**pin, "offload": "host"} if pin.get("offload") == "auto" else pin)
+        if plan.timetable is not None:
+            trace = plan.timetable.trace
+            least, moving = max(trace.needed_bytes), sum(item.bytes for item in trace.items)
+            if pin["offload"] == "auto":
+                plan = _plan(name, pin, int((least + moving // 2) / 0.9))
+            else:
+                plan = replace(plan, timetable=fewest_bytes(trace, least + moving // 10))
+    return plan.to_dict()
+
+
+def _plan(name: str, pin: Mapping[str, Any], memory_bytes: int | str = "1 GiB") -> Plan:
+    import autopar
+    from planner.cluster import ClusterSpec
+    from tests.autopar.carried import model_of
+
+    model, batch = model_of(name)
+    cluster = ClusterSpec.local(
+        ranks_of(pin), memory_bytes, cores=2, host_memory_bytes="1 GiB", disk_bytes="1 GiB"
+    )  # fmt: skip
+    return autopar.plan(model, cluster, example_kwargs=batch, pin=dict(pin))
+
+
+def trained(name: str, document: Mapping[str, Any], folder: str) -> float:
+    """On a rank: the largest relative error of a loss or of a parameter in all steps."""
+    import torch
+    from torch import nn
+
+    import autopar
+    from autopar.exact import exact
+    from tests.autopar.carried import another, loss_of, model_of
+
+    plan, worst = autopar.Plan.from_dict(document), 0.0
+    path = folder if plan.pin.get("offload") == "disk" else None
+    with exact():
+        model, batch = model_of(name)
+        pmodel = autopar.parallelize(
+            copy.deepcopy(model), plan.cluster, plan=plan, example_kwargs=batch, offload_path=path
+        )
+        both = (model, pmodel)
+        optimizers = [
+            torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
+            pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
+        ]
+        for step in range(STEPS):
+            losses = [loss_of(m, another(name, step)) for m in both]
+            worst = max(worst, ((losses[1] - losses[0]) / losses[0]).abs().item())
+            for m, loss, optimizer in zip(both, losses, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+                optimizer.step()
+    state = pmodel.full_state_dict()
+    for key, value in model.state_dict().items():
+        worst = max(worst, ((state[key] - value).abs().max() / value.abs().max().clamp_min(1e-30)).item())
+    return worst
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line about everything."""
+    count = {status: sum(row["status"] == status for row in rows) for status in ("equal", "n/a", "FAILED")}
+    worst = max((row["error"] for row in rows if "error" in row), default=0.0)
+    return (
+        f"{count['equal']} equal, {count['n/a']} not applicable, {count['FAILED']} failed; largest relative error "
+        f"{worst:.1e}."
+    )
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """A row for each pin, a column for each model."""
+    lines: dict[str, dict[str, str]] = {}
+    for row in rows:
+        told = ", ".join(f"{name} {value}" for name, value in row["pin"].items()) or "nothing"
+        line = lines.setdefault(told, {"pins": told, "processes": str(ranks_of(row["pin"]))})
+        line[row["model"]] = f"{row['error']:.0e}" if row["status"] == "equal" else row["status"]
+    return list(lines.values())
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(sys.argv[1:]) else 0)
