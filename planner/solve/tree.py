@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from planner.solve.model import Model
 
+_MAX_AXES = 64  # of an array; many vertices of one choice each are few entries
 Scope = tuple[int, ...]
 
 
@@ -64,6 +65,9 @@ def build_tree(model: Model, max_entries: int) -> Tree:
     def log_entries(scopes: list[Scope], v: int) -> float:
         return sum(log_size[u] for u in {v}.union(*scopes))
 
+    def is_too_large(scopes: list[Scope], v: int) -> bool:
+        return log_entries(scopes, v) > math.log(max_entries) or len({v}.union(*scopes)) > _MAX_AXES
+
     def weigh(v: int) -> float:
         return log_entries([part.scope for part in waiting[v]], v)
 
@@ -75,12 +79,12 @@ def build_tree(model: Model, max_entries: int) -> Tree:
         v = min(weight, key=lambda u: (weight[u], u))
         del weight[v]
         groups = [waiting[v]]
-        if log_entries([part.scope for part in waiting[v]], v) > math.log(max_entries):
+        if is_too_large([part.scope for part in waiting[v]], v):
             exact = False
             groups = []
             for part in sorted(waiting[v], key=lambda part: -len(part.scope)):
                 for group in groups:
-                    if log_entries([part.scope, *(other.scope for other in group)], v) <= math.log(max_entries):
+                    if not is_too_large([part.scope, *(other.scope for other in group)], v):
                         group.append(part)
                         break
                 else:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.errors import AutoparError
 from planner.problem import Answer, Edge, Floats, Problem, Span, Vertex, evaluate
-from planner.solve import solve, window
+from planner.solve import lower_bounds, solve, window
 
 
 def random_problem(seed: int, vertices: int, choices: int, density: float, spans: bool) -> Problem:
@@ -168,3 +168,22 @@ def test_damaged_problems_raise(broken: dict[str, Floats], message: str) -> None
     vertex = Vertex("v", np.ones(2), np.zeros(2), np.zeros(2), *np.zeros((2, 2), np.int64))
     with pytest.raises(AutoparError, match=message):
         solve(Problem((replace(vertex, **broken),), ()))
+
+
+def test_one_choice_of_many_neighbours_is_no_axis_too_many() -> None:
+    """A hub of two choices, and 80 vertices of one choice that all touch one another: more than an array has axes."""
+
+    def vertex(name: str, size: int) -> Vertex:
+        none, no_bytes = np.zeros(size), np.zeros(size, np.int64)
+        return Vertex(name, np.arange(1.0, size + 1), none, none, no_bytes, no_bytes)
+
+    def edge(tail: int, head: int, rows: int) -> Edge:
+        none = np.zeros((rows, 1))
+        return Edge(tail, head, np.arange(float(rows))[:, None], none, none.astype(np.int64))
+
+    vertices = (vertex("hub", 2), *(vertex(str(n), 1) for n in range(80)))
+    pairs = itertools.combinations(range(len(vertices)), 2)
+    problem = Problem(vertices, tuple(edge(tail, head, 1 if tail else 2) for tail, head in pairs), None)
+    answer = solve(problem)
+    assert (answer.status, answer.objective_s, answer.choices) == ("optimal", 81.0, (0,) * 81)
+    assert lower_bounds(problem).time_s == pytest.approx(81.0)
