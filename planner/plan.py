@@ -564,4 +564,7 @@ def _difference(plan: Plan, folded: Folded, model: Mapping[str, Any]) -> str:
         if leaf.op == "input" and recorded is not None and recorded.shape != shape:
             facts.append(f"input {leaf.target}: plan {shape_text(recorded.shape)}, model {shape_text(shape)}")
     shown = "; ".join(facts) or "the same structure, but other shapes, arguments or input sizes"
-    return f"the plan was made for another model or batch ({shown}): plan again for this one"
+    return (
+        f"the plan was made for another model or batch ({shown}): plan again for this one (or, where the model's code "
+        "iterates over a set, plan and run with PYTHONHASHSEED=0)"
+    )

@@ -86,6 +86,16 @@ class Searched:
         """Of the plan, as predicted."""
         return self.evaluation.peak_bytes if self.memory is None else self.memory.peak_bytes
 
+    @property
+    def bound_s(self) -> float:
+        """No plan is faster, by the search's reckoning of memory."""
+        return self.evaluation.time_s * (1 - self.gap)
+
+    def above(self, bound_s: float) -> Searched:
+        """The same where what is proved is that no plan is faster than this."""
+        gap = 1 - bound_s / self.evaluation.time_s if self.evaluation.time_s else 0.0
+        return replace(self, status="feasible", gap=gap) if gap > PROVED else self
+
     def with_memory(self, memory: Usage) -> Searched:
         """The same with the plan followed: its own peak in the row of its division, where the search has only a sum."""
         division, peak_bytes = Division(1, self.assignment.space.mesh), memory.peak_bytes
@@ -156,9 +166,10 @@ def _followed(
     """The fastest plan within the setting's memory that fits when it is followed.
 
     The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed. Then it
-    searches again with a lower limit. Where that leaves nothing, the leanest plans are followed.
+    searches again with a lower limit. What that excludes may fit, so that only what the first search proved is proved.
+    Where it leaves nothing, the leanest plans are followed.
     """
-    usable, tries = setting.limit_bytes, TRIES
+    usable, tries, bound_s = setting.limit_bytes, TRIES, math.inf
     nothing: _Nothing | None = None
     below, above = -math.inf, math.inf  # limits at which nothing was found, and from which on all that was does not fit
     while True:
@@ -170,8 +181,9 @@ def _followed(
         else:
             memory = usage(found.assignment)
             excess = largest_working_set(found.assignment, memory).bytes - usable
+            bound_s = found.bound_s if math.isinf(bound_s) else bound_s
             if excess <= 0:
-                return found.with_memory(memory)
+                return found.above(bound_s).with_memory(memory)
             above = found.evaluation.peak_bytes
             # In steps of the excess, past the limits at which the search would find the same plan again.
             limit = setting.limit_bytes - (1 + (setting.limit_bytes - above) // excess) * excess
