@@ -86,3 +86,13 @@ def test_a_plan_that_fits_only_when_it_is_followed_is_taken_and_not_called_prove
     (row,) = found.candidates
     assert row.status == "feasible" and row.bound_s == pytest.approx(found.evaluation.time_s * (1 - found.gap))
     assert searched(graph, 2 * least, {}).status == "optimal"
+
+
+def test_what_less_memory_holds_is_not_ruled_out_by_what_is_proved_with_more() -> None:
+    """Plans that were found after the limit was lowered claim no more than what was proved before."""
+    graph, pin = residual_mlp(layers=3, width=32, batch=64), {"offload": "host"}
+    least, fastest_s = at_least(graph, 1, pin), math.inf
+    for memory in range(least, 2 * least, least // 12):
+        found = searched(graph, memory, pin)
+        fastest_s = min(fastest_s, found.evaluation.time_s)
+        assert found.bound_s <= fastest_s * (1 + 1e-9)
