@@ -320,8 +320,8 @@ def no_garbage() -> Iterator[None]:
     A decorator, too.
     """
     collecting = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if collecting:

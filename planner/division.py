@@ -31,7 +31,7 @@ VIRTUAL = (1, 2, 4, 8)
 OUT_OF_TURN = ("zero_bubble", "zbv", "dualpipev", "2bw")
 """Schedules in which a micro-batch need not be through with one stage's backward before the next one's."""
 MOST_TURNS = 16
-"""So many numbers of micro-batches are tried at most; of more divisors of the batch, powers of two."""
+"""So many numbers of micro-batches are tried at most; of more divisors, those that leave ranks 1, 2, 4, ... samples."""
 
 
 @dataclass(frozen=True)

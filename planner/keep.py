@@ -5,7 +5,7 @@ to make again for the bytes that it leaves free: with all that must be made agai
 for that, such as what it is made from. What runs again at one level runs again at the next, so each level takes longer
 than the one before however the block is laid out. Of the sets on the way, those are levels at which mixing others would
 take longest: the corners of the convex front of seconds over bytes. Hardly anything is gained by giving up what is
-small, so that the last level is seldom ``full``.
+small, so that the last level may keep a little more than ``full``.
 
 Seconds and bytes are those of one device that has the whole batch: what differs between operators is the rate, their
 arithmetic per byte, and that is about the same on every mesh. What a mesh communicates is left out; the search prices

@@ -21,7 +21,7 @@ from planner.memory import usage
 from planner.offload import WorkingSet, largest_working_set
 from planner.problem import Problem, evaluate, most_bytes
 from planner.solve import lightest, lower_bounds, solve
-from planner.turns import stage
+from planner.turns import THOROUGH, stage
 
 LEANEST_S = 2.0
 """How long the leanest plan of all is looked for when nothing fits; the leanest found is told."""
@@ -54,7 +54,7 @@ def lean_plans(setting: Setting, looks: list[Look]) -> list[Lean]:
     the leanest of all and the fastest of those almost as lean: what the leanest save, they may lose in conversions,
     which the sum leaves out.
     """
-    found: dict[object, Lean] = {}
+    found: dict[object, Lean | None] = {}
     until = min(setting.deadline, time.monotonic() + LEANEST_S)
     begun = {look.candidate.division: look for look in looks if look.posed is not None}
     order = sorted(begun.values(), key=lambda look: look.candidate.peak_bytes)
@@ -79,7 +79,7 @@ def lean_plans(setting: Setting, looks: list[Look]) -> list[Lean]:
             if choices is not None and key not in found:
                 best = Best(look.space, choices, recompute, evaluate(problem, choices))
                 found[key] = _in_turns(setting, best) if division.in_turns else _in_one_turn(best)
-    return list(found.values())
+    return [lean for lean in found.values() if lean is not None]
 
 
 def _solved(problem: Problem, until: float) -> tuple[int, ...]:
@@ -108,12 +108,15 @@ def _in_one_turn(best: Best) -> Lean:
     return Lean(best, largest_working_set(assignment, usage(assignment)))
 
 
-def _in_turns(setting: Setting, best: Best) -> Lean:
-    """The pipeline of the choices that makes again all that can be."""
-    chain = links_of(best.space.assignment(best.choices), setting.levels, setting.pins.schedule)
-    links = [link.leanest for link in chain]
-    found = stage(links, setting.pipelines(best.division, len(links)), None)
-    assert found is not None
+def _in_turns(setting: Setting, best: Best) -> Lean | None:
+    """The pipeline of the choices that fits, or else the one that makes again all that can be, if there is any."""
+    links = links_of(best.space.assignment(best.choices), setting.levels, setting.pins.schedule)
+    if not all(math.isfinite(link.block.work_s) for link in links):
+        return None
+    wanted, usable_bytes = setting.pipelines(best.division, len(links)), setting.cost.cluster.device.usable_bytes
+    found = stage(links, wanted, usable_bytes, effort=THOROUGH) or stage([link.leanest for link in links], wanted, None)
+    if found is None:
+        return None
     best = replace(best, staged=found, evaluation=found.evaluation)
     return Lean(best, WorkingSet("a step in turns", 0, found.peak_bytes))
 

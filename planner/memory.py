@@ -96,7 +96,8 @@ class Usage:
 
     def __str__(self) -> str:
         """The fullest moment and what fills it, largest first."""
-        rows = [f"  {held.all_bytes:>16,}  {held.use:<12}{held.name}" for held in self.alive[:SHOWN] if held.bytes]
+        shown = [(held, f" x {held.times}" if held.times > 1 else "") for held in self.alive[:SHOWN] if held.bytes]
+        rows = [f"  {held.bytes:>16,}  {held.use:<12}{held.name}{times}" for held, times in shown]
         rest, count = (sum(getattr(held, what) for held in self.alive[SHOWN:]) for what in ("all_bytes", "times"))
         more = [f"  {rest:>16,}  in {count} more"] if rest else []
         return "\n".join([f"{self.peak_bytes:,} bytes in {self.peak_at}", *rows, *more])
@@ -520,11 +521,13 @@ class _Step:
 
     def _skip(self, skip: Skip, values: dict[Ref, _Value]) -> None:
         """Let what instances hand on be handed on by those that do the same at the end of ``skip``."""
+        moved: dict[Ref, _Value] = {}  # all before any: a twin may be among those that hand on, too
         for number in range(skip.start - ENDS * skip.period, skip.start):
             twin = self.instances[number + skip.times * skip.period].block
             for ref, other in zip(self.instances[number].block.outputs, twin.outputs, strict=True):
                 if ref in values:
-                    values[other] = values.pop(ref)
+                    moved[other] = values.pop(ref)
+        values.update(moved)
         # What lives on from one period into the next is gone after that.
         whole = range(skip.start - 2 * skip.period, skip.start - skip.period)
         self.kept[skip] = self.heap.repeat("forward", whole, skip.times)

@@ -31,13 +31,14 @@ def check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:
     )
 
 
-def check_turns(bounds_s: Mapping[Division, float]) -> None:
-    """Refuse micro-batches where no division has a plan, whatever it needs of memory.
+def check_turns(looks: list[Look], bounds_s: Mapping[Division, float]) -> None:
+    """Refuse micro-batches where no division that was begun has a plan, whatever it needs of memory.
 
     Args:
         bounds_s: see :func:`planner.lean.bounds_s`.
     """
-    if all(map(math.isinf, bounds_s.values())):
+    begun = [bounds_s[look.candidate.division] for look in looks if look.posed is not None]
+    if begun and all(map(math.isinf, begun)):
         raise PinError(
             "no micro-batches can be cut from this model's batch: an operator mixes its samples (batch norm, a mean "
             "over the batch), or an input has another dim 0 than the others; pin 'micro_batches' 1"
@@ -47,6 +48,12 @@ def check_turns(bounds_s: Mapping[Division, float]) -> None:
 def nothing_fits(setting: Setting, graph: Graph, looks: list[Look], leans: list[Lean]) -> InfeasibleError:
     """The error that says by how much the leanest plan exceeds what a device can use, and what would fit."""
     cluster = setting.cost.cluster
+    if not leans:
+        return InfeasibleError(
+            f"no plan for {cluster.name!r} was found before the time limit: give a longer time_limit_s, or pin "
+            "decisions to narrow the search",
+            0,
+        )
     limit, least = cluster.device.usable_bytes, min(leans, key=lambda lean: lean.bytes)
     excess, division = least.bytes - limit, least.best.division
     needed = math.ceil(least.bytes / (1 - cluster.device.reserve_fraction))
@@ -54,10 +61,12 @@ def nothing_fits(setting: Setting, graph: Graph, looks: list[Look], leans: list[
     if setting.training.tier != "device":
         return _nothing_works(setting, least, needed, is_open)
     if is_open:
+        when, longer = (
+            (" before the time limit", "Give a longer time_limit_s, or pin") if setting.is_late() else ("", "Pin")
+        )
         return InfeasibleError(
-            f"no plan that fits {cluster.name!r} was found before the time limit, but none was ruled out either: "
-            f"the leanest one seen ({division}) needs {least.bytes:,} bytes of {limit:,}. Give a longer "
-            "time_limit_s, or pin decisions to narrow the search.",
+            f"no plan that fits {cluster.name!r} was found{when}, but none was ruled out either: the leanest one seen "
+            f"({division}) needs {least.bytes:,} bytes of {limit:,}. {longer} decisions to narrow the search.",
             excess,
         )
     params = sum(t.size_bytes for node in graph.leaves if node.op == "param" for t in node.results)

@@ -177,7 +177,7 @@ def _followed(
         if isinstance(found, _Nothing):
             nothing, below = found, setting.limit_bytes
         elif found.staged is not None:
-            return found
+            return found if math.isinf(bound_s) else found.above(bound_s)
         else:
             memory = usage(found.assignment)
             excess = largest_working_set(found.assignment, memory).bytes - usable
@@ -263,7 +263,7 @@ def _leanest(setting: Setting, skeleton: Skeleton, graph: Graph, nothing: _Nothi
         InfeasibleError: none fits.
     """
     bounds = bounds_s(nothing.looks)
-    check_turns(bounds)
+    check_turns(nothing.looks, bounds)
     leans = lean_plans(setting, nothing.looks)
     best = fastest_that_fits(leans, setting.cost.cluster.device.usable_bytes)
     if best is None:

@@ -31,7 +31,7 @@ BEST = 2
 """So many pipelines are cut for: those whose even cut, saving everything, takes least; more while none fits."""
 QUICK, THOROUGH = 100, 1000
 """Effort for cuts that are one of many, and for the last; see :data:`planner.pipeline.partition.EFFORT`."""
-TRIES = 3
+TRIES = 8
 """So often a chain is cut anew with less memory when what works beside it did not fit."""
 
 

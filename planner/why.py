@@ -222,6 +222,8 @@ class _Recipe:
         pin = {name: value for name, value in self.pin.items() if name in limits}
         if "tensor" not in pin:  # which it is a part of
             pin.pop("sequence_parallel", None)
+        if not pin.keys() & {"pipeline", "micro_batches"}:
+            pin = {name: value for name, value in pin.items() if name not in ("schedule", "virtual_stages")}
         cluster = self.cluster
         if MEMORY not in limits:
             device = cluster.device.model_copy(update={"memory_bytes": UNLIMITED_BYTES})

@@ -275,14 +275,18 @@ class Carrier:
         """The parameters that a block hands to the program, on the device."""
         return tuple(value for each in self._blocks[number] for value in self._parameters[each.name].values())
 
-    def versions(self, number: int) -> dict[str, int]:
-        """How often parameters that a block reads were changed in place so far, by name."""
-        chunks = (each for key in (number, BEFORE) for each in self._blocks.get(key, ()))
-        return {name: self._given[name]._version for each in chunks for name in each.starts}
+    def versions(self, number: int) -> list[tuple[str, Tensor, int]]:
+        """Parameters of chunks that backward of a block may read, and how often each was changed in place so far."""
+        place = self.table.trace.place.get(self._moments[number][True])
+        chunks = (
+            [] if place is None else [name for name, reads in self._uses(place) if reads and name in self._parameters]
+        )
+        found = ((name, self._given[name]) for chunk in chunks for name in self._parameters[chunk].starts)
+        return [(name, parameter, parameter._version) for name, parameter in found]
 
-    def check_unchanged(self, number: int, versions: Mapping[str, int]) -> None:
-        """Raise :class:`InputError` if parameters that a block reads were changed since: backward may read them."""
-        changed = [name for name, version in self.versions(number).items() if version != versions[name]]
+    def check_unchanged(self, versions: Sequence[tuple[str, Tensor, int]]) -> None:
+        """Raise :class:`InputError` if parameters that backward of a block may read were changed since."""
+        changed = [name for name, parameter, version in versions if parameter._version != version]
         if changed:
             raise InputError(
                 f"{changed[0]}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''} changed in place between "

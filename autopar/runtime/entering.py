@@ -76,7 +76,7 @@ class _Leaving(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        ctx.carrier.check_unchanged(ctx.number, ctx.versions)
+        ctx.carrier.check_unchanged(ctx.versions)
         ctx.carrier.enter(ctx.number, is_backward=True)
         return None, None, None, *grads
 

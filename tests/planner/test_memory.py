@@ -162,6 +162,29 @@ def test_what_repeats_need_not_be_followed(pin: dict[str, int], amount: Amount) 
             assert by_use_and_bytes(held(some)) == by_use_and_bytes(held(every))
 
 
+@pytest.mark.parametrize("layers", range(13, 21))
+def test_values_may_outlive_what_is_not_followed(layers: int) -> None:
+    """Every layer reads what the two before it made."""
+    nodes = [Node("x", "input", (), (TensorType((64, 32), "float32"),), target="x")]
+    made = [Ref("x"), Ref("x")]
+    value, weight = TensorType((64, 32), "float32", True), TensorType((32, 32), "float32", True)
+    for number in range(layers):
+        path = f"layers.{number}"
+        nodes.append(Node(f"w{number}", "param", (), (weight,), target=f"{path}.w"))
+        args = (("input", made[-1]), ("weight", Ref(f"w{number}")), ("bias", None))
+        nodes.append(Node(f"y{number}", "aten.linear.default", args, (value,), path=path))
+        nodes.append(Node(f"r{number}", "aten.relu.default", (("self", Ref(f"y{number}")),), (value,), path=path))
+        added = (("self", Ref(f"r{number}")), ("other", made[-2]), ("alpha", 1))
+        nodes.append(Node(f"a{number}", "aten.add.Tensor", added, (value,), path=path))
+        made.append(Ref(f"a{number}"))
+    scalar = (TensorType((), "float32", True),)
+    nodes.append(Node("loss", "aten.mean.default", (("self", made[-1]), ("dtype", None)), scalar))
+    plan = plan_of(Graph(tuple(nodes), (Ref("loss"),)), pin={"data": 4, "recompute": "none", "zero": 0})
+    assert plan.assignment is not None
+    some, every = usage(plan.assignment), _Step(Wiring(plan.assignment), []).usage()
+    assert (some.peak_bytes, some.by_use(), some.by_block) == (every.peak_bytes, every.by_use(), every.by_block)
+
+
 def by_use_and_bytes(held: Iterable[Held]) -> Counter[tuple[str, int]]:
     """How many storages there are of each use and size."""
     found = Counter[tuple[str, int]]()

@@ -270,6 +270,8 @@ def test_recipes_are_compared_with_plans_in_turns() -> None:
     assert told.extra_s == pytest.approx(there.step_time_s - plan.predicted.step_time_s, rel=1e-9)
     assert told.extra_bytes == there.peak_bytes - plan.predicted.peak_bytes
     assert plan.why_not({"data": 8, "micro_batches": 1}).mesh == "data 8"
+    refused = plan.why_not({"schedule": "1f1b", "pipeline": 2, "micro_batches": 7}).conflict
+    assert refused is not None and refused.limits == ("pin micro_batches = 7",)
     assert plan_of(residual_mlp(), cluster(2), {"data": 2}).why_not({"pipeline": 2}).mesh.startswith("pipeline 2 x")
 
 
@@ -391,5 +393,6 @@ def test_samples_that_are_mixed_leave_no_micro_batches() -> None:
         Node("loss", "aten.mean.default", (("self", Ref("r")), ("dtype", None)), (TensorType((), "float32", True),)),
     )
     graph = Graph(nodes, (Ref("loss"),))
-    with pytest.raises(PinError, match="an operator mixes its samples"):
-        search(graph, cluster(2), Pins.parse({"micro_batches": 2}), Training())
+    for limit_s in (60.0, 1e-9):
+        with pytest.raises(PinError, match="an operator mixes its samples"):
+            search(graph, cluster(8), Pins.parse({"micro_batches": 2}), Training(), time_limit_s=limit_s)
