@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import pytest
@@ -16,11 +17,20 @@ from tests.autopar.models import MODELS
 TOLERANCE = 0.05  # of models so small that a few numbers per row show; the issue of the benchmark is the mean
 
 
-@pytest.mark.parametrize("name", ["functional-gpt", "llama", "vit"])
-@pytest.mark.parametrize(
-    "ranks, pin", [(2, {"data": 2}), (2, {"data": 2, "zero": 3}), (4, {"data": 2, "tensor": 2})], ids=str
-)
-def test_the_predicted_peak_is_the_observed_one(name: str, ranks: int, pin: Mapping[str, int]) -> None:
+CASES = [
+    *itertools.product(
+        ["functional-gpt", "llama", "vit"],
+        [(2, {"data": 2}), (2, {"data": 2, "zero": 3}), (4, {"data": 2, "tensor": 2})],
+    ),
+    ("t5", (4, {"data": 2, "tensor": 2, "zero": 3})),  # the whole model is one block that gathers again
+    ("gpt2", (2, {"tensor": 2, "recompute": "selective"})),  # attention with dropout
+    ("shared-layers", (2, {"data": 2, "recompute": "full"})),  # gradients that several blocks add to
+]
+
+
+@pytest.mark.parametrize("name, case", CASES, ids=str)
+def test_the_predicted_peak_is_the_observed_one(name: str, case: tuple[int, Mapping[str, object]]) -> None:
+    ranks, pin = case
     model, batch = MODELS[name].build()
     traced = trace(model, None, batch)
     plan = plan_traced(traced, ClusterSpec.local(ranks), Pins.parse(pin), Training())
