@@ -15,7 +15,8 @@ from torch.distributed import distributed_c10d
 
 from autopar.alike import arguments, captured, check_alike
 from autopar.build import InTurns, build
-from autopar.capture import Captured, LossFn, capture, no_garbage
+from autopar.capture import Captured, LossFn, capture
+from autopar.garbage import no_garbage
 from autopar.lower import lower
 from autopar.materialize import Source, part_maker
 from autopar.runtime.disk import check_given, open_disk

@@ -117,7 +117,7 @@ class Body:
     def relay(self, ref: Ref) -> None:
         """Put a value into the layout in which its readers find it."""
         route = self.assignment.relay_route(ref)
-        if self.assignment.space.graph.by_name[ref.node].op == "param" and all(step.rule == "I>R" for step in route):
+        if self.assignment.relays_by_sums(ref):
             for step in route:
                 self.values[ref] = self.brought([self.values[ref]], (step,))[0]
         else:

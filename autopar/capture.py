@@ -8,7 +8,6 @@ user's nested inputs and outputs map onto it.
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import itertools
 import warnings
@@ -30,6 +29,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from autopar.assigned import assigned, buffers, written_in_place
 from autopar.failure import failure, on_values, reads_values, without_torchs_notes
 from autopar.flatten import flatten
+from autopar.garbage import no_garbage
 from autopar.marks import NotFoldable, writes_in_place
 from autopar.nominate import storage_of
 from autopar.program import Program, expand
@@ -311,21 +311,6 @@ def _quick_tracing() -> Iterator[None]:
             yield
     finally:
         torch.fx.config.do_not_emit_stack_traces = before
-
-
-@contextlib.contextmanager
-def no_garbage() -> Iterator[None]:
-    """Do not look for garbage while making objects that all live until the end: among many, it doubles the time.
-
-    A decorator, too.
-    """
-    collecting = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _mutates(exported: ExportedProgram) -> bool:

@@ -224,11 +224,11 @@ def _some_turn_counts(counts: list[int], batch: int, mesh: Mesh) -> list[int]:
     powers of two, where the batch is not divided so.
     """
     shares = {batch // ranks for ranks in (mesh.size, mesh.size // mesh.sizes[-1]) if batch % ranks == 0}
-    found = [n for n in counts if n == 1 or any(share % n == 0 and is_power_of_two(share // n) for share in shares)]
-    return found if len(found) > 1 else [n for n in counts if is_power_of_two(n)]
+    found = [n for n in counts if n == 1 or any(share % n == 0 and _is_power_of_two(share // n) for share in shares)]
+    return found if len(found) > 1 else [n for n in counts if _is_power_of_two(n)]
 
 
-def is_power_of_two(number: int) -> bool:
+def _is_power_of_two(number: int) -> bool:
     """Whether it is 1, 2, 4, ..."""
     return number & (number - 1) == 0
 

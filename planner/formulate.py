@@ -96,6 +96,11 @@ class Assignment:
         """The conversion done once, right after a value is produced."""
         return self._route(ref, self.produced(ref), self.delivered(ref))
 
+    def relays_by_sums(self, ref: Ref) -> bool:
+        """Whether a parameter is delivered as it is, and its gradient summed in one call an axis."""
+        is_param = self.space.graph.by_name[ref.node].op == "param"
+        return is_param and all(step.rule == "I>R" for step in self.relay_route(ref))
+
     def operand_route(self, node: Node, position: int) -> Route:
         """The conversion of one operand, done by its reader."""
         ref = node.inputs[position]

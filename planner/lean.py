@@ -111,8 +111,6 @@ def _in_one_turn(best: Best) -> Lean:
 def _in_turns(setting: Setting, best: Best) -> Lean | None:
     """The pipeline of the choices that fits, or else the one that makes again all that can be, if there is any."""
     links = links_of(best.space.assignment(best.choices), setting.levels, setting.pins.schedule)
-    if not all(math.isfinite(link.block.work_s) for link in links):
-        return None
     wanted, usable_bytes = setting.pipelines(best.division, len(links)), setting.cost.cluster.device.usable_bytes
     found = stage(links, wanted, usable_bytes, effort=THOROUGH) or stage([link.leanest for link in links], wanted, None)
     if found is None:

@@ -351,8 +351,6 @@ def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None
     if choices is None:
         return look
     links = links_of(look.space.assignment(choices), setting.levels, setting.pins.schedule)
-    if not all(math.isfinite(link.block.work_s) for link in links):
-        return look
     wanted = setting.pipelines(look.candidate.division, len(links))
     target_s = math.inf if best is None else _target_s(best)
     found = stage(links, wanted, setting.limit_bytes, min(target_s, look.candidate.objective_s))

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from planner.again import Again
+from planner.again import Again, shares
 from planner.conversion import Route, Step, local_bytes
 from planner.fold import Block, Instance
 from planner.formulate import Assignment, Chunk
@@ -132,8 +132,7 @@ def readers_of(assignment: Assignment) -> dict[str, tuple[int, ...]]:
 
 def shares_of(node: Node) -> tuple[int, ...]:
     """For each result of an operator: the operand in whose memory it is, or -1."""
-    row = OPS.get(node.op)
-    return node.shares or ((0,) if row is not None and row.view else (-1,)) * len(node.results)
+    return shares(node) or (-1,) * len(node.results)
 
 
 def enters_before(assignment: Assignment, name: str, readers: tuple[int, ...]) -> bool:
@@ -633,8 +632,7 @@ class _Step:
 
     def _summed(self, ref: Ref) -> list[Step]:
         """The steps by which a parameter is delivered to several readers, if its gradient is only summed."""
-        route = self.assignment.relay_route(ref) if self.graph.by_name[ref.node].op == "param" else ()
-        return self._crossing(route) if all(step.rule == "I>R" for step in route) else []
+        return self._crossing(self.assignment.relay_route(ref)) if self.assignment.relays_by_sums(ref) else []
 
     def _crossing(self, route: Route) -> list[Step]:
         """The steps that cross ranks or turns."""

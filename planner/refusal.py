@@ -61,9 +61,8 @@ def nothing_fits(setting: Setting, graph: Graph, looks: list[Look], leans: list[
     if setting.training.tier != "device":
         return _nothing_works(setting, least, needed, is_open)
     if is_open:
-        when, longer = (
-            (" before the time limit", "Give a longer time_limit_s, or pin") if setting.is_late() else ("", "Pin")
-        )
+        is_late = setting.is_late()
+        when, longer = " before the time limit" * is_late, "Give a longer time_limit_s, or pin" if is_late else "Pin"
         return InfeasibleError(
             f"no plan that fits {cluster.name!r} was found{when}, but none was ruled out either: the leanest one seen "
             f"({division}) needs {least.bytes:,} bytes of {limit:,}. {longer} decisions to narrow the search.",

@@ -157,11 +157,14 @@ def stage(
     cutoff_s: float = math.inf,
     effort: int = QUICK,
 ) -> Staged | None:
-    """The pipeline of shortest step among some, as far as it beats ``cutoff_s``; ``None`` if none does, or none fits.
+    """The pipeline of shortest step among some, as far as it beats ``cutoff_s``; ``None`` if none does, or none fits, or
+    a block cannot run so.
 
     Args:
         effort: what looking for each cut may take, see :func:`planner.pipeline.partition.cut`.
     """
+    if not all(math.isfinite(link.block.work_s) for link in links):
+        return None
     chain = chain_of(links)
     best: Staged | None = None
     for number, pipeline in enumerate(sorted(choices, key=lambda each: _even_s(each, chain))):

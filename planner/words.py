@@ -5,8 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 
-from planner.layout import Mesh
-
 TIME_USES = {
     "compute": "operators, forward and backward",
     "recompute": "what backward makes again, with the communication that takes",
@@ -96,11 +94,6 @@ def in_count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
-
-
-def mesh_text(mesh: Mesh) -> str:
-    """``"outer 2 x inner 4"``."""
-    return sizes_text(dict(zip(mesh.names, mesh.sizes, strict=True)))
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:

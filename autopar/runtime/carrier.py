@@ -278,10 +278,9 @@ class Carrier:
     def versions(self, number: int) -> list[tuple[str, Tensor, int]]:
         """Parameters of chunks that backward of a block may read, and how often each was changed in place so far."""
         place = self.table.trace.place.get(self._moments[number][True])
-        chunks = (
-            [] if place is None else [name for name, reads in self._uses(place) if reads and name in self._parameters]
-        )
-        found = ((name, self._given[name]) for chunk in chunks for name in self._parameters[chunk].starts)
+        read = [name for name, reads in self._uses(place) if reads] if place is not None else []
+        chunks = (self._parameters[name] for name in read if name in self._parameters)
+        found = ((name, self._given[name]) for chunk in chunks for name in chunk.starts)
         return [(name, parameter, parameter._version) for name, parameter in found]
 
     def check_unchanged(self, versions: Sequence[tuple[str, Tensor, int]]) -> None:
