@@ -31,8 +31,8 @@ from planner.errors import PlanError
 from planner.exchange import ties
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
+from planner.heap import BEFORE
 from planner.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
-from planner.memory import BEFORE
 from planner.offload import chunks_of, gradients, moments_of, parameters
 from planner.pipeline.schedule import Schedule
 from planner.timetable import Timetable

@@ -33,7 +33,7 @@ from autopar.runtime.recompute import recompute
 from planner.fold import Block
 from planner.formulate import Assignment
 from planner.graph import Ref
-from planner.memory import BEFORE
+from planner.heap import BEFORE
 from planner.offload import chunks_of, parameters
 from planner.recompute import Level
 

@@ -19,6 +19,9 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+from benchmarks.beside import summary
 
 RESULTS = Path(__file__).parent / "results"
 PROCESSES = max(1, min(2, os.cpu_count() or 1))
@@ -48,7 +51,7 @@ def main(models: Sequence[str]) -> int:
     seconds = time.monotonic() - start
     if not models:
         record(rows, seconds)
-    print(summary(rows, seconds))
+    print(told(rows, seconds))
     return sum(row["status"] == "FAILED" for row in rows)
 
 
@@ -90,16 +93,10 @@ def run(model: str, sizes: str) -> list[dict[str, object]]:
     return rows
 
 
-def summary(rows: Sequence[dict[str, object]], seconds: float) -> str:
+def told(rows: Sequence[dict[str, Any]], seconds: float) -> str:
     """One line about everything."""
-    count = {status: sum(row["status"] == status for row in rows) for status in ("equal", "n/a", "FAILED")}
-    worst = max(
-        (max(row["outputs"], row["gradients"], row["buffers"]) for row in rows if "outputs" in row), default=0.0
-    )  # type: ignore[type-var]
-    return (
-        f"{count['equal']} equal, {count['n/a']} not applicable, {count['FAILED']} failed; largest relative error "
-        f"{worst:.1e}; {seconds / 60:.0f} minutes on {PROCESSES} processes"
-    )
+    errors = (max(row["outputs"], row["gradients"], row["buffers"]) for row in rows if "outputs" in row)
+    return f"{summary(rows, errors)}; {seconds / 60:.0f} minutes on {PROCESSES} processes"
 
 
 def record(rows: Sequence[dict[str, object]], seconds: float) -> None:
@@ -124,7 +121,7 @@ def record(rows: Sequence[dict[str, object]], seconds: float) -> None:
         "calls were observed, each of them predicted. The emitted program is type-checked as well. Written by",
         "`make zoo`.",
         "",
-        summary(rows, seconds) + ".",
+        told(rows, seconds) + ".",
         "",
         *(f"* {name}: {value}" for name, value in machine.items()),
         "",

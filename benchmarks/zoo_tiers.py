@@ -19,6 +19,7 @@ from typing import Any
 
 from autopar.processes import LocalProcesses, RankError
 from benchmarks import record
+from benchmarks.beside import largest_error, summary
 from benchmarks.zoo import PROCESSES, quiet
 from planner.plan import Plan
 
@@ -71,7 +72,7 @@ def main(models: Sequence[str]) -> int:
             rows.append(_row(processes, name, pin, plan, folder))
             told = f"{name} {dict(pin)}: {rows[-1]['status']} {rows[-1]['why']}"
             print(f"[{time.monotonic() - start:5.0f} s] {told}", flush=True)
-    said = summary(rows)
+    said = summary(rows, (row["error"] for row in rows if "error" in row)) + "."
     if not models:
         notes = (
             "Models of the tests on gloo processes, in float64: the largest relative error of any loss, or of a "
@@ -134,46 +135,27 @@ def _plan(name: str, pin: Mapping[str, Any], memory_bytes: int | str = "1 GiB") 
 def trained(name: str, document: Mapping[str, Any], folder: str) -> float:
     """On a rank: the largest relative error of a loss or of a parameter in all steps."""
     import torch
-    from torch import nn
 
     import autopar
     from autopar.exact import exact
     from tests.autopar.carried import another, loss_of, model_of
 
-    plan, worst = autopar.Plan.from_dict(document), 0.0
+    plan = autopar.Plan.from_dict(document)
     path = folder if plan.pin.get("offload") == "disk" else None
     with exact():
         model, batch = model_of(name)
         pmodel = autopar.parallelize(
             copy.deepcopy(model), plan.cluster, plan=plan, example_kwargs=batch, offload_path=path
         )
-        both = (model, pmodel)
         optimizers = [
             torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
             pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
         ]
-        for step in range(STEPS):
-            losses = [loss_of(m, another(name, step)) for m in both]
-            worst = max(worst, ((losses[1] - losses[0]) / losses[0]).abs().item())
-            for m, loss, optimizer in zip(both, losses, optimizers, strict=True):
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(m.parameters(), 0.5)
-                optimizer.step()
-    state = pmodel.full_state_dict()
-    for key, value in model.state_dict().items():
-        worst = max(worst, ((state[key] - value).abs().max() / value.abs().max().clamp_min(1e-30)).item())
-    return worst
 
+        def losses(step: int) -> list[torch.Tensor]:
+            return [loss_of(m, another(name, step)) for m in (model, pmodel)]
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line about everything."""
-    count = {status: sum(row["status"] == status for row in rows) for status in ("equal", "n/a", "FAILED")}
-    worst = max((row["error"] for row in rows if "error" in row), default=0.0)
-    return (
-        f"{count['equal']} equal, {count['n/a']} not applicable, {count['FAILED']} failed; largest relative error "
-        f"{worst:.1e}."
-    )
+        return largest_error(model, pmodel, optimizers, losses, STEPS)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:

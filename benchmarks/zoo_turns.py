@@ -19,6 +19,7 @@ from typing import Any
 
 from autopar.processes import LocalProcesses
 from benchmarks import record
+from benchmarks.beside import largest_error, summary
 from benchmarks.zoo import PROCESSES, quiet
 
 MODELS = ("gpt2", "llama", "t5", "vit", "bert", "unet")
@@ -64,7 +65,7 @@ def main(models: Sequence[str]) -> int:
                 f"[{time.monotonic() - start:5.0f} s] {name}, trained with {dict(pin)}: {rows[-1]['status']}",
                 flush=True,
             )
-    said = summary(rows)
+    said = summary(rows, (row["error"] for row in rows if "error" in row)) + "."
     if not models:
         notes = (
             "Models of the tests, all ranks in one process, in float64: the largest relative error of the loss and of "
@@ -115,42 +116,23 @@ def train(processes: LocalProcesses, model: str, pin: Mapping[str, Any]) -> dict
 def trained(name: str, document: Mapping[str, Any]) -> float:
     """On a rank: the largest relative error of a loss or a weight in three steps of AdamW with clipping."""
     import torch
-    from torch import nn
 
     import autopar
     from autopar.exact import exact, widen
     from tests.autopar.test_turns_models import made
 
     model, batch = made(name)
-    batch, plan, worst = widen(batch), autopar.Plan.from_dict(document), 0.0
+    batch, plan = widen(batch), autopar.Plan.from_dict(document)
     with exact():
         model = model.double()
         pmodel = autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch)
-        both = (model, pmodel)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in both]
-        for step in range(3):
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
+
+        def losses(step: int) -> list[torch.Tensor]:
             given = {key: value.roll(step, -1) for key, value in batch.items()}
-            losses = [m(**inputs)["loss"] for m, inputs in ((model, given), (pmodel, pmodel.shard(given)))]
-            worst = max(worst, ((losses[1] - losses[0]) / losses[0]).abs().item())
-            for m, loss, optimizer in zip(both, losses, optimizers, strict=True):
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(m.parameters(), 0.5)
-                optimizer.step()
-    state = pmodel.full_state_dict()
-    for key, value in model.state_dict().items():
-        worst = max(worst, ((state[key] - value).abs().max() / value.abs().max().clamp_min(1e-30)).item())
-    return worst
+            return [m(**inputs)["loss"] for m, inputs in ((model, given), (pmodel, pmodel.shard(given)))]
 
-
-def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line about everything."""
-    count = {status: sum(row["status"] == status for row in rows) for status in ("equal", "n/a", "FAILED")}
-    worst = max((row["error"] for row in rows if "error" in row), default=0.0)
-    return (
-        f"{count['equal']} equal, {count['n/a']} not applicable, {count['FAILED']} failed; largest relative error "
-        f"{worst:.1e}."
-    )
+        return largest_error(model, pmodel, optimizers, losses, 3)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:

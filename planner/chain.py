@@ -52,7 +52,7 @@ class Link:
         communication_s: what of the block's seconds is communication.
         gather_s, reduce_s, update_s: once a step: gathering parameters, reducing gradients as far as the last backward
             does not hide it, the optimizer's update.
-        held: what of the block's held bytes is of which use, see :data:`planner.memory.USES`.
+        held: what of the block's held bytes is of which use, see :data:`planner.heap.USES`.
         levels: for each way to save, the level of recomputation that it is.
         working_bytes: for each way to save, what its operators need while they run and what it has made again.
         shared: the leaves that other blocks read too, by name. The first block that reads one counts it as its own.

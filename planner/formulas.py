@@ -24,8 +24,9 @@ from planner.conversion import Collective, local_bytes
 from planner.cost import CostModel
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
+from planner.heap import Held
 from planner.layout import Axis, Layout
-from planner.memory import Held, usage
+from planner.memory import usage
 from planner.ops import OPS
 from planner.pins import ATTENTION
 from planner.polynomial import Powers, terms_of

@@ -20,19 +20,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from planner.again import Again, shares
+from planner.again import shares
 from planner.conversion import Route, Step, local_bytes
 from planner.fold import Block, Instance
 from planner.formulate import Assignment, Chunk
 from planner.graph import Node, Ref, TensorType
+from planner.heap import BEFORE, USES, Direction, Heap, Held, Place, Storage
 from planner.layout import Shard
 from planner.ops import OPS
 from planner.ops.table import OWN
 from planner.runs import Skip, Wiring, skips
+from planner.tape import Frame, Tape, Target, Value
 
 SHOWN = 20
 """So many tensors are listed at the fullest moment."""
@@ -40,31 +40,6 @@ LARGEST = 5
 """So many tensors are named at the fullest moment."""
 ENDS = LARGEST
 """So many periods of a run are followed at either end: enough to see that they do the same, and for :data:`LARGEST`."""
-
-Direction = Literal["forward", "backward"]
-BEFORE = -1
-_Place = tuple[Direction, int]
-"""A direction and the number of a block."""
-
-USES = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
-
-
-@dataclass(frozen=True)
-class Held:
-    """A storage that is alive: its bytes, what it is used for (of :data:`USES`), and the value it belongs to.
-
-    ``times``: so many instances of a block hold one like it; it has the name of a first one.
-    """
-
-    name: str
-    use: str
-    bytes: int
-    times: int = 1
-
-    @property
-    def all_bytes(self) -> int:
-        """Bytes of all that are like it."""
-        return self.bytes * self.times if self.times > 1 else self.bytes
 
 
 @dataclass(frozen=True)
@@ -153,249 +128,6 @@ class _UnevenError(Exception):
     """Instances that were taken to do the same do not: none may be left out."""
 
 
-# ---- storages --------------------------------------------------------------------------------------------------------
-
-
-class _Storage:
-    """A piece of memory with a count of who holds it, and the block and direction in which it was made."""
-
-    __slots__ = ("bytes", "held", "holders", "made")
-
-    def __init__(self, held: Held, made: _Place):
-        self.held, self.holders, self.made, self.bytes = held, 1, made, held.all_bytes
-
-
-class _Heap:
-    """All storages that are alive, and the fullest moment so far."""
-
-    def __init__(self) -> None:
-        self.alive: dict[_Storage, None] = {}
-        self.total = self.peak = 0
-        self.peak_at = "before the step"
-        self._changes: list[_Storage] = []  # each once when it is made, and again when it is freed
-        self._changes_to_peak = 0
-        self._block: _Place = ("forward", BEFORE)
-        self.moments: list[tuple[str, int]] = [(self.peak_at, 0)]
-        self._moments_of: list[_Place] = [self._block]
-        self.by_block: dict[_Place, int] = {}
-
-    def enter(self, direction: Direction, number: int) -> None:
-        """A block runs from here on."""
-        self._block = direction, number
-        self.by_block[self._block] = max(self.by_block.get(self._block, 0), self.total)
-
-    def moment(self, what: str) -> None:
-        """Something else runs from here on."""
-        self.moments.append((what, self.total))
-        self._moments_of.append(self._block)
-
-    def totals(self) -> dict[_Place, list[int]]:
-        """Bytes of the moments of every block, in order."""
-        found: dict[_Place, list[int]] = {}
-        for place, (_, total) in zip(self._moments_of, self.moments, strict=True):
-            found.setdefault(place, []).append(total)
-        return found
-
-    def repeat(self, direction: Direction, numbers: range, times: int) -> list[_Storage]:
-        """What these blocks made and is alive, so many times more."""
-        like = [each.held for each in self.alive if each.made[0] == direction and each.made[1] in numbers]
-        return [self._add(replace(held, times=times)) for held in like]
-
-    def _add(self, held: Held) -> _Storage:
-        storage = _Storage(held, self._block)
-        self.alive[storage] = None
-        self._changes.append(storage)
-        self.total += storage.bytes
-        return storage
-
-    def new(self, name: str, use: str, size: int, times: int = 1) -> _Storage:
-        """A storage with one holder; ``times``: it stands for so many."""
-        storage = self._add(Held(name, use, size, times))
-        what, most = self.moments[-1]
-        if self.total > most:
-            self.moments[-1] = what, self.total
-        if self.total > self.by_block.get(self._block, 0):
-            self.by_block[self._block] = self.total
-        if self.total > self.peak:
-            self.peak, self.peak_at = self.total, what
-            self._changes_to_peak = len(self._changes)
-        return storage
-
-    def at_peak(self) -> tuple[Held, ...]:
-        """Every storage that was alive at the fullest moment, in the order in which they were made."""
-        alive: dict[_Storage, None] = {}
-        for storage in self._changes[: self._changes_to_peak]:
-            if storage in alive:
-                del alive[storage]
-            else:
-                alive[storage] = None
-        return tuple(each.held for each in alive)
-
-    def hold(self, storage: _Storage) -> _Storage:
-        storage.holders += 1
-        return storage
-
-    def drop(self, storage: _Storage) -> None:
-        storage.holders -= 1
-        if not storage.holders:
-            del self.alive[storage]
-            self._changes.append(storage)
-            self.total -= storage.bytes
-
-
-# ---- what autograd remembers -----------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Tape:
-    """One node of the autograd graph; those that were made later run earlier.
-
-    Attributes:
-        block: the number of the block that made it.
-        incoming: the gradient of each result, as far as it has arrived.
-        saved: storages held until the node has run.
-        again: storages that it needs and that its block makes again for it.
-        targets: where the gradients of its operands go.
-        works: bytes that it needs while it runs.
-        together: bytes of one storage in which all of its gradients lie; 0: each has its own.
-        bucket: where that storage lies if it is there from the start.
-        keeps: its gradient stays when backward is over (a parameter's).
-        leaves: its gradient is not counted here, since it goes to the host as soon as its block is undone.
-    """
-
-    name: str
-    block: int
-    incoming: list[_Storage | None]
-    saved: list[_Storage] = field(default_factory=list)
-    again: list[tuple[_Frame, _Storage]] = field(default_factory=list)
-    targets: list[_Target] = field(default_factory=list)
-    works: int = 0
-    together: int = 0
-    bucket: _Storage | None = None
-    keeps: bool = False
-    leaves: bool = False
-
-
-@dataclass(frozen=True)
-class _Target:
-    """Where a gradient goes: result ``result`` of ``tape``. ``passes``: it is what came in for result ``of``."""
-
-    tape: _Tape
-    result: int
-    bytes: int
-    passes: bool = False
-    of: int = 0
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A tensor of the program: its storage, its bytes, and the autograd node (and result) that made it."""
-
-    storage: _Storage
-    bytes: int
-    made: tuple[_Tape, int] | None = None
-
-
-class _Frame:
-    """What a block that recomputes made in forward, from what, and which of it is kept."""
-
-    def __init__(self, block: Block, again: Again):
-        self.name, self.again = block.path, again
-        self.at = {node.name: at for at, node in enumerate(block.nodes)}
-        self.made: dict[_Storage, tuple[_Storage, ...]] = {}
-        self.beside: dict[_Storage, int] = {}
-        self.copied: dict[_Storage, int] = {}
-        self.kept: set[_Storage] = set()
-        self.held: list[_Storage] = []
-        self.uses: Counter[_Storage] = Counter()
-        self.remade: dict[_Storage, _Storage] = {}
-        self.handed: set[_Storage] = set()
-
-    def draws(
-        self, heap: _Heap, drawn: _Storage, operands: Iterable[_Storage], result: _Storage, copied_bytes: int
-    ) -> None:
-        """Note what was drawn; to draw it again makes the result again, which stays until all is made.
-
-        Args:
-            copied_bytes: of operands that are copied for it. Backward has the copies in place of the operands, but
-                these are there, too, until all is made.
-        """
-        self.handed.add(result)
-        self.copied[drawn] = copied_bytes
-        self.makes(heap, drawn, (*operands, result), keeps=False)
-
-    def makes(
-        self, heap: _Heap, storage: _Storage, sources: Iterable[_Storage], keeps: bool, beside_bytes: int = 0
-    ) -> None:
-        """Note that a storage was made from others; what is kept of these to make it again is there from then on.
-
-        Args:
-            beside_bytes: needed beside while it is made.
-        """
-        self.made[storage], self.beside[storage] = tuple(sources), beside_bytes
-        if keeps:
-            self.kept.add(storage)
-        else:
-            self.held += [heap.hold(each) for each in self.made[storage] if each in self.kept]
-
-    def gives_up(self, heap: _Heap, tapes: list[_Tape]) -> None:
-        """The block returns: what its nodes of backward saved goes where it can be made again; its sources stay."""
-        for tape in tapes:
-            for storage in [each for each in tape.saved if each in self.made and each not in self.kept]:
-                tape.saved.remove(storage)
-                tape.again.append((self, storage))
-                self.uses[storage] += 1
-                heap.drop(storage)
-        reads, held = [source for storage in self._needed for source in self.made[storage]], self.held
-        self.held = [heap.hold(each) for each in dict.fromkeys(reads) if each not in self.made or each in self.kept]
-        for storage in held:
-            heap.drop(storage)
-
-    @cached_property
-    def _needed(self) -> list[_Storage]:
-        """What has to be made again, in order."""
-        found: set[_Storage] = set()
-        waiting = list(self.uses)
-        while waiting:
-            storage = waiting.pop()
-            if storage in self.made and storage not in self.kept and storage not in found:
-                found.add(storage)
-                waiting.extend(self.made[storage])
-        return [storage for storage in self.made if storage in found]
-
-    def make(self, heap: _Heap) -> None:
-        """Make everything again that will be used."""
-        heap.moment(f"recompute {self.name}")
-        last = {source: storage for storage in self._needed for source in self.made[storage]}
-        copies = []
-        for storage in self._needed:
-            beside = heap.new(storage.held.name, "temporary", self.beside[storage])
-            self.remade[storage] = heap.new(storage.held.name, storage.held.use, storage.held.bytes)
-            heap.drop(beside)
-            copies.append(heap.new(storage.held.name, "temporary", self.copied.get(storage, 0)))
-            for source in dict.fromkeys((*self.made[storage], storage)):
-                is_last = last.get(source, storage) is storage and source not in self.handed
-                if source in self.remade and not self.uses[source] and is_last:
-                    heap.drop(self.remade.pop(source))
-        for storage in copies:
-            heap.drop(storage)
-        for storage in [each for each in self.remade if not self.uses[each]]:
-            heap.drop(self.remade.pop(storage))
-
-    def take(self, heap: _Heap, storage: _Storage) -> _Storage:
-        """A storage that was made again, for one of its uses; with the last use of all nothing stays behind."""
-        if storage not in self.remade:
-            self.make(heap)
-        self.uses[storage] -= 1
-        taken = self.remade[storage] if self.uses[storage] else self.remade.pop(storage)
-        if self.uses[storage]:
-            heap.hold(taken)
-        elif not any(self.uses.values()):
-            for each in self.held:
-                heap.drop(each)
-        return taken
-
-
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
@@ -404,7 +136,7 @@ def _is_index(word: str, types: Sequence[TensorType]) -> bool:
     return word.startswith("in") and "float" not in types[int(word[2:])].dtype
 
 
-def _are_parameters(values: Iterable[_Value]) -> bool:
+def _are_parameters(values: Iterable[Value]) -> bool:
     """Whether gradients of these values are those of parameters."""
     return all(value.made[0].keeps for value in values if value.made)
 
@@ -414,14 +146,14 @@ class _Step:
         self.assignment, self.space, self.wiring, self.skips = wiring.assignment, wiring.space, wiring, skips
         self.instances = self.space.folded.instances
         self.graph, self.mesh = self.space.graph, self.space.mesh
-        self.heap = _Heap()
-        self.tapes: list[_Tape] = []
-        self.frame: _Frame | None = None
-        self.buckets: _Storage | None = None
+        self.heap = Heap()
+        self.tapes: list[Tape] = []
+        self.frame: Frame | None = None
+        self.buckets: Storage | None = None
         self.number = BEFORE
         self.is_away = self.space.training.tier != "device"
-        self.leaves: dict[_Storage, str] = {}
-        self.kept: dict[Skip, list[_Storage]] = {}
+        self.leaves: dict[Storage, str] = {}
+        self.kept: dict[Skip, list[Storage]] = {}
         self.read_again: dict[int, frozenset[str]] = {}
 
     def usage(self) -> Usage:
@@ -462,7 +194,7 @@ class _Step:
             heap.peak, heap.peak_at, tuple(heap.moments), tuple(alive), kept, left, heap.by_block, self.read_again
         )
 
-    def _reads_again(self, storages: Iterable[_Storage]) -> None:
+    def _reads_again(self, storages: Iterable[Storage]) -> None:
         """Note that backward of this block reads the memory of leaves among these."""
         names = {self.leaves[each] for each in storages if each in self.leaves}
         self.read_again[self.number] = self.read_again.get(self.number, frozenset()) | names
@@ -476,7 +208,7 @@ class _Step:
                 found.setdefault(number, []).append(ref)
         return found
 
-    def _leaves(self) -> dict[Ref, _Value]:
+    def _leaves(self) -> dict[Ref, Value]:
         values = {}
         readers = readers_of(self.assignment) if self.is_away else {}
         skipped = self._skipped_leaves()
@@ -499,11 +231,11 @@ class _Step:
                 tape.keeps, tape.leaves = True, own
                 made = (tape, 0)
             if leaf.name not in skipped:
-                values[Ref(leaf.name)] = _Value(self.heap.hold(storage), size, made)
+                values[Ref(leaf.name)] = Value(self.heap.hold(storage), size, made)
         return values
 
-    def _tape(self, name: str, results: int) -> _Tape:
-        tape = _Tape(name, self.number, [None] * results)
+    def _tape(self, name: str, results: int) -> Tape:
+        tape = Tape(name, self.number, [None] * results)
         self.tapes.append(tape)
         return tape
 
@@ -518,9 +250,9 @@ class _Step:
         times = Counter(role_of[name] for name in found)
         return {name: times.pop(role_of[name], 0) for name in found}
 
-    def _skip(self, skip: Skip, values: dict[Ref, _Value]) -> None:
+    def _skip(self, skip: Skip, values: dict[Ref, Value]) -> None:
         """Let what instances hand on be handed on by those that do the same at the end of ``skip``."""
-        moved: dict[Ref, _Value] = {}  # all before any: a twin may be among those that hand on, too
+        moved: dict[Ref, Value] = {}  # all before any: a twin may be among those that hand on, too
         for number in range(skip.start - ENDS * skip.period, skip.start):
             twin = self.instances[number + skip.times * skip.period].block
             for ref, other in zip(self.instances[number].block.outputs, twin.outputs, strict=True):
@@ -539,7 +271,7 @@ class _Step:
         whole = range(skip.end + skip.period, skip.end + 2 * skip.period)
         self.heap.repeat("backward", whole, skip.times)
 
-    def _fill(self, skip: Skip, totals: Mapping[_Place, list[int]]) -> None:
+    def _fill(self, skip: Skip, totals: Mapping[Place, list[int]]) -> None:
         """What :class:`Usage` says by block, for blocks that were not followed.
 
         Raises:
@@ -577,13 +309,13 @@ class _Step:
 
     # ---- forward ----
 
-    def _recomputing(self, instance: Instance, nth: int, inputs: dict[Ref, _Value]) -> dict[Ref, _Value]:
+    def _recomputing(self, instance: Instance, nth: int, inputs: dict[Ref, Value]) -> dict[Ref, Value]:
         """Run one instance at its level of recomputation."""
         level = self.assignment.recompute.level(instance.kind, nth)
         if level == "none":
             return self._block(instance, inputs)
         before = len(self.tapes)
-        self.frame = _Frame(instance.block, self.space.skeleton.again(instance.kind, level))
+        self.frame = Frame(instance.block, self.space.skeleton.again(instance.kind, level))
         outputs = self._block(instance, inputs)
         self.frame.gives_up(self.heap, self.tapes[before:])
         if self.is_away:
@@ -591,7 +323,7 @@ class _Step:
         self.frame = None
         return outputs
 
-    def _block(self, instance: Instance, inputs: dict[Ref, _Value]) -> dict[Ref, _Value]:
+    def _block(self, instance: Instance, inputs: dict[Ref, Value]) -> dict[Ref, Value]:
         """Run one instance; returns its outputs, each held once."""
         heap, block = self.heap, instance.block
         frame = dict(inputs)
@@ -614,7 +346,7 @@ class _Step:
                         heap.drop(ready.pop(ref).storage)
         return {ref: frame[ref] for ref in block.outputs if ref in frame}
 
-    def _bucket_bytes(self, values: Mapping[Ref, _Value]) -> int:
+    def _bucket_bytes(self, values: Mapping[Ref, Value]) -> int:
         """Bytes of the sums that leave as gradients of parameters, whose memory the host keeps for the next step."""
         times = Counter(range(len(self.instances)))
         for skip in self.skips:
@@ -638,9 +370,9 @@ class _Step:
         """The steps that cross ranks or turns."""
         return [step for step in route if self.mesh.axes[step.axis].size > 1]
 
-    def _brought(self, block: Block, frame: dict[Ref, _Value]) -> dict[Ref, _Value]:
+    def _brought(self, block: Block, frame: dict[Ref, Value]) -> dict[Ref, Value]:
         """Parameters that are gathered, and whose gradients are reduced, together: an autograd node per axis; held."""
-        ready: dict[Ref, _Value] = {}
+        ready: dict[Ref, Value] = {}
         for chunk in self.assignment.chunks(block):
             current = [frame[ref] for ref in chunk]
             for value in current:
@@ -650,14 +382,14 @@ class _Step:
             ready.update(zip(chunk, current, strict=True))
         return ready
 
-    def _brought_on(self, values: list[_Value], chunk: Chunk, steps: tuple[Step, ...]) -> list[_Value]:
+    def _brought_on(self, values: list[Value], chunk: Chunk, steps: tuple[Step, ...]) -> list[Value]:
         """The same held values after one step, held in their place."""
         types = [self.graph.type_of(ref) for ref in chunk]
         is_sum = steps[0].rule == "I>R"
         tape = self._tape("sum of gradients" if is_sum else "gathering", len(values))
         tape.together = sum(value.bytes for value in values if value.made)
         tape.bucket = self.buckets if is_sum and _are_parameters(values) else None
-        tape.targets = [_Target(*value.made, value.bytes) for value in values if value.made]
+        tape.targets = [Target(*value.made, value.bytes) for value in values if value.made]
         made = [(tape, number) if value.made else None for number, value in enumerate(values)]
         if is_sum:
             return [replace(value, made=each) for value, each in zip(values, made, strict=True)]
@@ -665,11 +397,11 @@ class _Step:
         names = [f"{ref.node} as R" for ref in chunk]
         tape.works = sum(size for size, value in zip(sizes, values, strict=True) if value.made)
         storages = self._gathered([value.storage for value in values], names, sizes, steps)
-        return [_Value(*each) for each in zip(storages, sizes, made, strict=True)]
+        return [Value(*each) for each in zip(storages, sizes, made, strict=True)]
 
     def _gathered(
-        self, parts: list[_Storage], names: list[str], sizes: list[int], steps: tuple[Step, ...]
-    ) -> list[_Storage]:
+        self, parts: list[Storage], names: list[str], sizes: list[int], steps: tuple[Step, ...]
+    ) -> list[Storage]:
         """Storages of whole parameters, made of those of their parts, which are no longer held."""
         heap = self.heap
         own = parts[0]
@@ -691,14 +423,14 @@ class _Step:
         heap.drop(every)
         return found
 
-    def _makes(self, storage: _Storage, sources: list[_Storage]) -> None:
+    def _makes(self, storage: Storage, sources: list[Storage]) -> None:
         if self.frame is not None:
             self.frame.makes(self.heap, storage, sources, keeps=False)
 
-    def _operator(self, node: Node, frame: dict[Ref, _Value], ready: dict[Ref, _Value]) -> dict[Ref, _Value]:
+    def _operator(self, node: Node, frame: dict[Ref, Value], ready: dict[Ref, Value]) -> dict[Ref, Value]:
         """Convert the operands, make the results, remember what backward needs; returns the results, held."""
         heap, choice, types = self.heap, self.assignment.choice(node), self.graph.input_types(node)
-        converted: dict[tuple[Ref, object], _Value] = {}
+        converted: dict[tuple[Ref, object], Value] = {}
         operands = []
         for position, ref in enumerate(node.inputs):
             key = (ref, choice.operands[position])
@@ -717,7 +449,7 @@ class _Step:
             relayed[ref] = self._relayed(ref, value) if self.space.is_read(ref) else value
         return relayed
 
-    def _results(self, node: Node, types: tuple[TensorType, ...], operands: list[_Value]) -> list[_Value]:
+    def _results(self, node: Node, types: tuple[TensorType, ...], operands: list[Value]) -> list[Value]:
         heap, row, choice = self.heap, OPS.get(node.op), self.assignment.choice(node)
         sizes = [local_bytes(t, layout, self.mesh) for t, layout in zip(node.results, choice.results, strict=True)]
         shares = shares_of(node)
@@ -735,7 +467,7 @@ class _Step:
             tensor.grad and Ref(node.name, i) in self.graph.differentiated for i, tensor in enumerate(node.results)
         ]
         if not any(flows):
-            return [_Value(s, size) for s, size in zip(storages, sizes, strict=True)]
+            return [Value(s, size) for s, size in zip(storages, sizes, strict=True)]
         tape = self._tape(f"{node.path or node.name}: {node.op}", len(sizes))
         saves = row.saved(node, types) if row is not None else tuple(f"in{i}" for i in range(len(operands)))
         tensors = {f"in{i}": value.storage for i, value in enumerate(operands)}
@@ -762,13 +494,13 @@ class _Step:
         for i, (value, tensor) in enumerate(zip(operands, types, strict=True)):
             if value.made is not None and tensor.grad:
                 same = value.bytes == sizes[0] and tensor.dtype == node.results[0].dtype and not saves
-                tape.targets.append(_Target(*value.made, value.bytes, passes=i in passes and same))
+                tape.targets.append(Target(*value.made, value.bytes, passes=i in passes and same))
         return [
-            _Value(s, size, (tape, i) if flow else None)
+            Value(s, size, (tape, i) if flow else None)
             for i, (s, size, flow) in enumerate(zip(storages, sizes, flows, strict=True))
         ]
 
-    def _own_bytes(self, word: str, types: tuple[TensorType, ...], operands: list[_Value]) -> int:
+    def _own_bytes(self, word: str, types: tuple[TensorType, ...], operands: list[Value]) -> int:
         """Bytes of what an operator keeps for backward besides operands and results."""
         on_cpu = self.space.cost.cluster.backend == "gloo"
         item = types[0].item_bytes
@@ -781,7 +513,7 @@ class _Step:
             return 4 * rows
         return 3 * item * rows * types[1].shape[-2] if on_cpu else 0  # softmax, mask, and their product
 
-    def _relayed(self, ref: Ref, value: _Value) -> _Value:
+    def _relayed(self, ref: Ref, value: Value) -> Value:
         """A held value, converted to the layout in which its readers find it; held."""
         sums = self._summed(ref)
         for step in sums:
@@ -794,11 +526,11 @@ class _Step:
         self.heap.drop(value.storage)
         return result
 
-    def _output(self, position: int, values: dict[Ref, _Value]) -> _Value:
+    def _output(self, position: int, values: dict[Ref, Value]) -> Value:
         ref = self.space.leaving[position]
         return self._converted(values[ref], self.graph.type_of(ref), self.assignment.output_route(position), ref)
 
-    def _converted(self, value: _Value, tensor: TensorType, route: Route, ref: Ref, keeps: bool = False) -> _Value:
+    def _converted(self, value: Value, tensor: TensorType, route: Route, ref: Ref, keeps: bool = False) -> Value:
         """``value`` after a route; the result is held once more. ``keeps``: it is not converted again in backward."""
         heap = self.heap
         heap.hold(value.storage)
@@ -815,7 +547,7 @@ class _Step:
             value = following
         return value
 
-    def _stepped(self, value: _Value, tensor: TensorType, step: Step, name: str, gathered: bool) -> _Value:
+    def _stepped(self, value: Value, tensor: TensorType, step: Step, name: str, gathered: bool) -> Value:
         heap = self.heap
         size = local_bytes(tensor, step.after, self.mesh)
         use = "gathered" if gathered and size > value.bytes else "activations"
@@ -828,11 +560,11 @@ class _Step:
         made = None
         if value.made is not None:
             tape = self._tape(name, 1)
-            tape.targets = [_Target(*value.made, value.bytes, passes=step.rule in ("R>I", "P>I"))]
+            tape.targets = [Target(*value.made, value.bytes, passes=step.rule in ("R>I", "P>I"))]
             made = (tape, 0)
-        return _Value(storage, size, made)
+        return Value(storage, size, made)
 
-    def _scratch_bytes(self, step: Step, value: _Value, tensor: TensorType) -> int:
+    def _scratch_bytes(self, step: Step, value: Value, tensor: TensorType) -> int:
         """What a step of a conversion needs besides: a shard of an inner dim is put in order before it is sent, or
         after it was received.
         """
@@ -841,7 +573,7 @@ class _Step:
 
     # ---- backward ----
 
-    def _backward(self, roots: list[_Value]) -> None:
+    def _backward(self, roots: list[Value]) -> None:
         heap = self.heap
         starts = [(*value.made, value.bytes) for value in roots if value.made is not None]
         reached = self._reached([tape for tape, *_ in starts])
@@ -864,7 +596,7 @@ class _Step:
             self._undo_skipped(skip)
 
     @staticmethod
-    def _reached(roots: list[_Tape]) -> dict[_Tape, None]:
+    def _reached(roots: list[Tape]) -> dict[Tape, None]:
         found = dict.fromkeys(roots)
         waiting = list(found)
         while waiting:
@@ -874,7 +606,7 @@ class _Step:
                     waiting.append(target.tape)
         return found
 
-    def _undo(self, tape: _Tape) -> None:
+    def _undo(self, tape: Tape) -> None:
         """Run one node of backward."""
         heap = self.heap
         if tape.keeps:
@@ -902,7 +634,7 @@ class _Step:
         for target, storage in arriving:
             self._arrive(target.tape, target.result, storage)
 
-    def _arrive(self, target: _Tape, number: int, storage: _Storage) -> None:
+    def _arrive(self, target: Tape, number: int, storage: Storage) -> None:
         """Add a gradient to what has arrived: in place where nobody else holds one of the two."""
         heap, present = self.heap, target.incoming[number]
         if present is None:

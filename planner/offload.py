@@ -27,7 +27,8 @@ from planner.conversion import local_bytes
 from planner.errors import InfeasibleError
 from planner.formulate import Assignment, Tier
 from planner.graph import Ref
-from planner.memory import BEFORE, Direction, Usage, enters_before, readers_of
+from planner.heap import BEFORE, Direction
+from planner.memory import Usage, enters_before, readers_of
 from planner.predict import Prediction, predict
 from planner.recompute import Level, used
 from planner.timetable import Item, Link, Moment, Timetable, Trace, Use, fewest_bytes, shortest_step, simulate
@@ -69,7 +70,7 @@ class Chunk:
 
     @property
     def entered(self) -> int:
-        """The number of the block that hands it to the program, or :data:`planner.memory.BEFORE`."""
+        """The number of the block that hands it to the program, or :data:`planner.heap.BEFORE`."""
         return BEFORE if self.is_before else self.readers[0]
 
 
@@ -112,7 +113,7 @@ def gradients(chunk: Chunk) -> str:
 
 def moments_of(assignment: Assignment) -> dict[int, tuple[str, str]]:
     """The names of the moments of each block's forward and backward, by its number; those of
-    :data:`planner.memory.BEFORE` come before all forwards and after all backwards, where anything moves then.
+    :data:`planner.heap.BEFORE` come before all forwards and after all backwards, where anything moves then.
     """
     numbers = range(len(assignment.space.folded.instances))
     called = {number: label(assignment, number) for number in numbers}

@@ -19,7 +19,7 @@ import numpy as np
 from planner.chain import Link, Shared, chain_of
 from planner.errors import InfeasibleError
 from planner.fold import Folded
-from planner.memory import USES
+from planner.heap import USES
 from planner.pipeline.partition import cut
 from planner.pipeline.simulate import Times, bubble
 from planner.pipeline.simulate import step_s as simulated_s
@@ -157,8 +157,9 @@ def stage(
     cutoff_s: float = math.inf,
     effort: int = QUICK,
 ) -> Staged | None:
-    """The pipeline of shortest step among some, as far as it beats ``cutoff_s``; ``None`` if none does, or none fits, or
-    a block cannot run so.
+    """The pipeline of shortest step among some, as far as it beats ``cutoff_s``.
+
+    ``None`` if none does, none fits, or a block cannot run so.
 
     Args:
         effort: what looking for each cut may take, see :func:`planner.pipeline.partition.cut`.

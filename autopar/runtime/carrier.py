@@ -24,7 +24,7 @@ from autopar.runtime.disk import Disk
 from autopar.runtime.recompute import memory_of
 from autopar.runtime.tiers import Arena, Chunk, Gradients, Link, Parameters
 from planner.errors import InputError, TimetableError
-from planner.memory import BEFORE
+from planner.heap import BEFORE
 from planner.timetable import Timetable
 
 A_STEP = "a new step"

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.carrier import Carrier
-from planner.memory import BEFORE
+from planner.heap import BEFORE
 
 
 class _Home(torch.autograd.Function):

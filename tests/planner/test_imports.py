@@ -61,14 +61,16 @@ ROOMS: dict[str, set[str]] = {
     },
     "pins": {*BASE, "rules", "ops", "mesh", "pipeline", "strategy", "recompute", "formulate"},
     "runs": {"graph", "stacks", "formulate"},
-    "memory": {*BASE, "fold", "conversion", "again", "formulate", "ops", "runs"},
-    "words": {"layout"},
+    "heap": set(),
+    "tape": {"again", "fold", "heap"},
+    "memory": {*BASE, "fold", "conversion", "again", "formulate", "ops", "runs", "heap", "tape"},
+    "words": set(),
     "exchange": {"graph", "fold", "conversion", "formulate"},
     "timeline": {"errors", "files", "pipeline", "words"},
     "timetable": {"errors", "words", "highs"},
 }
 ROOMS["chain"] = {*BASE, "conversion", "exchange", "formulate", "ops", "pipeline", "recompute"}
-ROOMS["turns"] = {"errors", "fold", "memory", "pipeline", "problem", "recompute", "chain"}
+ROOMS["turns"] = {"errors", "fold", "heap", "pipeline", "problem", "recompute", "chain"}
 ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}
 ROOMS["predict"] = {*BASE, "fold", "cost", "conversion", "strategy", "recompute", "formulate", "memory", "exchange"}
 ROOMS["predict"] |= {"words", "turns"}
@@ -78,6 +80,7 @@ ROOMS["offload"] = {
     "graph",
     "conversion",
     "formulate",
+    "heap",
     "memory",
     "chain",
     "predict",
@@ -124,7 +127,7 @@ ROOMS["polynomial"] = set()
 ROOMS["follow"] = {"errors", "graph", "rules", "strategy", "polynomial"}
 ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "memory", "predict", "follow", "turns"}
 ROOMS["capacity"] = {"errors", "polynomial", "scale"}
-ROOMS["formulas"] = {*ROOMS["scale"], "ops", "kernel", "cost", "conversion", "pins", "scale", "traffic"}
+ROOMS["formulas"] = {*ROOMS["scale"], "heap", "ops", "kernel", "cost", "conversion", "pins", "scale", "traffic"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
 ROOMS["encode"] |= {"timetable"}
 ROOMS["levels"] = {"errors", "again", "formulate", "recompute", "turns", "names", "document"}

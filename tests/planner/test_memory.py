@@ -14,8 +14,9 @@ from planner.cost import CostModel
 from planner.fold import fold
 from planner.formulate import Space, Tier, Training, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
+from planner.heap import USES, Direction, Heap, Held, Storage
 from planner.layout import Mesh
-from planner.memory import LARGEST, USES, Direction, Held, Usage, _Heap, _Step, _Storage, usage
+from planner.memory import LARGEST, Usage, _Step, usage
 from planner.pins import Pins, filters
 from planner.recompute import Amount, Recompute
 from planner.runs import Wiring
@@ -197,10 +198,10 @@ def by_use_and_bytes(held: Iterable[Held]) -> Counter[tuple[str, int]]:
 def test_what_does_not_repeat_evenly_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     wiring = deep({"data": 4}, Amount(), cluster())
     every = _Step(wiring, []).usage()
-    repeat = _Heap.repeat
+    repeat = Heap.repeat
 
-    def forgetful(heap: _Heap, direction: Direction, numbers: range, times: int) -> list[_Storage]:
+    def forgetful(heap: Heap, direction: Direction, numbers: range, times: int) -> list[Storage]:
         return repeat(heap, direction, numbers, times)[1:]  # of which one will not be freed
 
-    monkeypatch.setattr(_Heap, "repeat", forgetful)
+    monkeypatch.setattr(Heap, "repeat", forgetful)
     assert usage(wiring.assignment) == every

@@ -17,7 +17,8 @@ from planner.conversion import local_bytes
 from planner.errors import ClusterError, InfeasibleError, PinError, PlanError
 from planner.formulate import Assignment, Training
 from planner.graph import Graph, Ref
-from planner.memory import BEFORE, enters_before, readers_of, usage
+from planner.heap import BEFORE
+from planner.memory import enters_before, readers_of, usage
 from planner.offload import (
     ALIGN_BYTES,
     chunks_of,

@@ -1,0 +1,120 @@
+"""Heap: the storages of one rank that are alive, and when they took the most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Direction = Literal["forward", "backward"]
+BEFORE = -1
+"""The number that stands for what is done before the first block, and undone after it."""
+Place = tuple[Direction, int]
+"""A direction and the number of a block."""
+
+USES = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
+"""What storages are used for."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A storage that is alive: its bytes, what it is used for (of :data:`USES`), and the value it belongs to.
+
+    ``times``: so many instances of a block hold one like it; it has the name of a first one.
+    """
+
+    name: str
+    use: str
+    bytes: int
+    times: int = 1
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all that are like it."""
+        return self.bytes * self.times if self.times > 1 else self.bytes
+
+
+class Storage:
+    """A piece of memory with a count of who holds it, and the block and direction in which it was made."""
+
+    __slots__ = ("bytes", "held", "holders", "made")
+
+    def __init__(self, held: Held, made: Place):
+        self.held, self.holders, self.made, self.bytes = held, 1, made, held.all_bytes
+
+
+class Heap:
+    """All storages that are alive, and the fullest moment so far."""
+
+    def __init__(self) -> None:
+        self.alive: dict[Storage, None] = {}
+        self.total = self.peak = 0
+        self.peak_at = "before the step"
+        self._changes: list[Storage] = []  # each once when it is made, and again when it is freed
+        self._changes_to_peak = 0
+        self._block: Place = ("forward", BEFORE)
+        self.moments: list[tuple[str, int]] = [(self.peak_at, 0)]
+        self._moments_of: list[Place] = [self._block]
+        self.by_block: dict[Place, int] = {}
+
+    def enter(self, direction: Direction, number: int) -> None:
+        """A block runs from here on."""
+        self._block = direction, number
+        self.by_block[self._block] = max(self.by_block.get(self._block, 0), self.total)
+
+    def moment(self, what: str) -> None:
+        """Something else runs from here on."""
+        self.moments.append((what, self.total))
+        self._moments_of.append(self._block)
+
+    def totals(self) -> dict[Place, list[int]]:
+        """Bytes of the moments of every block, in order."""
+        found: dict[Place, list[int]] = {}
+        for place, (_, total) in zip(self._moments_of, self.moments, strict=True):
+            found.setdefault(place, []).append(total)
+        return found
+
+    def repeat(self, direction: Direction, numbers: range, times: int) -> list[Storage]:
+        """What these blocks made and is alive, so many times more."""
+        like = [each.held for each in self.alive if each.made[0] == direction and each.made[1] in numbers]
+        return [self._add(replace(held, times=times)) for held in like]
+
+    def _add(self, held: Held) -> Storage:
+        storage = Storage(held, self._block)
+        self.alive[storage] = None
+        self._changes.append(storage)
+        self.total += storage.bytes
+        return storage
+
+    def new(self, name: str, use: str, size: int, times: int = 1) -> Storage:
+        """A storage with one holder; ``times``: it stands for so many."""
+        storage = self._add(Held(name, use, size, times))
+        what, most = self.moments[-1]
+        if self.total > most:
+            self.moments[-1] = what, self.total
+        if self.total > self.by_block.get(self._block, 0):
+            self.by_block[self._block] = self.total
+        if self.total > self.peak:
+            self.peak, self.peak_at = self.total, what
+            self._changes_to_peak = len(self._changes)
+        return storage
+
+    def at_peak(self) -> tuple[Held, ...]:
+        """Every storage that was alive at the fullest moment, in the order in which they were made."""
+        alive: dict[Storage, None] = {}
+        for storage in self._changes[: self._changes_to_peak]:
+            if storage in alive:
+                del alive[storage]
+            else:
+                alive[storage] = None
+        return tuple(each.held for each in alive)
+
+    def hold(self, storage: Storage) -> Storage:
+        storage.holders += 1
+        return storage
+
+    def drop(self, storage: Storage) -> None:
+        storage.holders -= 1
+        if not storage.holders:
+            del self.alive[storage]
+            self._changes.append(storage)
+            self.total -= storage.bytes
