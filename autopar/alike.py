@@ -74,8 +74,8 @@ def check_alike(mine: Given) -> None:
         found = [each[what] for each in everyone]
         others = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
         if others:
-            by_hash = " (or, where the model's code iterates over a set, start every rank with PYTHONHASHSEED=0)"
+            walked = " (or, where the model's code calls its layers in the order of a set, walk sorted(...) of it)"
             raise PlanError(
                 f"ranks were given different {what}s: rank 0 has {found[0]}, rank {others[0]} has {found[others[0]]}; "
-                f"ranks {others} differ from rank 0: give every rank the same{by_hash if what == 'model' else ''}"
+                f"ranks {others} differ from rank 0: give every rank the same{walked if what == 'model' else ''}"
             )

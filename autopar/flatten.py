@@ -21,6 +21,7 @@ from autopar.lookups import drop_lookups_of_everything
 from autopar.marks import AGAIN, ENTER, LEAF, LEAVE, NotFoldable
 from autopar.masks import simplify_masks
 from autopar.nominate import Submodule, storage_of
+from autopar.order import in_order
 from autopar.program import Body, Call, Leaf, Program, constants_in_order, named, without_dead_code
 from autopar.repeats import Repeats
 from planner.errors import CaptureError
@@ -69,7 +70,7 @@ def flatten(
         tuple((buffer, leaves.value_of[leaving[name]]) for buffer, name in updates),
     )
     program = simplify_masks(program, leaves.constants)
-    program, order = constants_in_order(named(without_dead_code(program)))
+    program, order = constants_in_order(named(in_order(without_dead_code(program))))
     return program, {new: leaves.constants[old] for old, new in order.items()}
 
 

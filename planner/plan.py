@@ -566,5 +566,5 @@ def _difference(plan: Plan, folded: Folded, model: Mapping[str, Any]) -> str:
     shown = "; ".join(facts) or "the same structure, but other shapes, arguments or input sizes"
     return (
         f"the plan was made for another model or batch ({shown}): plan again for this one (or, where the model's code "
-        "iterates over a set, plan and run with PYTHONHASHSEED=0)"
+        "calls its layers in the order of a set, walk sorted(...) of it and plan again)"
     )
