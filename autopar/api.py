@@ -23,6 +23,7 @@ from autopar.runtime.disk import check_given, open_disk
 from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import ParallelModule
 from autopar.stages import check_in_turns
+from planner import host as machine
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import ClusterError, InputError, PinError, PlanError
@@ -316,7 +317,8 @@ def start_process_group(cluster: ClusterSpec, offloads: bool = False) -> torch.d
     """Initialise the default process group if ``torchrun`` prepared one and nobody has; returns this rank's device.
 
     Args:
-        offloads: whether gradients on the host are communicated too, such as their norm.
+        offloads: whether gradients on the host are communicated too, such as their norm; beside GPUs the host's cores
+            are then shared out among the processes, which step with them.
 
     Raises:
         PlanError: not started by ``torchrun``, or no GPU where the cluster has them; or the process group that there is
@@ -329,6 +331,9 @@ def start_process_group(cluster: ClusterSpec, offloads: bool = False) -> torch.d
         )
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if on_gpu and offloads:  # torchrun leaves each process one thread, and now the host updates
+        share = machine.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(share, torch.get_num_threads()))
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise PlanError(

@@ -5,7 +5,9 @@ is timed is what the runtime calls: torch's operators with autograd on, and the 
 :mod:`autopar.runtime.conversions`. A figure is the mean over a stretch longer than the scheduler's time slices, and
 the median of such stretches, taken in turns over all figures, so that a disturbance does not hit one of them alone.
 Where a rank computes in one thread, the seconds that it computed count, times how many ranks share a core: other
-users of the machine do not show in them.
+users of the machine do not show in them. On a GPU the seconds count that it computes, one kernel after another as in a
+step that keeps it busy: all are queued behind large products, which also bring the clock down to what the chip's power
+lets it sustain.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from autopar.processes import LocalProcesses
 from autopar.runtime.conversions import convert
+from autopar.runtime.pinned import pinned
 from planner import host
 from planner.calibration import Calibration
 from planner.cluster import ClusterSpec
@@ -39,7 +42,10 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Grids:
-    """Where to measure: sizes in elements, bytes moved, and bytes passed to a collective."""
+    """Where to measure: sizes in elements, bytes moved, and bytes passed to a collective.
+
+    ``attended``: as many heads attend as have so many keys together, which fills a GPU, but at least :data:`HEADS`.
+    """
 
     dtypes: tuple[str, ...] = ("float32",)
     rows: tuple[int, ...] = (16, 64, 256, 1024)
@@ -47,6 +53,7 @@ class Grids:
     inner: tuple[int, ...] = (32, 128, 512, 1024)
     keys: tuple[int, ...] = (32, 128, 512)
     depths: tuple[int, ...] = (32, 64, 128)
+    attended: int = 0
     moved: tuple[int, ...] = (2**14, 2**18, 2**21, 2**24)
     passed: tuple[int, ...] = (2**12, 2**16, 2**20, 2**23)
     stretch_s: float = 0.01
@@ -61,7 +68,8 @@ ON_GPU = replace(
     columns=(128, 1024, 4096, 8192),
     inner=(128, 1024, 4096, 8192),
     keys=(512, 2048, 8192),
-    moved=(2**16, 2**20, 2**24, 2**28),
+    attended=2**16,
+    moved=(2**16, 2**20, 2**24, 2**26, 2**28),
     passed=(2**14, 2**18, 2**22, 2**26, 2**29),
 )
 """A GPU needs larger work to show its rates."""
@@ -72,7 +80,7 @@ class Task:
     """One figure: what to repeat, in how many parts its time is to be divided, and which figure is part of it.
 
     ``less`` names an earlier figure, which is taken away: a backward is timed together with its forward.
-    ``together`` lets all ranks repeat equally often: a collective.
+    ``together`` lets all ranks repeat equally often: a collective. ``on_host``: on the host of a GPU.
     """
 
     key: Key
@@ -80,6 +88,7 @@ class Task:
     parts: int = 1
     less: Key | None = None
     together: bool = False
+    on_host: bool = False
 
 
 def profile(ranks: int | None = None, grids: Grids | None = None) -> Calibration:
@@ -179,7 +188,7 @@ def _measure(grids: Grids) -> dict[Key, list[float]]:
 
 def _timed(task: Task, found: dict[Key, list[float]], stretch_s: float, device: torch.device) -> float:
     """Mean seconds of an act."""
-    seconds = _mean_s(task.act, stretch_s, device, task.together) / task.parts
+    seconds = _mean_s(task.act, stretch_s, torch.device("cpu") if task.on_host else device, task.together) / task.parts
     if task.less is None:
         return seconds
     # No less than a tenth of what is taken away: noise must not make a backward free.
@@ -188,10 +197,12 @@ def _timed(task: Task, found: dict[Key, list[float]], stretch_s: float, device: 
 
 
 def _mean_s(act: Act, stretch_s: float, device: torch.device, together: bool) -> float:
-    alone = device.type == "cpu" and torch.get_num_threads() == 1 and not together
-    clock = _computing_s if alone else time.perf_counter
     act()
     dist.barrier()
+    if device.type == "cuda" and not together:
+        return _on_gpu_s(act, stretch_s, device)
+    alone = device.type == "cpu" and torch.get_num_threads() == 1 and not together
+    clock = _computing_s if alone else time.perf_counter
     once_s = _stretch_s(act, 1, device, clock)
     if once_s > stretch_s and not together:
         return once_s
@@ -210,6 +221,45 @@ def _stretch_s(act: Act, count: int, device: torch.device, clock: Callable[[], f
         act()
     _wait(device)
     return clock() - start
+
+
+QUEUED = 16
+"""Acts at most that are queued at once: a GPU takes about a thousand kernels before the host has to wait."""
+HOT_ROWS = 8192
+HOT_S = 0.02
+"""Seconds at least of products before anything is measured on a GPU."""
+
+
+def _on_gpu_s(act: Act, stretch_s: float, device: torch.device) -> float:
+    """Seconds on the GPU, which multiplies until all is queued, so that the host's share does not count."""
+    hot = _hot(device)
+    queuing_s, once_s = _queued_and_done_s(act, device)
+    count = max(1, min(QUEUED, math.ceil(stretch_s / once_s)))
+    _, hot_s = _queued_and_done_s(lambda: hot @ hot, device)
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(math.ceil(max(2 * count * queuing_s, HOT_S) / hot_s)):
+        hot @ hot
+    begun.record()
+    for _ in range(count):
+        act()
+    ended.record()
+    ended.synchronize()
+    return begun.elapsed_time(ended) / 1e3 / count
+
+
+@cache
+def _hot(device: torch.device) -> Tensor:
+    return torch.randn(HOT_ROWS, HOT_ROWS, device=device, dtype=torch.float16) / HOT_ROWS
+
+
+def _queued_and_done_s(act: Act, device: torch.device) -> tuple[float, float]:
+    """Seconds until an act is queued, and until it is done."""
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    act()
+    queued_s = time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    return queued_s, time.perf_counter() - start
 
 
 def _computing_s() -> float:
@@ -234,7 +284,7 @@ def _compute(grids: Grids, device: torch.device) -> Iterator[Callable[[], Iterat
     yield partial(_streams, grids, device, getattr(torch, grids.dtypes[-1]))
     yield partial(_optimizer, grids, device)
     if device.type == "cuda":
-        yield partial(_host_link, device)
+        yield partial(_host, device)
 
 
 def _launch(device: torch.device) -> Iterator[Task]:
@@ -257,12 +307,13 @@ HEADS = 8
 
 def _attention(grids: Grids, device: torch.device, dtype: torch.dtype) -> Iterator[Task]:
     for keys, depth in itertools.product(grids.keys, grids.depths):
-        sizes = (1, HEADS, keys, depth)
-        copies = COPIES if 4 * HEADS * keys * depth < LARGE else 1
+        heads = max(HEADS, grids.attended // keys)
+        sizes = (1, heads, keys, depth)
+        copies = COPIES if 4 * heads * keys * depth < LARGE else 1
         forward, both = _with_backward([_applied(_causal, 3, sizes, device, dtype) for _ in range(copies)])
         key = ("attention", _name(dtype), False, keys, depth)
-        yield Task(key, forward, copies * HEADS)
-        yield Task(("attention", _name(dtype), True, keys, depth), both, copies * HEADS, key)
+        yield Task(key, forward, copies * heads)
+        yield Task(("attention", _name(dtype), True, keys, depth), both, copies * heads, key)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -381,13 +432,18 @@ def _optimizer(grids: Grids, device: torch.device) -> Iterator[Task]:
         yield Task(("optimizer", moved), torch.optim.AdamW(parameters, fused=True).step, PARAMETERS)
 
 
-HOST_BYTES = 2**28
+HOST_BYTES = 2**31
+"""More than caches hold."""
 
 
-def _host_link(device: torch.device) -> Iterator[Task]:
-    source = torch.empty(HOST_BYTES, dtype=torch.uint8).pin_memory()
+def _host(device: torch.device) -> Iterator[Task]:
+    """Copies from the host of a GPU, and what its cores pass over in the fused AdamW."""
+    source = pinned(HOST_BYTES)
     target = torch.empty(HOST_BYTES, dtype=torch.uint8, device=device)
-    yield Task(("host_link",), lambda: target.copy_(source))
+    yield Task(("host_link",), lambda: target.copy_(source, non_blocking=True))
+    parameter = torch.ones(HOST_BYTES // STATE_BYTES, requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    yield Task(("host_update",), torch.optim.AdamW([parameter], fused=True).step, on_host=True)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -483,11 +539,12 @@ def _calibration(grids: Grids, ranks: int, device: str, found: dict[Key, float])
         for kind in KINDS
         for size in group_sizes(ranks)
     ]  # fmt: skip
-    link = {"host_link_bytes_per_s": HOST_BYTES / found[("host_link",)]} if ("host_link",) in found else {}
+    measured = {"host_link_bytes_per_s": "host_link", "host_memory_bytes_per_s": "host_update"}
+    host_rates = {name: HOST_BYTES / found[(key,)] for name, key in measured.items() if (key,) in found}
     return Calibration.from_dict(
         {
             "format": "autopar-calibration", "version": 1, "device": device, "ranks": ranks,
-            "launch_s": seconds([("launch",)])[0], **link,
+            "launch_s": seconds([("launch",)])[0], **host_rates,
             "products": products, "attention": attention, "streams": streams, "collectives": collectives,
         }
     )  # fmt: skip

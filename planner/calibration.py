@@ -142,7 +142,8 @@ class Calibration(Described):
         device: the device's kind, as the cluster names it.
         launch_s: seconds to start an operator that does next to nothing.
         products, attention, streams, collectives: the tables; what is missing is priced by the closed forms.
-        host_link: bytes per second between host and device memory, where those differ.
+        host_link_bytes_per_s: between host and device memory, where those differ.
+        host_memory_bytes_per_s: that a device's share of the host's cores pass over, where it is not the device.
     """
 
     format: Literal["autopar-calibration"] = Field(examples=["autopar-calibration"])
@@ -151,6 +152,7 @@ class Calibration(Described):
     ranks: int = Field(ge=1, examples=["4"])
     launch_s: Seconds = Field(gt=0, examples=["1.0e-05"])
     host_link_bytes_per_s: BytesPerS | None = Field(default=None, gt=0, examples=["50 GB/s"])
+    host_memory_bytes_per_s: BytesPerS | None = Field(default=None, gt=0, examples=["80 GB/s"])
     products: Annotated[tuple[ProductTable, ...], FROZEN] = ()
     attention: Annotated[tuple[AttentionTable, ...], FROZEN] = ()
     streams: Annotated[tuple[StreamCurve, ...], FROZEN] = ()

@@ -197,7 +197,7 @@ class ClusterSpec(Described):
 
     @property
     def host_memory(self) -> Host:
-        """The host's memory as plans that offload to it see it, with the link as measured where it was.
+        """The host's memory as plans that offload to it see it, as fast as it was measured where it was.
 
         Raises :class:`ClusterError` if this cluster does not say what its host has.
         """
@@ -210,8 +210,15 @@ class ClusterSpec(Described):
                 f"cluster {self.name!r} does not say what memory its devices have beside them, which a plan that "
                 f"offloads must know: add 'host' with {fields} ({way_out})"
             )
-        measured = None if self.calibration is None else self.calibration.host_link_bytes_per_s
-        return self.host if measured is None else self.host.model_copy(update={"link_bytes_per_s": measured})
+        if self.calibration is None:
+            return self.host
+        link, passed = self.calibration.host_link_bytes_per_s, self.calibration.host_memory_bytes_per_s
+        return self.host.model_copy(
+            update={
+                "link_bytes_per_s": link or self.host.link_bytes_per_s,
+                "memory_bandwidth_bytes_per_s": passed or self.host.memory_bandwidth_bytes_per_s,
+            }
+        )
 
     def home(self, on_disk: bool) -> Home:
         """Where plans that offload keep model data; what is on disk comes to the device through the host.
@@ -318,6 +325,8 @@ class ClusterSpec(Described):
     def detect(cls) -> ClusterSpec:
         """This machine: its GPUs, if they are of a known kind, or else one CPU process per core, up to eight.
 
+        GPUs share the memory that the machine has.
+
         Raises :class:`ClusterError` for GPUs that no preset describes.
         """
         names = machine.gpus()
@@ -331,7 +340,9 @@ class ClusterSpec(Described):
             )
         spec = cls.preset(preset)
         node = spec.levels[0].model_copy(update={"size": len(names)})
-        return spec.model_copy(update={"name": "detected", "levels": (node, *spec.levels[1:])})
+        assert spec.host is not None
+        host = spec.host.model_copy(update={"memory_bytes": machine.memory_bytes() // len(names)})
+        return spec.model_copy(update={"name": "detected", "host": host, "levels": (node, *spec.levels[1:])})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ClusterSpec:

@@ -340,3 +340,9 @@ def offloaded(assignment: Assignment, usage: Usage, prediction: Prediction) -> t
             table = step.timetable(stays)
             found.append((table, step.predicted(table, stays)))
     return min(found, key=lambda each: each[1].step_time_s)
+
+
+def offloaded_s(assignment: Assignment, usage: Usage) -> float:
+    """Seconds of the step of :func:`offloaded`."""
+    _, predicted = offloaded(assignment, usage, predict(assignment, 0.0, usage))
+    return predicted.step_time_s

@@ -42,7 +42,7 @@ from planner.looks import (
     look_closer,
 )
 from planner.memory import Usage, usage
-from planner.offload import largest_working_set
+from planner.offload import largest_working_set, offloaded_s
 from planner.pins import Pins
 from planner.problem import Evaluation
 from planner.recompute import Ladder, ladder, named
@@ -53,6 +53,8 @@ from planner.turns import Staged
 
 NEAR = 2.0
 """Shapes at most so many doublings from the best plan's are looked at before others; see :meth:`Division.distance`."""
+ROOM = (0.75, 0.5, 0.25, 0.0)
+"""Parts of what a plan takes beside model data to which it is brought down, so that more of that stays."""
 TRIES = 2
 """So many limits are tried between one at which a plan was found that does not fit and one at which none was."""
 
@@ -157,7 +159,8 @@ def search(
         levels = keeping(levels, skeleton, pins.keep)
     setting = Setting(cost, training, rules, pins, levels, start + time_limit_s, progress)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
-    return _followed(setting, skeleton, graph, plain, turned)
+    found = _followed(setting, skeleton, graph, plain, turned)
+    return found if training.tier != "either" else _leaving_room(setting, skeleton, graph, plain, found)
 
 
 def _followed(
@@ -192,6 +195,29 @@ def _followed(
                 return _leanest(setting, skeleton, graph, nothing)
             tries, limit = tries - 1, math.floor((below + above) / 2)
         setting = replace(setting, spare_bytes=usable - limit)
+
+
+def _leaving_room(
+    setting: Setting, skeleton: Skeleton, graph: Graph, plain: tuple[Division, ...], found: Searched
+) -> Searched:
+    """Of plans that leave ever more memory to model data the one of the shortest step, with what then stays.
+
+    The search reckons as if nothing stayed, so that it makes nothing again that fits. What it makes again leaves room,
+    and what stays there is updated on the device.
+    """
+    assert found.memory is not None
+    tried = [(offloaded_s(found.assignment, found.memory), found)]
+    usable, most_bytes = setting.cost.cluster.device.usable_bytes, found.memory.peak_bytes
+    for share in ROOM:
+        if setting.is_late():
+            break
+        leaner = _search(replace(setting, spare_bytes=usable - int(share * most_bytes)), skeleton, graph, plain, ())
+        if isinstance(leaner, _Nothing):
+            break
+        memory = usage(leaner.assignment)
+        if largest_working_set(leaner.assignment, memory).bytes <= usable:
+            tried.append((offloaded_s(leaner.assignment, memory), leaner.above(found.bound_s).with_memory(memory)))
+    return min(tried, key=lambda each: each[0])[1]
 
 
 def _check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:

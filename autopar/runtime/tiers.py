@@ -21,6 +21,7 @@ from torch import Tensor
 
 from autopar.runtime.buckets import is_held_elsewhere
 from autopar.runtime.disk import Disk
+from autopar.runtime.pinned import pinned
 from planner.errors import TimetableError
 from planner.timetable.table import ACTIONS
 
@@ -115,7 +116,7 @@ class Link:
         """New bytes at home, all 0: in memory that copies beside computing need pinned, or in a file."""
         if self.disk is not None:
             return self.disk.memory(size, what)
-        return torch.zeros(size, dtype=torch.uint8, pin_memory=bool(self._streams))
+        return pinned(size) if self._streams else torch.zeros(size, dtype=torch.uint8)
 
     def compute_here(self) -> None:
         """The program runs on the stream that is current now."""

@@ -117,14 +117,15 @@ def test_a_host_is_written_and_read_with_units() -> None:
     assert "host" not in ClusterSpec.from_dict(written()).to_dict()
 
 
-def test_the_link_to_the_host_is_as_it_was_measured() -> None:
+def test_the_host_is_as_fast_as_it_was_measured() -> None:
     spec = ClusterSpec.local(1, "1 GiB", cores=2, host_memory_bytes="4 GiB")
     found = {"format": "autopar-calibration", "version": 1, "device": "cpu", "ranks": 1, "launch_s": 1e-5}
     tables: dict[str, Any] = {name: [] for name in ("products", "attention", "streams", "collectives")}
-    for measured, speed in ((None, 8e9), (3e9, 3e9)):
-        calibration = Calibration.from_dict({**found, **tables, "host_link_bytes_per_s": measured})
-        calibrated = spec.calibrated(calibration)
-        assert calibrated.host_memory.link_bytes_per_s == speed
+    for link, passed, speeds in ((None, None, (8e9, 16e9)), (3e9, None, (3e9, 16e9)), (None, 5e9, (8e9, 5e9))):
+        rates = {"host_link_bytes_per_s": link, "host_memory_bytes_per_s": passed}
+        calibrated = spec.calibrated(Calibration.from_dict({**found, **tables, **rates}))
+        host = calibrated.host_memory
+        assert (host.link_bytes_per_s, host.memory_bandwidth_bytes_per_s) == speeds
         assert calibrated.host == spec.host
 
 
@@ -218,8 +219,10 @@ def test_local_processes_share_the_machine() -> None:
 def test_detects_the_machine(monkeypatch: pytest.MonkeyPatch, found: list[str], name: str, devices: int) -> None:
     monkeypatch.setattr("planner.host.gpus", lambda: found)
     monkeypatch.setattr("planner.host.cores", lambda: 3)
+    monkeypatch.setattr("planner.host.memory_bytes", lambda: 2**40)
     spec = ClusterSpec.detect()
     assert (spec.device.kind, spec.world_size) == (name, devices)
+    assert spec.host_memory.memory_bytes == 2**40 // devices
 
 
 @pytest.mark.parametrize("found", [["NVIDIA H100 PCIe"], ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]])

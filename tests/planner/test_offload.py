@@ -556,3 +556,15 @@ def test_a_plan_file_has_a_timetable_if_it_offloads(plans: Callable[[str], Plan]
         Plan.from_dict({key: value for key, value in data.items() if key != "timetable"})
     with pytest.raises(PlanError, match="pin 'offload' is 'none', and it has a timetable"):
         Plan.from_dict({**data, "pin": {}})
+
+
+def test_what_is_made_again_leaves_room_for_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = residual_mlp(layers=8, width=256, batch=2048)
+    sizes = ("80 MiB", "120 MiB")
+    with_room = [offload(graph, gpu(size), offload="auto").predicted for size in sizes]
+    monkeypatch.setattr("planner.search.ROOM", ())
+    without = [offload(graph, gpu(size), offload="auto").predicted for size in sizes]
+    assert all(mine.step_time_s <= other.step_time_s for mine, other in zip(with_room, without, strict=True))
+    assert with_room[1].step_time_s < 0.95 * without[1].step_time_s
+    assert with_room[1].memory_bytes["stays"] > 10 * without[1].memory_bytes["stays"]
+    assert with_room[1].time_s["recompute"] > without[1].time_s["recompute"]
