@@ -284,7 +284,7 @@ def _compute(grids: Grids, device: torch.device) -> Iterator[Callable[[], Iterat
     yield partial(_streams, grids, device, getattr(torch, grids.dtypes[-1]))
     yield partial(_optimizer, grids, device)
     if device.type == "cuda":
-        yield partial(_host, device)
+        yield partial(_host, grids, device)
 
 
 def _launch(device: torch.device) -> Iterator[Task]:
@@ -436,14 +436,21 @@ HOST_BYTES = 2**31
 """More than caches hold."""
 
 
-def _host(device: torch.device) -> Iterator[Task]:
+def _host(grids: Grids, device: torch.device) -> Iterator[Task]:
     """Copies from the host of a GPU, and what its cores pass over in the fused AdamW."""
     source = pinned(HOST_BYTES)
     target = torch.empty(HOST_BYTES, dtype=torch.uint8, device=device)
     yield Task(("host_link",), lambda: target.copy_(source, non_blocking=True))
-    parameter = torch.ones(HOST_BYTES // STATE_BYTES, requires_grad=True)
-    parameter.grad = torch.ones_like(parameter)
-    yield Task(("host_update",), torch.optim.AdamW([parameter], fused=True).step, on_host=True)
+    for dtype in grids.dtypes:
+        parameter = torch.ones(HOST_BYTES // STATE_BYTES, dtype=getattr(torch, dtype), requires_grad=True)
+        parameter.grad = torch.ones_like(parameter)
+        yield Task(("host_update", dtype), torch.optim.AdamW([parameter], fused=True).step, on_host=True)
+
+
+def _updated_bytes(dtype: str) -> int:
+    """What an update passes over of as many elements as have :data:`HOST_BYTES` in float32."""
+    itemsize: int = getattr(torch, dtype).itemsize
+    return HOST_BYTES // STATE_BYTES * (STATE_BYTES // 4) * itemsize
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -539,8 +546,11 @@ def _calibration(grids: Grids, ranks: int, device: str, found: dict[Key, float])
         for kind in KINDS
         for size in group_sizes(ranks)
     ]  # fmt: skip
-    measured = {"host_link_bytes_per_s": "host_link", "host_memory_bytes_per_s": "host_update"}
-    host_rates = {name: HOST_BYTES / found[(key,)] for name, key in measured.items() if (key,) in found}
+    host_rates: dict[str, object] = {}
+    if ("host_link",) in found:
+        rates = {name: _updated_bytes(name) / found[("host_update", name)] for name in grids.dtypes}
+        host_rates["host_link_bytes_per_s"] = HOST_BYTES / found[("host_link",)]
+        host_rates["host_updates"] = [{"dtype": name, "bytes_per_s": rate} for name, rate in rates.items()]
     return Calibration.from_dict(
         {
             "format": "autopar-calibration", "version": 1, "device": device, "ranks": ranks,

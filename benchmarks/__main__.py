@@ -1,7 +1,9 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [shards] [predicted] [published] [runs] [iopddl] [memory] [pipeline]
-                     [schedules] [timetable] [offload]
+                     [schedules] [timetable] [offload] [gpu_steps] [gpu_offload]
+
+Those of a GPU run where there is one.
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+import torch
+
 from benchmarks import (
     iopddl,
     memory,
     offload,
+    one_gpu,
     pipeline,
     plan_time,
     planned_runs,
@@ -78,6 +83,10 @@ def main(what: list[str]) -> None:
         timetables()
     if not what or "offload" in what:
         offloads()
+    if "gpu_offload" in what or (not what and torch.cuda.is_available()):
+        gpu_offloads()
+    if "gpu_steps" in what or (not what and torch.cuda.is_available()):
+        gpu_steps()
 
 
 def plans() -> None:
@@ -376,6 +385,77 @@ def offloads() -> None:
         "copies take the core that computes. *Taken* is the most that chunks and what is beside them took."
     )
     print(record.write("offload", "Model data on the host", notes, rows, [asdict(row) for row in found], facts))
+
+
+def gpu_steps() -> None:
+    """Predicted and measured steps and peaks of plans that a GPU holds."""
+    facts = {**record.circumstances(), "gpu": torch.cuda.get_device_name()}
+    found = one_gpu.steps()
+    rows = [
+        {
+            "model": str(r.case["model"]),
+            "dtype": str(r.case["dtype"]),
+            "recompute": str(r.case["pin"]["recompute"]),
+            "parameters": f"{r.parameters / 1e9:.2f}e9",
+            "step ms": f"{r.median_s * 1e3:.1f}",
+            **{f"{name} ms": f"{s * 1e3:.1f} ({s / r.median_s - 1:+.1%})" for name, s in r.predicted_s.items()},
+            "peak GiB": f"{r.peak_bytes / 2**30:.2f}",
+            "predicted GiB": _error_of(r.predicted_bytes["profiled"], r.peak_bytes, 2**30),
+        }
+        for r in found
+    ]
+    notes = (
+        "One GPU that holds all: steps (forward, backward, fused AdamW) as predicted for the machine as it is "
+        f"*detected* (a preset) and as `autopar profile` measured it, and the median of {one_gpu.STEPS}; the peak is "
+        "torch's `max_memory_allocated`. Each row in a process of its own."
+    )
+    print(record.write("gpu_steps", "Steps on one GPU", notes, rows, [asdict(r) for r in found], facts), flush=True)
+
+
+def gpu_offloads() -> None:
+    """Model data on the host, beside FSDP2's offload at the same memory."""
+    facts = {**record.circumstances(), "gpu": torch.cuda.get_device_name()}
+    found = one_gpu.offloads()
+    theirs: dict[str, float] = {}
+    for r in found:
+        if r.side.startswith("fsdp2"):
+            key = str(r.case["model"]) + str(r.case["limit_gib"])
+            theirs[key] = min(r.median_s, theirs.get(key, r.median_s))
+    rows = [
+        {
+            "model": str(r.case["model"]),
+            "GiB": str(r.case["limit_gib"]),
+            "side": r.side,
+            "parameters": f"{r.parameters / 1e9:.2f}e9",
+            "step ms": f"{r.median_s * 1e3:.0f}",
+            "of FSDP2": f"{r.median_s / fastest:.2f}" if fastest else "",
+            "predicted ms": _error_of(r.predicted_s["profiled"], r.median_s, 1e-3) if r.predicted_s else "",
+            "peak GiB": f"{r.peak_bytes / 2**30:.2f}",
+            "fetched": _moved_text(r.link["fetch"]),
+            "evicted": _moved_text(r.link["evict"]),
+        }
+        for r in found
+        for fastest in [theirs.get(str(r.case["model"]) + str(r.case["limit_gib"]))]
+    ]
+    notes = (
+        "One GPU whose process may take so many GiB; model data in bfloat16, 8 bytes a parameter, on the host where it "
+        "must. Ours: pin {'offload': 'auto'}, planned for the machine as `autopar profile` "
+        "measured it. FSDP2: `fully_shard` of every layer with `CPUOffloadPolicy` and fused AdamW, with and without "
+        "recomputing every layer; what runs out of memory is left out, and *of FSDP2* is of the faster. "
+        f"Medians of {one_gpu.STEPS} steps. *Fetched*, *evicted*: bytes of one step, their speed, and what part of "
+        "their time kernels run beside. Each row in a process of its own."
+    )
+    raw = [asdict(r) for r in found]
+    print(record.write("gpu_offload", "Model data on the host of a GPU", notes, rows, raw, facts), flush=True)
+
+
+def _error_of(predicted: float, measured: float, unit: float) -> str:
+    return f"{predicted / unit:.2f} ({predicted / measured - 1:+.1%})"
+
+
+def _moved_text(moved: tuple[int, float, float]) -> str:
+    size, seconds, beside = moved
+    return f"{size / 1e9:.1f} GB at {size / seconds / 1e9:.0f} GB/s, {beside:.0%} beside" if size else ""
 
 
 def timetables() -> None:

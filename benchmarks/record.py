@@ -54,9 +54,12 @@ def _table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def _commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True, check=False
-    )
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return "unknown"
     return found.stdout.strip() or "unknown"
 
 

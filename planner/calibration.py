@@ -135,6 +135,13 @@ class CollectiveCurve(Curve):
     size: int = Field(ge=2, examples=["4"])
 
 
+class HostUpdate(Described):
+    """What a device's share of the host's cores pass over in an update of parameters of one dtype, beside a GPU."""
+
+    dtype: Dtype = Field(examples=["float32"])
+    bytes_per_s: BytesPerS = Field(gt=0, examples=["80 GB/s"])
+
+
 class Calibration(Described):
     """What was measured with ``ranks`` busy processes on one kind of device.
 
@@ -143,7 +150,7 @@ class Calibration(Described):
         launch_s: seconds to start an operator that does next to nothing.
         products, attention, streams, collectives: the tables; what is missing is priced by the closed forms.
         host_link_bytes_per_s: between host and device memory, where those differ.
-        host_memory_bytes_per_s: that a device's share of the host's cores pass over, where it is not the device.
+        host_updates: how fast the host updates what is at home there.
     """
 
     format: Literal["autopar-calibration"] = Field(examples=["autopar-calibration"])
@@ -152,7 +159,7 @@ class Calibration(Described):
     ranks: int = Field(ge=1, examples=["4"])
     launch_s: Seconds = Field(gt=0, examples=["1.0e-05"])
     host_link_bytes_per_s: BytesPerS | None = Field(default=None, gt=0, examples=["50 GB/s"])
-    host_memory_bytes_per_s: BytesPerS | None = Field(default=None, gt=0, examples=["80 GB/s"])
+    host_updates: Annotated[tuple[HostUpdate, ...], FROZEN] = ()
     products: Annotated[tuple[ProductTable, ...], FROZEN] = ()
     attention: Annotated[tuple[AttentionTable, ...], FROZEN] = ()
     streams: Annotated[tuple[StreamCurve, ...], FROZEN] = ()
@@ -165,6 +172,7 @@ class Calibration(Described):
             "attention": [(t.dtype, t.backward) for t in self.attention],
             "streams": [(c.family, c.backward) for c in self.streams],
             "collectives": [(c.kind, c.size) for c in self.collectives],
+            "host_updates": [(h.dtype,) for h in self.host_updates],
         }
         for name, keys in tables.items():
             twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
@@ -196,6 +204,11 @@ class Calibration(Described):
         """Seconds by bytes of an operator's family, its start included; ``None`` if it was not measured."""
         found: Curve | None = self._rows.get(("stream", kernel.family, kernel.is_backward))
         return found
+
+    def host_update_bytes_per_s(self, dtype: str) -> float | None:
+        """What the host passes over in an update of a dtype, else of the first measured; ``None`` if none was."""
+        found = [each for each in self.host_updates if each.dtype == dtype] or self.host_updates
+        return found[0].bytes_per_s if found else None
 
     @cached_property
     def _groups(self) -> Mapping[str, list[CollectiveCurve]]:

@@ -197,7 +197,7 @@ class ClusterSpec(Described):
 
     @property
     def host_memory(self) -> Host:
-        """The host's memory as plans that offload to it see it, as fast as it was measured where it was.
+        """The host's memory as plans that offload to it see it, with the link as measured where it was.
 
         Raises :class:`ClusterError` if this cluster does not say what its host has.
         """
@@ -210,24 +210,21 @@ class ClusterSpec(Described):
                 f"cluster {self.name!r} does not say what memory its devices have beside them, which a plan that "
                 f"offloads must know: add 'host' with {fields} ({way_out})"
             )
-        if self.calibration is None:
-            return self.host
-        link, passed = self.calibration.host_link_bytes_per_s, self.calibration.host_memory_bytes_per_s
-        return self.host.model_copy(
-            update={
-                "link_bytes_per_s": link or self.host.link_bytes_per_s,
-                "memory_bandwidth_bytes_per_s": passed or self.host.memory_bandwidth_bytes_per_s,
-            }
-        )
+        measured = None if self.calibration is None else self.calibration.host_link_bytes_per_s
+        return self.host if measured is None else self.host.model_copy(update={"link_bytes_per_s": measured})
 
-    def home(self, on_disk: bool) -> Home:
+    def home(self, on_disk: bool, dtype: str = "float32") -> Home:
         """Where plans that offload keep model data; what is on disk comes to the device through the host.
+
+        Args:
+            dtype: of the parameters that are updated there, on which the host's speed depends where it was measured.
 
         Raises :class:`ClusterError` if this cluster does not describe it.
         """
         host = self.host_memory
         if not on_disk:
-            link, passed = host.link_bytes_per_s, host.memory_bandwidth_bytes_per_s
+            measured = None if self.calibration is None else self.calibration.host_update_bytes_per_s(dtype)
+            link, passed = host.link_bytes_per_s, measured or host.memory_bandwidth_bytes_per_s
             return Home(host.memory_bytes, link, link, passed, passed)
         if self.disk is None:
             way_out = "ClusterSpec.local takes disk_bytes" if self.backend == "gloo" else "all of one device's share"

@@ -619,7 +619,7 @@ class Space:
         held, state = local_bytes(tensor, layout, self.mesh), self.state_bytes(node, layout)
         if (tier or self.training.tier) == "device":
             return self.cost.compute_s(0.0, 3 * held + 2 * state, tensor.dtype, kernel=Stream("optimizer"))
-        home = self.cost.cluster.home(self.training.on_disk)
+        home = self.cost.cluster.home(self.training.on_disk, tensor.dtype)
         return (2 * held + state) / home.read_bytes_per_s + (held + state) / home.write_bytes_per_s
 
     def moved_s(self, node: Node, layout: Layout) -> float:

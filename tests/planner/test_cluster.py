@@ -121,11 +121,17 @@ def test_the_host_is_as_fast_as_it_was_measured() -> None:
     spec = ClusterSpec.local(1, "1 GiB", cores=2, host_memory_bytes="4 GiB")
     found = {"format": "autopar-calibration", "version": 1, "device": "cpu", "ranks": 1, "launch_s": 1e-5}
     tables: dict[str, Any] = {name: [] for name in ("products", "attention", "streams", "collectives")}
-    for link, passed, speeds in ((None, None, (8e9, 16e9)), (3e9, None, (3e9, 16e9)), (None, 5e9, (8e9, 5e9))):
-        rates = {"host_link_bytes_per_s": link, "host_memory_bytes_per_s": passed}
-        calibrated = spec.calibrated(Calibration.from_dict({**found, **tables, **rates}))
-        host = calibrated.host_memory
-        assert (host.link_bytes_per_s, host.memory_bandwidth_bytes_per_s) == speeds
+    updates = [{"dtype": "float32", "bytes_per_s": 5e9}, {"dtype": "bfloat16", "bytes_per_s": 4e9}]
+    for link, rates, speeds in (
+        (None, [], (8e9, 16e9, 16e9)),
+        (3e9, updates[:1], (3e9, 5e9, 5e9)),
+        (3e9, updates, (3e9, 5e9, 4e9)),
+    ):
+        measured = {"host_link_bytes_per_s": link, "host_updates": rates}
+        calibrated = spec.calibrated(Calibration.from_dict({**found, **tables, **measured}))
+        homes = [calibrated.home(False, dtype) for dtype in ("float32", "bfloat16")]
+        assert calibrated.host_memory.link_bytes_per_s == speeds[0]
+        assert tuple(home.read_bytes_per_s for home in homes) == speeds[1:]
         assert calibrated.host == spec.host
 
 
