@@ -77,6 +77,11 @@ class _Value:
     index: int
     outside: bool
 
+    def among(self, values: Sequence[Ref], operands: int) -> Ref:
+        """Itself in a call: ``values`` are its operands, ``operands`` in number, then the first result of each step."""
+        ref = values[self.step if self.outside else operands + self.step]
+        return ref if self.index == 0 else Ref(ref.node, self.index)
+
 
 @dataclass(frozen=True)
 class _Operator:
@@ -147,28 +152,18 @@ def _instantiate(
     grads: dict[Ref, bool],
 ) -> None:
     """Add one call's nodes, and what they are called."""
-    made = [Ref(name) for name in call.names]
+    values = [*operands, *map(Ref, call.names)]
     paths: dict[str, str] = {}
-
-    def found(value: _Value) -> Ref:
-        ref = operands[value.step] if value.outside else made[value.step]
-        return ref if value.index == 0 else Ref(ref.node, value.index)
-
-    def filled(value: object, inputs: Iterator[Ref]) -> object:
-        if isinstance(value, _Value):
-            return next(inputs)
-        return tuple([filled(each, inputs) for each in value]) if isinstance(value, tuple) else value
-
     for number, (name, step) in enumerate(zip(call.names, template.steps, strict=True)):
         if isinstance(step, _Pick):
-            refs[name] = found(step.value)
+            refs[name] = step.value.among(values, len(operands))
             continue
         if step.path not in paths:
             paths[step.path] = call.module_path(step.path)
-        inputs = tuple(map(found, step.inputs))
+        inputs = tuple([value.among(values, len(operands)) for value in step.inputs])
         args, remaining = list(step.args), iter(inputs)
         for place in step.holes:
-            args[place] = (args[place][0], filled(args[place][1], remaining))
+            args[place] = (args[place][0], _filled(args[place][1], remaining))
         first, path = template.nodes.get(number), paths[step.path]
         if first is None:
             first = Node(name, step.op, tuple(args), step.results, path, shares=step.shares)
@@ -176,9 +171,16 @@ def _instantiate(
             nodes.append(first)
         else:
             nodes.append(first.copy(name, tuple(args), inputs, path))
-        refs[name] = made[number]
+        refs[name] = values[len(operands) + number]
         for index, result in enumerate(step.results):
             grads[Ref(name, index)] = result.grad
+
+
+def _filled(value: object, inputs: Iterator[Ref]) -> object:
+    """An argument with its values in place."""
+    if type(value) is _Value:
+        return next(inputs)
+    return tuple([_filled(each, inputs) for each in value]) if type(value) is tuple else value
 
 
 # --- operators -----------------------------------------------------------------------------------------

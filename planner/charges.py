@@ -3,7 +3,8 @@
 The first reader of a tensor that needs it pays: views of one tensor count once, a part not beside the whole, and
 parameters are paid as parameters. What an instance of a block pays follows from its level of recomputation and from
 what is known of the values that enter it: which of them lie in one tensor, and which tensors are paid for already. So
-each block is walked once for each such way to find it, and the graph by its instances alone.
+each block is walked once for each such way to find it, and the graph by its instances alone; of those that go on alike
+one after another, by the first two and the last.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import repeat
 
 from planner.again import Again, shares
 from planner.fold import Block, Folded
@@ -52,6 +55,11 @@ class Paid:
     tensors: frozenset[Tensor]
     leaving: tuple[Chain, ...]
 
+    @cached_property
+    def leaves_its_own(self) -> bool:
+        """Whether no output lies in a tensor that enters, parameters aside."""
+        return all(tensor == STORED or not isinstance(tensor, int) for chain in self.leaving for tensor in chain)
+
 
 class Charges:
     """Who pays for what in a folded graph.
@@ -67,9 +75,10 @@ class Charges:
         self._charged: dict[Recompute, tuple[Paid, ...]] = {}
         self._forms = tuple(self._find_forms())
         self._values = tuple(
-            tuple(ref for ref in instance.block.inputs if self.graph.by_name[ref.node].op != "param")
+            tuple([ref for ref in instance.block.inputs if self.graph.by_name[ref.node].op != "param"])
             for instance in folded.instances
         )
+        self._goes_on = tuple(self._find_going_on())
 
     def of(self, recompute: Recompute) -> tuple[Paid, ...]:
         """What every instance pays, in execution order."""
@@ -81,17 +90,18 @@ class Charges:
         """A number for every instance, the same for those of one kind that share memory alike inside."""
         numbers: dict[object, int] = {}
         for instance in self.folded.instances:
-            key = (instance.kind, tuple(node.shares for node in instance.block.nodes))
+            key = (instance.kind, tuple([node.shares for node in instance.block.nodes]))
             yield numbers.setdefault(key, len(numbers))
 
     def _walk(self, recompute: Recompute) -> Iterator[Paid]:
         chains: dict[Ref, tuple[Ref, ...]] = {}
         held = {PARAMETER}
-        count: Counter[int] = Counter()
-        for instance, form, values in zip(self.folded.instances, self._forms, self._values, strict=True):
-            kind, block = instance.kind, instance.block
-            level = recompute.level(kind, count[kind])
-            count[kind] += 1
+        instances, levels = self.folded.instances, self._levels(recompute)
+        before: Found | None = None
+        number = 0
+        while number < len(levels):
+            kind, block = instances[number].kind, instances[number].block
+            form, level, values = self._forms[number], levels[number], self._values[number]
             numbers: dict[Ref, int] = {}
             entering = [
                 tuple([numbers.setdefault(each, len(numbers)) for each in chains.get(ref, (ref,))]) for ref in values
@@ -100,11 +110,49 @@ class Charges:
             if found not in self._paid:
                 self._paid[found] = self._pay(kind, block, values, found)
             paid = self._paid[found]
+            last = number
+            if found == before and paid.leaves_its_own:
+                while self._goes_on[last] and levels[last + 1] == level:
+                    last += 1
             names = {STORED: PARAMETER, **dict(enumerate(numbers))}
+            block = instances[last].block
             held.update(_named(tensor, block, names) for tensor in paid.tensors)
             for ref, chain in zip(block.outputs, paid.leaving, strict=True):
                 chains[ref] = tuple([_named(tensor, block, names) for tensor in chain])
-            yield paid
+            yield from repeat(paid, last + 1 - number)
+            number, before = last + 1, found
+
+    def _levels(self, recompute: Recompute) -> list[Level]:
+        """The level of every instance."""
+        count: Counter[int] = Counter()
+        found = []
+        for instance in self.folded.instances:
+            found.append(recompute.level(instance.kind, count[instance.kind]))
+            count[instance.kind] += 1
+        return found
+
+    def _find_going_on(self) -> Iterator[bool]:
+        """For every instance, whether the next is of its form, alone reads its outputs, and finds its values alike.
+
+        That is: each is the same as before, or the same output of the instance before. So where two at one level, one
+        after the other, find values in one way, those that go on from there find them so too, and pay the same.
+        """
+        made: dict[Ref, tuple[int, int]] = {}
+        last = {ref: number for number, values in enumerate(self._values) for ref in values}
+        for number, instance in enumerate(self.folded.instances):
+            outputs = instance.block.outputs
+            made.update({ref: (number, place) for place, ref in enumerate(outputs)})
+            following = number + 1
+            yield (
+                following < len(self._forms)
+                and self._forms[number] == self._forms[following]
+                and all(last.get(ref, following) == following for ref in outputs)
+                and all(
+                    ours == theirs
+                    or (ours in made and made[ours][0] == number and made.get(theirs) == (number - 1, made[ours][1]))
+                    for theirs, ours in zip(self._values[number], self._values[following], strict=True)
+                )
+            )
 
     def _pay(self, kind: int, block: Block, values: tuple[Ref, ...], found: Found) -> Paid:
         chains: dict[Ref, Chain] = dict.fromkeys(block.inputs, (STORED,))

@@ -11,6 +11,7 @@ depth. Repeats are found in the graph itself, whether or not modules mark them:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -224,17 +225,17 @@ def _merge_singles(
 def _blocks(text: Text, spans: Sequence[tuple[int, int]], kinds: Sequence[int]) -> list[Block]:
     """The blocks of some spans; those of one kind have their outputs at the positions of all of them."""
     reads: dict[int, list[tuple[int, int]]] = {}
-    leaving: dict[int, set[tuple[int, int]]] = {}
+    leaving: dict[int, set[tuple[int, int]]] = {kind: set() for kind in kinds}
+    spans_from = [start for start, _ in spans]
     for (start, end), kind in zip(spans, kinds, strict=True):
-        nodes = text.nodes[start:end]
         if kind not in reads:
-            reads[kind] = _outside(text, start, nodes)
-        leaving.setdefault(kind, set()).update(
-            (at, ref.index)
-            for at, node in enumerate(nodes)
-            for ref in results_of(node)
-            if text.last_use.get(ref, -1) >= end
-        )
+            reads[kind] = _outside(text, start, text.nodes[start:end])
+    for ref, last in text.last_use.items():
+        at = text.position.get(ref.node)
+        if at is not None:
+            number = bisect_right(spans_from, at) - 1
+            if last >= spans[number][1]:
+                leaving[kinds[number]].add((at - spans[number][0], ref.index))
     outputs = {kind: sorted(places) for kind, places in leaving.items()}
     blocks = []
     for (start, end), kind in zip(spans, kinds, strict=True):

@@ -97,8 +97,18 @@ class Node:
 
     def copy(self, name: str, args: tuple[tuple[str, object], ...], inputs: tuple[Ref, ...], path: str) -> Node:
         """The same operator once more, on ``inputs``; ``args`` differ from its own in these alone."""
-        found = Node(name, self.op, args, self.results, path, shares=self.shares)
-        found.__dict__.update(_first=self.first, inputs=inputs)
+        found = object.__new__(Node)
+        found.__dict__.update(
+            name=name,
+            op=self.op,
+            args=args,
+            results=self.results,
+            path=path,
+            target="",
+            shares=self.shares,
+            _first=self.first,
+            inputs=inputs,
+        )
         return found
 
 
@@ -163,12 +173,14 @@ class Graph:
         """Values whose gradient a training step computes: those that reach a root."""
         found = {self.outputs[i] for i in self.roots}
         reached = {ref.node for ref in found}
+        by_name = self.by_name
         for node in reversed(self.nodes):
             if node.name in reached:
                 for ref in node.inputs:
-                    if ref not in found and self.type_of(ref).grad:
+                    name, index = ref
+                    if ref not in found and by_name[name].results[index].grad:
                         found.add(ref)
-                        reached.add(ref.node)
+                        reached.add(name)
         return frozenset(found)
 
     @cached_property

@@ -248,15 +248,16 @@ def fingerprint(graph: Graph) -> str:
     """A hash of what is computed: operators, arguments, shapes, dtypes and names of leaves."""
     hasher = hashlib.sha256()
     number: dict[str, int] = {}
-    texts: dict[int, tuple[str, str, str]] = {}
+    known: dict[int, tuple[str, str]] = {}
     for i, node in enumerate(graph.nodes):
         number[node.name] = i
-        if id(node.first) not in texts:
+        first = node.first
+        if id(first) not in known:
             static = tuple((k, str(v)) for k, v in node.args if not _mentions_nodes(v))
-            texts[id(node.first)] = repr(node.op), repr(static), repr(node.results)
+            known[id(first)] = f"({node.op!r}, {node.target!r}, {static!r}, ", f", {node.results!r})"
+        before, after = known[id(first)]
         inputs = tuple([(number[name], index) for name, index in node.inputs])
-        op, arguments, results = texts[id(node.first)]
-        hasher.update(f"({op}, {node.target!r}, {arguments}, {inputs}, {results})".encode())
+        hasher.update(f"{before}{inputs}{after}".encode())
     hasher.update(repr([(number[ref.node], ref.index) for ref in graph.outputs]).encode())
     return hasher.hexdigest()[:16]
 

@@ -87,7 +87,7 @@ class Wiring:
         return (
             all(self._enters_again(a, b, apart) for a, b in zip(theirs.inputs, ours.inputs, strict=True))
             and all(self._leaves_again(a, b, apart) for a, b in zip(theirs.outputs, ours.outputs, strict=True))
-            and all(a.shares == b.shares for a, b in zip(theirs.nodes, ours.nodes, strict=True))
+            and [node.shares for node in theirs.nodes] == [node.shares for node in ours.nodes]
         )
 
     def _enters_again(self, theirs: Ref, ours: Ref, apart: int) -> bool:

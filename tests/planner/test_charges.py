@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -126,7 +127,7 @@ units = st.lists(steps, min_size=3, max_size=12).map(lambda unit: (Step("product
 
 
 @settings(max_examples=200)
-@given(units, st.integers(2, 6), st.sets(st.integers(0, 5), max_size=1), st.data())
+@given(units, st.integers(2, 8), st.sets(st.integers(0, 7), max_size=1), st.data())
 def test_blocks_pay_what_a_walk_over_the_graph_says(
     unit: tuple[Step, ...], layers: int, kept: set[int], data: st.DataObject
 ) -> None:
@@ -145,10 +146,50 @@ def test_blocks_pay_what_a_walk_over_the_graph_says(
     check(folded, Recompute(tuple(amounts)))
 
 
+def chain_of(layers: int, crossing: bool) -> Graph:
+    """Layers that hand on what they make, and with ``crossing`` two values, in turn; a tail that reads of both.
+
+    Each is ``c = 2 tanh(c w)``, ``a, b = b, a``. Without crossing the tail reads the ``c`` of every layer.
+    """
+    nodes = [Node("ids", "input", (), (WHOLE,))]
+    nodes += [Node(name, "aten.add.Tensor", (("x", Ref("ids")), ("y", Ref("ids"))), (WHOLE,)) for name in "abc"]
+    a, b, c, made = Ref("a"), Ref("b"), Ref("c"), []
+    for layer in range(layers):
+        path = f"layers.{layer}"
+        nodes.append(Node(f"w{layer}", "param", (), (WHOLE,), target=f"{path}.w"))
+        steps = [
+            ("m", "aten.mm.default", (c, Ref(f"w{layer}")), ()),
+            ("t", "aten.tanh.default", (Ref(f"m{layer}"),), ()),
+            ("c", "aten.add.Tensor", (Ref(f"t{layer}"), Ref(f"t{layer}")), ()),
+            *([("ab", "aten.broadcast_tensors.default", (a, b), (1, 0))] if crossing else []),
+        ]
+        for name, op, reads, places in steps:
+            args = tuple((f"x{place}", ref) for place, ref in enumerate(reads))
+            results = (WHOLE,) * max(1, len(places))
+            nodes.append(Node(f"{name}{layer}", op, args, results, path=path, shares=places))
+        c = Ref(f"c{layer}")
+        made.append(c)
+        a, b = (Ref(f"ab{layer}", 0), Ref(f"ab{layer}", 1)) if crossing else (a, b)
+    for place, ref in enumerate([a, Ref("a"), c] if crossing else made):
+        nodes.append(Node(f"end{place}", "aten.silu.default", (("x", ref),), (WHOLE,), path="tail"))
+    graph = Graph(tuple(nodes), tuple(Ref(node.name) for node in nodes if node.path == "tail"))
+    graph.check()
+    return graph
+
+
+@pytest.mark.parametrize("crossing", [False, True])
+@pytest.mark.parametrize("layers", [6, 7])
+def test_layers_that_hand_values_on_or_are_read_by_the_last(layers: int, crossing: bool) -> None:
+    folded = fold(chain_of(layers, crossing))
+    assert max(map(len, folded.kinds)) >= layers - 1
+    check(folded, Recompute())
+
+
 def test_equal_blocks_are_walked_once_for_each_way_to_find_them() -> None:
     folded = fold(residual_mlp(layers=40))
     skeleton = Skeleton(folded, {})
     for step in ladder(folded, named(folded)).steps:
         skeleton.charged(step)
+    assert sum(skeleton._charges._goes_on) >= 37, "one layer after another"
     # The layers at four levels, and the first of them, whose value the stem makes; the stem and the head.
     assert len({paid for step in ladder(folded, named(folded)).steps for paid in skeleton._charges.of(step)}) <= 14
