@@ -180,7 +180,7 @@ def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], k
     with _quick_tracing(), _undone(whole) as before:
         held = buffers(whole)
         try:
-            repeats = Repeats(whole)
+            repeats = Repeats(whole, before.outside)
             exported = _export(model, repeats.opaque(whole), args, kwargs)
         except Exception as error:
             raise NotFoldable("the export failed") from error

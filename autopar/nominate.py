@@ -17,6 +17,7 @@ class Submodule:
         path: its name in the model.
         tensors: its parameters and buffers, each once.
         inner: the modules below it, by name.
+        held: the same by identity, under every name.
         ties: for each name of a tensor, which of ``tensors`` it is, and for each of these, whose memory it lies in.
     """
 
@@ -24,6 +25,7 @@ class Submodule:
     module: nn.Module
     tensors: tuple[Tensor, ...]
     inner: tuple[tuple[str, nn.Module], ...]
+    held: tuple[int, ...]
     ties: tuple[int, ...]
 
 
@@ -73,7 +75,7 @@ def _submodule(path: str, module: nn.Module) -> Submodule | None:
     held = [t for m in (module, *(m for _, m in inner)) for t in _own(m).values() if t is not None]
     tensors = tuple({id(t): t for t in held}.values())
     ties = (*first_with(list(map(id, held))), *first_with(list(map(storage_of, tensors))))
-    return Submodule(path, module, tensors, tuple(inner), ties)
+    return Submodule(path, module, tensors, tuple(inner), tuple(map(id, held)), ties)
 
 
 def _structure(module: nn.Module, keys: Mapping[int, object]) -> object:

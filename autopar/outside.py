@@ -6,6 +6,7 @@ Only the user's own code is followed, from the methods of the model's modules on
 from __future__ import annotations
 
 import functools
+import sys
 import sysconfig
 from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType, MethodType
@@ -19,13 +20,20 @@ _CODE = (FunctionType, MethodType, functools.partial, functools._lru_cache_wrapp
 
 
 class Outside:
-    """Everything that a model's functions read by name, as it was when this was made."""
+    """Everything that a model's functions read by name, as it was when this was made.
+
+    Attributes:
+        codes: of the functions that were found, and of those made inside them.
+    """
 
     def __init__(self, model: nn.Module):
         self._globals: list[tuple[dict[str, Any], str, object]] = []
         self._cells: list[tuple[CellType, object]] = []
         self._attributes: list[tuple[type, str, object]] = []
         self._caches: list[tuple[Any, int]] = []
+        self._functions: list[FunctionType] = []
+        self._owners: dict[int, type] = {}
+        self.codes: set[CodeType] = set()
         seen: set[int] = set()
         pending: list[Any] = []
         for module in model.modules():
@@ -37,12 +45,33 @@ class Outside:
                 seen.add(id(value))
                 pending += self._look_into(value)
 
-    def values(self) -> Iterator[Any]:
-        """What was found."""
-        for _, _, value in (*self._globals, *self._attributes):
-            yield value
-        for _, value in self._cells:
-            yield value
+    def now(self) -> list[Any]:
+        """What is in all these places by now."""
+        return [
+            *(names.get(name, _MISSING) for names, name, _ in self._globals),
+            *(_contents(cell) for cell, _ in self._cells),
+            *(vars(owner).get(name, _MISSING) for owner, name, _ in self._attributes),
+            *(held for f in self._functions for held in (f.__defaults__, f.__kwdefaults__, f.__dict__)),
+        ]
+
+    def filled(self) -> list[int]:
+        """How much caches and classes hold by now."""
+        found = [number for cache, _ in self._caches for number in cache.cache_info()[1::2]]
+        return found + [len(vars(owner)) for owner in self._owners.values()]
+
+    def knows(self, value: Any) -> bool:
+        """Whether all that a function, class or cache reads by name is installed, or among what was found."""
+        if isinstance(value, (staticmethod, classmethod)):
+            return self.knows(value.__func__)
+        if isinstance(value, property):
+            return all(f is None or self.knows(f) for f in (value.fget, value.fset, value.fdel))
+        if isinstance(value, functools._lru_cache_wrapper):
+            return any(cache is value for cache, _ in self._caches) or is_installed(
+                value.__wrapped__.__code__.co_filename
+            )
+        if isinstance(value, FunctionType):
+            return value.__code__ in self.codes or is_installed(value.__code__.co_filename)
+        return isinstance(value, type) and all(id(o) in self._owners or _is_installed(o) for o in value.__mro__)
 
     def restore(self) -> None:
         """Bind every name as it was; caches that were filled are emptied."""
@@ -72,10 +101,13 @@ class Outside:
             return [value.func]
         if isinstance(value, type):
             owners = [owner for owner in value.__mro__ if _is_users(owner)]
+            self._owners.update({id(owner): owner for owner in owners})
             for owner in owners:
                 self._attributes += [(owner, name, v) for name, v in vars(owner).items() if not _is_special(name)]
             return [v for owner in owners for v in vars(owner).values()]
-        if isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(_INSTALLED):
+        if isinstance(value, FunctionType) and not is_installed(value.__code__.co_filename):
+            self._functions.append(value)
+            self.codes.update(_codes(value.__code__))
             names = {name: value.__globals__.get(name, _MISSING) for name in _names(value.__code__)}
             self._globals += [(value.__globals__, name, held) for name, held in names.items()]
             cells = [(cell, _contents(cell)) for cell in value.__closure__ or ()]
@@ -84,21 +116,37 @@ class Outside:
         return []
 
 
+def is_installed(file: str | None) -> bool:
+    """Whether a file is of Python itself or of an installed library."""
+    return file is not None and file.startswith(_INSTALLED)
+
+
 def _is_users(owner: type) -> bool:
     functions = [value for value in vars(owner).values() if isinstance(value, FunctionType)]
-    return bool(functions) and not any(f.__code__.co_filename.startswith(_INSTALLED) for f in functions)
+    return bool(functions) and not any(is_installed(f.__code__.co_filename) for f in functions)
+
+
+def _is_installed(owner: type) -> bool:
+    """Whether a class is Python's own, or of an installed library."""
+    return owner.__module__ == "builtins" or is_installed(getattr(sys.modules.get(owner.__module__), "__file__", None))
 
 
 def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Names that a function reads or writes outside, those of functions within it too."""
-    yield from code.co_names
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and of those made inside it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _codes(constant)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Names that a function reads or writes outside, those of functions within it too."""
+    for each in _codes(code):
+        yield from each.co_names
 
 
 def _contents(cell: CellType) -> object:

@@ -1,9 +1,9 @@
 """Repeats: submodules that occur several times are traced once, and their further calls stand for copies.
 
 Submodules of one structure (classes, names, shapes, ties) are *nominated* (:mod:`autopar.nominate`); whether two calls
-are the same is then found out, not guessed, by running the code of each (:mod:`autopar.following`). So all that
-Python decides on (configuration, layer numbers, hooks, counters, caches, masks) is decided by running it, once per call
-and in the order of the model.
+are the same is then found out, not guessed, by running the code of each (:mod:`autopar.following`), until it is known
+what that code reads and that it leaves nothing behind; then by comparing that (:mod:`autopar.recall`). So all that
+Python decides on (configuration, layer numbers, hooks, counters, caches, masks) is decided in the order of the model.
 
 Export, whose time grows with the number of parameters and modules, sees neither: it is given an opaque module that
 calls the model. The model itself is left as it is: its code may look at all of its modules and parameters, and a
@@ -14,6 +14,7 @@ is captured as a whole.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,12 @@ from torch.overrides import TorchFunctionMode
 from autopar.following import Call, Record
 from autopar.marks import NotFoldable
 from autopar.nominate import Submodule, nominate
+from autopar.outside import Outside
+from autopar.recall import Watch
 from autopar.standins import StandIns
+
+WATCHED = 8
+"""Calls of one group that are watched, so that later ones need not run."""
 
 _ROOT = "_export_root"
 """What export calls the module that it was given."""
@@ -56,11 +62,13 @@ class Repeats(TorchFunctionMode):
         occurrences: every call, by number.
     """
 
-    def __init__(self, model: nn.Module | None = None):
+    def __init__(self, model: nn.Module | None = None, outside: Outside | None = None):
         super().__init__()
+        self._outside = outside
         groups = nominate(model) if model is not None else []
         self._nominated = {id(s.module): (s, group) for group, found in enumerate(groups) for s in found}
         self._records: list[list[Record]] = [[] for _ in groups]
+        self._watched = [0 for _ in groups]
         self._standins: StandIns | None = None
         self._call: Call | None = None
         self.occurrences: list[Occurrence] = []
@@ -112,17 +120,32 @@ class Repeats(TorchFunctionMode):
         number = len(self.occurrences)
         with torch._C.DisableTorchFunction():
             call = Call(self._standins, number, submodule, self._records[group], args, kwargs)
+            if call.is_recalled():
+                self.occurrences.append(Occurrence(submodule, call.path, call.like))
+                return call.returned()
+            watch = self._watch(call, group)
         self._call = call
         try:
-            call.result = forward(*args, **kwargs)
+            with watch or contextlib.nullcontext():
+                call.result = forward(*args, **kwargs)
         except Exception as error:
             raise NotFoldable(f"{call.path} raises {type(error).__name__}") from error
         finally:
             self._call = None
         with torch._C.DisableTorchFunction():
             result = call.finish()
+            if watch is not None:
+                call.remember(watch, args, kwargs)
         self.occurrences.append(Occurrence(submodule, call.path, call.like))
         return result
+
+    def _watch(self, call: Call, group: int) -> Watch | None:
+        """What watches a call, if it follows another: the first few of their group are worth it."""
+        if self._outside is None or call.following is None or self._watched[group] == WATCHED or call.has_proxies:
+            return None
+        self._watched[group] += 1
+        watch = Watch(call.submodule, self._outside, call.inputs, call.leaves, call.names)
+        return watch if watch.is_seen else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -32,11 +32,14 @@ class Before:
 
     Followed are attributes of modules, the containers and objects in them, and what functions of the user's keep
     outside; tensors keep their values.
+
+    Attributes:
+        outside: what the user's functions keep outside.
     """
 
     def __init__(self, model: nn.Module):
-        self._outside = Outside(model)
-        self._own, self._others = _Held([vars(model)]), _Held(self._outside.values())
+        self.outside = Outside(model)
+        self._own, self._others = Held([vars(model)]), Held(self.outside.now())
         numpy: Any = sys.modules.get("numpy")
         self._random = random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
 
@@ -51,7 +54,7 @@ class Before:
         for held, copy in (*self._own.changed(), *self._others.changed()):
             held.clear()
             held.extend(copy) if isinstance(held, (list, deque)) else held.update(copy)
-        self._outside.restore()
+        self.outside.restore()
         python, torchs, numpys = self._random
         random.setstate(python)
         torch.set_rng_state(torchs)
@@ -59,7 +62,7 @@ class Before:
             sys.modules["numpy"].random.set_state(numpys)
 
 
-class _Held:
+class Held:
     """The containers among some values and below them, and what was in them.
 
     Attributes:

@@ -1,0 +1,293 @@
+"""Recall: calls of a submodule whose code need not run, since nothing that it could tell is other than before.
+
+A call that does what an earlier one did is *watched* while its code runs: which attributes it reads of its modules,
+which of the user's functions it runs, and whether it leaves everything as it was. A later call with equal inputs need
+not run if what was read is equal in its modules, and all that can be reached from there, and from the user's functions,
+is as it was. Where that cannot be told the code runs: an attribute that is neither plain nor one object for all, an
+iterator, an array, a function that only a library knows. What installed libraries keep outside the model is not
+followed, as in :mod:`autopar.outside`.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import _lru_cache_wrapper
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.facts import PLAIN
+from autopar.nominate import Submodule
+from autopar.outside import Outside, is_installed
+from autopar.undo import Held
+
+MOST = 2000
+"""Containers that a call may reach: to compare more takes longer than to run it."""
+
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, set, deque, tuple})
+_PLAIN = (Tensor, enum.Enum, BuiltinFunctionType)
+_HERE = str(Path(__file__).parent)
+_MISSING = object()
+_LOOK_UP = nn.Module.__getattr__.__code__
+"""Reads ``__dict__`` for the sake of one attribute."""
+_EVERYTHING = frozenset({"__dict__", "__reduce__", "__reduce_ex__", "__getstate__"})
+"""Attributes that hold all others; ``Module.__setattr__`` reads them too."""
+_STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
+"""Attributes that hold what is compared by itself."""
+_UNSEEN = frozenset({"__getattribute__", "getattr_static", "__setattr__", "__delattr__", "id", "hash"})
+"""Names in code that may read or write attributes unseen, or ask which module this is."""
+
+
+class Watch:
+    """What one call reads and leaves behind, while inside the context.
+
+    Args:
+        inputs: tensors that the call is given.
+        names: attributes that fake tensors have.
+    """
+
+    def __init__(
+        self, submodule: Submodule, outside: Outside, inputs: Iterable[Tensor], leaves: list[Any], names: frozenset[str]
+    ):
+        self.submodule, self.modules = submodule, [submodule.module, *(module for _, module in submodule.inner)]
+        self.outside, self.leaves, self.names = outside, leaves, names
+        self.read: set[tuple[int, str]] = set()
+        self.is_seen = sys.getprofile() is None and not any(map(_has_slots, {type(m) for m in self.modules}))
+        self._reach = _Reach(self.modules, outside)
+        self._marks, self._random = _marks(submodule.tensors), _randomness()
+        self.is_seen &= self._reach.size <= MOST and self._are_plain(inputs)
+        self._codes: set[CodeType] = set()
+        self._patched: list[tuple[type, Any]] = []
+
+    def __enter__(self) -> None:
+        """Put a look at every attribute into the modules' classes, and at every function into Python."""
+        places = {id(module): place for place, module in enumerate(self.modules)}
+        kinds = {type(module): type(module).__getattribute__ for module in self.modules}
+        for kind, before in kinds.items():
+            self._patched.append((kind, vars(kind).get("__getattribute__", _MISSING)))
+            kind.__getattribute__ = self._looking(before, places)  # type: ignore[method-assign]
+        sys.setprofile(self._entered)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        for kind, before in self._patched:
+            if before is _MISSING:
+                del kind.__getattribute__
+            else:
+                kind.__getattribute__ = before  # type: ignore[method-assign]
+
+    def recall(self, inputs: Iterable[Tensor], foreign: Iterable[Tensor], leaves: list[Any]) -> Recall | None:
+        """What later calls need to be the same, once the call is over; ``None`` if that cannot be told.
+
+        Args:
+            foreign: tensors that are neither the call's inputs nor its own.
+            leaves: of its arguments, as they are now.
+        """
+        found: list[tuple[int, str, object]] = []
+        for place, name in self.read:
+            if name not in _STRUCTURE:
+                found.append((place, name, vars(self.modules[place]).get(name, _MISSING)))
+        reach, known = self._reach, _Known(self.outside)
+        if not (
+            self.is_seen
+            and list(map(id, leaves)) == list(map(id, self.leaves))
+            and all(isinstance(leaf, Tensor) or type(leaf) in PLAIN for leaf in leaves)
+            and known.all([value for *_, value in found])
+            and known.all(self.outside.now())
+            and known.all(foreign)
+            and self._random == _randomness()
+        ):
+            return None
+        others = [(tensor, dict(vars(tensor))) for tensor in foreign]
+        recall = Recall(self.submodule, found, leaves, self._marks, others, known.seen, self.names, reach)
+        return recall if recall.holds(self.submodule, inputs, leaves) else None
+
+    def _looking(self, before: Callable[[Any, str], Any], places: dict[int, int]) -> Callable[[Any, str], Any]:
+        read = self.read
+
+        def __getattribute__(module: Any, name: str) -> Any:
+            place = places.get(id(module))
+            if place is not None:
+                if name not in _EVERYTHING:
+                    read.add((place, name))
+                elif sys._getframe(1).f_code is not _LOOK_UP:
+                    self.is_seen = False
+            return before(module, name)
+
+        return __getattribute__
+
+    def _entered(self, frame: FrameType, event: str, _: object) -> None:
+        """A function runs: it must be an installed one, or known."""
+        code = frame.f_code
+        if event == "call" and code not in self._codes:
+            self._codes.add(code)
+            file = code.co_filename
+            if file.startswith("<"):
+                file = str(frame.f_globals.get("__file__", file))
+            if not is_installed(file) and not file.startswith(_HERE):
+                self.is_seen &= code in self.outside.codes and _UNSEEN.isdisjoint(code.co_names)
+
+    def _are_plain(self, inputs: Iterable[Tensor]) -> bool:
+        """Whether nobody has put an attribute on these tensors."""
+        return all(vars(tensor).keys() <= self.names for tensor in inputs)
+
+
+@dataclass(frozen=True)
+class Recall:
+    """A call that was watched, and what another must have equal.
+
+    Attributes:
+        submodule: whose call it was.
+        read: what its code read: number of a module, name of an attribute, and the value.
+        leaves: of its arguments.
+        marks: attributes of its parameters and buffers.
+        others: tensors that it used and was not given, each with its attributes.
+        reached: whatever it could compare its inputs and modules to, by identity.
+        names: attributes that fake tensors have.
+        reach: all else that it could read.
+    """
+
+    submodule: Submodule
+    read: list[tuple[int, str, object]]
+    leaves: list[Any]
+    marks: list[dict[str, Any]]
+    others: list[tuple[Tensor, dict[str, Any]]]
+    reached: set[int]
+    names: frozenset[str]
+    reach: _Reach
+
+    def holds(self, submodule: Submodule, inputs: Iterable[Tensor], leaves: list[Any]) -> bool:
+        """Whether a call of equal structure, whose tensors are of the same kinds, would do the same."""
+        if not _is_as_nominated(submodule):
+            return False
+        modules = [submodule.module, *(module for _, module in submodule.inner)]
+        attributes = list(map(vars, modules))
+        return (
+            all(_equal(value, attributes[place].get(name, _MISSING)) for place, name, value in self.read)
+            and all(isinstance(a, Tensor) or _equal(a, b) for a, b in zip(self.leaves, leaves, strict=True))
+            and all(map(_equal, self.marks, _marks(submodule.tensors)))
+            and self.reached.isdisjoint(map(id, (*inputs, *submodule.tensors, *modules)))
+            and all(vars(tensor).keys() <= self.names for tensor in inputs)
+            and all(_equal(marks, vars(tensor)) for tensor, marks in self.others)
+            and self.reach.is_as_it_was()
+        )
+
+
+class _Reach:
+    """All that can be reached from modules, and from the user's functions, as it was when this was made."""
+
+    def __init__(self, modules: Iterable[nn.Module], outside: Outside):
+        self._outside, self._values = outside, outside.now()
+        self._caches = outside.filled()
+        self._held = Held([*map(vars, modules), *self._values])
+
+    @property
+    def size(self) -> int:
+        """How many containers were found."""
+        return len(self._held.filled) + len(self._held.empty)
+
+    def is_as_it_was(self) -> bool:
+        now = self._outside.now()
+        return (
+            all(a is b for a, b in zip(self._values, now, strict=True))
+            and self._caches == self._outside.filled()
+            and not self._held.changed()
+        )
+
+
+class _Known:
+    """Which values keep all that they hold where it is found: in attributes and containers.
+
+    Attributes:
+        seen: all values that were, by identity.
+    """
+
+    def __init__(self, outside: Outside):
+        self._outside = outside
+        self.seen: set[int] = set()
+
+    def all(self, values: Iterable[Any]) -> bool:
+        """Whether these do, and all that they hold."""
+        pending = list(values)
+        while pending:
+            value = pending.pop()
+            if type(value) in PLAIN or id(value) in self.seen:
+                continue
+            self.seen.add(id(value))
+            if not self._is_known(value):
+                return False
+            pending += _inside(value)
+        return True
+
+    def _is_known(self, value: Any) -> bool:
+        if type(value) in _CONTAINERS or type(value) is object or isinstance(value, _PLAIN):
+            return True
+        if isinstance(value, ModuleType):
+            return value.__name__ in sys.builtin_module_names or is_installed(getattr(value, "__file__", None))
+        if isinstance(value, (FunctionType, type, staticmethod, classmethod, property, _lru_cache_wrapper)):
+            return self._outside.knows(value)
+        return hasattr(value, "__dict__") and not _has_slots(type(value))
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What a value holds."""
+    if type(value) in _CONTAINERS:
+        yield from _items(value)
+        if isinstance(value, dict):
+            yield from value
+    elif not isinstance(value, (Tensor, enum.Enum, ModuleType, FunctionType, BuiltinFunctionType, type)):
+        yield from getattr(value, "__dict__", {}).values()
+
+
+def _items(held: Any) -> Iterable[Any]:
+    return held.values() if isinstance(held, dict) else held
+
+
+def _has_slots(kind: type) -> bool:
+    """Whether objects of a class keep something outside their ``__dict__``."""
+    return any(
+        base is not object and (not base.__flags__ & 1 << 9 or vars(base).get("__slots__")) for base in kind.__mro__
+    )
+
+
+def _is_as_nominated(submodule: Submodule) -> bool:
+    """Whether a submodule still has the modules, parameters and buffers with which it was nominated."""
+    modules = [submodule.module, *(module for _, module in submodule.inner)]
+    held = [t for m in modules for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
+    below = [child for m in modules for child in m._modules.values() if child is not None]
+    return tuple(map(id, held)) == submodule.held and {*map(id, below)} == {id(module) for module in modules[1:]}
+
+
+def _marks(tensors: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Attributes that somebody has put on parameters and buffers."""
+    return [dict(vars(tensor)) for tensor in tensors]
+
+
+def _randomness() -> object:
+    """The state of the random generators of Python and NumPy."""
+    numpy: Any = sys.modules.get("numpy")
+    kind, keys, *place = ("", b"") if numpy is None else numpy.random.get_state()
+    return random.getstate(), kind, bytes(keys), place
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether code cannot tell two values apart: one object, or plain ones of the same type, maybe in containers."""
+    if a is b:
+        return True
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind in PLAIN:
+        return bool(a == b) and (kind not in (float, complex) or repr(a) == repr(b))
+    if kind not in _CONTAINERS or len(a) != len(b):
+        return False
+    if isinstance(a, dict):
+        return kind is not defaultdict and all(map(_equal, a, b)) and all(map(_equal, a.values(), b.values()))
+    return not a if kind is set else all(map(_equal, a, b))

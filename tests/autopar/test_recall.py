@@ -1,0 +1,593 @@
+"""Layers whose code need not run: which these are, and which could tell."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.following import Call
+from autopar.lower import lower
+from tests.autopar.test_fold_forwards import Forward, Layer, Make, Stack, X, both, copies, layers, own_layers
+
+N = 7
+RECALLED = 4
+"""Of seven equal layers: the first has an input without gradient, the second is traced, the third watched."""
+
+
+@pytest.fixture(autouse=True)
+def recalled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The layers whose code did not run."""
+    found: list[str] = []
+    before = Call.is_recalled
+
+    def is_recalled(call: Call) -> bool:
+        if before(call):
+            found.append(call.path)
+            return True
+        return False
+
+    monkeypatch.setattr(Call, "is_recalled", is_recalled)
+    return found
+
+
+def plain(layer: Layer, x: Tensor) -> Tensor:
+    return x + layer.act(layer.linear(x))
+
+
+# ---- what code may read ----------------------------------------------------------------------------------------------
+
+
+class Holder:
+    """A class that does nothing but hold."""
+
+    factor = 2.0
+
+
+class Held:
+    """An object of one's own."""
+
+    def __init__(self, number: int):
+        self.factor = float(number)
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+
+SETTINGS = ModuleType("settings")
+SHARED: dict[str, Any] = {}
+COUNT = 0
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    reset()
+    yield
+    reset()
+
+
+def reset() -> None:
+    global COUNT
+    COUNT, Holder.factor = 0, 2.0
+    SETTINGS.factor = 2.0  # type: ignore[attr-defined]
+    SHARED.clear()
+
+
+def prepared(change: Callable[[Any], object], forward: Forward = plain, n: int = N) -> Make:
+    """A stack of layers, changed before it is captured."""
+
+    def make() -> nn.Module:
+        reset()
+        model = layers(forward, n)()
+        change(model)
+        return model
+
+    return make
+
+
+def between(change: Callable[[Any, int], object], forward: Forward) -> Make:
+    """A stack that changes something before every layer."""
+
+    def run(model: Stack, x: Tensor) -> Tensor:
+        for number, layer in enumerate(model.layers):
+            change(model, number)
+            x = layer(x)
+        return x
+
+    def make() -> nn.Module:
+        reset()
+        return own_layers(run, forward, N)()
+
+    return make
+
+
+def each(name: str, value: Callable[[int], object]) -> Callable[[Any], None]:
+    """Give every layer an attribute."""
+
+    def change(model: Any) -> None:
+        for number, layer in enumerate(model.layers):
+            object.__setattr__(layer, name, value(number))
+
+    return change
+
+
+def share(value: object) -> Callable[[Any], None]:
+    return each("shared", lambda number: value)
+
+
+def scaled(read: Callable[[Any], float]) -> Forward:
+    return lambda layer, x: x + layer.linear(x) * read(layer)
+
+
+def nested(model: Any) -> None:
+    model.layers[4].act.factor = 3.0
+
+
+def reads_nested(layer: Any, x: Tensor) -> Tensor:
+    return x + layer.act(layer.linear(x)) * getattr(layer.act, "factor", 1.0)
+
+
+def in_eval(model: Any) -> None:
+    model.layers[4].act.eval()
+
+
+def drops(layer: Layer, x: Tensor) -> Tensor:
+    return x + F.dropout(layer.linear(x), 0.1, layer.act.training)
+
+
+def hooked(model: Any) -> None:
+    model.layers[4].act.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def tied(model: Any) -> None:
+    model.layers[5].linear.weight = model.layers[3].linear.weight
+
+
+def frozen(model: Any) -> None:
+    model.layers[4].linear.bias.requires_grad_(False)
+
+
+def marked(model: Any) -> None:
+    model.layers[4].linear.weight.factor = 3.0
+
+
+def slotted(number: int) -> Slotted:
+    found = Slotted()
+    found.factor = float(number)  # type: ignore[attr-defined]
+    return found
+
+
+ONE_SLOT = slotted(2)
+
+
+def fills(model: Any, number: int) -> None:
+    ONE_SLOT.factor = float(number)  # type: ignore[attr-defined]
+
+
+READS: dict[str, tuple[Make, int]] = {
+    "nothing of its own": (layers(plain, N), RECALLED),
+    "numbers that are equal": (prepared(each("factor", lambda n: 2.0), scaled(lambda s: s.factor)), RECALLED),
+    "lists that are equal": (prepared(each("factors", lambda n: [1, 2.0]), scaled(lambda s: s.factors[1])), RECALLED),
+    "one object for all": (prepared(share(Held(2)), scaled(lambda s: s.shared.factor)), RECALLED),
+    "one object of a library for all": (
+        prepared(share(SimpleNamespace(factor=2.0)), scaled(lambda s: s.shared.factor)),
+        0,
+    ),
+    "a class of the user's that has no code": (layers(scaled(lambda s: Holder.factor), N), 0),
+    "its number": (layers(scaled(lambda s: s.index + 1.0), N), 0),
+    "its number, to no effect": (layers(lambda s, x: plain(s, x) if s.index < 99 else x, N), 0),
+    "one of two kinds": (layers(scaled(lambda s: s.index % 2 + 1.0 if hasattr(s, "index") else 0.0), N), 0),
+    "objects of their own": (prepared(each("held", lambda n: Held(n)), scaled(lambda s: s.held.factor)), 0),
+    "all attributes": (layers(scaled(lambda s: vars(s)["index"] + 1.0), N), 0),
+    "its dict": (layers(scaled(lambda s: s.__dict__["index"] + 1.0), N), 0),
+    "a copy of itself": (layers(scaled(lambda s: copy.copy(s).index + 1.0), N), 0),
+    "itself by a back door": (layers(scaled(lambda s: object.__getattribute__(s, "index") + 1.0), N), 0),
+    "an attribute that one has": (prepared(nested, reads_nested), 3),
+    "a flag of an inner module": (prepared(in_eval, drops), 3),
+    "an inner module with a hook": (prepared(hooked), 3),
+    "a parameter of another": (prepared(tied), RECALLED),
+    "a parameter that is frozen": (prepared(frozen), 3),
+    "slots": (prepared(each("slots", slotted), scaled(lambda s: s.slots.factor)), 0),
+    "slots that all share": (between(fills, scaled(lambda s: ONE_SLOT.factor)), 0),
+    "its place among all": (
+        prepared(lambda m: share(list(m.layers))(m), scaled(lambda s: 3.0 if s is s.shared[5] else 1.0)),
+        0,
+    ),
+    "a table of all": (
+        prepared(lambda m: share({id(m.layers[5]): 3.0})(m), scaled(lambda s: s.shared.get(id(s), 1.0))),
+        0,
+    ),
+    "an array": (prepared(share(np.ones(1)), scaled(lambda s: float(s.shared[0]))), 0),
+    "an iterator": (prepared(share(itertools.count(1)), scaled(lambda s: float(bool(s.shared)))), 0),
+}
+
+
+@pytest.mark.parametrize("case", READS)
+def test_what_a_layer_reads_decides_whether_it_runs(case: str, recalled: list[str]) -> None:
+    make, expected = READS[case]
+    both(make)
+    assert len(recalled) == expected
+
+
+# ---- what code may leave behind --------------------------------------------------------------------------------------
+
+
+def counts(layer: Any, x: Tensor) -> Tensor:
+    layer.calls = getattr(layer, "calls", 0) + 1
+    return plain(layer, x)
+
+
+def counts_in_a_global(layer: Layer, x: Tensor) -> Tensor:
+    global COUNT
+    COUNT += 1
+    return x + layer.linear(x) * COUNT
+
+
+def counts_in_a_box(layer: Any, x: Tensor) -> Tensor:
+    layer.shared[0] += 1
+    return x + layer.linear(x) * layer.shared[0]
+
+
+def counts_in_an_object(layer: Any, x: Tensor) -> Tensor:
+    layer.shared.factor += 1
+    return x + layer.linear(x) * layer.shared.factor
+
+
+def counts_in_a_default(layer: Layer, x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
+    seen.append(layer.index)
+    return x + layer.linear(x) * len(seen)
+
+
+def counts_on_itself(layer: Layer, x: Tensor) -> Tensor:
+    counts_on_itself.calls = getattr(counts_on_itself, "calls", 0) + 1  # type: ignore[attr-defined]
+    return x + layer.linear(x) * counts_on_itself.calls  # type: ignore[attr-defined]
+
+
+def counts_on_its_class(layer: Layer, x: Tensor) -> Tensor:
+    type(layer).made = getattr(type(layer), "made", 0) + 1  # type: ignore[attr-defined]
+    return x + layer.linear(x) * type(layer).made  # type: ignore[attr-defined]
+
+
+def closure() -> Forward:
+    calls = 0
+
+    def forward(layer: Layer, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x + layer.linear(x) * calls
+
+    return forward
+
+
+def closure_over_a_list() -> Forward:
+    seen: list[int] = []
+
+    def forward(layer: Layer, x: Tensor) -> Tensor:
+        seen.append(layer.index)
+        return x + layer.linear(x) * len(seen)
+
+    return forward
+
+
+class Lists(Layer):
+    made: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.made.append(1)
+        return x + self.linear(x) * len(self.made)
+
+
+def on_lists() -> nn.Module:
+    Lists.made = []
+    return Stack([Lists(i) for i in range(N)])
+
+
+def draws(layer: Layer, x: Tensor) -> Tensor:
+    return x + layer.linear(x) * (1 + (random.random() < 0.5))
+
+
+def draws_by_numpy(layer: Layer, x: Tensor) -> Tensor:
+    return x + layer.linear(x) * (1 + bool(np.random.rand() < 0.5))
+
+
+def house_function(x: Tensor) -> Tensor:
+    SHARED["calls"] = SHARED.get("calls", 0) + 1
+    return x * SHARED["calls"]
+
+
+def by_a_library(layer: Layer, x: Tensor) -> Tensor:
+    """The library's registry gives a function of the user's, which nothing else names."""
+    return x + statistics.house(layer.linear(x))  # type: ignore[attr-defined]
+
+
+def appends_to_its_input(layer: Layer, x: Tensor, states: list[Tensor]) -> Tensor:
+    states.append(x)
+    return plain(layer, x)
+
+
+def swaps_its_input(layer: Layer, x: Tensor, states: list[Any]) -> Tensor:
+    states[0] = layer.linear.bias
+    return plain(layer, x)
+
+
+def gives_full_lists(model: Any, x: Tensor) -> Any:
+    swapped = 0
+    for layer in model.layers:
+        states = [x]
+        x = layer(x, states)
+        swapped += states[0] is layer.linear.bias
+    return x * swapped
+
+
+def gives_lists(model: Any, x: Tensor) -> Any:
+    found = []
+    for layer in model.layers:
+        states: list[Tensor] = []
+        x = layer(x, states)
+        found.append(len(states))
+    return x * found[-1], found
+
+
+def leaves(layer: Layer, x: Tensor) -> Tensor:
+    SHARED["calls"] = 1
+    return plain(layer, x)
+
+
+def sums(model: Any, x: Tensor) -> Tensor:
+    total = 0
+    for layer in model.layers:
+        x = layer(x)
+        total += SHARED.pop("calls", 0)
+    return x * total
+
+
+def says_so(layer: Any, x: Tensor) -> Tensor:
+    layer.ran = True
+    return plain(layer, x)
+
+
+def says_so_unseen(layer: Any, x: Tensor) -> Tensor:
+    object.__setattr__(layer, "ran", True)
+    return plain(layer, x)
+
+
+def asks_who_ran(model: Any, x: Tensor) -> Tensor:
+    return Stack.forward(model, x) * sum(layer.ran for layer in model.layers)
+
+
+def some_ran(forward: Forward) -> Make:
+    """What the first layers write is there already."""
+
+    def make() -> nn.Module:
+        model = own_layers(asks_who_ran, forward, N)()
+        each("ran", lambda number: number < 4)(model)
+        return model
+
+    return make
+
+
+def marks_its_input(layer: Layer, x: Any) -> Tensor:
+    y: Any = plain(layer, x)
+    x.seen = True
+    return y
+
+
+def sees_marks(model: Any, x: Any) -> Tensor:
+    for layer in model.layers:
+        before, x = x, layer(x)
+        x = x * 2 if getattr(before, "seen", False) else x
+    return x
+
+
+CHANGES: dict[str, Make] = {
+    "a count on every layer": layers(counts, N),
+    "a global count": prepared(lambda m: None, counts_in_a_global),
+    "a shared list": lambda: prepared(share([0]), counts_in_a_box)(),
+    "a shared object": lambda: prepared(share(Held(0)), counts_in_an_object)(),
+    "a default": layers(counts_in_a_default, N),
+    "an attribute of a function": layers(counts_on_itself, N),
+    "an attribute of the class": lambda: layers(counts_on_its_class, N)(),
+    "a list of the class": on_lists,
+    "a variable of a closure": lambda: layers(closure(), N)(),
+    "a list of a closure": lambda: layers(closure_over_a_list(), N)(),
+    "random numbers": layers(draws, N),
+    "random numbers of numpy": layers(draws_by_numpy, N),
+    "a function that a library calls": prepared(lambda m: None, by_a_library),
+    "a list that it is given": own_layers(gives_lists, appends_to_its_input, N),
+    "a list in which it swaps": own_layers(gives_full_lists, swaps_its_input, N),
+    "what the model takes away": own_layers(sums, leaves, N),
+    "a flag that is up already": some_ran(says_so),
+    "a flag that is up already, unseen": some_ran(says_so_unseen),
+    "a mark on its input": own_layers(sees_marks, marks_its_input, N),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_layers_that_leave_something_behind_all_run(
+    case: str, recalled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statistics, "house", house_function, raising=False)
+    both(CHANGES[case])
+    assert not recalled
+
+
+# ---- what a model may change between its layers ----------------------------------------------------------------------
+
+
+def sets_factor(model: Any, number: int) -> None:
+    model.held[0].factor = 1 + number // 4
+
+
+def holding(make: Make) -> Make:
+    def made() -> nn.Module:
+        model: Any = make()
+        held = Held(1)
+        model.held = [held]
+        share(held)(model)
+        return model
+
+    return made
+
+
+def replaces(model: Any, number: int) -> None:
+    if number == 5:
+        model.layers[5].linear = model.layers[0].linear
+
+
+def replaces_weight(model: Any, number: int) -> None:
+    if number == 5:
+        model.layers[5].linear.weight = model.layers[0].linear.weight
+
+
+def replaces_forward(model: Any, number: int) -> None:
+    if number == 5:
+        model.layers[5].forward = lambda x: x * 3
+
+
+def evaluates(model: Any, number: int) -> None:
+    if number == 5:
+        model.layers[5].eval()
+
+
+def sets_module(model: Any, number: int) -> None:
+    SETTINGS.factor = 1.0 + number // 4  # type: ignore[attr-defined]
+
+
+def sets_class(model: Any, number: int) -> None:
+    Holder.factor = 1.0 + number // 4
+
+
+def sets_global(model: Any, number: int) -> None:
+    global COUNT
+    COUNT = number // 4
+
+
+def marks(model: Any, x: Any) -> Tensor:
+    for number, layer in enumerate(model.layers):
+        if number == 5:
+            x.factor = 3.0
+        x = layer(x)
+    return x
+
+
+def numbers(model: Any, x: Tensor) -> Tensor:
+    for number, layer in enumerate(model.layers):
+        x = layer(x, 1.0 + number // 5)
+    return x
+
+
+def aliases(model: Any, x: Tensor) -> Tensor:
+    x = model.head(x)
+    for number, layer in enumerate(model.layers):
+        x = layer(x, x.view(x.shape) if number == 5 else x * 2)
+    return x
+
+
+def same_twice(model: Any, x: Tensor) -> Tensor:
+    x = model.head(x)
+    for number, layer in enumerate(model.layers):
+        x = layer(x, x if number == 5 else x * 2)
+    return x
+
+
+def with_mark(layer: Layer, x: Any) -> Tensor:
+    return x + layer.linear(x) * getattr(x, "factor", 1.0)
+
+
+def with_other(layer: Layer, x: Tensor, other: Tensor) -> Tensor:
+    a, b = torch.broadcast_tensors(x, other)
+    return layer.linear(a + b) * (2 if x is other else 1)
+
+
+def keeps_first(model: Any, x: Tensor) -> Tensor:
+    SHARED["first"] = x = model.head(x)
+    for number, layer in enumerate(model.layers):
+        x = layer(SHARED["first"] if number == 5 else x)
+    return x
+
+
+def knows_first(layer: Layer, x: Tensor) -> Tensor:
+    return layer.linear(x) * (5 if x is SHARED["first"] else 1)
+
+
+BETWEEN: dict[str, tuple[Make, int]] = {
+    "a shared object": (holding(between(sets_factor, scaled(lambda s: s.shared.factor))), 2),
+    "a module of a layer": (between(replaces, plain), 3),
+    "a parameter of a layer": (between(replaces_weight, plain), 2),
+    "the forward of a layer": (between(replaces_forward, plain), 3),
+    "the mode of a layer": (between(evaluates, lambda s, x: F.dropout(plain(s, x), 0.1, s.training)), 3),
+    "the settings of the user's": (between(sets_module, scaled(lambda s: SETTINGS.factor)), 0),
+    "a class of the user's": (between(sets_class, scaled(lambda s: Holder.factor)), 0),
+    "a global": (between(sets_global, scaled(lambda s: COUNT + 1)), 2),
+    "a mark on an input": (own_layers(marks, with_mark, N), 3),
+    "a number that it gives": (own_layers(numbers, lambda s, x, n: x + s.linear(x) * n, N), 2),
+    "the memory of an input": (own_layers(aliases, with_other, N), 4),
+    "one input given twice": (own_layers(same_twice, with_other, N), 4),
+    "which tensor an input is": (own_layers(keeps_first, knows_first, N), 3),
+}
+
+
+@pytest.mark.parametrize("case", BETWEEN)
+def test_layers_run_where_the_model_changed_something(case: str, recalled: list[str]) -> None:
+    make, expected = BETWEEN[case]
+    reset()
+    both(make)
+    assert len(recalled) == expected
+
+
+def test_what_is_recalled_returns_what_the_others_return(recalled: list[str]) -> None:
+    def nests(layer: Layer, x: Tensor, table: Tensor) -> Any:
+        y = layer.linear(x) * table
+        return {"y": (y, None, 2.0), "x": x, "weight": layer.linear.weight, "again": [y, y.view(y.shape)]}
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        table = torch.ones(8)
+        for layer in model.layers:
+            found = layer(x, table)
+            assert found["x"] is x and found["y"][0] is found["again"][0]
+            assert found["weight"] is layer.linear.weight
+            x = found["y"][0] * found["y"][2] + found["again"][1]
+        return x
+
+    captured = both(own_layers(run, nests, N))
+    assert len(recalled) == RECALLED
+    assert copies(captured) == RECALLED + 1
+
+
+def test_a_mark_on_a_parameter(recalled: list[str]) -> None:
+    """Captured whole it is lost, since parameters are others there."""
+    make = prepared(marked, scaled(lambda s: getattr(s.linear.weight, "factor", 1.0)))
+    graph = lower(capture(make(), (X,), fold=True))
+    assert [n["other"] for n in graph.nodes if n.op == "aten.mul.Tensor"] == [1.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0]
+    assert len(recalled) == 3
+
+
+def test_classes_and_python_are_left_as_they_were() -> None:
+    both(layers(plain, N))
+    assert sys.getprofile() is None
+    assert all("__getattribute__" not in vars(kind) for kind in (Layer, nn.Linear, nn.ReLU, nn.Module))
+
+
+def test_nothing_is_watched_where_somebody_profiles(recalled: list[str]) -> None:
+    seen: list[str] = []
+    sys.setprofile(lambda frame, event, value: seen.append(event))
+    try:
+        both(layers(plain, N))
+        assert sys.getprofile() is not None
+    finally:
+        sys.setprofile(None)
+    assert seen
+    assert not recalled
