@@ -15,6 +15,7 @@ from torch import nn
 from autopar.materialize import Source
 from planner.cluster import ClusterSpec
 from planner.errors import PlanError
+from planner.formulate import Training
 from planner.graph import Graph
 from planner.pins import Pins
 from planner.plan import Plan
@@ -28,6 +29,7 @@ def arguments(
     cluster: ClusterSpec,
     plan: Plan | None,
     pins: Pins,
+    training: Training,
     pipelines: bool,
     source: Source | None,
     seed: int,
@@ -41,6 +43,7 @@ def arguments(
         "cluster": f"{cluster.name!r} of {levels} devices of kind {cluster.device.kind!r} over {cluster.backend}",
         "plan": "none" if plan is None else plan.digest(),
         "pin": json.dumps(pins.to_dict(), sort_keys=True),
+        "optimizer_bytes_per_element": str(training.optimizer_bytes_per_element),
         "pipelines flag": str(pipelines),
         "model": "one on the meta device" if any(p.is_meta for p in model.parameters()) else "one with weights",
         "state_dict": "none" if source is None else "one",

@@ -85,7 +85,7 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
     pin: Mapping[str, Any] | None = None,
-    optimizer_bytes_per_element: int = 8,
+    optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element,
     fold: Fold = "capture",
     pipelines: bool = False,
     time_limit_s: float = 60.0,
@@ -100,7 +100,8 @@ def plan(
             left out when the model brings ``dummy_inputs``.
         loss_fn: ``loss_fn(outputs, batch)`` when the model does not compute its loss itself.
         pin: decisions to fix, e.g. ``{"data": 2, "tensor": 4}``; see :class:`planner.pins.Pins`.
-        optimizer_bytes_per_element: optimizer state per parameter element; Adam's is 8.
+        optimizer_bytes_per_element: optimizer state per parameter element: Adam's is 8, and 12 where it steps
+            masters in float32 (``master_dtype``, see :meth:`autopar.runtime.module.ParallelModule.optimizer`).
         fold: ``"capture"`` traces submodules that repeat once and decides once per distinct block, ``"graph"`` traces
             the whole model and decides once per distinct block, ``"off"`` decides for every operator of the model.
             The graph is the same in all three, and what ``"capture"`` cannot follow is traced whole.
@@ -115,7 +116,8 @@ def plan(
         InfeasibleError: no plan fits in memory.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
-    _check_search(fold, time_limit_s, optimizer_bytes_per_element)
+    _check_search(fold, time_limit_s)
+    training = _training(optimizer_bytes_per_element)
     pins = Pins.parse(pin)
     _say(progress, f"capturing {type(model).__name__}")
     traced = trace(model, example_args, example_kwargs, loss_fn, fold)
@@ -123,7 +125,7 @@ def plan(
         traced,
         cluster,
         pins,
-        Training(optimizer_bytes_per_element),
+        training,
         fold=fold,
         pipelines=pipelines,
         time_limit_s=time_limit_s,
@@ -214,7 +216,7 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     rules = rules_of(traced.graph)
     pins = Pins.parse(plan.pin)
     kept, stages = filters(pins, traced.graph, rules, plan.mesh), 1 if plan.pipeline is None else plan.pipeline.ranks
-    training = Training(tier=pins.tier)
+    training = Training(plan.optimizer_bytes_per_element, pins.tier)
     space = Space(folded, plan.mesh, CostModel(plan.cluster), training, rules, *kept, stages=stages)
     return restore(plan, space, facts)
 
@@ -228,6 +230,7 @@ def parallelize(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
     pin: Mapping[str, Any] | None = None,
+    optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element,
     pipelines: bool = False,
     state_dict: Source | None = None,
     seed: int = 0,
@@ -241,7 +244,8 @@ def parallelize(
     0's model, from ``state_dict``, or, for models on the meta device, from the modules' own initialisation.
 
     Args:
-        model, cluster, example_args, example_kwargs, loss_fn, pin, pipelines, time_limit_s: as in :func:`plan`.
+        model, cluster, example_args, example_kwargs, loss_fn, pin, optimizer_bytes_per_element, pipelines,
+            time_limit_s: as in :func:`plan`; the last four are of the search, where no plan is given.
         plan: a plan to apply without searching, or the path of one's file.
         state_dict: the original model's full state dict, or the path of a safetensors file, of a directory of such
             files with their index, or of what :func:`autopar.save_checkpoint` wrote.
@@ -256,6 +260,7 @@ def parallelize(
         InfeasibleError: it has no room for the model's data.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
+    training = _training(optimizer_bytes_per_element)
     if plan is not None and pin:
         raise PinError("a plan is already decided, so pin has nothing left to fix: give plan or pin, not both")
     plan = None if plan is None else given_plan(plan)
@@ -273,7 +278,7 @@ def parallelize(
     tier = (pins if plan is None else Pins.parse(plan.pin)).tier
     check_given(offload_path, tier == "disk")
     device = start_process_group(cluster, tier != "device")
-    check_alike(arguments(model, cluster, plan, pins, pipelines, state_dict, seed))
+    check_alike(arguments(model, cluster, plan, pins, training, pipelines, state_dict, seed))
     if dist.get_world_size() != cluster.world_size:
         raise PlanError(
             f"the cluster has {cluster.world_size} devices but {dist.get_world_size()} processes were started: "
@@ -283,7 +288,7 @@ def parallelize(
         _say(progress, f"capturing {type(model).__name__}")
     traced = _traced_alike(model, example_args, example_kwargs, loss_fn)
     if plan is None:
-        plan = _plan_on_rank_0(traced, cluster, pins, pipelines, time_limit_s, progress)
+        plan = _plan_on_rank_0(traced, cluster, pins, training, pipelines, time_limit_s, progress)
     assignment = assign(traced, plan)
     assignment, in_turns = staged(plan, assignment)
     disk = None
@@ -370,6 +375,7 @@ def _plan_on_rank_0(
     traced: Traced,
     cluster: ClusterSpec,
     pins: Pins,
+    training: Training,
     pipelines: bool,
     time_limit_s: float,
     progress: Progress | None,
@@ -379,7 +385,7 @@ def _plan_on_rank_0(
     if dist.get_rank() == 0:
         try:
             limits: dict[str, Any] = {"pipelines": pipelines, "time_limit_s": time_limit_s, "progress": progress}
-            found = plan_traced(traced, cluster, pins, Training(), **limits)
+            found = plan_traced(traced, cluster, pins, training, **limits)
             message = [found.to_dict()]
         except Exception as error:
             message = [error]
@@ -428,16 +434,20 @@ def check_arguments(
     Pins.parse(pin)
 
 
-def _check_search(fold: str, time_limit_s: float, optimizer_bytes_per_element: int) -> None:
+def _check_search(fold: str, time_limit_s: float) -> None:
     if fold not in get_args(Fold):
         raise InputError(
             f"fold is {fold!r}; it is 'capture' (trace and decide once per distinct block), 'graph' (trace the whole "
             "model, decide once per distinct block) or 'off' (decide for every operator)"
         )
     check_time_limit(time_limit_s)
-    given: object = optimizer_bytes_per_element
+
+
+def _training(optimizer_bytes_per_element: object) -> Training:
+    given = optimizer_bytes_per_element
     if not isinstance(given, int) or given < 0:
-        raise InputError(f"optimizer_bytes_per_element is {optimizer_bytes_per_element!r}; give bytes, at least 0")
+        raise InputError(f"optimizer_bytes_per_element is {given!r}; give bytes, at least 0")
+    return Training(given)
 
 
 def _kind(value: object) -> str:

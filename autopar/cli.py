@@ -93,6 +93,9 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
     trace: Trace = None,
+    optimizer_bytes: Annotated[
+        int, typer.Option(min=0, help="Optimizer state per parameter element: Adam's; 12 with masters in float32.")
+    ] = 8,
     pipelines: Annotated[
         bool, typer.Option("--pipelines", help="Also look at pipeline stages and micro-batches.")
     ] = False,
@@ -110,6 +113,7 @@ def plan(
             where,
             example_kwargs=named.inputs,
             pin=pins,
+            optimizer_bytes_per_element=optimizer_bytes,
             pipelines=pipelines,
             time_limit_s=time_limit,
             progress=say,

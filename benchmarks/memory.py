@@ -83,8 +83,14 @@ def compare() -> list[Compared]:
     return found
 
 
-def observed_peak(model: torch.nn.Module, traced: Traced, assignment: Assignment) -> int:
-    """Peak bytes of forward and backward of rank 0, parameters and optimizer state included."""
+def observed_peak(
+    model: torch.nn.Module, traced: Traced, assignment: Assignment, master_dtype: torch.dtype | None = None
+) -> int:
+    """Peak bytes of forward and backward of rank 0, parameters and optimizer state included.
+
+    Args:
+        master_dtype: of masters, see :meth:`autopar.runtime.module.ParallelModule.optimizer`.
+    """
     mesh = assignment.space.mesh
 
     def part(leaf: LeafSpec) -> Tensor:
@@ -94,7 +100,7 @@ def observed_peak(model: torch.nn.Module, traced: Traced, assignment: Assignment
 
     with fake_process_group(mesh.size):
         pmodel = build(model, traced.captured, assignment, device_mesh(mesh, "cpu"), 0, part)
-        optimizer = torch.optim.AdamW(pmodel.parameters(), fused=True)
+        optimizer = pmodel.optimizer(torch.optim.AdamW, master_dtype=master_dtype)
         leaves = {leaf.name: part(leaf) for leaf in pmodel.interface.leaves if leaf.kind == "input"}
         _backward(pmodel, leaves)
         optimizer.step()

@@ -17,7 +17,7 @@ from planner.cluster import ClusterSpec
 from planner.detail import Account
 from planner.division import Division
 from planner.errors import PlanError
-from planner.formulate import Assignment
+from planner.formulate import Assignment, Training
 from planner.graph import Ref
 from planner.layout import Mesh
 from planner.pipeline.schedule import schedule
@@ -92,6 +92,7 @@ class Document:
         cluster: what it was planned for.
         mesh: the axes, major first; of one stage, where there are several.
         pin: what the user had fixed.
+        optimizer_bytes_per_element: of optimizer state, per parameter element, that it was planned with.
         inputs, parameters, buffers: layout of every leaf, one local type per axis, by original name
             (``*`` where the instances of a block share it).
         values: layout in which leaves with several readers are delivered.
@@ -120,6 +121,7 @@ class Document:
     search: Search
     pipeline: PipelinePlan | None = None
     timetable: Timetable | None = None
+    optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element
     coverage: Mapping[str, int] = field(default_factory=dict)
     recorded: Account | None = field(default=None, compare=False, repr=False)
     assignment: Assignment | None = field(default=None, compare=False, repr=False)

@@ -36,6 +36,7 @@ def encode(document: Document) -> dict[str, Any]:
         "version": VERSION,
         "model": dict(document.model),
         "cluster": document.cluster.to_dict(),
+        "optimizer_bytes_per_element": document.optimizer_bytes_per_element,
         **decisions(document),
         "search": {**asdict(search), "candidates": list(search.candidates)},
         "predicted": _prediction(predicted),
@@ -203,6 +204,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         "search": field("search", _read_search),
         "pipeline": field("pipeline", _read_pipeline) if "pipeline" in data else None,
         "timetable": field("timetable", Timetable.from_dict) if "timetable" in data else None,
+        **({name: field(name, _read_bytes) for name in ("optimizer_bytes_per_element",) if name in data}),
         "recorded": Account(
             field("details", lambda details: tuple(map(_read_details, _list(details)))),
             field("leaves", lambda leaves: {name: _read_leaf(leaf) for name, leaf in _mapping(leaves).items()}),
@@ -213,6 +215,12 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TypeError(f"{value!r} is not a mapping")
+    return value
+
+
+def _read_bytes(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no number of bytes")
     return value
 
 

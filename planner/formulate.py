@@ -48,7 +48,8 @@ class Training:
     """What a training step keeps besides the model, and where.
 
     Attributes:
-        optimizer_bytes_per_element: of optimizer state, per parameter element; Adam's two moments in float32 are 8.
+        optimizer_bytes_per_element: of optimizer state, per parameter element; Adam's two moments in float32 are 8,
+            with masters in float32 12.
         tier: where parameters, gradients and optimizer state are at home: on the device; on the host, which then
             updates them, and devices hold of them what they use; or either, of each block what fits
             (:mod:`planner.offload`); or in files, which the host updates. To the search, which decides before that,
@@ -608,7 +609,7 @@ class Space:
 
     def update_s(self, node: Node, layout: Layout, tier: Tier | None = None) -> float:
         """Seconds of the optimizer for one parameter: it reads parameter, gradient and state, and writes parameter and
-        state.
+        state. So it does with masters, which are state: it looks whether the parameter is still the rounding of one.
 
         Args:
             tier: where it is at home; left out: where this step keeps all.

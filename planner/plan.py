@@ -335,6 +335,7 @@ def describe(
         search=replace(search, candidates=tuple(_finite(c) for c in search.candidates)),
         pipeline=None if staged is None else _pipeline(staged, stated.by_number(staged, assignment)),
         timetable=timetable,
+        optimizer_bytes_per_element=space.training.optimizer_bytes_per_element,
         coverage=coverage(space.graph),
         assignment=assignment,
     )

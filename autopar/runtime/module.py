@@ -171,7 +171,14 @@ class ParallelModule(nn.Module):
         """How the parameters and buffers that this rank holds are stored, by their first names."""
         return self._leaf_names
 
-    def optimizer(self, make: Callable[..., Any], groups: Groups = (), **options: Any) -> Any:
+    def optimizer(
+        self,
+        make: Callable[..., Any],
+        groups: Groups = (),
+        *,
+        master_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> Any:
         """An optimizer over the parameters that this rank holds; it updates them where they are at home.
 
         It is what ``make([...], **options)`` makes: schedulers, clipping, ``torch.amp.GradScaler`` and checkpoints take
@@ -184,11 +191,17 @@ class ParallelModule(nn.Module):
             groups: parameters that have options of their own, by patterns of their names:
                 ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``. A parameter is in the first group that
                 takes any of its names; those that none takes come first, in ``param_groups[0]``.
+            master_dtype: for parameters in bfloat16 or float16, e.g. ``torch.float32``: the optimizer steps *masters*,
+                the same values in this dtype, with its state in it and gradients cast to it, and parameters become
+                their roundings. Masters are state, ``optimizer.state[parameter]["master"]``, made by the first step.
+                An element of a parameter that was changed between steps (loaded, clamped ...) is no rounding of its
+                master, which then begins anew from it. Plan with ``optimizer_bytes_per_element=12``.
             options: of the optimizer.
 
         Raises:
             InputError: ranks hold parts of the model, and the optimizer is not elementwise, so that it would update a
-                part otherwise than the whole; or a pattern matches no parameter.
+                part otherwise than the whole; a pattern matches no parameter; or masters of ``master_dtype`` do not
+                hold what parameters do, or the optimizer cannot step them.
             InfeasibleError: by ``step()``, where the disk has no room for the state: the step is made, and the next
                 one tries again.
         """
@@ -200,6 +213,7 @@ class ParallelModule(nn.Module):
             self.pipeline is not None or any(_is_cut(parameter) for parameter in self.parameters()),
             groups,
             options,
+            master_dtype,
         )
         if self.carrier is not None and self.carrier.link.disk is not None:
             StateKeeper(self.carrier.link.disk).watch(made)

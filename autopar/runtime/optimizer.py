@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.disk import Disk
+from autopar.runtime.masters import class_with_masters
 from planner.errors import InfeasibleError, InputError
 
 Groups = Sequence[Mapping[str, Any]]
@@ -40,6 +41,7 @@ def make_optimizer(
     is_apart: bool,
     groups: Groups,
     options: Mapping[str, Any],
+    master_dtype: torch.dtype | None = None,
 ) -> Any:
     """An optimizer over a rank's parameters; see :meth:`autopar.runtime.module.ParallelModule.optimizer`.
 
@@ -47,6 +49,7 @@ def make_optimizer(
         parameters: those of this rank by their first names, parts in DTensors.
         names: every name of a parameter of the whole model -> its first name.
         is_apart: whether ranks hold different parts of parameters, or different parameters.
+        master_dtype: of masters, if it is they that are stepped.
     """
     if not callable(make):
         raise InputError(
@@ -62,12 +65,16 @@ def make_optimizer(
     if is_apart:
         for each in own:
             check_elementwise(make, {**options, **each}, device)
+    stepping = make
+    if master_dtype is not None:
+        every = [{**options, **each} for each in own]
+        stepping = class_with_masters(make, master_dtype, parameters, every, device)
     grouped: list[dict[str, Any]] = [{**each, "params": []} for each in own]
     for name, parameter in parameters.items():
         grouped[place.get(name, 0)]["params"].append(parameter)
     if make in FUSED and device.type in FUSED_ON and not any(CHOSEN & each.keys() for each in (options, *own)):
         options = {**options, "fused": True}
-    made = make(grouped, **options)
+    made = stepping(grouped, **options)
     for option in {key for each in own for key in each} - made.defaults.keys():
         raise InputError(f"groups: {_name(make)} has no option {option!r}; {_close(option, sorted(made.defaults))}")
     return made

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 
 import pytest
+import torch
 
 from autopar.api import plan_traced, trace
 from benchmarks.memory import observed_peak
@@ -36,4 +37,15 @@ def test_the_predicted_peak_is_the_observed_one(name: str, case: tuple[int, Mapp
     plan = plan_traced(traced, ClusterSpec.local(ranks), Pins.parse(pin), Training())
     assert plan.assignment is not None
     observed = observed_peak(model, traced, plan.assignment)
+    assert plan.predicted.peak_bytes == pytest.approx(observed, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name, pin", [("llama", {"data": 2, "zero": 3}), ("gpt2", {"tensor": 2})])
+def test_the_predicted_peak_is_the_observed_one_with_masters(name: str, pin: Mapping[str, object]) -> None:
+    model, batch = MODELS[name].build()
+    model.bfloat16()
+    traced = trace(model, None, batch)
+    plan = plan_traced(traced, ClusterSpec.local(2), Pins.parse(pin), Training(optimizer_bytes_per_element=12))
+    assert plan.assignment is not None
+    observed = observed_peak(model, traced, plan.assignment, torch.float32)
     assert plan.predicted.peak_bytes == pytest.approx(observed, rel=TOLERANCE)

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 import autopar
 from autopar.processes import LocalProcesses, RankError
 from planner.plan import Plan
-from tests.autopar import checkpoints, workers
+from tests.autopar import by_hand, checkpoints, workers
 
 pytestmark = pytest.mark.processes
 
@@ -243,6 +243,16 @@ def test_a_checkpoint_goes_on_to_the_bit(
     alone = workers.model_of(model, dtype=torch.float32)
     autopar.load_checkpoint(path, alone)
     assert all(torch.equal(value, saved[name]) for name, value in alone.state_dict().items())
+
+
+def test_masters_step_as_one_process_would_and_go_on_under_any_plan(pool: LocalProcesses, tmp_path: Path) -> None:
+    """Bit for bit where gradients are equal, on strips of a weight, shards, and stages that share one."""
+    path, pins = str(tmp_path / "checkpoint"), ({"tensor": 2}, {"pipeline": 2, "micro_batches": 2}, {"zero": 3})
+    plans = [workers.plan_of("gpt2", pin, 2, dtype=torch.bfloat16) for pin in pins]
+    pool.run(by_hand.begins, "gpt2", plans[0], path, ranks=2)
+    for document in plans[1:]:
+        pool.run(by_hand.goes_on, "gpt2", document, path, ranks=2)
+    by_hand.goes_on("gpt2", None, path)
 
 
 def test_checkpoints_fail_together(pool: LocalProcesses, tmp_path: Path) -> None:

@@ -87,3 +87,65 @@ def test_model_data_on_the_host_trains_alike_within_the_budget(nccl, offload):
     assert pmodel.carrier.arena.high_water_bytes <= pmodel.carrier.arena.budget_bytes
     for name, value in pmodel.full_state_dict().items():
         torch.testing.assert_close(value, original.state_dict()[name].cpu(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make, options",
+    [
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+    ],
+)
+def test_masters_step_as_written_out_by_hand(make, options):
+    """Bit for bit, in pieces; rows that are changed in between begin anew."""
+    from autopar.runtime.masters import MASTER, with_masters
+
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(s, device="cuda").bfloat16()) for s in ((7, 5), (), (64, 64), (33,))]
+    masters = [parameter.detach().float() for parameter in parameters]
+    optimizer, by_hand = (
+        with_masters(make, torch.float32, 1000)(parameters, lr=1e-2, **options),
+        make(masters, **options),
+    )
+    by_hand.param_groups[0]["lr"] = 1e-2
+    for step in range(6):
+        if step == 3:
+            parameters[2].data[3:9].mul_(1.5)
+            masters[2][3:9] = parameters[2].data[3:9].float()
+        for parameter, master in zip(parameters, masters, strict=True):
+            parameter.grad = torch.randn_like(parameter)
+            master.grad = parameter.grad.float()
+        optimizer.step()
+        by_hand.step()
+        for parameter, master in zip(parameters, masters, strict=True):
+            assert torch.equal(optimizer.state[parameter][MASTER], master)
+            assert torch.equal(parameter, master.bfloat16())
+
+
+def test_a_model_in_bfloat16_trains_by_masters(nccl):
+    """Its losses are about those of the same model in float32; parameters are the roundings of their masters."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import autopar
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).cuda()
+    original = copy.deepcopy(model)
+    ids = torch.randint(0, 512, (4, 64), device="cuda")
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    cluster = autopar.ClusterSpec.preset("workstation", devices=1)
+    pmodel = autopar.parallelize(model.bfloat16(), cluster, example_kwargs=batch, optimizer_bytes_per_element=12)
+    ours = pmodel.optimizer(torch.optim.AdamW, lr=1e-3, master_dtype=torch.float32)
+    theirs = torch.optim.AdamW(original.parameters(), lr=1e-3)
+    for _ in range(5):
+        loss, expected = pmodel(**pmodel.shard(batch)).loss, original(**batch).loss
+        torch.testing.assert_close(loss.float(), expected, rtol=2e-2, atol=0)
+        for loss_, optimizer in ((loss, ours), (expected, theirs)):
+            optimizer.zero_grad()
+            loss_.backward()
+            optimizer.step()
+    for parameter in pmodel.parameters():
+        master = ours.state[parameter]["master"].to_local()
+        assert master.dtype == torch.float32 and torch.equal(master.bfloat16(), parameter.to_local())

@@ -365,7 +365,7 @@ def test_a_wrong_block_is_named(change: dict[str, Any], message: str, plan: Plan
 
 
 def test_the_file_names_every_field(plan: Plan) -> None:
-    assert set(document(plan)) == {"format", "version", *FIELDS}
+    assert set(document(plan)) == {"format", "version", "optimizer_bytes_per_element", *FIELDS}
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
