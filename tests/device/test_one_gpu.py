@@ -141,7 +141,7 @@ def test_a_model_in_bfloat16_trains_by_masters(nccl):
     theirs = torch.optim.AdamW(original.parameters(), lr=1e-3)
     for _ in range(5):
         loss, expected = pmodel(**pmodel.shard(batch)).loss, original(**batch).loss
-        torch.testing.assert_close(loss.float(), expected, rtol=2e-2, atol=0)
+        torch.testing.assert_close(loss.float(), expected, rtol=5e-3, atol=0)
         for loss_, optimizer in ((loss, ours), (expected, theirs)):
             optimizer.zero_grad()
             loss_.backward()
