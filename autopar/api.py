@@ -216,7 +216,7 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     rules = rules_of(traced.graph)
     pins = Pins.parse(plan.pin)
     kept, stages = filters(pins, traced.graph, rules, plan.mesh), 1 if plan.pipeline is None else plan.pipeline.ranks
-    training = Training(plan.optimizer_bytes_per_element, pins.tier)
+    training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update)
     space = Space(folded, plan.mesh, CostModel(plan.cluster), training, rules, *kept, stages=stages)
     return restore(plan, space, facts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from planner.heap import BEFORE
 from planner.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
 from planner.offload import chunks_of, gradients, moments_of, parameters
 from planner.pipeline.schedule import Schedule
-from planner.timetable import Timetable
+from planner.timetable import Timetable, Use
 
 MakePart = Callable[[LeafSpec], Tensor]
 """Makes this rank's part of a parameter, buffer or constant."""
@@ -151,7 +151,23 @@ def _carrier(assignment: Assignment, table: Timetable, device: torch.device, dis
             "the plan's timetable is of other chunks or blocks than its layouts make: one of them was edited; make "
             "another with autopar.evaluate(model, plan)"
         )
+    _check_updates(table, carried)
     return Carrier(table, carried, moments, device, disk)
+
+
+def _check_updates(table: Timetable, carried: Iterable[Carried]) -> None:
+    """Raise :class:`PlanError` if a parameter were read in a step after its update, or fetched before all updates."""
+    moments, place = table.trace.moments, table.trace.place
+    for each in carried:
+        uses = table.trace.item[each.name].uses
+        last = max(place[use.moment] for use in uses if moments[place[use.moment]].on == "device")
+        read = [] if each.gradients is None else table.trace.item[each.gradients].uses
+        updated = min((place[use.moment] for use in read if use.reads), default=len(moments))
+        if uses[-1] != Use(moments[-1].name, "rw") or moments[-1].on != "host" or updated < last:
+            raise PlanError(
+                f"the plan's timetable updates {each.name} before its last use in the step, or not before the step "
+                "ends: it was edited; make another with autopar.evaluate(model, plan)"
+            )
 
 
 def _made_together(whole: Interface, own: Interface, make_part: MakePart) -> MakePart:

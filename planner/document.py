@@ -147,15 +147,16 @@ class Document:
 
     @property
     def objective_s(self) -> float:
-        """What the search made least: the predicted step; with a timetable, one in which nothing stays and moving
-        overlaps with nothing, see :meth:`planner.formulate.Space.moved_s`.
+        """What the search made least: the predicted step; with a timetable, one in which nothing stays, and moving and
+        updating overlap with nothing, see :meth:`planner.formulate.Space.moved_s`.
         """
         if self.timetable is None or self.assignment is None:
             return self.predicted.step_time_s
         space, stored = self.assignment.space, self.assignment.produced
-        parameters = (leaf for leaf in space.graph.leaves if leaf.op == "param")
-        waits_s = sum(space.moved_s(leaf, stored(Ref(leaf.name))) for leaf in parameters)
-        return self.predicted.step_time_s - self.predicted.time_s["offload"] + waits_s
+        parameters = [(leaf, stored(Ref(leaf.name))) for leaf in space.graph.leaves if leaf.op == "param"]
+        waits_s = sum(space.moved_s(*each) + space.update_s(*each) for each in parameters)
+        found = self.predicted
+        return found.step_time_s - found.time_s["offload"] - found.time_s["optimizer"] + waits_s
 
     @property
     def times(self) -> TurnTimes | None:

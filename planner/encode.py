@@ -96,6 +96,12 @@ def decode(data: Any) -> dict[str, Any]:
             f"the plan's pin 'offload' is {pinned!r}, and it has {has} timetable: one of them was edited; restore it, "
             "or plan again"
         )
+    moments = () if fields["timetable"] is None else fields["timetable"].trace.moments
+    if any(moment.on == "host" for moment in moments[:-1]) and fields["pin"].get("update") != "backward":
+        raise PlanError(
+            "the plan's timetable updates in backward, and its pin 'update' is not 'backward': one of them was edited; "
+            "restore it, or plan again"
+        )
     pipeline = fields["pipeline"]
     ranks, devices = fields["mesh"].size * (pipeline.ranks if pipeline is not None else 1), fields["cluster"].world_size
     if ranks != devices:

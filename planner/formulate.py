@@ -37,6 +37,7 @@ from planner.traffic import Traffic
 AllowLeaf = Callable[[Node, Layout], bool]
 Mask = NDArray[np.bool_]
 Tier = Literal["device", "host", "either", "disk"]
+Update = Literal["after", "backward"]
 BUCKET_BYTES = 25 * 2**20
 OVERLAP = {"nccl": 0.9, "gloo": 0.0}
 """Share of backward work that can hide gradient communication, where a cluster does not say. Gloo communicates on the
@@ -54,10 +55,13 @@ class Training:
             updates them, and devices hold of them what they use; or either, of each block what fits
             (:mod:`planner.offload`); or in files, which the host updates. To the search, which decides before that,
             either is the host.
+        update: when the host updates what is at home there: after all of backward, or in backward, each block as soon
+            as its gradients are complete. To the search it is after.
     """
 
     optimizer_bytes_per_element: int = 8
     tier: Tier = "device"
+    update: Update = "after"
 
     @property
     def on_disk(self) -> bool:

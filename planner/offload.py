@@ -3,7 +3,8 @@
 Parameters come in *chunks*, one for all that the same blocks read: a parameter that one block reads is in that block's
 chunk. A chunk is an item of the trace, fetched for forward, and again for backward where autograd reads the parameters'
 own memory there; its gradients are another, made by backward and evicted. The host then updates all of them at once:
-whatever optimizer the user brings steps over memory of the host, and so does clipping.
+whatever optimizer the user brings steps over memory of the host, and so does clipping. Or it updates each chunk when
+the block is undone that it entered by, beside what the device goes on with.
 
 A chunk may also *stay*: its parameters, gradients and optimizer state are on the device throughout and are updated
 there, and nothing of it is in the trace. As many stay as make the step shortest, of a few counts that are tried.
@@ -111,6 +112,11 @@ def gradients(chunk: Chunk) -> str:
     return f"gradients {chunk.name}"
 
 
+def update(chunk: Chunk) -> str:
+    """The moment in which the host updates a chunk in the middle of backward."""
+    return f"update {chunk.name}"
+
+
 def moments_of(assignment: Assignment) -> dict[int, tuple[str, str]]:
     """The names of the moments of each block's forward and backward, by its number; those of
     :data:`planner.heap.BEFORE` come before all forwards and after all backwards, where anything moves then.
@@ -163,23 +169,30 @@ class _Step:
         names = {n: each for n, each in self._names.items() if n != BEFORE or any(chunk.is_before for chunk in moves)}
         backwards = [*reversed(undone(self.assignment)), *[BEFORE] * any(chunk.is_before for chunk in trained)]
         held = home_bytes(self.assignment, stays)
+        early = {chunk.entered: chunk for chunk in trained if self._is_updated_early(chunk, backwards)}
         moments = [self._moment("forward", names[n][0], n, held) for n in sorted(names)]
-        moments += [self._moment("backward", names[n][1], n, held) for n in backwards]
+        for n in backwards:
+            moments.append(self._moment("backward", names[n][1], n, held))
+            if n in early:
+                moments.append(Moment(update(early[n]), self._update_s(early[n], "host"), on="host"))
         if any(chunk.gradient_bytes for chunk in stays):
             moments.append(Moment(UPDATE_THERE, sum(self._update_s(chunk, "device") for chunk in stays), held))
         if moves:
-            moments.append(Moment(UPDATE, sum(self._update_s(chunk, "host") for chunk in trained), on="host"))
+            late = [chunk for chunk in trained if chunk not in early.values()]
+            moments.append(Moment(UPDATE, sum(self._update_s(chunk, "host") for chunk in late), on="host"))
         items = []
         for chunk in moves:
             uses = [Use(names[n][0]) for n in (*[BEFORE] * chunk.is_before, *chunk.readers)]
             uses += [
                 Use(names[n][1]) for n in reversed(chunk.readers) if n in backwards and self._reads_again(chunk, n)
             ]
-            # Whatever is not trained may be changed between steps, too.
-            items.append(Item(parameters(chunk), chunk.bytes, (*uses, Use(UPDATE, "rw"))))
+            own = update(chunk) if chunk in early.values() else UPDATE
+            # Whatever is not trained, and what is updated by then, may be changed between steps, too.
+            uses += [Use(moment, "rw") for moment in dict.fromkeys((own, UPDATE))]
+            items.append(Item(parameters(chunk), chunk.bytes, tuple(uses)))
             if chunk.gradient_bytes and chunk.entered in backwards:
                 made = Use(names[chunk.entered][1], "w")
-                items.append(Item(gradients(chunk), chunk.gradient_bytes, (made, Use(UPDATE))))
+                items.append(Item(gradients(chunk), chunk.gradient_bytes, (made, Use(own))))
         link = Link(self.home.fetch_bytes_per_s, self.home.evict_bytes_per_s)
         return Trace(tuple(moments), tuple(items), {"host": link})
 
@@ -195,6 +208,11 @@ class _Step:
         """Whether backward of a block reads a chunk; what is converted before all blocks may be read in any."""
         read = self.usage.read_again
         return not {*read.get(number, ()), *read.get(BEFORE, ())}.isdisjoint(chunk.leaves)
+
+    def _is_updated_early(self, chunk: Chunk, backwards: Collection[int]) -> bool:
+        """Whether its gradients are complete before all blocks are undone, and the host does not wait for that."""
+        in_backward = self.assignment.space.training.update == "backward"
+        return in_backward and not chunk.is_before and chunk.entered in backwards
 
     def _update_s(self, chunk: Chunk, tier: Tier) -> float:
         space, stored = self.assignment.space, self.assignment.produced
@@ -218,7 +236,8 @@ class _Step:
     def may_stay(self) -> list[tuple[Chunk, ...]]:
         """What may stay on the device: chunks that save most of the link's time for their bytes, first."""
         trace = self.trace()
-        moved = {item.name: item.bytes * sum(use.moment != UPDATE for use in item.uses) for item in trace.items}
+        there = {moment.name for moment in trace.moments if moment.on == "device"}
+        moved = {item.name: item.bytes * sum(use.moment in there for use in item.uses) for item in trace.items}
 
         def worth(chunk: Chunk) -> float:
             return (moved[parameters(chunk)] + moved.get(gradients(chunk), 0)) / (
@@ -267,10 +286,16 @@ class _Step:
     def predicted(self, table: Timetable, stays: Collection[Chunk]) -> Prediction:
         """What the step takes that obeys a timetable."""
         moments = table.trace.moments
-        update_s = math.fsum(moment.seconds for moment in moments if moment.name in (UPDATE, UPDATE_THERE))
+        updates = [moment for moment in moments if moment.on == "host" or moment.name == UPDATE_THERE]
+        update_s = math.fsum(moment.seconds for moment in updates)
         computing_s = math.fsum(moment.seconds for moment in moments) - update_s
         waits_s = sum(table.link_s.values())
-        if self.overlaps:
+        if self.overlaps and self.assignment.space.training.update == "backward":
+            there = [moment for moment in updates if moment.on == "device"]  # after all that the host does
+            still_s, step_s = (simulate(_without(table, left)).step_s for left in (updates, there))
+            update_s = math.fsum(moment.seconds for moment in there) + max(0.0, step_s - still_s)
+            waits_s = max(0.0, still_s - computing_s)
+        elif self.overlaps:
             waits_s = max(0.0, simulate(table).step_s - computing_s - update_s)
         held, fullest = home_bytes(self.assignment, stays), moments[table.occupied_bytes.index(table.high_water_bytes)]
         bytes_by_use = {
@@ -287,6 +312,12 @@ class _Step:
             fullest_at=fullest.name,
             largest=(),
         )
+
+
+def _without(table: Timetable, left: Collection[Moment]) -> Timetable:
+    """The same timetable where some moments take no time."""
+    moments = tuple(replace(each, seconds=0.0) if each in left else each for each in table.trace.moments)
+    return replace(table, trace=replace(table.trace, moments=moments))
 
 
 def _again_s(link: BlockLink, level: Level) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from planner.errors import PinError
-from planner.formulate import AllowLeaf, Tier
+from planner.formulate import AllowLeaf, Tier, Update
 from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.mesh import BATCH, ROLES, batch_ranks
@@ -60,6 +60,8 @@ class Pins:
         virtual_stages: stages of each rank of the pipeline, for schedules that interleave them.
         offload: where model data is at home: on the ``host``; ``auto``: there, but of some blocks on the device, of as
             many as makes the step shortest; on ``disk``; ``None``: on the device.
+        update: when the host updates model data that is at home there: ``after`` all of backward, or in ``backward``,
+            each block as soon as its gradients are complete.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Pins:
     schedule: str | None = None
     virtual_stages: int | None = None
     offload: str | None = None
+    update: Update = "after"
 
     @staticmethod
     def parse(pin: Mapping[str, object] | None) -> Pins:
@@ -84,7 +87,7 @@ class Pins:
         if pin is not None and not isinstance(pin, Mapping):
             raise PinError(f"pin is {pin!r}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
         pin = dict(pin or {})
-        known = {*SIZES, *COUNTS, "sequence_parallel", "zero", "recompute", "offload", "layers", "schedule"}
+        known = {*SIZES, *COUNTS, "sequence_parallel", "zero", "recompute", "offload", "update", "layers", "schedule"}
         unknown = sorted(set(pin) - known)
         if unknown:
             raise PinError(
@@ -123,6 +126,8 @@ class Pins:
                 "('none', as if it were left out), on the host ('host'), there but of as many blocks on the device as "
                 "makes the step shortest ('auto'), or in files ('disk')"
             )
+        offload = None if offload in (None, "none") else str(offload)
+        update = _update(pin.pop("update", None), offload)
         layers = pin.pop("layers", {})
         if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):
             raise PinError("pin 'layers' maps a module path (with * and ?) to {axis name: strategy}")
@@ -137,7 +142,8 @@ class Pins:
             counts["micro_batches"],
             schedule,
             counts["virtual_stages"],
-            None if offload in (None, "none") else str(offload),
+            offload,
+            update,
         )
 
     @property
@@ -173,6 +179,8 @@ class Pins:
             found["layers"] = {path: dict(axes) for path, axes in self.layers.items()}
         if self.offload is not None:
             found["offload"] = self.offload
+        if self.update != "after":
+            found["update"] = self.update
         turns = {
             "pipeline": self.stages,
             "micro_batches": self.micro_batches,
@@ -197,6 +205,23 @@ def _recompute(value: object) -> tuple[Level | None, tuple[str, ...]]:
         f"pin 'recompute' is {value!r}; it is one of {', '.join(map(repr, COMPUTED))}, or says of which modules the "
         "results are kept: {'keep': ['*.self_attn', '*.mlp.up']}"
     )
+
+
+def _update(value: object, offload: str | None) -> Update:
+    """When the host updates, if anything is at home there."""
+    if value in (None, "after"):
+        return "after"
+    if value != "backward":
+        raise PinError(
+            f"pin 'update' is {value!r}; the host updates parameters 'after' all of backward, or in 'backward', each "
+            "block's as soon as their gradients are complete"
+        )
+    if offload is None:
+        raise PinError(
+            "pin 'update' is 'backward', in which the host updates what is at home there, and nothing is: pin "
+            "'offload' too"
+        )
+    return "backward"
 
 
 def _schedule(schedule: object, virtual_stages: int | None) -> str | None:

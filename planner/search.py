@@ -133,7 +133,7 @@ def search(
     """
     check_time_limit(time_limit_s)
     start = time.monotonic()
-    training = replace(training, tier=pins.tier)
+    training = replace(training, tier=pins.tier, update=pins.update)
     if training.tier != "device":
         _check_offloads(cluster, pins, pipelines)
     plain = in_one_turn(cluster, pins, max_axes)

@@ -171,6 +171,8 @@ def idle(module: nn.Module) -> Ranks:
     ranks, saving = _known.get(module, (None, None))
     if saving is not None:
         saving.wait()
+    if isinstance(module, ParallelModule) and module.carrier is not None:
+        module.carrier.settle()
     if ranks is None or not ranks.are_all:
         ranks = Ranks.all()
     _known[module] = ranks, None

@@ -10,6 +10,7 @@ the next call: each block's chunks are fetched as it is entered. That is slower,
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from autopar.runtime.disk import Disk
 from autopar.runtime.recompute import memory_of
 from autopar.runtime.tiers import Arena, Chunk, Gradients, Link, Parameters
+from autopar.runtime.updating import AFTER, Updates, let_go, may_update
 from planner.errors import InputError, TimetableError
 from planner.heap import BEFORE
 from planner.timetable import Timetable
@@ -95,6 +97,10 @@ class Carrier:
         self._on_demand = self._is_watched = False
         self._number: int | None = None
         self._checked: frozenset[int] = frozenset()
+        self._device = device
+        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._updates: weakref.ref[Updates] | None = None
+        self._is_updating: bool | None = None
         self.token: Tensor | None = None
 
     # ---- what it holds -----------------------------------------------------------------------------------------
@@ -122,9 +128,13 @@ class Carrier:
         """The program begins with these parameters.
 
         Raises:
-            InputError: they are not what was kept, or others are trained than planned.
+            InputError: they are not what was kept, or others are trained than planned; or a step has not ended.
         """
-        self._given = parameters
+        if self.updates is not None:
+            self.updates.check_ended()
+        elif self._updates is not None:  # the optimizer is no more
+            let_go(parameters.values())
+        self._given, self._is_updating = parameters, None
         for name, parameter in parameters.items():
             carried = self._chunk_of[name]
             if parameter._local_tensor.data_ptr() != self._parameters[carried.name].kept[name].data_ptr():
@@ -146,6 +156,8 @@ class Carrier:
         if place == 0:
             self._begin()
         self._on_demand = self._on_demand or self._at is None or place <= self._at
+        if is_backward and self._on_demand:
+            self._check_first()
         if self._on_demand:
             self._demand(place)
         else:
@@ -184,6 +196,8 @@ class Carrier:
                 else:
                     self._chunks[name].act(action, moment.name)
             self.arena.check(moment.name)
+            if moment.on == "host":
+                self._update(passed)
         self._at = place
 
     def _demand(self, place: int) -> None:
@@ -285,6 +299,8 @@ class Carrier:
 
     def check_unchanged(self, versions: Sequence[tuple[str, Tensor, int]]) -> None:
         """Raise :class:`InputError` if parameters that backward of a block may read were changed since."""
+        if self.updates is not None and self.updates.is_over:
+            self._check_first()
         changed = [name for name, parameter, version in versions if parameter._version != version]
         if changed:
             raise InputError(
@@ -301,15 +317,69 @@ class Carrier:
                 gradients.check_present("backward")
                 gradients.made({name: found[name] for name in each.trained})
 
-    def finish(self) -> dict[str, Tensor]:
-        """Backward is over: gradients, at home, by name."""
+    def finish(self, call: Any) -> dict[str, Tensor]:
+        """Backward of a call is over: gradients, at home, by name; without those by which parameters were updated."""
         if not self._on_demand and self._at is not None and self._at >= 0:
             self._follow(len(self.table.entries) - 1)
             self.bytes_moved = dict(self.link.bytes_moved)
         else:
             for gradients in self._gradients.values():
                 self._send_home(gradients, "the end of backward")
+        self._calls.discard(call)
         found: dict[str, Tensor] = {}
         for gradients in self._gradients.values():
             found.update(gradients.take())
+        if self.updates is not None and self.updates.is_begun:
+            self.updates.finish()
         return found
+
+    # ---- updates in backward -----------------------------------------------------------------------------------
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether the host updates some chunks before all blocks are undone."""
+        return any(moment.on == "host" for moment in self.table.trace.moments[:-1])
+
+    @property
+    def updates(self) -> Updates | None:
+        """What updates in backward, if an optimizer does."""
+        return None if self._updates is None else self._updates()
+
+    def update_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer update in backward, in place of the one before, for as long as it lives."""
+        if self.updates is not None:
+            self.updates.replace()
+        self._updates = weakref.ref(Updates(optimizer, self._device))
+
+    def settle(self) -> None:
+        """Wait for updates that go on after a backward that was not finished: parameters are left alone then."""
+        if self.updates is not None:
+            self.updates.settle()
+
+    def called(self, call: Any) -> None:
+        """A call of the model, of which backward may come: its node of autograd."""
+        self._calls.add(call)
+
+    def _update(self, place: int) -> None:
+        """The host computes: gradients that it uses go to the optimizer as soon as they are at home."""
+        if self._is_updating is None:
+            self._is_updating = self.updates is not None and may_update(self._calls, self._given)
+            if self._is_updating:
+                self._calls.clear()  # no graph so far can be undone from here on
+        for name, _ in self._uses(place) if self._is_updating else ():
+            chunk = self._chunks[name]
+            if isinstance(chunk, Gradients) and self.updates is not None:
+                found, arriving = chunk.leave()
+                given = {self._given[each]: grad for each, grad in found.items()}
+                grads: dict[DTensor, Tensor] = {
+                    each: DTensor(grad, each._spec, requires_grad=False) for each, grad in given.items()
+                }
+                self.updates.start(name, grads, arriving)
+
+    def _check_first(self) -> None:
+        """Raise :class:`InputError` if the backward before has updated parameters, and another one begins."""
+        if self.updates is not None and self.updates.is_begun:
+            raise InputError(
+                "a second backward in one step, whose first one has already updated parameters (pin 'update' is "
+                f"'backward'): {AFTER}"
+            )

@@ -28,6 +28,7 @@ class _Home(torch.autograd.Function):
     def forward(ctx, carrier, names, *parameters):  # type: ignore[no-untyped-def]
         ctx.carrier, ctx.names, ctx.specs = carrier, names, [parameter._spec for parameter in parameters]
         ctx.set_materialize_grads(False)
+        carrier.called(ctx)
         found = tuple(parameter._local_tensor.detach() for parameter in parameters)
         frozen = [each for each, parameter in zip(found, parameters, strict=True) if not parameter.requires_grad]
         ctx.mark_non_differentiable(*frozen)
@@ -36,7 +37,7 @@ class _Home(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *_):  # type: ignore[no-untyped-def]
-        found = ctx.carrier.finish()
+        found = ctx.carrier.finish(ctx)
         grads = [
             DTensor(found[name], spec, requires_grad=False) if name in found else None
             for name, spec in zip(ctx.names, ctx.specs, strict=True)

@@ -168,7 +168,13 @@ def know_each_other(parameters: Iterable[nn.Parameter], held_before: Iterable[Te
             )
 
 
+def is_hooked(parameter: Tensor) -> bool:
+    """Whether anything but :func:`know_each_other` waits for a parameter's gradient."""
+    after = (parameter._post_accumulate_grad_hooks or {}).values()
+    return bool(parameter._backward_hooks) or any(getattr(hook, "func", None) is not _know for hook in after)
+
+
 def _know(parameter: Tensor, holders: Holders, counts: bool) -> None:
     """Autograd hands over a plain DTensor, and adds to what is there in place."""
-    if isinstance(parameter.grad, DTensor) and not isinstance(parameter.grad, Gradient):
+    if type(parameter.grad) is DTensor:
         parameter.grad = Gradient.of(parameter.grad, holders, counts)

@@ -34,6 +34,7 @@ from autopar.runtime.stage import programs_in
 from autopar.runtime.state import RunState
 from autopar.runtime.step import Step
 from autopar.runtime.trace import observed, save_together
+from autopar.runtime.updating import check_separate
 from planner.errors import InputError, PlanError
 from planner.layout import I, Layout, Mesh, R, local_shape
 from planner.timeline import StepTimeline
@@ -185,6 +186,8 @@ class ParallelModule(nn.Module):
         it as any other. Adam and AdamW step by torch's fused kernels, unless ``fused``, ``foreach`` or
         ``differentiable`` is given; torch's other fused kernels take no DTensors. Of a plan with model data on disk
         its state goes to files after the first step, where one that is made otherwise keeps it in the host's memory.
+        Of a plan that updates in backward (pin ``update``), ``backward()`` updates what is at home on the host, and
+        ``step()`` only ends the step: there is nothing to clip or unscale between them.
 
         Args:
             make: the optimizer's class, e.g. ``torch.optim.AdamW``.
@@ -200,10 +203,11 @@ class ParallelModule(nn.Module):
 
         Raises:
             InputError: ranks hold parts of the model, and the optimizer is not elementwise, so that it would update a
-                part otherwise than the whole; a pattern matches no parameter; or masters of ``master_dtype`` do not
-                hold what parameters do, or the optimizer cannot step them.
-            InfeasibleError: by ``step()``, where the disk has no room for the state: the step is made, and the next
-                one tries again.
+                part otherwise than the whole; a pattern matches no parameter; masters of ``master_dtype`` do not hold
+                what parameters do, or the optimizer cannot step them; or the plan updates in backward, and the
+                optimizer does not update each parameter by itself.
+            InfeasibleError: by ``step()``, or where that updates by ``backward()``: the disk has no room for the state.
+                The step is made, and the next one tries again.
         """
         buffers = {leaf.name for leaf in self._leaf_names.values() if leaf.kind == "buffer"}
         made = make_optimizer(
@@ -217,6 +221,10 @@ class ParallelModule(nn.Module):
         )
         if self.carrier is not None and self.carrier.link.disk is not None:
             StateKeeper(self.carrier.link.disk).watch(made)
+        if self.carrier is not None and self.carrier.updates_in_backward:
+            for each in ({}, *groups):
+                check_separate(make, {**options, **{key: value for key, value in each.items() if key != "params"}})
+            self.carrier.update_by(made)
         return made
 
     def print_code(self) -> None:
@@ -437,6 +445,8 @@ class ParallelModule(nn.Module):
         """Load full tensors (the original model's dict) or DTensors (another plan's, on this mesh)."""
         if isinstance(self.program, Step):
             self.program.left = None  # gradients of other weights
+        if self.carrier is not None:
+            self.carrier.settle()
         own = self.state_dict()
         if self.pipeline is None:
             local = {name: self._like(name, v, own[name]) if name in own else v for name, v in state_dict.items()}

@@ -177,7 +177,7 @@ class StateKeeper:
     def __init__(self, disk: Disk):
         self._disk = disk
         self._kept: dict[tuple[Tensor, str], Tensor] = {}
-        self._has_begun = False
+        self._begun: set[Tensor] = set()
         self._done: dict[Tensor, Tensor | None] = {}
 
     def watch(self, optimizer: Any) -> None:
@@ -195,12 +195,15 @@ class StateKeeper:
         optimizer.register_step_post_hook(self._stepped)
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Before the first step: make it for all parameters without state but one, which is left to it."""
-        if self._has_begun or len(args) > 1 or kwargs:  # a closure makes gradients of its own
+        """Before the first step of parameters: make it for all without state but one, which is left to it."""
+        if len(args) > 1 or kwargs:  # a closure makes gradients of its own
             return
-        self._has_begun = True
         grads = {p: p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        first = [parameter for parameter in grads if not optimizer.state.get(parameter)][1:]
+        new = [parameter for parameter in grads if parameter not in self._begun]
+        self._begun.update(new)
+        first = [parameter for parameter in new if not optimizer.state.get(parameter)][1:]
+        if not first:
+            return
         for parameter in grads:
             parameter.grad = None
         try:
@@ -222,12 +225,11 @@ class StateKeeper:
         for parameter, grad in self._done.items():
             parameter.grad = grad
         self._done = {}
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, DTensor) and self._kept.get((parameter, key)) is not value._local_tensor:
-                    state[key] = DTensor(
-                        self._moved(parameter, key, value._local_tensor), value._spec, requires_grad=False
-                    )
+                    kept = self._moved(parameter, key, value._local_tensor)
+                    optimizer.state[parameter][key] = DTensor(kept, value._spec, requires_grad=False)
 
     def _moved(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
         kept = self._disk.memory(value.nbytes, f"optimizer state {key!r}").view(value.dtype).view(value.shape)

@@ -263,6 +263,11 @@ class Gradients(Chunk):
         found, self._arriving = self._arriving, {}
         return found
 
+    def leave(self) -> tuple[dict[str, Tensor], Any]:
+        """What is on its way home, and what to wait for until it has arrived."""
+        found, self._arriving = self._arriving, {}
+        return found, self.started
+
     def forget(self) -> None:
         """Nobody takes what was made: a backward that was not finished."""
         self._made, self._arriving = {}, {}

@@ -174,11 +174,13 @@ def offloads(document: Document, table: Timetable) -> str:
     sizes = {way: sum(n for (_, each), n in table.bytes_moved.items() if each == way) for way in ("fetch", "evict")}
     chunks = sum(item.name.startswith("parameters ") for item in table.trace.items)
     home = "on disk" if document.pin.get("offload") == "disk" else "on the host"
+    count = sum(moment.on == "host" for moment in table.trace.moments[:-1])
+    early = f", and updates {count} of them in backward" if count else ""
     if not chunks:
         return "nothing: all model data stays on the device"
     return (
         f"parameters, gradients and optimizer state of {chunks} chunks at home {home}; a step fetches "
-        f"{in_bytes(sizes['fetch'])} and evicts {in_bytes(sizes['evict'])}"
+        f"{in_bytes(sizes['fetch'])} and evicts {in_bytes(sizes['evict'])}{early}"
     )
 
 

@@ -18,13 +18,18 @@ from autopar.runtime.tiers import Arena, Gradients, Link, Parameters
 from planner.cluster import ClusterSpec
 from planner.errors import TimetableError
 from planner.timetable.table import ACTIONS
-from tests.autopar import carried, on_disk
+from tests.autopar import carried, on_disk, updated
 
 CASES: list[tuple[str, dict[str, Any], int, int]] = [  # the last: how many budgets
     ("mlp", {"data": 2, "zero": 0}, 2, 4),
     ("gpt2", {}, 1, 2),
     ("shared-layers", {"tensor": 2, "recompute": "full"}, 2, 2),
     ("t5", {"data": 2, "zero": 3}, 2, 1),
+]
+EARLY: list[tuple[str, dict[str, Any], int, int]] = [
+    ("functional-gpt", {"data": 2, "zero": 3, "recompute": "full"}, 2, 2),
+    ("shared-layers", {"tensor": 2}, 2, 1),
+    ("encoder", {"data": 2, "zero": 0}, 2, 1),
 ]
 
 
@@ -42,6 +47,18 @@ def test_any_timetable_computes_the_same(
     draw = random.Random(name)
     shares = [draw.random() * most for most in (0.1, 0.0, 0.6, 0.3)[:budgets]]
     pool.run(carried.trains_under_any_timetable, name, document, shares, ranks=ranks)
+
+
+@pytest.mark.parametrize("name, pin, ranks, budgets", EARLY, ids=str)
+def test_updates_in_backward_compute_the_same(
+    pool: LocalProcesses, name: str, pin: dict[str, Any], ranks: int, budgets: int
+) -> None:
+    document = carried.plan_of(name, {**pin, "update": "backward"}, ranks).to_dict()
+    draw = random.Random(name)
+    shares = [draw.random() * most for most in (0.1, 0.4)[:budgets]]
+    pool.run(updated.trains_under_any_timetable, name, document, shares, ranks=ranks)
+    if name == "shared-layers":
+        pool.run(updated.refuses_clipping_on_all_ranks, name, document, ranks=ranks)
 
 
 def test_a_device_of_an_eighth_of_the_model_data_trains(pool: LocalProcesses) -> None:

@@ -29,6 +29,7 @@ from planner.offload import (
     offloaded,
     parameters,
     undone,
+    update,
 )
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe, model_facts, reprice
@@ -116,6 +117,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "tied": lambda: offload(tied(), cluster("1 MiB")),
     "frozen": lambda: offload(frozen(GRAPH, *FROZEN)),
     "gpu": lambda: offload(spec=gpu("3 MiB")),
+    "early": lambda: offload(tied(), gpu("1 MiB"), update="backward"),
 }
 
 
@@ -166,11 +168,13 @@ def test_the_trace_has_a_chunk_s_parameters_and_the_gradients_of_the_trained(
     assert {name: item.bytes for name, item in items.items()} == wanted
     for chunk in chunks:
         uses = items[parameters(chunk)].uses
-        assert uses[-1] == Use("update", "rw")
+        updated = "update" if name != "early" or chunk.is_before else update(chunk)
+        assert [use for use in uses if use.writes] == [Use(each, "rw") for each in dict.fromkeys((updated, "update"))]
+        assert uses[-1].writes
         entered, left = moments_of(decided(plan))[chunk.entered]
         assert uses[0] == Use(entered)
         if chunk.gradient_bytes:
-            assert items[gradients(chunk)].uses == (Use(left, "w"), Use("update"))
+            assert items[gradients(chunk)].uses == (Use(left, "w"), Use(updated))
 
 
 @each_plan
@@ -181,8 +185,12 @@ def test_moments_follow_the_blocks_there_and_back(plans: Callable[[str], Plan], 
     moments, before = moments_of(assignment), [BEFORE] * any(chunk.is_before for chunk in chunks_of(assignment))
     forth = [moments[number][0] for number in sorted(moments) if number != BEFORE or before]
     back = [moments[number][1] for number in reversed([*before, *undone(assignment)])]
-    assert [moment.name for moment in trace.moments] == [*forth, *back, "update"]
-    assert [moment.on for moment in trace.moments] == ["device"] * (len(forth) + len(back)) + ["host"]
+    own = {moments[chunk.entered][1]: update(chunk) for chunk in chunks_of(assignment) if not chunk.is_before}
+    found = []
+    for moment in back:
+        found += [moment, own[moment]] if name == "early" and moment in own else [moment]
+    assert [moment.name for moment in trace.moments] == [*forth, *found, "update"]
+    assert [moment.name for moment in trace.moments if moment.on == "device"] == [*forth, *back]
 
 
 def test_what_is_frozen_has_no_gradient_and_is_not_updated(plans: Callable[[str], Plan]) -> None:
@@ -233,6 +241,12 @@ def test_backward_fetches_again_only_what_it_reads(plans: Callable[[str], Plan])
 # ---- what is predicted -----------------------------------------------------------------------------------------------
 
 
+def plan_update_s(plan: Plan) -> float:
+    """Seconds that the host takes for all parameters."""
+    space = decided(plan).space
+    return sum(space.update_s(leaf, decided(plan).produced(Ref(leaf.name))) for leaf in space.graph.leaves)
+
+
 @each_plan
 def test_the_prediction_is_the_timetable_s(plans: Callable[[str], Plan], name: str) -> None:
     plan = plans(name)
@@ -247,7 +261,13 @@ def test_the_prediction_is_the_timetable_s(plans: Callable[[str], Plan], name: s
     on_device = sum(moment.seconds for moment in moments if moment.on == "device")
     others = sum(s for use, s in predicted.time_s.items() if use not in ("optimizer", "offload"))
     assert on_device == pytest.approx(others, rel=1e-9)
-    assert moments[-1].seconds == predicted.time_s["optimizer"]
+    assert sum(moment.seconds for moment in moments if moment.on == "host") == pytest.approx(
+        plan_update_s(plan), rel=1e-12
+    )
+    if name == "early":
+        assert 0 < predicted.time_s["optimizer"] < plan_update_s(plan)
+    else:
+        assert predicted.time_s["optimizer"] == pytest.approx(plan_update_s(plan), rel=1e-12)
     step_s = on_device + predicted.time_s["optimizer"] + predicted.time_s["offload"]
     assert predicted.step_time_s == pytest.approx(step_s, rel=1e-12)
     if plan.cluster.backend == "gloo":
@@ -556,6 +576,8 @@ def test_a_plan_file_has_a_timetable_if_it_offloads(plans: Callable[[str], Plan]
         Plan.from_dict({key: value for key, value in data.items() if key != "timetable"})
     with pytest.raises(PlanError, match="pin 'offload' is 'none', and it has a timetable"):
         Plan.from_dict({**data, "pin": {}})
+    with pytest.raises(PlanError, match="timetable updates in backward, and its pin 'update' is not 'backward'"):
+        Plan.from_dict({**plans("early").to_dict(), "pin": {"offload": "host"}})
 
 
 def test_what_is_made_again_leaves_room_for_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -568,3 +590,46 @@ def test_what_is_made_again_leaves_room_for_what_stays(monkeypatch: pytest.Monke
     assert with_room[1].step_time_s < 0.95 * without[1].step_time_s
     assert with_room[1].memory_bytes["stays"] > 10 * without[1].memory_bytes["stays"]
     assert with_room[1].time_s["recompute"] > without[1].time_s["recompute"]
+
+
+# ---- updates in backward ---------------------------------------------------------------------------------------------
+
+
+def slow_host(speed: float) -> ClusterSpec:
+    """A small GPU whose host updates at so many bytes per second."""
+    spec = gpu("3 MiB")
+    assert spec.host is not None
+    host = spec.host.model_copy(update={"memory_bandwidth_bytes_per_s": speed})
+    return spec.model_copy(update={"host": host})
+
+
+def test_an_update_in_backward_hides_what_it_can() -> None:
+    """Of a host that is fast, all but what comes last; of a slow one, as much as backward takes."""
+    for speed in (5e10, 5e8):
+        after, early = (offload(spec=slow_host(speed), update=when) for when in ("after", "backward"))
+        assert early.timetable is not None and after.timetable is not None
+        assert early.timetable.bytes_moved == after.timetable.bytes_moved
+        assert early.predicted.time_s["offload"] == pytest.approx(after.predicted.time_s["offload"])
+        moments = early.timetable.trace.moments
+        first = next(place for place, moment in enumerate(moments) if moment.on == "host")
+        backward_s = sum(moment.seconds for moment in moments[first:] if moment.on == "device")
+        hidden_s = after.predicted.time_s["optimizer"] - early.predicted.time_s["optimizer"]
+        each_s = [moment.seconds for moment in moments if moment.on == "host" and moment.seconds]
+        moving_s = early.predicted.time_s["offload"]  # the last eviction, too, is beside what the host does
+        assert hidden_s <= min(backward_s + moving_s, sum(each_s[:-1])) * 1.000001
+        assert hidden_s > (0.9 * backward_s if speed < 1e9 else sum(each_s[:-2]))
+        assert early.certificate.holds and "updates 6 of them in backward" in str(early)
+
+
+def test_on_cpu_processes_an_update_in_backward_hides_nothing() -> None:
+    early, after = (offload(update=when).predicted for when in ("backward", "after"))
+    assert early.time_s == pytest.approx(after.time_s) and early.step_time_s == pytest.approx(after.step_time_s)
+
+
+def test_what_stays_is_updated_after_backward() -> None:
+    plan = offload(spec=gpu("4 MiB"), offload="auto", recompute="none", update="backward")
+    assert plan.timetable is not None
+    names = [moment.name for moment in plan.timetable.trace.moments]
+    assert "stays" in plan.predicted.memory_bytes and names[-2:] == ["update what stays", "update"]
+    assert 0 < sum(name.startswith("update ") for name in names) - 1 < len(chunks_of(decided(plan)))
+    assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s, rel=1e-9)

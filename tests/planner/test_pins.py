@@ -56,6 +56,8 @@ def attention(length: int = 48) -> Graph:
         ({"offload": True}, "pin 'offload' is True"),
         ({"offload": False}, "pin 'offload' is False"),
         ({"offload": ["host"]}, r"pin 'offload' is \['host'\]"),
+        ({"offload": "host", "update": "before"}, "pin 'update' is 'before'; the host updates parameters 'after' all"),
+        ({"offload": "none", "update": "backward"}, "in which the host updates .* pin 'offload' too"),
         ({"micro_batches": "8"}, "pin 'micro_batches' is '8'"),
         ({"virtual_stages": True}, "pin 'virtual_stages' is True"),
         ({"schedule": "1f2b"}, "pin 'schedule' is '1f2b'; it is one of 'gpipe', '1f1b'"),
@@ -115,6 +117,9 @@ def test_pins_come_back_as_the_user_wrote_them() -> None:
     turns = {"pipeline": 4, "micro_batches": 8, "schedule": "interleaved_1f1b", "virtual_stages": 2}
     assert Pins.parse(turns).to_dict() == turns
     assert Pins.parse({"offload": "host"}).to_dict() == {"offload": "host"}
+    early = {"offload": "host", "update": "backward"}
+    assert Pins.parse(early).to_dict() == early
+    assert Pins.parse({**early, "update": "after"}) == Pins.parse({"offload": "host"})
     assert [Pins.parse({"offload": where}).tier for where in (None, "none", "host")] == ["device", "device", "host"]
 
 

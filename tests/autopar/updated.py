@@ -1,0 +1,138 @@
+"""What ``test_updating.py`` does in one process, and ``test_offload.py`` in several: train with updates in backward."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.updating import Used
+from planner.cluster import ClusterSpec
+from planner.errors import InputError
+from planner.plan import Plan
+from tests.autopar.carried import TIMETABLES, another, loss_of, model_of, parallel
+
+EARLY: dict[str, Any] = {"offload": "host", "update": "backward"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.as_tensor(self.down(torch.tanh(self.norm(self.up(x)))))
+
+
+class Deep(nn.Module):
+    """Equal blocks, what is frozen, and a weight that the first and the last block read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks, self.head = nn.Linear(8, 8), nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 8)
+        self.head.weight = self.stem.weight
+        self.blocks[1].up.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return torch.as_tensor(self.head(x)).square().mean()
+
+
+def batch(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+CLUSTER = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB", disk_bytes="1 GB")
+
+
+def deep(
+    pin: dict[str, Any] | None = None, dtype: torch.dtype = torch.float64, path: str | None = None
+) -> tuple[Deep, ParallelModule]:
+    """The model, and the same with model data at home beside the device."""
+    torch.manual_seed(0)
+    model = Deep().to(dtype)
+    return model, autopar.parallelize(
+        copy.deepcopy(model),
+        CLUSTER,
+        example_kwargs={"x": batch(0, dtype)},
+        pin=EARLY if pin is None else pin,
+        offload_path=path,
+    )
+
+
+def steps_of(module: nn.Module, optimizer: Any, seeds: range, schedule: Any = None) -> None:
+    for seed in seeds:
+        module(x=batch(seed, next(module.parameters()).dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+
+
+def were_updated(pmodel: ParallelModule) -> bool:
+    """Whether backward has updated parameters: then all that are trained."""
+    found = {isinstance(parameter.grad, Used) for parameter in pmodel.parameters() if parameter.requires_grad}
+    assert len(found) == 1
+    return found.pop()
+
+
+def same_values(pmodel: ParallelModule, model: nn.Module, **within: float) -> None:
+    expected = model.state_dict()
+    for key, value in pmodel.full_state_dict().items():
+        torch.testing.assert_close(value, expected[key], msg=key, **(within or {"rtol": 1e-10, "atol": 1e-12}))
+
+
+def trains_under_any_timetable(name: str, document: dict[str, Any], shares: list[float]) -> None:
+    """Ten steps of AdamW with budgets that leave room for such shares of what there is."""
+    plan = Plan.from_dict(document)
+    assert plan.timetable is not None
+    trace = plan.timetable.trace
+    least, all_bytes = max(trace.needed_bytes), sum(item.bytes for item in trace.items)
+    for number, share in enumerate(shares):
+        table = TIMETABLES[number % 2](trace, least + int(share * all_bytes))
+        trains_as_planned(name, replace(plan, timetable=table).to_dict())
+
+
+def trains_as_planned(name: str, document: dict[str, Any]) -> None:
+    """What moves is what was planned, never over the budget, in as much of the host's memory as was planned."""
+    model, batch = model_of(name)
+    pmodel, carrier = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
+    table = carrier.table
+    planned = {way: size for (_, way), size in table.bytes_moved.items() if size}
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
+        pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
+    ]
+    for step in range(10):
+        losses = [loss_of(m, another(name, step)) for m in (model, pmodel)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)
+        for loss, m, optimizer in zip(losses, (model, pmodel), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            if m is pmodel:
+                assert {type(p.grad) for p in pmodel.parameters() if p.requires_grad} == {Used}
+            optimizer.step()
+        assert all(p.grad is None for p in pmodel.parameters())
+        assert {way: size for way, size in carrier.bytes_moved.items() if size} == planned
+    assert table.budget_bytes >= carrier.arena.high_water_bytes == table.high_water_bytes
+    assert all(len(gradients._homes) == 1 for gradients in carrier._gradients.values())
+    same_values(pmodel, model)
+
+
+def refuses_clipping_on_all_ranks(name: str, document: dict[str, Any]) -> None:
+    """Gradients that know of those of other ranks, and those that are used, in one norm."""
+    model, batch = model_of(name)
+    pmodel, _ = parallel(model, Plan.from_dict(document), batch)
+    optimizer = pmodel.optimizer(torch.optim.SGD, lr=0.1)
+    loss_of(pmodel, another(name, 0)).backward()
+    with pytest.raises(InputError, match="clipping by their norm or a GradScaler, cannot be had so: plan with pin 'up"):
+        nn.utils.clip_grad_norm_(pmodel.parameters(), 1.0)
+    optimizer.step()
