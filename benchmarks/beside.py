@@ -17,12 +17,14 @@ def largest_error(
     optimizers: Sequence[Any],
     losses: Callable[[int], Sequence[Tensor]],
     steps: int,
+    largest_norm: float | None = 0.5,
 ) -> float:
-    """On a rank: the largest relative error of a loss, or of a parameter or buffer afterwards, in clipped steps.
+    """On a rank: the largest relative error of a loss, or of a parameter or buffer afterwards, in some steps.
 
     Args:
         optimizers: that of the model, and that of the parallelized one.
         losses: of both, by the number of the step.
+        largest_norm: to which gradients are clipped; ``None``: they are not.
     """
     from torch import nn
 
@@ -33,7 +35,8 @@ def largest_error(
         for m, loss, optimizer in zip(both, found, optimizers, strict=True):
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            if largest_norm is not None:
+                nn.utils.clip_grad_norm_(m.parameters(), largest_norm)
             optimizer.step()
     state = pmodel.full_state_dict()
     for key, value in model.state_dict().items():
