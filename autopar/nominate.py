@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ class Submodule:
         path: its name in the model.
         tensors: its parameters and buffers, each once.
         inner: the modules below it, by name.
-        held: the same by identity, under every name.
+        held: which class, tensors and modules each module has, as :func:`who_holds_what` says.
         ties: for each name of a tensor, which of ``tensors`` it is, and for each of these, whose memory it lies in.
     """
 
@@ -25,7 +25,7 @@ class Submodule:
     module: nn.Module
     tensors: tuple[Tensor, ...]
     inner: tuple[tuple[str, nn.Module], ...]
-    held: tuple[int, ...]
+    held: tuple[object, ...]
     ties: tuple[int, ...]
 
 
@@ -62,6 +62,14 @@ def first_with(keys: list[int]) -> tuple[int, ...]:
     return tuple(first.setdefault(key, at) for at, key in enumerate(keys))
 
 
+def who_holds_what(modules: Iterable[nn.Module]) -> tuple[object, ...]:
+    """For each module its class, and its parameters, buffers and modules by name and identity."""
+    return tuple(
+        (type(m), *((name, id(v)) for held in (m._parameters, m._buffers, m._modules) for name, v in held.items()))
+        for m in modules
+    )
+
+
 def storage_of(tensor: Tensor) -> int:
     """Which memory a tensor lies in; equal for views of one."""
     return int(tensor.untyped_storage()._cdata)
@@ -75,7 +83,7 @@ def _submodule(path: str, module: nn.Module) -> Submodule | None:
     held = [t for m in (module, *(m for _, m in inner)) for t in _own(m).values() if t is not None]
     tensors = tuple({id(t): t for t in held}.values())
     ties = (*first_with(list(map(id, held))), *first_with(list(map(storage_of, tensors))))
-    return Submodule(path, module, tensors, tuple(inner), tuple(map(id, held)), ties)
+    return Submodule(path, module, tensors, tuple(inner), who_holds_what([module, *(m for _, m in inner)]), ties)
 
 
 def _structure(module: nn.Module, keys: Mapping[int, object]) -> object:

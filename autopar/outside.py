@@ -23,7 +23,7 @@ class Outside:
     """Everything that a model's functions read by name, as it was when this was made.
 
     Attributes:
-        codes: of the functions that were found, and of those made inside them.
+        codes: of the functions that were found (``None``), and of those made inside them: the code that makes them.
     """
 
     def __init__(self, model: nn.Module):
@@ -31,9 +31,9 @@ class Outside:
         self._cells: list[tuple[CellType, object]] = []
         self._attributes: list[tuple[type, str, object]] = []
         self._caches: list[tuple[Any, int]] = []
-        self._functions: list[FunctionType] = []
+        self._functions: dict[int, FunctionType] = {}
         self._owners: dict[int, type] = {}
-        self.codes: set[CodeType] = set()
+        self.codes: dict[CodeType, CodeType | None] = {}
         seen: set[int] = set()
         pending: list[Any] = []
         for module in model.modules():
@@ -51,7 +51,7 @@ class Outside:
             *(names.get(name, _MISSING) for names, name, _ in self._globals),
             *(_contents(cell) for cell, _ in self._cells),
             *(vars(owner).get(name, _MISSING) for owner, name, _ in self._attributes),
-            *(held for f in self._functions for held in (f.__defaults__, f.__kwdefaults__, f.__dict__)),
+            *(held for f in self._functions.values() for held in (f.__defaults__, f.__kwdefaults__, f.__dict__)),
         ]
 
     def filled(self) -> list[int]:
@@ -70,7 +70,7 @@ class Outside:
                 value.__wrapped__.__code__.co_filename
             )
         if isinstance(value, FunctionType):
-            return value.__code__ in self.codes or is_installed(value.__code__.co_filename)
+            return id(value) in self._functions or is_installed(value.__code__.co_filename)
         return isinstance(value, type) and all(id(o) in self._owners or _is_installed(o) for o in value.__mro__)
 
     def restore(self) -> None:
@@ -106,8 +106,10 @@ class Outside:
                 self._attributes += [(owner, name, v) for name, v in vars(owner).items() if not _is_special(name)]
             return [v for owner in owners for v in vars(owner).values()]
         if isinstance(value, FunctionType) and not is_installed(value.__code__.co_filename):
-            self._functions.append(value)
-            self.codes.update(_codes(value.__code__))
+            self._functions[id(value)] = value
+            for code, maker in _made_in(value.__code__):
+                self.codes.setdefault(code, maker)
+            self.codes[value.__code__] = None
             names = {name: value.__globals__.get(name, _MISSING) for name in _names(value.__code__)}
             self._globals += [(value.__globals__, name, held) for name, held in names.items()]
             cells = [(cell, _contents(cell)) for cell in value.__closure__ or ()]
@@ -135,17 +137,17 @@ def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of those made inside it."""
-    yield code
+def _made_in(code: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """The code of every function made inside one, with the code that makes it."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield constant, code
+            yield from _made_in(constant)
 
 
 def _names(code: CodeType) -> Iterator[str]:
     """Names that a function reads or writes outside, those of functions within it too."""
-    for each in _codes(code):
+    for each in (code, *(inner for inner, _ in _made_in(code))):
         yield from each.co_names
 
 

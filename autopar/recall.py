@@ -10,11 +10,14 @@ followed, as in :mod:`autopar.outside`.
 
 from __future__ import annotations
 
+import dis
 import enum
+import inspect
+import os
 import random
 import sys
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper
 from pathlib import Path
@@ -24,16 +27,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.facts import PLAIN
-from autopar.nominate import Submodule
+from autopar.nominate import Submodule, who_holds_what
 from autopar.outside import Outside, is_installed
 from autopar.undo import Held
 
 MOST = 2000
 """Containers that a call may reach: to compare more takes longer than to run it."""
 
-_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, set, deque, tuple})
-_PLAIN = (Tensor, enum.Enum, BuiltinFunctionType)
-_HERE = str(Path(__file__).parent)
+_CONTAINERS = frozenset({dict, OrderedDict, list, set, deque, tuple})
+_HERE = str(Path(__file__).parent) + os.sep
 _MISSING = object()
 _LOOK_UP = nn.Module.__getattr__.__code__
 """Reads ``__dict__`` for the sake of one attribute."""
@@ -41,8 +43,15 @@ _EVERYTHING = frozenset({"__dict__", "__reduce__", "__reduce_ex__", "__getstate_
 """Attributes that hold all others; ``Module.__setattr__`` reads them too."""
 _STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes that hold what is compared by itself."""
-_UNSEEN = frozenset({"__getattribute__", "getattr_static", "__setattr__", "__delattr__", "id", "hash"})
-"""Names in code that may read or write attributes unseen, or ask which module this is."""
+_REVEALING = frozenset({id, hash, globals, inspect.getattr_static, inspect.currentframe, sys._getframe})
+"""Functions that read attributes and globals unseen, or tell which module this is."""
+_UNSEEN = frozenset({"__getattribute__", "__setattr__", "__delattr__", "__repr__", *(f.__name__ for f in _REVEALING)})
+"""Names in code that may do so."""
+_IMPORTS = dis.opmap["IMPORT_NAME"]
+
+
+class _Bare:
+    """Its objects keep all in their ``__dict__``."""
 
 
 class Watch:
@@ -94,7 +103,7 @@ class Watch:
         for place, name in self.read:
             if name not in _STRUCTURE:
                 found.append((place, name, vars(self.modules[place]).get(name, _MISSING)))
-        reach, known = self._reach, _Known(self.outside)
+        reach, known = self._reach, _Known(self.outside, self.names)
         if not (
             self.is_seen
             and list(map(id, leaves)) == list(map(id, self.leaves))
@@ -102,10 +111,11 @@ class Watch:
             and known.all([value for *_, value in found])
             and known.all(self.outside.now())
             and known.all(foreign)
+            and all(map(known.has_plain, self._marks))
             and self._random == _randomness()
         ):
             return None
-        others = [(tensor, dict(vars(tensor))) for tensor in foreign]
+        others = [(other, dict(vars(other))) for other in known.others]
         recall = Recall(self.submodule, found, leaves, self._marks, others, known.seen, self.names, reach)
         return recall if recall.holds(self.submodule, inputs, leaves) else None
 
@@ -132,7 +142,11 @@ class Watch:
             if file.startswith("<"):
                 file = str(frame.f_globals.get("__file__", file))
             if not is_installed(file) and not file.startswith(_HERE):
-                self.is_seen &= code in self.outside.codes and _UNSEEN.isdisjoint(code.co_names)
+                maker = self.outside.codes.get(code, code)
+                # What a function keeps that was made before the call is found where the function is.
+                is_found = maker is None or (maker is not code and (maker in self._codes or not code.co_freevars))
+                is_plain = _UNSEEN.isdisjoint(code.co_names) and _IMPORTS not in code.co_code[::2]
+                self.is_seen &= is_found and is_plain
 
     def _are_plain(self, inputs: Iterable[Tensor]) -> bool:
         """Whether nobody has put an attribute on these tensors."""
@@ -148,7 +162,7 @@ class Recall:
         read: what its code read: number of a module, name of an attribute, and the value.
         leaves: of its arguments.
         marks: attributes of its parameters and buffers.
-        others: tensors that it used and was not given, each with its attributes.
+        others: tensors that it could find and was not given, and the user's classes, each with its attributes.
         reached: whatever it could compare its inputs and modules to, by identity.
         names: attributes that fake tensors have.
         reach: all else that it could read.
@@ -158,7 +172,7 @@ class Recall:
     read: list[tuple[int, str, object]]
     leaves: list[Any]
     marks: list[dict[str, Any]]
-    others: list[tuple[Tensor, dict[str, Any]]]
+    others: list[tuple[Tensor | type, dict[str, Any]]]
     reached: set[int]
     names: frozenset[str]
     reach: _Reach
@@ -175,7 +189,7 @@ class Recall:
             and all(map(_equal, self.marks, _marks(submodule.tensors)))
             and self.reached.isdisjoint(map(id, (*inputs, *submodule.tensors, *modules)))
             and all(vars(tensor).keys() <= self.names for tensor in inputs)
-            and all(_equal(marks, vars(tensor)) for tensor, marks in self.others)
+            and all(_equal(attributes, dict(vars(other))) for other, attributes in self.others)
             and self.reach.is_as_it_was()
         )
 
@@ -207,11 +221,13 @@ class _Known:
 
     Attributes:
         seen: all values that were, by identity.
+        others: tensors and classes among them, whose attributes are no containers' and followed nowhere else.
     """
 
-    def __init__(self, outside: Outside):
-        self._outside = outside
+    def __init__(self, outside: Outside, names: frozenset[str]):
+        self._outside, self._names = outside, names
         self.seen: set[int] = set()
+        self.others: list[Tensor | type] = []
 
     def all(self, values: Iterable[Any]) -> bool:
         """Whether these do, and all that they hold."""
@@ -227,42 +243,59 @@ class _Known:
         return True
 
     def _is_known(self, value: Any) -> bool:
-        if type(value) in _CONTAINERS or type(value) is object or isinstance(value, _PLAIN):
+        if isinstance(value, Tensor):
+            self.others.append(value)
+            return self.has_plain(vars(value))
+        if isinstance(value, dict):
+            return type(value) in _CONTAINERS and all(map(_is_plain_key, value))
+        if type(value) in _CONTAINERS or type(value) is object or isinstance(value, enum.Enum):
             return True
+        if isinstance(value, BuiltinFunctionType):
+            return value not in _REVEALING and isinstance(value.__self__, (ModuleType, type, type(None)))
         if isinstance(value, ModuleType):
             return value.__name__ in sys.builtin_module_names or is_installed(getattr(value, "__file__", None))
         if isinstance(value, (FunctionType, type, staticmethod, classmethod, property, _lru_cache_wrapper)):
-            return self._outside.knows(value)
-        return hasattr(value, "__dict__") and not _has_slots(type(value))
+            return value is not inspect.getattr_static and self._outside.knows(value)
+        return hasattr(value, "__dict__") and not _has_slots(type(value)) and self._is_known_class(type(value))
+
+    def has_plain(self, marks: Mapping[str, Any]) -> bool:
+        """Whether what somebody has put on a tensor does not change."""
+        return all(type(value) in PLAIN for name, value in marks.items() if name not in self._names)
+
+    def _is_known_class(self, kind: type) -> bool:
+        """Whether all that a class keeps for its objects is followed, or can be compared."""
+        for owner in kind.__mro__:
+            if not self._outside.knows(owner) and id(owner) not in self.seen:
+                held = [v for name, v in vars(owner).items() if not name.startswith("__")]
+                if not all(type(v) in PLAIN or hasattr(type(v), "__get__") for v in held):
+                    return False
+                self.seen.add(id(owner))
+                self.others.append(owner)
+        return True
+
+
+def _is_plain_key(key: object) -> bool:
+    return type(key) in PLAIN or (type(key) is tuple and all(map(_is_plain_key, key)))
 
 
 def _inside(value: Any) -> Iterator[Any]:
     """What a value holds."""
     if type(value) in _CONTAINERS:
-        yield from _items(value)
-        if isinstance(value, dict):
-            yield from value
+        yield from value.values() if isinstance(value, dict) else value
     elif not isinstance(value, (Tensor, enum.Enum, ModuleType, FunctionType, BuiltinFunctionType, type)):
         yield from getattr(value, "__dict__", {}).values()
 
 
-def _items(held: Any) -> Iterable[Any]:
-    return held.values() if isinstance(held, dict) else held
-
-
 def _has_slots(kind: type) -> bool:
-    """Whether objects of a class keep something outside their ``__dict__``."""
-    return any(
+    """Whether objects of a class keep something outside their ``__dict__``: in slots, or in C."""
+    return kind.__basicsize__ > _Bare.__basicsize__ or any(
         base is not object and (not base.__flags__ & 1 << 9 or vars(base).get("__slots__")) for base in kind.__mro__
     )
 
 
 def _is_as_nominated(submodule: Submodule) -> bool:
     """Whether a submodule still has the modules, parameters and buffers with which it was nominated."""
-    modules = [submodule.module, *(module for _, module in submodule.inner)]
-    held = [t for m in modules for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
-    below = [child for m in modules for child in m._modules.values() if child is not None]
-    return tuple(map(id, held)) == submodule.held and {*map(id, below)} == {id(module) for module in modules[1:]}
+    return who_holds_what([submodule.module, *(module for _, module in submodule.inner)]) == submodule.held
 
 
 def _marks(tensors: Iterable[Tensor]) -> list[dict[str, Any]]:
@@ -289,5 +322,5 @@ def _equal(a: Any, b: Any) -> bool:
     if kind not in _CONTAINERS or len(a) != len(b):
         return False
     if isinstance(a, dict):
-        return kind is not defaultdict and all(map(_equal, a, b)) and all(map(_equal, a.values(), b.values()))
+        return all(map(_equal, a, b)) and all(map(_equal, a.values(), b.values()))
     return not a if kind is set else all(map(_equal, a, b))

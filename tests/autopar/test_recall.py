@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
+import functools
+import inspect
 import itertools
 import random
 import statistics
@@ -63,11 +66,21 @@ class Held:
         self.factor = float(number)
 
 
+class Scaling:
+    """A class whose objects keep what they say on it."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        """Code, so that it can be followed."""
+
+
 class Slotted:
     __slots__ = ("factor",)
 
 
 SETTINGS = ModuleType("settings")
+who, behind = builtins.id, inspect.getattr_static
 SHARED: dict[str, Any] = {}
 COUNT = 0
 
@@ -81,7 +94,7 @@ def fresh() -> Iterator[None]:
 
 def reset() -> None:
     global COUNT
-    COUNT, Holder.factor = 0, 2.0
+    COUNT, Holder.factor, Scaling.factor = 0, 2.0, 1.0
     SETTINGS.factor = 2.0  # type: ignore[attr-defined]
     SHARED.clear()
 
@@ -192,6 +205,7 @@ READS: dict[str, tuple[Make, int]] = {
     "one of two kinds": (layers(scaled(lambda s: s.index % 2 + 1.0 if hasattr(s, "index") else 0.0), N), 0),
     "objects of their own": (prepared(each("held", lambda n: Held(n)), scaled(lambda s: s.held.factor)), 0),
     "all attributes": (layers(scaled(lambda s: vars(s)["index"] + 1.0), N), 0),
+    "itself by a function of another name": (layers(scaled(lambda s: 1.0 + behind(s, "index") // 5), N), 0),
     "its dict": (layers(scaled(lambda s: s.__dict__["index"] + 1.0), N), 0),
     "a copy of itself": (layers(scaled(lambda s: copy.copy(s).index + 1.0), N), 0),
     "itself by a back door": (layers(scaled(lambda s: object.__getattribute__(s, "index") + 1.0), N), 0),
@@ -209,6 +223,14 @@ READS: dict[str, tuple[Make, int]] = {
     "a table of all": (
         prepared(lambda m: share({id(m.layers[5]): 3.0})(m), scaled(lambda s: s.shared.get(id(s), 1.0))),
         0,
+    ),
+    "a table of all, by a function of another name": (
+        prepared(lambda m: share({id(m.layers[5]): 3.0})(m), scaled(lambda s: s.shared.get(who(s), 1.0))),
+        0,
+    ),
+    "a table by shape": (
+        prepared(share({(2, 4): 3.0}), lambda s, x: x + s.linear(x) * s.shared[x.shape[0], x.shape[1]]),
+        RECALLED,
     ),
     "an array": (prepared(share(np.ones(1)), scaled(lambda s: float(s.shared[0]))), 0),
     "an iterator": (prepared(share(itertools.count(1)), scaled(lambda s: float(bool(s.shared)))), 0),
@@ -301,6 +323,52 @@ def draws(layer: Layer, x: Tensor) -> Tensor:
 
 def draws_by_numpy(layer: Layer, x: Tensor) -> Tensor:
     return x + layer.linear(x) * (1 + bool(np.random.rand() < 0.5))
+
+
+class Chance:
+    """An object whose state is in C."""
+
+    def __call__(self) -> nn.Module:
+        drawn = random.Random(3)
+        return prepared(share(drawn), lambda s, x: x + s.linear(x) * (1 + (s.shared.random() < 0.5)))()
+
+
+def takes(layer: Any, x: Tensor) -> Tensor:
+    """By a method of a list, which holds the list."""
+    return x + layer.linear(x) * layer.shared()
+
+
+def factory() -> Callable[[Tensor], Tensor]:
+    calls = 0
+
+    def count(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x * 2 if calls > 4 else x
+
+    return count
+
+
+class Scheduled(Layer):
+    """Its code names the factory, but not what came of it."""
+
+    make = staticmethod(factory)
+
+    def __init__(self, index: int, held: Any):
+        super().__init__(index)
+        self.fn = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        fn = self.fn[0] if isinstance(self.fn, list) else self.fn
+        return x + fn(self.linear(x))
+
+
+def scheduled(wrap: Callable[[Any], Any]) -> Make:
+    def make() -> nn.Module:
+        held = wrap(factory())
+        return Stack([Scheduled(i, held) for i in range(N)])
+
+    return make
 
 
 def house_function(x: Tensor) -> Tensor:
@@ -405,6 +473,10 @@ CHANGES: dict[str, Make] = {
     "a list of a closure": lambda: layers(closure_over_a_list(), N)(),
     "random numbers": layers(draws, N),
     "random numbers of numpy": layers(draws_by_numpy, N),
+    "a random generator of one's own": Chance(),
+    "a method of a list": lambda: prepared(share([5.0, 4.0, 3.0, 2.0, 1.0, 1.0, 1.0].pop), takes)(),
+    "a closure in a list": scheduled(lambda count: [count]),
+    "a closure in a library's": scheduled(torch.enable_grad()),
     "a function that a library calls": prepared(lambda m: None, by_a_library),
     "a list that it is given": own_layers(gives_lists, appends_to_its_input, N),
     "a list in which it swaps": own_layers(gives_full_lists, swaps_its_input, N),
@@ -475,6 +547,99 @@ def sets_global(model: Any, number: int) -> None:
     COUNT = number // 4
 
 
+def swaps(model: Any, number: int) -> None:
+    if number == 5:
+        layer = model.layers[5]
+        layer.linear, layer.other = layer.other, layer.linear
+
+
+def renames(model: Any, number: int) -> None:
+    if number == 5:
+        held = model.layers[5]._parameters
+        first, second = held.pop("first"), held.pop("second")
+        held.update(second=first, first=second)
+
+
+def two_linears(model: Any) -> None:
+    for layer in model.layers:
+        layer.other = nn.Linear(8, 8)
+
+
+def two_vectors(model: Any) -> None:
+    for layer in model.layers:
+        layer.first, layer.second = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+
+def given(change: Callable[[Any], object], make: Make) -> Make:
+    """A stack that is changed before it is captured, too."""
+
+    def made() -> nn.Module:
+        model = make()
+        change(model)
+        return model
+
+    return made
+
+
+def turns_into(model: Any, number: int) -> None:
+    """And back again: what class an object is of is not undone."""
+    if number > 4:
+        model.layers[5].act.__class__ = nn.Sigmoid if number == 5 else nn.ReLU
+
+
+def sets_held(model: Any, number: int) -> None:
+    model.held[0].factor = 1.0 + number // 5
+
+
+def sets_its_class(model: Any, number: int) -> None:
+    type(model.held[0]).factor = 1.0 + number // 5
+
+
+def sets_its_box(model: Any, number: int) -> None:
+    model.held[0][0] = 1.0 + number // 5
+
+
+def held_as(hold: Callable[[Any], Any], value: Callable[[], Any], make: Make) -> Make:
+    """A stack that has a value, and whose layers have what holds it."""
+
+    def made() -> nn.Module:
+        model: Any = make()
+        model.held = [value()]
+        share(hold(model.held[0]))(model)
+        return model
+
+    return made
+
+
+def times(box: list[float], x: Tensor) -> Tensor:
+    return x * box[0]
+
+
+def by_partial(layer: Any, x: Tensor) -> Tensor:
+    found: Tensor = x + layer.shared(layer.linear(x))
+    return found
+
+
+def marked_tensor() -> Any:
+    found: Any = torch.ones(1)
+    found.factor = 1.0
+    return found
+
+
+def by_late_import(layer: Layer, x: Tensor) -> Tensor:
+    import late_settings  # type: ignore[import-not-found]
+
+    return x + layer.linear(x) * late_settings.factor
+
+
+def sets_late(model: Any, number: int) -> None:
+    sys.modules["late_settings"].factor = 1.0 + number // 4  # type: ignore[attr-defined]
+
+
+def by_globals(layer: Layer, x: Tensor) -> Tensor:
+    return x + layer.linear(x) * (globals()["COUNT"] + 1)
+
+
 def marks(model: Any, x: Any) -> Tensor:
     for number, layer in enumerate(model.layers):
         if number == 5:
@@ -533,6 +698,27 @@ BETWEEN: dict[str, tuple[Make, int]] = {
     "a class of the user's": (between(sets_class, scaled(lambda s: Holder.factor)), 0),
     "a global": (between(sets_global, scaled(lambda s: COUNT + 1)), 2),
     "a mark on an input": (own_layers(marks, with_mark, N), 3),
+    "two modules of a layer": (given(two_linears, between(swaps, lambda s, x: s.other(plain(s, x)))), 3),
+    "two names in a layer": (given(two_vectors, between(renames, lambda s, x: s.linear(x) * s.first + s.second)), 3),
+    "the class of an inner module": (between(turns_into, plain), 3),
+    "the class of a shared object": (
+        held_as(lambda it: it, Scaling, between(sets_its_class, scaled(lambda s: s.shared.factor))),
+        2,
+    ),
+    "a mark on a shared tensor": (
+        held_as(lambda it: it, marked_tensor, between(sets_held, scaled(lambda s: s.shared.factor))),
+        2,
+    ),
+    "an object that is a key": (
+        held_as(lambda it: {it: 1}, lambda: Held(1), between(sets_held, scaled(lambda s: next(iter(s.shared)).factor))),
+        0,
+    ),
+    "what a partial holds": (
+        held_as(lambda it: functools.partial(times, it), lambda: [1.0], between(sets_its_box, by_partial)),
+        0,
+    ),
+    "settings that are imported late": (between(sets_late, by_late_import), 0),
+    "a global, by the table of them": (between(sets_global, by_globals), 0),
     "a number that it gives": (own_layers(numbers, lambda s, x, n: x + s.linear(x) * n, N), 2),
     "the memory of an input": (own_layers(aliases, with_other, N), 4),
     "one input given twice": (own_layers(same_twice, with_other, N), 4),
@@ -541,8 +727,11 @@ BETWEEN: dict[str, tuple[Make, int]] = {
 
 
 @pytest.mark.parametrize("case", BETWEEN)
-def test_layers_run_where_the_model_changed_something(case: str, recalled: list[str]) -> None:
+def test_layers_run_where_the_model_changed_something(
+    case: str, recalled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, expected = BETWEEN[case]
+    monkeypatch.setitem(sys.modules, "late_settings", ModuleType("late_settings"))
     reset()
     both(make)
     assert len(recalled) == expected
