@@ -136,7 +136,7 @@ class CollectiveCurve(Curve):
 
 
 class HostUpdate(Described):
-    """What a device's share of the host's cores pass over in an update of parameters of one dtype, beside a GPU."""
+    """What a device's share of the host's cores pass over in an update with state of one dtype, beside a GPU."""
 
     dtype: Dtype = Field(examples=["float32"])
     bytes_per_s: BytesPerS = Field(gt=0, examples=["80 GB/s"])

@@ -217,7 +217,7 @@ class ClusterSpec(Described):
         """Where plans that offload keep model data; what is on disk comes to the device through the host.
 
         Args:
-            dtype: of the parameters that are updated there, on which the host's speed depends where it was measured.
+            dtype: of the optimizer's state there, on which the host's speed depends where it was measured.
 
         Raises :class:`ClusterError` if this cluster does not describe it.
         """

@@ -43,6 +43,9 @@ OVERLAP = {"nccl": 0.9, "gloo": 0.0}
 """Share of backward work that can hide gradient communication, where a cluster does not say. Gloo communicates on the
 cores that compute."""
 
+WIDE_STATE_BYTES = 8
+"""Bytes of state for each element from which on an update is taken to compute in float32: its two moments."""
+
 
 @dataclass(frozen=True)
 class Training:
@@ -624,7 +627,8 @@ class Space:
         held, state = local_bytes(tensor, layout, self.mesh), self.state_bytes(node, layout)
         if (tier or self.training.tier) == "device":
             return self.cost.compute_s(0.0, 3 * held + 2 * state, tensor.dtype, kernel=Stream("optimizer"))
-        home = self.cost.cluster.home(self.training.on_disk, tensor.dtype)
+        is_wide = self.training.optimizer_bytes_per_element >= WIDE_STATE_BYTES
+        home = self.cost.cluster.home(self.training.on_disk, "float32" if is_wide else tensor.dtype)
         return (2 * held + state) / home.read_bytes_per_s + (held + state) / home.write_bytes_per_s
 
     def moved_s(self, node: Node, layout: Layout) -> float:

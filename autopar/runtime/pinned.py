@@ -56,6 +56,7 @@ class _Pinned(mmap.mmap):
 
     def __del__(self) -> None:
         if self._address and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # copies may be under way
             torch.cuda.cudart().cudaHostUnregister(self._address)
 
 

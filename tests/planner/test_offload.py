@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.calibration import Calibration
 from planner.cluster import ClusterSpec, Host
 from planner.conversion import local_bytes
 from planner.errors import ClusterError, InfeasibleError, PinError, PlanError
 from planner.formulate import Assignment, Training
 from planner.graph import Graph, Ref
 from planner.heap import BEFORE
+from planner.layout import I
 from planner.memory import enters_before, readers_of, usage
 from planner.offload import (
     ALIGN_BYTES,
@@ -633,3 +636,21 @@ def test_what_stays_is_updated_after_backward() -> None:
     assert "stays" in plan.predicted.memory_bytes and names[-2:] == ["update what stays", "update"]
     assert 0 < sum(name.startswith("update ") for name in names) - 1 < len(chunks_of(decided(plan)))
     assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("state_bytes, rate", [(4, 4e9), (8, 5e9), (12, 5e9)])
+def test_the_host_updates_at_the_rate_of_the_state(state_bytes: int, rate: float) -> None:
+    rates = [{"dtype": "float32", "bytes_per_s": 5e9}, {"dtype": "bfloat16", "bytes_per_s": 4e9}]
+    measured = Calibration.from_dict(
+        {
+            "format": "autopar-calibration", "version": 1, "device": "cpu", "ranks": 1, "launch_s": 1e-5,
+            "products": [], "attention": [], "streams": [], "collectives": [], "host_updates": rates,
+        }
+    )  # fmt: skip
+    pins, training = Pins.parse({"offload": "host"}), Training(state_bytes)
+    space = search(GRAPH, cluster().calibrated(measured), pins, training).assignment.space
+    leaf = next(leaf for leaf in GRAPH.leaves if leaf.op == "param")
+    half = replace(leaf, results=(replace(leaf.results[0], dtype="bfloat16"),))
+    elements = math.prod(leaf.results[0].shape)
+    layout = (I,) * len(space.mesh.axes)
+    assert space.update_s(half, layout) == pytest.approx(elements * (3 * 2 + 2 * state_bytes) / rate, rel=1e-12)
