@@ -233,6 +233,7 @@ HOT_S = 0.02
 def _on_gpu_s(act: Act, stretch_s: float, device: torch.device) -> float:
     """Seconds on the GPU, which multiplies until all is queued, so that the host's share does not count."""
     hot = _hot(device)
+    hot @ hot  # the first of all starts the library
     queuing_s, once_s = _queued_and_done_s(act, device)
     count = max(1, min(QUEUED, math.ceil(stretch_s / once_s)))
     _, hot_s = _queued_and_done_s(lambda: hot @ hot, device)
