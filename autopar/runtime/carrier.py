@@ -57,6 +57,32 @@ class Carried:
     trained: Sequence[str]
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """A tensor that autograd saved.
+
+    Attributes:
+        lost: the chunk in whose memory it is, if its backward has that not on the device; ``during``: when it was.
+    """
+
+    tensor: Tensor
+    lost: str | None = None
+    during: str = ""
+
+    def read(self) -> Tensor:
+        """The tensor, for backward.
+
+        Raises:
+            TimetableError: it is gone.
+        """
+        if self.lost is not None:
+            raise TimetableError(
+                f"backward reads some of {self.lost} that autograd saved in {self.during}, but there the timetable "
+                "does not have it on the device: plan without pin 'offload', and report this"
+            )
+        return self.tensor
+
+
 class Carrier:
     """What is on the device, and what the timetable says of it.
 
@@ -235,8 +261,8 @@ class Carrier:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While the program runs; for the first time, nothing may save a parameter that its backward has not."""
-        hooks = nullcontext() if self._is_watched else saved_tensors_hooks(self._check_saved, lambda tensor: tensor)
+        """While the program runs; for the first time, no backward may read a parameter that it has not."""
+        hooks = nullcontext() if self._is_watched else saved_tensors_hooks(self._saved, _Saved.read)
         try:
             with hooks:
                 yield
@@ -252,17 +278,15 @@ class Carrier:
         chunks = self._parameters.values()
         return next((each for each in chunks if each.here is not None and memory_of(each.here) == memory), None)
 
-    def _check_saved(self, tensor: Tensor) -> Tensor:
+    def _saved(self, tensor: Tensor) -> _Saved:
+        """What autograd saves; of what is detached afterwards, and so never read, parameters may be gone."""
         self._is_watched = True
         chunk = self._at_memory(tensor)
         if chunk is not None and self._number is not None:
             place = self.table.trace.place.get(self._moments[self._number][True])
             if place is None or chunk.name not in dict(self._uses(place)):
-                raise TimetableError(
-                    f"autograd saved some of {chunk.name} in {self._moments[self._number][False]}, but in its backward "
-                    "the timetable does not have it on the device: plan without pin 'offload', and report this"
-                )
-        return tensor
+                return _Saved(tensor.detach(), chunk.name, self._moments[self._number][False])
+        return _Saved(tensor.detach())  # a result would hold its node of backward, and that this
 
     def check_leaving(self, number: int, values: Sequence[Tensor]) -> None:
         """Raise :class:`TimetableError` if a block hands on the memory of parameters that are its own."""

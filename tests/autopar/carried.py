@@ -319,7 +319,9 @@ def holds_no_more_than_planned(name: str, document: dict[str, Any]) -> tuple[int
 
 
 class Odd(nn.Module):
-    """A frozen table of which a view goes from block to block, a frozen layer, and a parameter that is returned."""
+    """A frozen table of which a view goes from block to block, a frozen layer, a layer whose result is detached, and a
+    parameter that is returned.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,8 +333,8 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.table[: x.shape[0]]
-        for layer in self.inner:
-            x = x + layer(x) + rows
+        for number, layer in enumerate(self.inner):
+            x = x + (layer(x).detach() if number == 2 else layer(x)) + rows
         return (self.still(x) * self.scale).square().mean(), self.scale
 
 

@@ -162,3 +162,39 @@ def test_one_tensor_passed_twice_is_two_inputs():
     graph = lower(capture(TwoInputs(), None, {"a": X, "b": X}))
     assert [leaf.target for leaf in graph.leaves] == ["a", "b"]
     assert all(graph.users.get(Ref(leaf.name)) for leaf in graph.leaves)
+
+
+class Halves(torch.autograd.Function):
+    """The identity, whose gradient it halves."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 2
+
+
+class Halved(nn.Module):
+    def __init__(self, is_watched: bool = True):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.is_watched = is_watched
+
+    def forward(self, x):
+        for layer in self.layers:
+            with torch.set_grad_enabled(self.is_watched):
+                y = Halves.apply(layer(x))
+            x = x + y
+        return x.mean()
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_a_backward_of_ones_own_is_refused(fold):
+    before = torch.autograd.Function.__dict__["apply"]
+    with pytest.raises(CaptureError, match=r"Halves is a torch.autograd.Function, whose own backward .* may stay"):
+        capture(Halved(), (X,), fold=fold)
+    capture(Halved().eval(), (X,), fold=fold)
+    capture(Halved(is_watched=False), (X,), fold=fold)
+    assert torch.autograd.Function.__dict__["apply"] is before

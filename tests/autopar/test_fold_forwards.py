@@ -240,16 +240,6 @@ def asks_for_gradients(model: Stack, x: Tensor) -> Tensor:
     return torch.autograd.grad(y.sum(), model.head.weight, allow_unused=True)[0] or y
 
 
-class Doubles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, factor: float) -> Tensor:
-        return x @ weight.t() * factor
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None, None
-
-
 WORKSPACE = np.zeros(8, dtype="float32")
 
 
@@ -309,10 +299,6 @@ LAYERS: dict[str, tuple[Make, int]] = {
     "attributes on activations": (layers(marks_inside), 0),
     "attributes on outputs": (own_layers(reads_marks, marks_outside), 0),
     "history of outputs": (own_layers(asks_for_history, Layer.forward), 0),
-    "functions with a backward of their own": (
-        layers(lambda s, x: x + Doubles.apply(x, s.linear.weight, float(s.index // 2)), 6),
-        2,
-    ),
     "an array that is written to": (layers(fills_a_workspace), 0),
     "an output that is an input": (layers(other_outputs), 2),
     "errors that are caught": (layers(catches, 7), 2),
