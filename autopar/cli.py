@@ -51,7 +51,11 @@ ClusterOption = Annotated[
 ]
 Pins = Annotated[
     list[str] | None,
-    typer.Option("--pin", metavar="NAME=VALUE", help="Fix a decision: data=2, replicate=2, tensor=4, zero=3 ..."),
+    typer.Option(
+        "--pin",
+        metavar="NAME=VALUE",
+        help="Fix a decision: data=2, tensor=4, zero=3, offload=host ... (all of them: docs/using.md)",
+    ),
 ]
 Inputs = Annotated[
     list[str] | None,

@@ -239,7 +239,8 @@ def _check_same(before: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, 
             if not _is_same(old[key], new[key]):
                 raise InputError(
                     f"param_groups[{number}][{key!r}] was {old[key]!r} in backward, which has updated parameters by "
-                    f"it, and is now {new[key]!r}: change options before backward() or after optimizer.step()"
+                    f"it, and is now {new[key]!r}: put it back for this step, and change options before backward() "
+                    "or after optimizer.step()"
                 )
 
 

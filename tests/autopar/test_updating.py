@@ -341,7 +341,7 @@ def test_steps_that_go_another_way_are_refused() -> None:
         pmodel(x=batch(1))
     optimizer.param_groups[0]["lr"] = 0.2
     with pytest.raises(
-        InputError, match=r"param_groups\[0\]\['lr'\] was 0.1 in backward.* now 0.2: change options bef"
+        InputError, match=r"param_groups\[0\]\['lr'\] was 0.1 in backward.* now 0.2: put it back for this step"
     ):
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.1
