@@ -111,7 +111,7 @@ class StandIns:
     def token(self, device: torch.device) -> Tensor:
         """Stands for a value that is not computed: a fake tensor as others, of which only the device may be asked."""
         token: Any = torch.Tensor._make_subclass(FakeTensor, _BLANK)
-        token.fake_mode, token._fake_device = self._fake_mode, device
+        token.fake_mode, token.fake_device = self._fake_mode, device
         return token
 
     def is_marked(self, token: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Conversions between local types at run time: one call, one axis, one collective of ``spmd_types``.
+"""Conversions between local types at run time: one call, one axis, one collective, most of them of ``spmd_types``.
 
 These are the functions that emitted programs call. Types are written as in :mod:`planner.layout`; the
 strip count of a shard is the rank-local one.
@@ -12,8 +12,11 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import spmd_types as spmd
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -58,18 +61,40 @@ def convert(x: Tensor, axis: ProcessGroup, src: str, dst: str) -> Tensor:
 
 
 def _step(x: Tensor, axis: ProcessGroup, src: object, dst: object) -> Tensor:
-    shards = isinstance(src, spmd.Shard), isinstance(dst, spmd.Shard)
+    if isinstance(src, spmd.Shard) and isinstance(dst, spmd.Shard):
+        return _AllToAll.apply(x, axis, src.dim, dst.dim)
     # Into R, the backward sums; spmd_types wants to be told in which dtype where that is narrower than float32.
     options = {"backward_options": {"op_dtype": x.dtype}} if dst is spmd.R else {}
     if src is spmd.P:
-        if shards[1]:
+        if isinstance(dst, spmd.Shard):
             return spmd.reduce_scatter(x, axis, src=src, dst=dst)
         return spmd.all_reduce(x, axis, src=src, dst=dst, **options)
-    if shards == (True, True):
-        return spmd.all_to_all(x, axis, src=src, dst=dst)
-    if shards[0]:
+    if isinstance(src, spmd.Shard):
         return spmd.all_gather(x, axis, src=src, dst=dst, **options)
     return spmd.convert(x, axis, src=src, dst=dst, expert_mode=True, **options)
+
+
+class _AllToAll(torch.autograd.Function):
+    """From shards of dim ``src`` to shards of dim ``dst``; backward is the way back.
+
+    In one tensor on the wire: ``spmd_types`` sends a list of tensors, which gloo cannot in every torch from 2.11 on.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: ProcessGroup, src: int, dst: int) -> Tensor:
+        ctx.axis, ctx.src, ctx.dst = axis, src, dst
+        sent = x.unflatten(dst, (axis.size(), -1)).movedim(dst, 0).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=axis)
+        return received.movedim(0, src).flatten(src, src + 1)
+
+    @staticmethod
+    def spmd_typecheck(*, x: Tensor, axis: ProcessGroup, src: int, dst: int) -> Any:
+        return spmd.rules.all_to_all(x, axis, src=spmd.S(src), dst=spmd.S(dst))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllToAll.apply(grad, ctx.axis, ctx.dst, ctx.src), None, None, None
 
 
 def open_strips(x: Tensor, *types: LocalType) -> tuple[Tensor, tuple[int, ...]]:

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from autopar.runtime.conversions import convert
 from autopar.runtime.mail import Pipeline
 from autopar.runtime.patience import be_patient
 from planner import layout as planner_layout
-from planner.errors import PlanError
+from planner.errors import InputError, PlanError
 from planner.layout import PIPELINE, Layout, Mesh
 
 
@@ -104,6 +105,42 @@ def placements(layout: Layout) -> tuple[Placement, ...]:
         else:
             found.append(Replicate())
     return tuple(found)
+
+
+def whole_of(value: DTensor) -> Tensor:
+    """The global tensor on every rank, gathered axis by axis, minor first; all ranks of the mesh must call it.
+
+    What is stored in strips is gathered here: torch takes strips for an order in which axes were cut, which they
+    seldom are, and then its own ``full_tensor`` fails (2.11) or depends on how many axes have some (2.13).
+
+    Raises:
+        InputError: the tensor is in strips that are not equally long.
+    """
+    kept = list(value.placements)
+    if not any(isinstance(placement, _StridedShard) for placement in kept):
+        # Not all at once: torch warns of gathering over several axes.
+        for axis in reversed(range(len(kept))):
+            kept[axis] = Replicate()
+            value = value.redistribute(placements=kept)
+        return value.to_local()
+    steps: list[tuple[int, planner_layout.Shard]] = []
+    length = list(value.shape)
+    for axis, placement in enumerate(kept):
+        if isinstance(placement, (Shard, _StridedShard)):
+            strips = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+            ranks = value.device_mesh.size(axis)
+            if length[placement.dim] % (strips * ranks):
+                raise InputError(
+                    f"a tensor of shape {tuple(value.shape)} is cut as {value.placements}: {strips} strips over {ranks} "
+                    f"ranks do not divide {length[placement.dim]} evenly, and such parts are not put together; give "
+                    "the whole tensor"
+                )
+            length[placement.dim] //= ranks
+            steps.append((axis, planner_layout.Shard(placement.dim, strips)))
+    part = value.to_local().detach()
+    for axis, shard in reversed(steps):
+        part = convert(part, value.device_mesh.get_group(axis), str(shard), "R")
+    return part
 
 
 Rows = tuple[slice | torch.Tensor, ...]

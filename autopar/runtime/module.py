@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from autopar.runtime.buckets import Buckets
@@ -27,7 +27,7 @@ from autopar.runtime.carrier import Carrier
 from autopar.runtime.entering import parts_at_home
 from autopar.runtime.gradients import Holders, know_each_other
 from autopar.runtime.mail import Pipeline
-from autopar.runtime.mesh import as_dtensor, groups_of, part_of, placements
+from autopar.runtime.mesh import as_dtensor, groups_of, part_of, placements, whole_of
 from autopar.runtime.optimizer import Groups, StateKeeper, make_optimizer
 from autopar.runtime.parameters import local_parts, renew
 from autopar.runtime.stage import programs_in
@@ -478,7 +478,7 @@ class ParallelModule(nn.Module):
                 f"{name} has shape {tuple(value.shape)} in the state dict, {tuple(own.shape)} in the model"
             )
         if isinstance(value, DTensor):
-            value = _whole(value)
+            value = whole_of(value)
         leaf = next(spec for spec in self._leaf_names.values() if _lookup(self, spec.name) is _lookup(self, name))
         part = part_of(value, leaf.layout, self.mesh, self.rank).to(own.device, own.dtype)
         return as_dtensor(part, self.device_mesh, own.placements, own.shape, own.stride())
@@ -490,16 +490,7 @@ def _is_cut(parameter: Tensor) -> bool:
 
 def _on_cpu(value: Tensor) -> Tensor:
     """A copy of a tensor, whole, on the CPU."""
-    return (_whole(value) if isinstance(value, DTensor) else value).detach().cpu().clone()
-
-
-def _whole(value: DTensor) -> Tensor:
-    """The global tensor, gathered axis by axis, minor first: torch warns of gathering over several at once."""
-    kept = list(value.placements)
-    for axis in reversed(range(len(kept))):
-        kept[axis] = Replicate()
-        value = value.redistribute(placements=kept)
-    return value.to_local()
+    return (whole_of(value) if isinstance(value, DTensor) else value).detach().cpu().clone()
 
 
 def _readable(code: str, name: str) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.meter import LiveBytes
 from autopar.runtime.carrier import Carrier
+from autopar.runtime.mesh import whole_of
 from autopar.runtime.module import ParallelModule
 from planner.cluster import ClusterSpec
 from planner.errors import InfeasibleError, InputError, PlanError
@@ -81,7 +82,7 @@ def same_gradients(pmodel: nn.Module, model: nn.Module) -> None:
     for (name, mine), theirs in zip(pmodel.named_parameters(), model.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None), name
         if mine.grad is not None and theirs.grad is not None:
-            whole = mine.grad.full_tensor()  # type: ignore[attr-defined]
+            whole = whole_of(mine.grad)
             torch.testing.assert_close(whole, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
@@ -216,12 +217,12 @@ def goes_other_ways(document: dict[str, Any]) -> None:
         warnings.simplefilter("error")
         both(accumulates)
     held = [parameter.grad for parameter in pmodel.parameters()]
-    before = [None if grad is None else grad.full_tensor().clone() for grad in held]  # type: ignore[attr-defined]
+    before = [None if grad is None else whole_of(grad).clone() for grad in held]
     pmodel.zero_grad()
     loss_of(pmodel, batches[2]).backward()
     for grad, value in zip(held, before, strict=True):  # what the user still holds is left alone
         assert grad is not None and value is not None
-        assert torch.equal(grad.full_tensor(), value)  # type: ignore[attr-defined]
+        assert torch.equal(whole_of(grad), value)
     assert carrier.arena.high_water_bytes <= carrier.arena.budget_bytes
 
     for m in (model, pmodel):
@@ -248,7 +249,7 @@ def goes_other_ways(document: dict[str, Any]) -> None:
     kept = copy.deepcopy(pmodel.state_dict())
     both(lambda m: loss_of(m, batches[0]).backward())
     pmodel.load_state_dict(kept)
-    assert all(torch.equal(value.full_tensor(), kept[key].full_tensor()) for key, value in pmodel.state_dict().items())
+    assert all(torch.equal(whole_of(value), whole_of(kept[key])) for key, value in pmodel.state_dict().items())
 
     with pytest.raises(InputError, match="cannot be copied"):
         copy.deepcopy(pmodel)

@@ -19,6 +19,7 @@ type       operands are cut   results are       cotangents are cut    gradients 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,7 @@ def check_row(
 ) -> list[AxisStrategy]:
     """Assert that every strategy of ``OPS[str(op)]`` computes what the whole operator computes.
 
-    Give floating-point operands as float64; the gradients of all of them are compared.
+    Give floating-point operands as float64; the gradients of all of them are compared, where torch has some.
 
     Args:
         op: the overload, such as ``torch.ops.aten.add.Tensor``.
@@ -63,6 +64,7 @@ def check_row(
     """
     call = Call.bind(op, args, kwargs or {})
     operands, results = call.operands, call.run()
+    trained = has_derivative(op, args, kwargs)
     node = call.node(results)
     rule = OPS[node.op].rule(node, tuple(map(tensor_type, operands)))
     check_rule(rule, operands, results)
@@ -71,7 +73,7 @@ def check_row(
     for size in sizes:
         for strategy in axis_strategies(rule, size, strip_counts(rule)):
             try:
-                check_strategy(call, strategy, size, local_form)
+                check_strategy(call, strategy, size, local_form, trained)
             except Exception as error:
                 types = f"{strategy.operands} -> {strategy.results}"
                 raise AssertionError(f"{node.op}, {strategy} on {size} ranks, {types}: {error}\n{rule}") from error
@@ -79,8 +81,10 @@ def check_row(
     return checked
 
 
-def check_strategy(call: Call, strategy: AxisStrategy, size: int, local_form: LocalForm | None = None) -> None:
-    """Assert that ``size`` ranks, cut and joined as ``strategy`` says, compute the results and the gradients."""
+def check_strategy(
+    call: Call, strategy: AxisStrategy, size: int, local_form: LocalForm | None = None, trained: bool = True
+) -> None:
+    """Assert that ``size`` ranks, cut and joined as ``strategy`` says, compute the results and, if trained, gradients."""
     whole = call.on(leaves(call.operands))
     results = whole.run()
     shapes = local_shapes(results, strategy.results, size)
@@ -90,6 +94,8 @@ def check_strategy(call: Call, strategy: AxisStrategy, size: int, local_form: Lo
     for position, local_type in enumerate(strategy.results):
         parts = [rank[position].detach() for rank in local_results]
         assert_same(join(parts, local_type), results[position].detach(), f"result {position}")
+    if not trained:
+        return
 
     cotangents = [random_like(y) if y.requires_grad else torch.zeros(y.shape) for y in results]
     local_cotangents = cut_all(cotangents, gradient_types(strategy.results), size)
@@ -98,6 +104,20 @@ def check_strategy(call: Call, strategy: AxisStrategy, size: int, local_form: Lo
     for position, local_type in enumerate(gradient_types(strategy.operands)):
         parts = local_gradients[position :: len(gradients)]
         assert_same(join(parts, local_type), gradients[position], f"gradient of operand {position}")
+
+
+def has_derivative(op: OpOverload[..., Any], args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Whether this torch can take gradients of an operator; it says that it cannot when it is asked to."""
+    call = Call.bind(op, args, kwargs)
+    whole = call.on(leaves(call.operands))
+    results = whole.run()
+    try:
+        vjp(results, [torch.zeros_like(y) for y in results], whole.operands)
+    except RuntimeError as error:
+        if not re.search(r"derivative for .* is not implemented", str(error)):
+            raise
+        return False
+    return True
 
 
 # The application of an operator, whole and on a rank.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.api import trace
 from autopar.capture import capture
@@ -43,6 +44,16 @@ class Positions(nn.Module):
 
     def forward(self, ids, mask=None):
         return (self.tokens(ids) + self.positions[: ids.shape[1]]).sum()
+
+
+def takes_float_ids() -> bool:
+    """Whether an embedding takes what are no ids while a model is traced."""
+    with FakeTensorMode():
+        try:
+            nn.functional.embedding(torch.zeros(2, 4), torch.zeros(16, 8))
+        except RuntimeError:
+            return False
+    return True
 
 
 def branches(linear, x):
@@ -119,7 +130,11 @@ def test_a_loss_that_needs_values_is_named_with_its_line() -> None:
             {"ids": torch.zeros(2, 8, dtype=torch.long)},
             ["ids int64 2x8", "self.positions[", "RuntimeError", "length 4"],
         ),
-        ({"ids": torch.zeros(2, 4)}, ["ids float32 2x4", "self.tokens(ids)", "RuntimeError", "torch.float32"]),
+        pytest.param(
+            {"ids": torch.zeros(2, 4)},
+            ["ids float32 2x4", "self.tokens(ids)", "RuntimeError", "torch.float32"],
+            marks=pytest.mark.skipif(takes_float_ids(), reason="this torch finds the mistake only when the model runs"),
+        ),
         (
             {"input_ids": X},
             ["input_ids float32 8x8", "Positions.forward(ids, mask=None)", "TypeError", "'input_ids'", "needs loss_fn"],

@@ -7,6 +7,7 @@ its layers are copies all the same, and the model must be left as it was.
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -621,7 +622,10 @@ def test_what_transformers_collects_with_hooks(asked: str) -> None:
 
 def test_a_mixture_of_experts_is_captured_whole_and_runs_afterwards() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+    if "torch.bincount(" in inspect.getsource(load_balancing_loss_func):
+        pytest.skip("this transformers counts the tokens of experts by a result that is as large as their values say")
     config = MixtralConfig(
         vocab_size=32,
         hidden_size=16,

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from planner.layout import P
 from planner.ops import OPS, elementwise, factory, indexing, reduction, reshape
 from planner.rules import AxisStrategy
-from tests.autopar.sharding_oracle import Args, LocalForm, check_row
+from tests.autopar.sharding_oracle import Args, LocalForm, check_row, has_derivative
 
 Case = tuple[str, tuple[object, ...], dict[str, object]]
 SHAPES = [(4, 6), (8,), (3, 1, 4), ()]
@@ -431,6 +431,8 @@ def test_every_strategy_computes_what_the_operator_computes(name: str) -> None:
     torch.manual_seed(0)
     for _, args, kwargs in CASES[name]:
         check_row(op_named(name), args, kwargs, local_form=LOCAL_FORMS.get(name))
+    if not all(has_derivative(op_named(name), args, kwargs) for _, args, kwargs in CASES[name]):
+        pytest.skip("results are right; this torch has no gradients of the operator")
 
 
 def test_every_row_has_a_case() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import logging
 import math
@@ -30,7 +31,7 @@ from autopar.meter import LiveBytes
 from autopar.runtime.draws import draw
 from autopar.runtime.layers import attention, batch_norm, cross_entropy_loss, vocab_embedding
 from autopar.runtime.mail import Between
-from autopar.runtime.mesh import groups_of
+from autopar.runtime.mesh import groups_of, whole_of
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.patience import patience
 from autopar.runtime.random import RandomState
@@ -148,7 +149,7 @@ def parallel(model: nn.Module, document: Mapping[str, Any], batch: Batch, **opti
 
 
 def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return whole_of(value) if isinstance(value, DTensor) else value
 
 
 def same(what: str, got: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:
@@ -537,6 +538,9 @@ def loses_a_rank(name: str, document: Mapping[str, Any], lost: int, directory: P
         loss_of(pmodel, batch_of(name)).backward()
     except RuntimeError as error:
         (directory / str(dist.get_rank())).write_text(str(error))
+    # This rank goes next. Its process stays, and not every torch closes the connections of a group that is still held.
+    del pmodel
+    gc.collect()
 
 
 # ---- the ways of running ---------------------------------------------------------------------------------------------
