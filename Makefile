@@ -1,16 +1,18 @@
 # `make` prints what there is. Everything runs in .venv, which `make setup` makes.
 
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input --no-compile
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+OLDEST  := .venv-oldest
+INSTALL := -m pip --disable-pip-version-check install -qq --no-input --no-compile
+PIP     := $(BIN)/python $(INSTALL)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench zoo clean
+.PHONY: help setup demo test test-oldest check format bench zoo clean
 
 help:  ## print the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: $(STAMP)  ## make .venv and install everything into it, once
 
@@ -30,9 +32,21 @@ demo: $(STAMP)  ## plan a small GPT-2, train it on four local processes, compare
 	@$(BIN)/autopar demo
 
 # A file of tests at a time on each core, four at most; some start up to four processes: one thread each.
-test: export OMP_NUM_THREADS ?= 1
+PYTEST := -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+test test-oldest: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)  ## run the tests; make test ARGS="-m 'not slow' -k fold" selects
-	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(or $(ARGS),tests)
+	@$(BIN)/python $(PYTEST) $(or $(ARGS),tests)
+
+# The lowest releases that pyproject.toml takes, each in its newest patch; they are built for Python 3.10 to 3.12.
+test-oldest: $(OLDEST)/.installed  ## run the tests with the lowest versions that autopar takes, in .venv-oldest
+	@$(OLDEST)/bin/python $(PYTEST) $(or $(ARGS),tests)
+
+$(OLDEST)/.installed: pyproject.toml
+	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	@grep -oE '"[A-Za-z_-]+>=[0-9.]+"' pyproject.toml | tr -d '"' | sed 's/>=\(.*\)/==\1.*/' >$(OLDEST)/lowest.txt
+	@echo "Installing the lowest versions into $(OLDEST)"
+	@$(OLDEST)/bin/python $(INSTALL) --constraint $(OLDEST)/lowest.txt --editable '.[hf,notebook,test]'
+	@touch $@
 
 check: $(STAMP)  ## what CI checks before the tests: format, lint, types
 	@$(BIN)/ruff format --check .
@@ -51,5 +65,5 @@ zoo: $(STAMP)  ## every model under every plan against the original, recorded un
 	@$(BIN)/python -m benchmarks.zoo_tiers
 
 clean:  ## remove .venv and every cache
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -55,7 +55,9 @@ class _Part:
 
 
 def build_tree(model: Model, max_entries: int) -> Tree:
-    """Eliminate, again and again, the vertex whose table is smallest; no table exceeds ``max_entries``."""
+    """Eliminate, again and again, the vertex whose table is smallest; no table exceeds ``max_entries``.
+
+    A vertex without neighbours has no table but its single costs, however many."""
     log_size = [math.log(size) for size in model.sizes]
     waiting: list[list[_Part]] = [[] for _ in log_size]
     for pair in sorted(model.pairs):
@@ -79,7 +81,7 @@ def build_tree(model: Model, max_entries: int) -> Tree:
         v = min(weight, key=lambda u: (weight[u], u))
         del weight[v]
         groups = [waiting[v]]
-        if is_too_large([part.scope for part in waiting[v]], v):
+        if waiting[v] and is_too_large([part.scope for part in waiting[v]], v):  # single costs alone are never split
             exact = False
             groups = []
             for part in sorted(waiting[v], key=lambda part: -len(part.scope)):

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.problem import Problem, evaluate
@@ -34,6 +34,7 @@ def weighted(model: Model, weights: Weights) -> list[float]:
 
 @settings(max_examples=150, deadline=None)
 @given(problems, st.sampled_from([1, 4, 16, 100_000]), st.tuples(*[st.sampled_from([0.0, 0.3, 1.0])] * 3))
+@example(random_problem(14032388, 1, 2, 0.4, spans=False), 1, (0.0, 0.3, 0.0))  # less than nothing, in no table
 def test_the_least_weighted_sum_is_found_whatever_the_size_of_small_tables(
     problem: Problem, entries: int, columns: tuple[float, float, float]
 ) -> None:
