@@ -131,9 +131,9 @@ def whole_of(value: DTensor) -> Tensor:
             ranks = value.device_mesh.size(axis)
             if length[placement.dim] % (strips * ranks):
                 raise InputError(
-                    f"a tensor of shape {tuple(value.shape)} is cut as {value.placements}: {strips} strips over {ranks} "
-                    f"ranks do not divide {length[placement.dim]} evenly, and such parts are not put together; give "
-                    "the whole tensor"
+                    f"a tensor of shape {tuple(value.shape)} is cut as {value.placements}: {strips} strips over "
+                    f"{ranks} ranks do not divide {length[placement.dim]} evenly, and such parts are not put "
+                    "together; give the whole tensor"
                 )
             length[placement.dim] //= ranks
             steps.append((axis, planner_layout.Shard(placement.dim, strips)))

@@ -57,7 +57,8 @@ class _Part:
 def build_tree(model: Model, max_entries: int) -> Tree:
     """Eliminate, again and again, the vertex whose table is smallest; no table exceeds ``max_entries``.
 
-    A vertex without neighbours has no table but its single costs, however many."""
+    A vertex without neighbours has no table but its single costs, however many.
+    """
     log_size = [math.log(size) for size in model.sizes]
     waiting: list[list[_Part]] = [[] for _ in log_size]
     for pair in sorted(model.pairs):

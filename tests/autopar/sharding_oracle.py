@@ -84,7 +84,7 @@ def check_row(
 def check_strategy(
     call: Call, strategy: AxisStrategy, size: int, local_form: LocalForm | None = None, trained: bool = True
 ) -> None:
-    """Assert that ``size`` ranks, cut and joined as ``strategy`` says, compute the results and, if trained, gradients."""
+    """Assert that ``size`` ranks, cut and joined as ``strategy`` says, compute results and, if trained, gradients."""
     whole = call.on(leaves(call.operands))
     results = whole.run()
     shapes = local_shapes(results, strategy.results, size)

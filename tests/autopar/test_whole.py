@@ -59,16 +59,16 @@ def test_parts_are_gathered(placed: tuple[Placement, ...]) -> None:
 
 
 @pytest.mark.parametrize("layout", [(I, planner_layout.Shard(0, 4)), (planner_layout.Shard(0), I)], ids=str)
-def test_torch_gathers_what_plans_store_or_refuses(layout: Layout) -> None:
-    """Older ones refuse strips."""
+def test_torch_gathers_what_plans_store(layout: Layout) -> None:
     with fake_process_group(MESH.size), LocalTensorMode(MESH.size) as mode:
         parts = mode.rank_map(lambda rank: part_of(WHOLE, layout, MESH, rank))
         value = as_dtensor(parts, device_mesh(MESH, "cpu"), placements(layout), WHOLE.shape, WHOLE.stride())
         try:
             found: Any = value.full_tensor()
-        except ValueError as error:
-            assert "_StridedShard" in str(error)
-            return
+        except ValueError:
+            if layout[1] == I:
+                raise
+            pytest.skip("this torch gathers no strips")
         assert all(torch.equal(each, WHOLE) for each in found._local_tensors.values())
 
 
