@@ -279,7 +279,9 @@ class _Run:
             else:
                 self._backward(stage, turn, split=kind == "I")
         except Exception as error:
-            error.add_note(f"on rank {dist.get_rank()}, in action {action}: {_written(action)}")
+            # As add_note does, which Python 3.10 has not: there the note is kept, but not printed.
+            note = f"on rank {dist.get_rank()}, in action {action}: {_written(action)}"
+            error.__notes__ = [*getattr(error, "__notes__", ()), note]
             raise
         self.step.recorder.end()
 

@@ -64,7 +64,7 @@ def check_row(
     """
     call = Call.bind(op, args, kwargs or {})
     operands, results = call.operands, call.run()
-    trained = has_derivative(op, args, kwargs)
+    trained = has_derivative(op, args, kwargs or {})
     node = call.node(results)
     rule = OPS[node.op].rule(node, tuple(map(tensor_type, operands)))
     check_rule(rule, operands, results)
