@@ -121,7 +121,7 @@ def test_the_command_writes_a_calibration_and_a_cluster_that_refers_to_it(tmp_pa
         (["--out", "{folder}"], "is a directory"),
         (["--out", "{folder}/missing/calibration.yaml"], "there is no directory"),
         (["--cluster", "{folder}/missing/cluster.yaml"], "there is no directory"),
-        (["--ranks", "0"], "greater than or equal to 1"),
+        (["--ranks", "0"], "Invalid value for '--ranks'"),
     ],
 )
 def test_wrong_arguments_are_refused_before_measuring(tmp_path: Path, arguments: list[str], part: str) -> None:
