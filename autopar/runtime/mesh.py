@@ -111,7 +111,7 @@ def whole_of(value: DTensor) -> Tensor:
     """The global tensor on every rank, gathered axis by axis, minor first; all ranks of the mesh must call it.
 
     What is stored in strips is gathered here: torch takes strips for an order in which axes were cut, which they
-    seldom are, and then its own ``full_tensor`` fails (2.11) or depends on how many axes have some (2.13).
+    seldom are; then its own ``full_tensor`` fails (2.11), or is wrong where several axes cut strips of one dim (2.13).
 
     Raises:
         InputError: the tensor is in strips that are not equally long.
