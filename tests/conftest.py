@@ -1,6 +1,7 @@
 """What every test runs under. Nothing here imports torch: the planner's tests run without it."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -9,6 +10,9 @@ from hypothesis import HealthCheck, settings
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell's background job ignores interrupts, and so would the tests of them and the processes that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples every time, and no deadlines: the machine may be busy.
 settings.register_profile(
