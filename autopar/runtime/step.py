@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 
 from autopar.runtime.hand_over import handing_over, power_of_two, refusing
 from autopar.runtime.mail import Mail, Messages
+from autopar.runtime.notes import add_note
 from autopar.runtime.recompute import memory_of
 from autopar.runtime.split import Later, backward_of_inputs
 from autopar.runtime.stage import Stage, programs_in
@@ -279,9 +280,7 @@ class _Run:
             else:
                 self._backward(stage, turn, split=kind == "I")
         except Exception as error:
-            # As add_note does, which Python 3.10 has not: there the note is kept, but not printed.
-            note = f"on rank {dist.get_rank()}, in action {action}: {_written(action)}"
-            error.__notes__ = [*getattr(error, "__notes__", ()), note]
+            add_note(error, f"on rank {dist.get_rank()}, in action {action}: {_written(action)}")
             raise
         self.step.recorder.end()
 

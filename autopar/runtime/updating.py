@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.gradients import is_hooked
+from autopar.runtime.notes import add_note
 from autopar.runtime.tiers import Link
 from planner.errors import InputError
 
@@ -159,7 +160,7 @@ class Updates:
             parameter.grad = Used.of(parameter)
         self.is_over = True
         if errors:
-            errors[0].add_note(f"while backward updated parameters; {self._told()}")
+            add_note(errors[0], f"while backward updated parameters; {self._told()}")
             raise errors[0]
 
     def check_ended(self) -> None:
