@@ -36,9 +36,6 @@ SHAPES = {
     "GPT 0.16B": Shape(layers=12, hidden=768, heads=12, vocab=50304, batch=16, sequence=1024),
     "GPT 1.1B": Shape(layers=20, hidden=2048, heads=16, vocab=32768, batch=8, sequence=1024),
     "GPT 3.4B": Shape(layers=28, hidden=3072, heads=24, vocab=32768, batch=8, sequence=1024),
-    "GPT 6.7B": Shape(layers=32, hidden=4096, heads=32, vocab=32768, batch=8, sequence=1024),
-    "GPT 13B": Shape(layers=40, hidden=5120, heads=40, vocab=32768, batch=8, sequence=1024),
-    "GPT 20B": Shape(layers=44, hidden=6144, heads=48, vocab=32768, batch=8, sequence=1024),
 }
 STEP_CASES = tuple(
     {"model": model, "dtype": dtype, "pin": {"recompute": recompute}}
@@ -131,7 +128,11 @@ def _row(case: Mapping[str, Any], side: str, cluster: str) -> Run:
     if limit_gib is not None:
         total_bytes = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total_bytes))
-    step, plans = (_ours if side == "ours" else _fsdp2)(case, side, model, batch, cluster)
+    plans: dict[str, autopar.Plan] = {}
+    if side == "ours":
+        step, plans = _ours(case, model, batch, cluster)
+    else:
+        step = _fsdp2(model, batch, recomputes=side.endswith("recomputing"))
     del model
     gc.collect()
     for _ in range(WARMUP):
@@ -197,7 +198,7 @@ def _loss(output: Any) -> Tensor:
 
 
 def _ours(
-    case: Mapping[str, Any], side: str, model: nn.Module, batch: dict[str, Tensor], cluster: str
+    case: Mapping[str, Any], model: nn.Module, batch: dict[str, Tensor], cluster: str
 ) -> tuple[Step, dict[str, autopar.Plan]]:
     specs, pin = {"profiled": ClusterSpec.load(cluster), "detected": ClusterSpec.detect()}, case.get("pin")
     if case["limit_gib"] is not None:
@@ -210,7 +211,6 @@ def _ours(
         name: autopar.plan(model, spec, example_kwargs=batch, pin=pin, optimizer_bytes_per_element=state_bytes)
         for name, spec in specs.items()
     }
-    print(plans["profiled"], flush=True)
     pmodel = autopar.parallelize(model, specs["profiled"], plan=plans["profiled"], example_kwargs=batch)
     optimizer = pmodel.optimizer(torch.optim.AdamW, lr=1e-5)
 
@@ -224,9 +224,7 @@ def _ours(
     return step, plans
 
 
-def _fsdp2(
-    case: Mapping[str, Any], side: str, model: nn.Module, batch: dict[str, Tensor], cluster: str
-) -> tuple[Step, dict[str, autopar.Plan]]:
+def _fsdp2(model: nn.Module, batch: dict[str, Tensor], recomputes: bool) -> Step:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -234,7 +232,7 @@ def _fsdp2(
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
     policy = CPUOffloadPolicy(pin_memory=True)
     for number, layer in enumerate(model.layers):
-        if side.endswith("recomputing"):
+        if recomputes:
             model.layers[number] = layer = checkpoint_wrapper(layer)
         fully_shard(layer, offload_policy=policy)
     fully_shard(model, offload_policy=policy)
@@ -247,7 +245,7 @@ def _fsdp2(
         optimizer.zero_grad()
         return float(loss.detach())
 
-    return step, {}
+    return step
 
 
 def _moved(step: Step) -> dict[str, tuple[int, float, float]]:

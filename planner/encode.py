@@ -210,7 +210,9 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         "search": field("search", _read_search),
         "pipeline": field("pipeline", _read_pipeline) if "pipeline" in data else None,
         "timetable": field("timetable", Timetable.from_dict) if "timetable" in data else None,
-        **({name: field(name, _read_bytes) for name in ("optimizer_bytes_per_element",) if name in data}),
+        "optimizer_bytes_per_element": field("optimizer_bytes_per_element", _read_bytes)
+        if "optimizer_bytes_per_element" in data
+        else Document.optimizer_bytes_per_element,
         "recorded": Account(
             field("details", lambda details: tuple(map(_read_details, _list(details)))),
             field("leaves", lambda leaves: {name: _read_leaf(leaf) for name, leaf in _mapping(leaves).items()}),

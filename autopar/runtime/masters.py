@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.mesh import as_dtensor
+from autopar.runtime.trial import FAILURES, SCALES, first_line, name_of
 from planner.errors import InputError
 
 MASTER = "master"
@@ -312,7 +313,7 @@ def class_with_masters(
             )
     if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)):
         raise InputError(
-            f"master_dtype is given, and {getattr(make, '__name__', repr(make))} is no subclass of "
+            f"master_dtype is given, and {name_of(make)} is no subclass of "
             "torch.optim.Optimizer, in whose groups and state masters stand: give one, and its options beside it"
         )
     apart = all(_goes_apart(make, each) for each in options)
@@ -323,9 +324,9 @@ def _goes_apart(make: type[Any], options: Mapping[str, Any]) -> bool:
     """Whether an optimizer steps parameters, one after another, as it steps them at once: tried on two."""
     try:
         return all(map(torch.equal, *(_tried(with_masters(make, torch.float64, size), options) for size in (0, None))))
-    except (TypeError, RuntimeError, NotImplementedError, AssertionError) as error:
+    except FAILURES as error:
         raise InputError(
-            f"{make.__name__} does not step from gradients alone ({str(error).splitlines()[0]}), and masters have "
+            f"{name_of(make)} does not step from gradients alone ({first_line(error)}), and masters have "
             "nothing else: take another optimizer, or leave master_dtype out"
         ) from error
 
@@ -337,7 +338,7 @@ def _tried(make: type[Any], options: Mapping[str, Any]) -> list[Tensor]:
     optimizer = make(parameters, **options)
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        for scale in (1e-3, 1.0, 1e3):
+        for scale in SCALES:
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
             optimizer.step()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.disk import Disk
 from autopar.runtime.masters import class_with_masters
+from autopar.runtime.trial import FAILURES, SCALES, at_a_rate, first_line, name_of
 from planner.errors import InfeasibleError, InputError
 
 Groups = Sequence[Mapping[str, Any]]
@@ -30,8 +31,6 @@ CHOSEN = frozenset({"fused", "foreach", "differentiable"})
 """Options that say how to step."""
 SIZE = 256
 """Rows and columns of the matrix that is tried: some optimizers go by elements where it is smaller."""
-SCALES = (1e-3, 1.0, 1e3)
-"""Of the gradients of each step: some optimizers clip them."""
 
 
 def make_optimizer(
@@ -76,7 +75,7 @@ def make_optimizer(
         options = {**options, "fused": True}
     made = stepping(grouped, **options)
     for option in {key for each in own for key in each} - made.defaults.keys():
-        raise InputError(f"groups: {_name(make)} has no option {option!r}; {_close(option, sorted(made.defaults))}")
+        raise InputError(f"groups: {name_of(make)} has no option {option!r}; {_close(option, sorted(made.defaults))}")
     return made
 
 
@@ -120,7 +119,7 @@ def check_elementwise(make: Callable[..., Any], options: Mapping[str, Any], devi
         options: what the optimizer is made with; with a rate of 0 nothing would be seen, so another one is taken.
         device: where the parameters are.
     """
-    options = {**options, "lr": 1e-2} if "lr" in options else dict(options)
+    options = at_a_rate(options)
     generator = torch.Generator().manual_seed(0)
     value, *gradients = (
         torch.randn(SIZE, SIZE, dtype=torch.float64, generator=generator).to(device) * scale for scale in (1.0, *SCALES)
@@ -132,7 +131,7 @@ def check_elementwise(make: Callable[..., Any], options: Mapping[str, Any], devi
             joined = torch.cat([_stepped(make, options, part, made) for part, *made in parts], dim)
             if not torch.allclose(joined, whole, rtol=1e-10, atol=1e-12):
                 raise InputError(
-                    f"{_name(make)} is not elementwise: two halves of a matrix, each by itself, become another "
+                    f"{name_of(make)} is not elementwise: two halves of a matrix, each by itself, become another "
                     f"one than the whole (by up to {(joined - whole).abs().max().item():.1g}). {WAY_OUT}"
                 )
 
@@ -147,9 +146,9 @@ def _stepped(
         parameter.grad = gradient.clone()
         try:
             optimizer.step()
-        except (TypeError, RuntimeError, NotImplementedError, AssertionError) as error:
+        except FAILURES as error:
             raise InputError(
-                f"{_name(make)} does not step from gradients alone ({str(error).splitlines()[0]}). {WAY_OUT}"
+                f"{name_of(make)} does not step from gradients alone ({first_line(error)}). {WAY_OUT}"
             ) from error
     return parameter.detach()
 
@@ -158,10 +157,6 @@ WAY_OUT = (
     "Ranks of this plan hold parts of the parameters, and each updates its own: take an optimizer that updates every "
     "element by itself (AdamW, SGD, RMSprop, Adagrad ...), or a plan that shards no parameter (pin={'zero': 0})"
 )
-
-
-def _name(make: Callable[..., Any]) -> str:
-    return getattr(make, "__name__", repr(make))
 
 
 # ---- state on disk ---------------------------------------------------------------------------------------------------

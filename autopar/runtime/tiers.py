@@ -259,8 +259,8 @@ class Gradients(Chunk):
 
     def take(self) -> dict[str, Tensor]:
         """What arrived at home since the last time, whole."""
-        self.link.settle(self.started)
-        found, self._arriving = self._arriving, {}
+        found, arriving = self.leave()
+        self.link.settle(arriving)
         return found
 
     def leave(self) -> tuple[dict[str, Tensor], Any]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from autopar.runtime.gradients import is_hooked
 from autopar.runtime.notes import add_note
 from autopar.runtime.tiers import Link
+from autopar.runtime.trial import FAILURES, SCALES, at_a_rate, first_line, name_of
 from planner.errors import InputError
 
 AFTER = "plan with pin 'update' 'after', whose backward leaves gradients in .grad"
@@ -296,24 +297,20 @@ def check_separate(make: Callable[..., Any], options: Mapping[str, Any]) -> None
     Args:
         options: what the optimizer is made with; with a rate of 0 nothing would be seen, so another one is taken.
     """
-    options = {**options, "lr": 1e-2} if "lr" in options else dict(options)
+    options = at_a_rate(options)
     try:
         at_once, in_turn = (_stepped(make, options, is_apart) for is_apart in (False, True))
-    except (TypeError, RuntimeError, NotImplementedError, AssertionError, AttributeError) as error:
+    except (*FAILURES, AttributeError) as error:  # what it has made itself, a twin has not
         raise InputError(
-            f"{_name(make)} does not step some of its parameters as torch.optim.Optimizer does, from gradients alone "
-            f"({str(error).splitlines()[0]}), which updates in backward do: take another, or {AFTER}"
+            f"{name_of(make)} does not step some of its parameters as torch.optim.Optimizer does, from gradients alone "
+            f"({first_line(error)}), which updates in backward do: take another, or {AFTER}"
         ) from error
     if not all(torch.allclose(*both, rtol=1e-10, atol=1e-12) for both in zip(at_once, in_turn, strict=True)):
         raise InputError(
-            f"{_name(make)} does not update each parameter by itself, and in backward (pin 'update' is 'backward') "
+            f"{name_of(make)} does not update each parameter by itself, and in backward (pin 'update' is 'backward') "
             "some are updated before the gradients of others are there: take one that does (AdamW, SGD, RMSprop, "
             f"Adagrad ...), or {AFTER}"
         )
-
-
-def _name(make: Callable[..., Any]) -> str:
-    return getattr(make, "__name__", repr(make))
 
 
 def _stepped(make: Callable[..., Any], options: Mapping[str, Any], is_apart: bool) -> list[Tensor]:
@@ -325,7 +322,7 @@ def _stepped(make: Callable[..., Any], options: Mapping[str, Any], is_apart: boo
     parameters = [nn.Parameter(drawn()) for _ in range(2)]
     optimizer = make(parameters, **options)
     with torch.random.fork_rng([]):
-        for scale in (1e-3, 1.0, 1e3):
+        for scale in SCALES:
             grads = {parameter: drawn() * scale for parameter in parameters}
             partly = Partly(optimizer)
             for parameter, grad in grads.items():

@@ -46,7 +46,7 @@ def test_any_timetable_computes_the_same(
     document = carried.plan_of(name, pin, ranks).to_dict()
     draw = random.Random(name)
     shares = [draw.random() * most for most in (0.1, 0.0, 0.6, 0.3)[:budgets]]
-    pool.run(carried.trains_under_any_timetable, name, document, shares, ranks=ranks)
+    pool.run(carried.trains_under_any_timetable, name, document, shares, carried.trains_as_planned, ranks=ranks)
 
 
 @pytest.mark.parametrize("name, pin, ranks, budgets", EARLY, ids=str)
@@ -56,7 +56,7 @@ def test_updates_in_backward_compute_the_same(
     document = carried.plan_of(name, {**pin, "update": "backward"}, ranks).to_dict()
     draw = random.Random(name)
     shares = [draw.random() * most for most in (0.1, 0.4)[:budgets]]
-    pool.run(updated.trains_under_any_timetable, name, document, shares, ranks=ranks)
+    pool.run(carried.trains_under_any_timetable, name, document, shares, updated.trains_as_planned, ranks=ranks)
     if name == "shared-layers":
         pool.run(updated.refuses_clipping_on_all_ranks, name, document, ranks=ranks)
 

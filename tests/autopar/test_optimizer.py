@@ -60,6 +60,14 @@ class Noisy(torch.optim.SGD):
         super().step()
 
 
+class WantsClosure(torch.optim.SGD):
+    """Says nothing of what it misses."""
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None
+        super().step(closure)
+
+
 @pytest.mark.parametrize("make, options", ELEMENTWISE, ids=lambda given: getattr(given, "__name__", ""))
 def test_elementwise_optimizers_are_taken(make: Any, options: dict[str, Any]) -> None:
     before = torch.get_rng_state()
@@ -68,6 +76,7 @@ def test_elementwise_optimizers_are_taken(make: Any, options: dict[str, Any]) ->
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (WantsClosure, {}, r"WantsClosure does not step from gradients alone \((AssertionError|assert )"),
     (torch.optim.LBFGS, {}, r"LBFGS does not step from gradients alone \(.*'closure'\)"),
     (torch.optim.Adafactor, {"lr": 0.0}, "Adafactor is not elementwise: two halves of a matrix"),
     (torch.optim.Muon, {}, "Muon is not elementwise"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from autopar.runtime.updating import Used
 from planner.cluster import ClusterSpec
 from planner.errors import InputError
 from planner.plan import Plan
-from tests.autopar.carried import TIMETABLES, another, loss_of, model_of, parallel
+from tests.autopar.carried import another, loss_of, model_of, parallel
 
 EARLY: dict[str, Any] = {"offload": "host", "update": "backward"}
 
@@ -90,19 +89,8 @@ def same_values(pmodel: ParallelModule, model: nn.Module, **within: float) -> No
         torch.testing.assert_close(value, expected[key], msg=key, **(within or {"rtol": 1e-10, "atol": 1e-12}))
 
 
-def trains_under_any_timetable(name: str, document: dict[str, Any], shares: list[float]) -> None:
-    """Ten steps of AdamW with budgets that leave room for such shares of what there is."""
-    plan = Plan.from_dict(document)
-    assert plan.timetable is not None
-    trace = plan.timetable.trace
-    least, all_bytes = max(trace.needed_bytes), sum(item.bytes for item in trace.items)
-    for number, share in enumerate(shares):
-        table = TIMETABLES[number % 2](trace, least + int(share * all_bytes))
-        trains_as_planned(name, replace(plan, timetable=table).to_dict())
-
-
 def trains_as_planned(name: str, document: dict[str, Any]) -> None:
-    """What moves is what was planned, never over the budget, in as much of the host's memory as was planned."""
+    """Ten steps of AdamW: what moves is as planned, never over the budget, in the host's memory that was planned."""
     model, batch = model_of(name)
     pmodel, carrier = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
     table = carrier.table

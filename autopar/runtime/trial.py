@@ -1,0 +1,26 @@
+"""Trial: what an optimizer does is not asked of its name, but tried on small tensors. What all trials share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SCALES = (1e-3, 1.0, 1e3)
+"""Of the gradients of each step: some optimizers clip them."""
+FAILURES = (TypeError, RuntimeError, AssertionError)
+"""What optimizers raise that do not step from gradients alone: they want a closure, or more."""
+
+
+def at_a_rate(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with a rate at which something is seen, which may be 0 to begin with."""
+    return {**options, "lr": 1e-2} if "lr" in options else dict(options)
+
+
+def name_of(make: object) -> str:
+    """What an optimizer's class, or what else makes one, is called."""
+    return getattr(make, "__name__", repr(make))
+
+
+def first_line(error: Exception) -> str:
+    """Of what an error says; a bare assertion says no more than its type."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
