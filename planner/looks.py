@@ -11,7 +11,8 @@ and the memory of the last it bounds them all. Where that leaves a better plan p
 of the ladder. Between two of them costs change evenly, and the bounds of both ends at one price of memory hold for all.
 Where everything fits at the first step, no other is looked at: more recomputation would only take more time.
 
-Of a division in turns, pipelines are cut for what solves the problem of a typical rank, then that of the average one.
+Of a division in turns the second look bounds all its pipelines, by the problem of the average rank; the third cuts
+pipelines for what solves that, and for what solves the problem of a typical rank. A bound costs a fifth of a cut.
 """
 
 from __future__ import annotations
@@ -188,8 +189,9 @@ class Setting:
 class Look:
     """How closely a candidate was looked at, over the steps ``low`` to ``high`` of the ladder of recomputation.
 
-    ``is_priced`` once its relaxation was, ``is_sought`` once a pipeline was looked for; ``choices`` and ``step`` are
-    the best plan found there, ``evaluation`` what it costs, and ``staged`` how it runs in turns.
+    ``is_priced`` once its relaxation was, ``is_sought`` once a pipeline was looked for; ``relaxed`` solves the
+    relaxation; ``choices`` and ``step`` are the best plan found there, ``evaluation`` what it costs, and ``staged``
+    how it runs in turns.
     """
 
     candidate: Candidate
@@ -199,6 +201,7 @@ class Look:
     high: int
     is_priced: bool = False
     is_sought: bool = False
+    relaxed: tuple[int, ...] | None = None
     choices: tuple[int, ...] | None = None
     step: int = 0
     evaluation: Evaluation | None = None
@@ -223,19 +226,20 @@ class Look:
     @property
     def is_tried(self) -> bool:
         """Whether a plan was looked for."""
-        return self.is_sought or self.is_priced
+        return self.is_sought if self.candidate.division.in_turns else self.is_priced
 
     @property
     def is_done(self) -> bool:
         """Whether it was looked at as closely as can be."""
         if self.candidate.division.in_turns:
-            return self.is_priced
+            return self.is_sought
         return self.low == self.high and self.candidate.proof == "search"
 
     @property
     def is_dear(self) -> bool:
         """Whether the next look takes long: the problem is not posed yet, or there are several amounts to search."""
-        return self.posed is None or (self.is_priced and self.low < self.high)
+        amounts = self.high - self.low if self.is_priced and not self.candidate.division.in_turns else 0
+        return self.posed is None or amounts > 0
 
     @property
     def amounts(self) -> tuple[Recompute, list[Recompute]]:
@@ -255,7 +259,7 @@ def look_closer(setting: Setting, skeleton: Skeleton, look: Look, best: Best | N
     if look.posed is None:
         return [_at_work(setting, skeleton, look)]
     if look.candidate.division.in_turns:
-        return [(_at_average if look.is_sought else _for_pipeline)(setting, look, best)]
+        return [(_for_pipeline if look.is_priced else _at_average)(setting, look, best)]
     if not look.is_priced:
         look = _where_memory_counts(setting, look)
         return [(_between if look.is_even else _relaxed)(setting, look, best)]
@@ -320,8 +324,17 @@ def _relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
     return _with_plan(setting, look, light)
 
 
+def _at_average(setting: Setting, look: Look, best: Best | None) -> Look:
+    """The whole problem of the average rank, which no pipeline is below."""
+    look, bounds = _bounded(setting, look, best)
+    status = "infeasible" if math.isinf(look.candidate.bound_s) else "none found"
+    return replace(look, candidate=replace(look.candidate, status=status), relaxed=bounds.choices)
+
+
 def _for_pipeline(setting: Setting, look: Look, best: Best | None) -> Look:
-    """Pipelines of what solves the problem of a typical rank, with a price on what all micro-batches in flight hold."""
+    """Pipelines of what solves the problem of a typical rank, with a price on what all micro-batches in flight hold,
+    and of what solved that of the average one.
+    """
     before, space = time.monotonic(), look.space.holding(look.candidate.division.in_flight)
     ends = (look.ladder.steps[0], look.ladder.steps[-1])
     first, last = (space.problem(setting.limit_bytes, end) for end in ends)
@@ -330,20 +343,9 @@ def _for_pipeline(setting: Setting, look: Look, best: Best | None) -> Look:
         look = _with_pipeline(setting, look, choices, best)
     if look.staged is None and best is None:
         look = _with_pipeline(setting, look, lightest(last), best)
+    look = _with_pipeline(setting, look, look.relaxed, best)
     setting.took("solve", before)
-    return replace(look, is_sought=True)
-
-
-def _at_average(setting: Setting, look: Look, best: Best | None) -> Look:
-    """The whole problem of the average rank, and pipelines of what solves it."""
-    look, bounds = _bounded(setting, look, best)
-    before = time.monotonic()
-    if math.isinf(look.candidate.bound_s):
-        look = replace(look, candidate=replace(look.candidate, status="infeasible"))
-    if not is_reached(look.candidate.bound_s, best):
-        look = _with_pipeline(setting, look, bounds.choices, best)
-    setting.took("solve", before)
-    return close(look, better(best, look))
+    return close(replace(look, is_sought=True), better(best, look))
 
 
 def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None, best: Best | None) -> Look:

@@ -334,9 +334,9 @@ def _explore(
         if best is not None and is_late:
             closed += [close(look, best) for look in waiting]
             break
-        # To look deeper at what was begun finds plans, to begin proves bounds: where there are many divisions, in turn.
+        # To look for plans where it is promising, or to prove bounds: where there are many divisions, in turn.
         is_deeper = is_turned and not is_deeper
-        begun = [look for look in waiting if look.posed is not None and not look.is_tried] if is_deeper else []
+        begun = [look for look in waiting if look.is_priced and not look.is_tried] if is_deeper else []
         look = min(begun or waiting, key=lambda look: _turn(look, first, best))
         waiting.remove(look)
         is_left_out = is_late and look.is_dear and len(closed) + 1 < len(divisions)
