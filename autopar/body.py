@@ -38,6 +38,7 @@ class Body:
         ready: parameters in the layouts in which operators use them; over turns, as they are in all of them.
         gathered: those of them that are in memory of their own.
         counts: what is known of all turns before the first, by name, see :func:`known_before`.
+        gatherings: those of the block's parameters that are perhaps on their way, by the number of their chunk.
         taken: what each operator takes and makes, by its name and place: operands, then results.
     """
 
@@ -52,6 +53,7 @@ class Body:
         self.ready: dict[tuple[Ref, Layout], fx.Node] = {}
         self.gathered: set[fx.Node] = set()
         self.counts: dict[str, fx.Node] = {}
+        self.gatherings: dict[int, fx.Node] = {}
         self._attributes: dict[str, fx.Node] = {}
         self._entered: Counter[str] = Counter()
 
@@ -125,14 +127,18 @@ class Body:
 
     def bring_parameters(self, block: Block) -> None:
         """Gather what the block uses replicated, and sum its gradients, in one call per chunk and axis."""
-        for chunk in self.assignment.chunks(block):
+        ahead = self.assignment.ahead(block)
+        for number, chunk in enumerate(self.assignment.chunks(block)):
             current = [self.values[ref] for ref in chunk]
-            for steps in zip(*chunk.values(), strict=True):
-                current = self.brought(current, steps)
+            for place, steps in enumerate(zip(*chunk.values(), strict=True)):
+                gathering = self.gatherings.get(number) if place == ahead.get(number) else None
+                current = self.brought(current, steps, gathering)
             for (ref, route), value in zip(chunk.items(), current, strict=True):
                 self.ready[ref, route[-1].after] = value
 
-    def brought(self, values: list[fx.Node], steps: tuple[Step, ...]) -> list[fx.Node]:
+    def brought(
+        self, values: list[fx.Node], steps: tuple[Step, ...], gathering: fx.Node | None = None
+    ) -> list[fx.Node]:
         """Parameters made replicated on an axis, together; the same step of each."""
         axis, rule = steps[0].axis, steps[0].rule
         if self._is_here(axis):
@@ -142,7 +148,8 @@ class Body:
             call = self.graph.call_function(replicate_parameters, (tuple(values), group))
         else:
             shards = tuple(_local_text(step.before, axis, self.mesh.sizes) for step in steps)
-            call = self.graph.call_function(gather_parameters, (tuple(values), group, shards))
+            more = () if gathering is None else (gathering,)
+            call = self.graph.call_function(gather_parameters, (tuple(values), group, shards, *more))
         found = [_call(self.graph, getitem, (call, i), f"{value.name}_r") for i, value in enumerate(values)]
         if rule != "I>R" or not self.gathered.isdisjoint(values):
             self.gathered.update(found)
@@ -243,9 +250,11 @@ class Body:
             if value not in needed and value not in stops:
                 needed[value] = None
                 waiting.extend(value.all_input_nodes)
+        gatherings = [*self.gatherings.values()]
         sources = [v for v in self.graph.nodes if v in stops and any(user in needed for user in v.users)]
+        sources = [value for value in sources if value not in gatherings]
         program, copies = fx.Graph(), {}
-        for value in sources:
+        for value in (*sources, *gatherings):
             copies[value] = program.placeholder(value.name)
         for value in self.graph.nodes:
             if value in needed:
@@ -343,6 +352,8 @@ def block_body(block: Block, assignment: Assignment, targets: Mapping[str, Any],
     body = Body(assignment, targets, device)
     for entry in entries_of(block, assignment):
         body.enter(entry, block.path)
+    for number in assignment.ahead(block):
+        body.gatherings[number] = body.graph.placeholder(f"gathering_{number}")
     if not assignment.space.in_turns:
         body.bring_parameters(block)
     for node in block.nodes:

@@ -8,6 +8,7 @@ is decided here: operators run as the assignment says, and conversions are the r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from keyword import iskeyword
 from typing import Any
@@ -29,8 +30,9 @@ from autopar.body import (
 )
 from autopar.capture import Captured
 from autopar.runtime.entering import enter_block, leave_block
+from autopar.runtime.parameters import gather_ahead
 from autopar.runtime.recompute import recompute
-from planner.fold import Block
+from planner.fold import Block, Instance
 from planner.formulate import Assignment
 from planner.graph import Ref
 from planner.heap import BEFORE
@@ -99,6 +101,8 @@ class Root:
         carrier = groups.get(CARRIER)
         self._chunks = [] if carrier is None else [c for c in chunks_of(assignment) if carrier.carries(parameters(c))]
         self._made: dict[tuple[object, ...], str] = {}
+        self._before: tuple[fx.Node | None, tuple[fx.Node, ...]] = (None, ())
+        self._again: tuple[fx.Node, ...] = ()
         self._holder: dict[str, Any] = {}
 
     def call(self, number: int) -> None:
@@ -113,15 +117,40 @@ class Root:
         name = self._made[key]
         self.calls[name] += 1
         at_home = self.enter(number)
-        inputs = tuple(self.body.found(entry) for entry in entries_of(instance.block, assignment))
+        gatherings = self._gatherings(instance.block)
+        inputs = (*(self.body.found(entry) for entry in entries_of(instance.block, assignment)), *gatherings.values())
         self.body.values.update(at_home)
         if level == "none":
             call = graph.call_module(name, inputs)
         else:
             programs = (self.body.attribute(name), self.body.attribute(_again(name)))
             call = graph.call_function(recompute, (*programs, *inputs))
+        if gatherings:
+            self._before = call, tuple(gatherings.values())
+            again = tuple(gatherings[chunk] for chunk in self._gathers_again(instance, level))
+            self._again = again or self._again
         bind_results(graph, call, instance.block.outputs, self.body.values)
         self.leave(number, instance.block)
+
+    def _gatherings(self, block: Block) -> dict[int, fx.Node]:
+        """Those of a block, by the number of their chunk, made before the block before is called, which starts them."""
+        graph, found, chunks = self.body.graph, {}, self.assignment.chunks(block)
+        before, previous = self._before
+        for number, place in self.assignment.ahead(block).items():
+            chunk = chunks[number]
+            step = next(iter(chunk.values()))[place]
+            group = self.body.attribute(self.assignment.space.mesh.axes[step.axis].name)
+            parts = tuple(self.body.values[ref] for ref in chunk)
+            with graph.inserting_before(before) if before is not None else nullcontext():
+                args = (parts, group, previous, self._again)
+                found[number] = graph.create_node("call_function", gather_ahead, args, {}, name="gathering")
+        return found
+
+    def _gathers_again(self, instance: Instance, level: Level) -> list[int]:
+        """The chunks of an instance that backward gathers again, by their number."""
+        brought = self.assignment.brought_again(instance, level)
+        chunks = self.assignment.chunks(instance.block)
+        return [number for number in self.assignment.ahead(instance.block) if not brought.isdisjoint(chunks[number])]
 
     def enter(self, number: int) -> dict[Ref, fx.Node]:
         """Have the parameters of a block on the device, or those that enter before all blocks, if parameters move;

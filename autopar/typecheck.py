@@ -30,7 +30,7 @@ from autopar.runtime.conversions import convert
 from autopar.runtime.mesh import device_mesh, groups_of
 from autopar.runtime.parameters import gather_parameters, replicate_parameters
 from autopar.runtime.random import RandomState
-from autopar.runtime.recompute import recompute
+from autopar.runtime.recompute import gatherings_of, recompute
 from autopar.runtime.state import RunState
 from autopar.runtime.turns import Turns
 from autopar.simulate import fake_process_group
@@ -223,7 +223,7 @@ class _Root(fx.Interpreter):
         program, again, *inputs = args
         outputs, given_up, kept = _Root(program, self.checker).run(*inputs)
         with torch.no_grad():
-            made = _Root(again, self.checker).run(*kept)
+            made = _Root(again, self.checker).run(*kept, *gatherings_of(inputs))
         for old, new in zip(given_up, made, strict=True):
             self.checker.alike(old, new, f"{again.__class__.__name__}: a value that is made again")
         return outputs

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from planner.conversion import ConversionTable, Route, Step, local_bytes
 from planner.cost import CostModel
-from planner.fold import Block, Folded
+from planner.fold import Block, Folded, Instance
 from planner.graph import Graph, Node, Ref
 from planner.kernel import Stream, kernel_of
 from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS
 from planner.problem import Edge, Floats, Ints, Problem, Vertex
-from planner.recompute import NOTHING, Recompute
+from planner.recompute import NOTHING, Level, Recompute
 from planner.rules import Inner, Rule
 from planner.skeleton import Flow, Skeleton
 from planner.skeleton import Role as Role
@@ -153,6 +153,29 @@ class Assignment:
                     key = (tuple((step.axis, step.rule) for step in route), tensor.dtype, tensor.grad)
                     found.setdefault(key, {})[ref] = route
         return list(found.values())
+
+    def brought_again(self, instance: Instance, level: Level) -> set[Ref]:
+        """The parameters that an instance of a block brings again in backward, with all others of their chunk."""
+        space, nodes, found = self.space, instance.block.nodes, set[Ref]()
+        if level == "none" or space.in_turns or not space.is_undone(instance):
+            return found
+        for node, positions in zip(nodes, space.skeleton.again(instance.kind, level).taken, strict=True):
+            found.update(node.inputs[position] for position in positions if self.bringing(node, position))
+        return found
+
+    def ahead(self, block: Block) -> dict[int, int]:
+        """The chunks of a block that are gathered while the block before computes, by number -> which step does.
+
+        Those whose parts are stored here; in turns, where parameters are gathered once for all, none.
+        """
+        found: dict[int, int] = {}
+        if self.space.in_turns or self.space.training.tier != "device":
+            return found
+        for number, chunk in enumerate(self.chunks(block)):
+            for place, step in enumerate(next(iter(chunk.values()))):  # like those of the others
+                if step.rule == "S>R" and self.space.mesh.axes[step.axis].size > 1:
+                    found.setdefault(number, place)
+        return found
 
     def output_layout(self, position: int) -> Layout:
         """The layout in which output number ``position`` leaves the model."""
@@ -287,6 +310,11 @@ class Space:
     def is_read(self, ref: Ref) -> bool:
         """Whether anything reads a value."""
         return ref in self.skeleton.readers
+
+    def is_undone(self, instance: Instance) -> bool:
+        """Whether backward passes an instance of a block."""
+        made = (Ref(node.name, index) for node in instance.block.nodes for index in range(len(node.results)))
+        return not self.graph.differentiated.isdisjoint(made)
 
     def relay_of(self, ref: Ref) -> Role | None:
         """The relay role of a value, if it has one."""

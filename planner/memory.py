@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from planner.again import shares
 from planner.conversion import Route, Step, local_bytes
@@ -149,6 +150,11 @@ class _Step:
         self.heap = Heap()
         self.tapes: list[Tape] = []
         self.frame: Frame | None = None
+        self.parts: dict[Ref, Storage] = {}
+        self.following = self._following()
+        self.underway: dict[tuple[int, int], tuple[Storage, Storage]] = {}
+        self.before: Frame | None = None
+        self.sent: Storage | None = None
         self.buckets: Storage | None = None
         self.number = BEFORE
         self.is_away = self.space.training.tier != "device"
@@ -159,6 +165,7 @@ class _Step:
     def usage(self) -> Usage:
         heap = self.heap
         values = self._leaves()
+        self.parts = {ref: value.storage for ref, value in values.items()}
         heap.moment("forward")
         if self.space.cost.cluster.backend == "gloo" and not self.is_away:  # see autopar/runtime/buckets.py
             self.buckets = heap.new("gradients", "gradients", self._bucket_bytes(values))
@@ -315,9 +322,11 @@ class _Step:
         if level == "none":
             return self._block(instance, inputs)
         before = len(self.tapes)
-        self.frame = Frame(instance.block, self.space.skeleton.again(instance.kind, level))
+        self.frame = Frame(instance.block, self.space.skeleton.again(instance.kind, level), self.before)
         outputs = self._block(instance, inputs)
         self.frame.gives_up(self.heap, self.tapes[before:])
+        if self.frame.gathers and self.assignment.brought_again(instance, level):
+            self.before = self.frame
         if self.is_away:
             self._reads_again(self.frame.held)
         self.frame = None
@@ -373,17 +382,26 @@ class _Step:
     def _brought(self, block: Block, frame: dict[Ref, Value]) -> dict[Ref, Value]:
         """Parameters that are gathered, and whose gradients are reduced, together: an autograd node per axis; held."""
         ready: dict[Ref, Value] = {}
-        for chunk in self.assignment.chunks(block):
+        ahead = self.assignment.ahead(block)
+        for number, chunk in enumerate(self.assignment.chunks(block)):
             current = [frame[ref] for ref in chunk]
             for value in current:
                 self.heap.hold(value.storage)
-            for steps in zip(*map(self._crossing, chunk.values()), strict=True):
-                current = self._brought_on(current, chunk, steps)
+            for place, steps in enumerate(zip(*chunk.values(), strict=True)):
+                if self.mesh.axes[steps[0].axis].size > 1:
+                    is_ahead = place == ahead.get(number)
+                    current = self._brought_on(current, chunk, steps, number if is_ahead else None)
             ready.update(zip(chunk, current, strict=True))
         return ready
 
-    def _brought_on(self, values: list[Value], chunk: Chunk, steps: tuple[Step, ...]) -> list[Value]:
-        """The same held values after one step, held in their place."""
+    def _brought_on(
+        self, values: list[Value], chunk: Chunk, steps: tuple[Step, ...], ahead: int | None = None
+    ) -> list[Value]:
+        """The same held values after one step, held in their place.
+
+        Args:
+            ahead: the number of the chunk, if this step is perhaps underway.
+        """
         types = [self.graph.type_of(ref) for ref in chunk]
         is_sum = steps[0].rule == "I>R"
         tape = self._tape("sum of gradients" if is_sum else "gathering", len(values))
@@ -396,21 +414,53 @@ class _Step:
         sizes = [local_bytes(tensor, step.after, self.mesh) for tensor, step in zip(types, steps, strict=True)]
         names = [f"{ref.node} as R" for ref in chunk]
         tape.works = sum(size for size, value in zip(sizes, values, strict=True) if value.made)
-        storages = self._gathered([value.storage for value in values], names, sizes, steps)
+        tape.sends = not self.is_away and _are_parameters(values)
+        storages = self._gathered([value.storage for value in values], names, sizes, steps, ahead)
         return [Value(*each) for each in zip(storages, sizes, made, strict=True)]
 
+    def _following(self) -> dict[int, int]:
+        """The instances that are followed and gather ahead -> the one after."""
+        skipped = {number for skip in self.skips for number in range(skip.start, skip.end)}
+        followed = [number for number in range(len(self.instances)) if number not in skipped]
+        return dict(pairwise(number for number in followed if self.assignment.ahead(self.instances[number].block)))
+
+    def _start_following(self) -> None:
+        """Gather what the next block uses."""
+        following = self.following.get(self.number)
+        if following is None:
+            return
+        block = self.instances[following].block
+        chunks = self.assignment.chunks(block)
+        for number, place in self.assignment.ahead(block).items():
+            if (following, number) not in self.underway:
+                steps = {ref: route[place] for ref, route in chunks[number].items()}
+                sizes = [local_bytes(self.graph.type_of(ref), step.after, self.mesh) for ref, step in steps.items()]
+                names = [f"{ref.node} as R" for ref in steps]
+                self.underway[following, number] = self._started([self.parts[ref] for ref in steps], names, sizes)
+
+    def _started(self, parts: list[Storage], names: list[str], sizes: list[int]) -> tuple[Storage, Storage]:
+        """Storages of what is sent of parts and of what comes, both held."""
+        heap = self.heap
+        if len(parts) == 1:
+            return heap.hold(parts[0]), heap.new(names[0], "gathered", sum(sizes))
+        own = heap.new("parts of a chunk", "temporary", sum(part.held.bytes for part in parts))
+        return own, heap.new("a chunk", "gathered", sum(sizes))
+
     def _gathered(
-        self, parts: list[Storage], names: list[str], sizes: list[int], steps: tuple[Step, ...]
+        self, parts: list[Storage], names: list[str], sizes: list[int], steps: tuple[Step, ...], ahead: int | None
     ) -> list[Storage]:
         """Storages of whole parameters, made of those of their parts, which are no longer held."""
         heap = self.heap
-        own = parts[0]
-        if len(parts) > 1:
-            own = heap.new("parts of a chunk", "temporary", sum(part.held.bytes for part in parts))
+        underway = None if ahead is None else self.underway.pop((self.number, ahead), None)
+        own, every = underway or self._started(parts, names, sizes)
+        if ahead is not None:
+            self._start_following()
+            if self.frame is not None:
+                self.frame.ahead += [own, every]
+        if own is not parts[0]:
             self._makes(own, parts)
-            for storage in parts:
-                heap.drop(storage)
-        every = heap.new(names[0] if len(parts) == 1 else "a chunk", "gathered", sum(sizes))
+        for storage in parts:
+            heap.drop(storage)
         self._makes(every, [own])
         heap.drop(own)
         cut = steps[0].src
@@ -594,6 +644,13 @@ class _Step:
             self._undo(tape)
         for skip in reversed(skipped):
             self._undo_skipped(skip)
+        self._arrived()
+
+    def _arrived(self) -> None:
+        """What was sent to be reduced is no longer needed."""
+        if self.sent is not None:
+            self.heap.drop(self.sent)
+            self.sent = None
 
     @staticmethod
     def _reached(roots: list[Tape]) -> dict[Tape, None]:
@@ -614,7 +671,11 @@ class _Step:
         heap.enter("backward", tape.block)
         heap.moment(f"backward {tape.name}")
         saved = [*tape.saved, *(frame.take(heap, storage) for frame, storage in tape.again)]
+        if tape.sends:
+            self._arrived()
         works = heap.new(tape.name, "temporary", tape.works)
+        if tape.sends:
+            self.sent = heap.hold(works)
         size = 0 if all(target.tape.leaves for target in tape.targets) else tape.together
         together = heap.hold(tape.bucket) if tape.bucket else heap.new("gradients", "gradients", size)
         arriving = []

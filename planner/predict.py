@@ -250,11 +250,9 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
     """Calls that one instance of a block makes again in backward, to recompute."""
     space = assignment.space
     calls: Calls = Counter()
-    if level == "none":
+    if level == "none" or not space.is_undone(instance):
         return calls
     again = space.skeleton.again(instance.kind, level)
-
-    brought: set[Ref] = set()
 
     def add(ref: Ref, route: Route) -> None:
         repeat(_route_calls(assignment, ref, route, backward=False))
@@ -271,15 +269,14 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
         for (ref, _), position in taken.items():
             if space.in_turns and space.graph.by_name[ref.node].op == "param":
                 continue
-            if assignment.bringing(node, position):
-                brought.add(ref)
-            else:
+            if not assignment.bringing(node, position):
                 add(ref, assignment.operand_route(node, position))
         for number, inner in choice.inner if at in again.operators else ():
             on = space.mesh.axes[number]
             if on.size > 1 and on.name != MICRO and inner.phase == "forward":
                 bytes_in = space.inner_bytes(space.rules[node.name], choice, inner)
                 calls[Collective(inner.kind, on.name, bytes_in, "backward")] += space.mesh.micro_batches
+    brought = assignment.brought_again(instance, level)
     for chunk in assignment.chunks(instance.block):
         if not brought.isdisjoint(chunk):
             repeat(_chunk_calls(assignment, chunk, backward=False))

@@ -25,6 +25,7 @@ class Tape:
         works: bytes that it needs while it runs.
         together: bytes of one storage in which all of its gradients lie; 0: each has its own.
         bucket: where that storage lies if it is there from the start.
+        sends: what it needs while it runs is sent, and there until the next such node runs.
         keeps: its gradient stays when backward is over (a parameter's).
         leaves: its gradient is not counted here, since it goes to the host as soon as its block is undone.
     """
@@ -38,6 +39,7 @@ class Tape:
     works: int = 0
     together: int = 0
     bucket: Storage | None = None
+    sends: bool = False
     keeps: bool = False
     leaves: bool = False
 
@@ -63,10 +65,18 @@ class Value:
 
 
 class Frame:
-    """What a block that recomputes made in forward, from what, and which of it is kept."""
+    """What a block that recomputes made in forward, from what, and which of it is kept.
 
-    def __init__(self, block: Block, again: Again):
-        self.name, self.again = block.path, again
+    Args:
+        before: the last block before it that gathers parameters again.
+
+    Attributes:
+        ahead: storages of parameters on their way, which are there before the block runs again.
+    """
+
+    def __init__(self, block: Block, again: Again, before: Frame | None):
+        self.name, self.again, self.before = block.path, again, before
+        self.ahead: list[Storage] = []
         self.at = {node.name: at for at, node in enumerate(block.nodes)}
         self.made: dict[Storage, tuple[Storage, ...]] = {}
         self.beside: dict[Storage, int] = {}
@@ -129,14 +139,29 @@ class Frame:
                 waiting.extend(self.made[storage])
         return [storage for storage in self.made if storage in found]
 
+    @property
+    def gathers(self) -> list[Storage]:
+        """What is gathered again ahead, in order."""
+        return [storage for storage in self.ahead if storage in self._needed]
+
+    def start(self, heap: Heap) -> None:
+        """Gather again what can be ahead, unless it is on its way."""
+        for storage in self.gathers:
+            if storage not in self.remade:
+                self.remade[storage] = heap.new(storage.held.name, storage.held.use, storage.held.bytes)
+
     def make(self, heap: Heap) -> None:
-        """Make everything again that will be used."""
+        """Make everything again that will be used; the block that is undone next gathers from here on."""
         heap.moment(f"recompute {self.name}")
+        self.start(heap)
+        if self.before is not None:
+            self.before.start(heap)
         last = {source: storage for storage in self._needed for source in self.made[storage]}
         copies = []
         for storage in self._needed:
             beside = heap.new(storage.held.name, "temporary", self.beside[storage])
-            self.remade[storage] = heap.new(storage.held.name, storage.held.use, storage.held.bytes)
+            if storage not in self.remade:
+                self.remade[storage] = heap.new(storage.held.name, storage.held.use, storage.held.bytes)
             heap.drop(beside)
             copies.append(heap.new(storage.held.name, "temporary", self.copied.get(storage, 0)))
             for source in dict.fromkeys((*self.made[storage], storage)):

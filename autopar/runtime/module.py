@@ -496,7 +496,7 @@ def _on_cpu(value: Tensor) -> Tensor:
 def _readable(code: str, name: str) -> str:
     """A program's text without what fx adds for the interpreter."""
     code = re.sub(r";  (?:\w+ = )+None", "", code)
-    words = "convert|(?:replicate|gather)_parameters|draw|(?:enter|leave)_block"
+    words = "convert|(?:replicate|gather)_parameters|gather_ahead|draw|(?:enter|leave)_block"
     code = re.sub(rf"\bautopar_runtime_\w+?_(?={words})", "", code)
     code = re.sub(r"\bautopar_runtime_layers_[a-z]+_", "layers.", code)
     code = re.sub(r"\bautopar_body_getitem\((\w+), (\d+)\)", r"\1[\2]", code)

@@ -4,7 +4,8 @@ Parameters enter as this rank's parts (:func:`local_parts`). Where a block uses 
 whole, their gradients are summed in one all-reduce (:func:`replicate_parameters`); those that are stored in shards are
 gathered in one call, and their gradients reduced in one (:func:`gather_parameters`). Both run beside the rest of
 backward: autograd takes the node that was made last first, so the parts, made before the program, come after all of
-it, and wait there.
+it, and wait there. Gradients on their way to be reduced are whole, so they are waited for where the next block's are
+sent.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.buckets import Buckets
 from autopar.runtime.conversions import convert, local_type, open_strips
+from autopar.runtime.gathering import Gathering
 from planner.layout import Shard
 
 
@@ -33,7 +35,8 @@ class _LocalParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, buckets, *parameters):  # type: ignore[no-untyped-def]
-        ctx.specs, ctx.buckets, ctx.pending = [p._spec for p in parameters], buckets, []
+        ctx.specs, ctx.buckets = [p._spec for p in parameters], buckets
+        ctx.pending, ctx.sent = [], _Sent()
         ctx.set_materialize_grads(False)
         return tuple(p._local_tensor.detach() for p in parameters)
 
@@ -45,15 +48,34 @@ class _LocalParts(torch.autograd.Function):
         ]
         while ctx.pending:
             ctx.pending.pop(0).wait()
+        ctx.sent.wait()
         return None, *found
+
+
+class _Sent:
+    """The gradients that are being reduced: of one block at a time, since they are there for as long."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, Tensor] | None = None
+
+    def wait(self) -> None:
+        """Until those that were sent last are reduced; they are let go."""
+        if self._last is not None:
+            self._last[0].wait()
+            self._last = None
+
+    def put(self, work: Any, sent: Tensor) -> None:
+        """Some are sent."""
+        assert self._last is None
+        self._last = work, sent
 
 
 def _parts_of(node: Any) -> tuple[Any, int] | None:
     """Where a node of autograd need not wait for the gradients that it finds, if all it found them for are parts.
 
     Returns:
-        Their node, which waits for what is ``pending``, and the number of the first part; ``None``: other nodes read
-        the gradients too.
+        Their node, which waits for what is ``pending`` and ``sent``, and the number of the first part; ``None``: other
+        nodes read the gradients too.
     """
     takers = [(taker, place) for taker, place in node.next_functions if taker is not None]
     return takers[0] if all(isinstance(taker, _LocalParts._backward_cls) for taker, _ in takers) else None
@@ -82,40 +104,31 @@ class _Gather(torch.autograd.Function):
     """Shards of a block's parameters gathered in one call; backward reduces their gradients in one."""
 
     @staticmethod
-    def forward(ctx, axis, shards, *parameters):  # type: ignore[no-untyped-def]
+    def forward(ctx, gathering, axis, shards, *parameters):  # type: ignore[no-untyped-def]
         forms = [_Form(part.shape, shard, axis.size()) for part, shard in zip(parameters, shards, strict=True)]
         ctx.axis, ctx.forms, ctx.like = axis, forms, parameters[0].detach()
         ctx.set_materialize_grads(False)
-        every = _gathered([parameter.reshape(-1) for parameter in parameters], axis)
-        rows = every.split([parameter.numel() for parameter in parameters], 1)
+        rows = gathering.rows().split([parameter.numel() for parameter in parameters], 1)
         return tuple(form.whole(each) for form, each in zip(forms, rows, strict=True))
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        sizes = [form.part.numel() for form in ctx.forms]
+        sizes, found = [form.part.numel() for form in ctx.forms], _parts_of(ctx)
+        if found is not None:
+            found[0].sent.wait()
         every = ctx.like.new_empty(ctx.axis.size(), sum(sizes))
         for form, grad, rows in zip(ctx.forms, grads, every.split(sizes, 1), strict=True):
             form.fill(rows, grad)
         own = every.new_empty(sum(sizes))
-        found = _parts_of(ctx)
         work = _reduce_scatter(own, every.view(-1), group=ctx.axis, async_op=found is not None)
         if found is not None:
-            found[0].pending.append(work)
+            found[0].sent.put(work, every)
         parts = (part.view(form.part) for part, form in zip(own.split(sizes), ctx.forms, strict=True))
-        return None, None, *(None if g is None else part for part, g in zip(parts, grads, strict=True))
+        return None, None, None, *(None if g is None else part for part, g in zip(parts, grads, strict=True))
 
 
-# Torch 2.13 has other names for these two, and warns of the old ones.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Torch 2.13 has another name for this, and warns of the old one.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _gathered(flat: Sequence[Tensor], axis: ProcessGroup) -> Tensor:
-    """Every rank's tensors behind one another, a row each."""
-    own = flat[0] if len(flat) == 1 else torch.cat(list(flat))
-    every = own.new_empty(axis.size() * own.numel())
-    _all_gather(every, own, group=axis)
-    return every.view(axis.size(), -1)
 
 
 class _Form:
@@ -193,7 +206,9 @@ def replicate_parameters(parameters: Sequence[Tensor], axis: ProcessGroup) -> tu
     return _SumGradients.apply(axis, *parameters)
 
 
-def gather_parameters(parameters: Sequence[Tensor], axis: ProcessGroup, shards: Sequence[str]) -> tuple[Tensor, ...]:
+def gather_parameters(
+    parameters: Sequence[Tensor], axis: ProcessGroup, shards: Sequence[str], gathering: Gathering | None = None
+) -> tuple[Tensor, ...]:
     """``S -> R`` for all parameters of a block at once: gathered in one call, and their gradients reduced in one.
 
     A reduced gradient is waited for where it reaches its parameter, so nothing else may read it before.
@@ -201,7 +216,21 @@ def gather_parameters(parameters: Sequence[Tensor], axis: ProcessGroup, shards: 
     Args:
         parameters: local parameters, all of one dtype, each read here alone.
         shards: how each is cut along ``axis``, e.g. ``"S(0)"``; strips counted on one rank.
+        gathering: of these parameters, where one was made before; perhaps they are on their way.
     """
     if spmd.is_type_checking():
         return tuple(convert(p, axis, shard, "R") for p, shard in zip(parameters, shards, strict=True))
-    return _Gather.apply(axis, tuple(shards), *parameters)
+    return _Gather.apply(gathering or Gathering(parameters, axis), axis, tuple(shards), *parameters)
+
+
+def gather_ahead(
+    parameters: Sequence[Tensor], axis: ProcessGroup, previous: Sequence[Gathering], again: Sequence[Gathering]
+) -> Gathering:
+    """What :func:`gather_parameters` will take; nothing is sent yet.
+
+    Args:
+        parameters: local parameters, as they are stored.
+        previous: gatherings of the block before.
+        again: those of the last block before that gathers again in backward.
+    """
+    return Gathering(parameters, axis, previous, again)

@@ -23,6 +23,7 @@ from torch.distributed._local_tensor import LocalTensor
 from torch.fx import GraphModule
 
 from autopar.runtime.draws import draw, draw_attention
+from autopar.runtime.gathering import Gathering
 from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState
 
@@ -31,13 +32,13 @@ Place = int | tuple[int, int]
 """A value to give up, by its number; or a tensor saved in a region of random numbers: the numbers of both."""
 
 
-def recompute(program: GraphModule, again: GraphModule, *inputs: Tensor) -> Any:
+def recompute(program: GraphModule, again: GraphModule, *inputs: Tensor | Gathering) -> Any:
     """Run ``program`` and return its outputs.
 
     Args:
         program: returns (outputs, values to give up, values to keep).
-        again: takes the values to keep, returns the values to give up.
-        inputs: what ``program`` takes.
+        again: takes the values to keep, then all gatherings; returns the values to give up.
+        inputs: what ``program`` takes: tensors, then gatherings.
     """
     if not torch.is_grad_enabled():
         return program(*inputs)[0]
@@ -50,7 +51,8 @@ def recompute(program: GraphModule, again: GraphModule, *inputs: Tensor) -> Any:
 
     with saved_tensors_hooks(pack, _Cell.unpack), state.random.recorded() as seeds:
         outputs, given_up, kept = program(*inputs)
-    frame = _Frame(again, given_up, kept, state, _entered(program, again, seeds) if seeds else {})
+    regions = _entered(program, again, seeds) if seeds else {}
+    frame = _Frame(again, given_up, kept, gatherings_of(inputs), state, regions)
     places: dict[int, Place] = {memory_of(value): place for place, value in reversed([*enumerate(given_up)])}
     stay = {memory_of(value) for value in kept}
     seen: Counter[int] = Counter()
@@ -63,6 +65,11 @@ def recompute(program: GraphModule, again: GraphModule, *inputs: Tensor) -> Any:
             cell.give_up(frame, place)
     cells.clear()  # what autograd has saved keeps ``pack`` alive, and would keep all of the block's with it
     return outputs
+
+
+def gatherings_of(inputs: Sequence[Any]) -> tuple[Gathering, ...]:
+    """Those among what a block takes."""
+    return tuple(value for value in inputs if isinstance(value, Gathering))
 
 
 def _state_of(program: GraphModule) -> RunState:
@@ -125,6 +132,7 @@ class _Frame:
         again: GraphModule,
         given_up: Sequence[Tensor],
         kept: Sequence[Tensor],
+        gatherings: Sequence[Gathering],
         state: RunState,
         regions: Mapping[int, int],
     ):
@@ -132,6 +140,7 @@ class _Frame:
         self.regions = regions
         self._again, self._versions = again, [value._version for value in kept]
         self._kept = [(value.detach(), value.requires_grad) for value in kept]
+        self._gatherings = gatherings
         self._geometries = [_geometry(value) for value in given_up]
         self._state, self._training, self._autocast = state, state.training, _autocast_now()
         self._made: dict[Place, Tensor] = {}
@@ -171,7 +180,7 @@ class _Frame:
 
     def _run(self) -> dict[Place, Tensor]:
         with torch.no_grad():
-            return dict(enumerate(self._again(*(value for value, _ in self._kept))))
+            return dict(enumerate(self._again(*(value for value, _ in self._kept), *self._gatherings)))
 
     def _drawn(self) -> dict[Place, Tensor]:
         """The same with random numbers: run as in forward, so that autograd saves what it saved then."""
@@ -188,7 +197,7 @@ class _Frame:
 
         kept = [value.detach().requires_grad_(differs) for value, differs in self._kept]
         with torch.enable_grad(), saved_tensors_hooks(pack, _none), random.replayed(self.regions.items()):
-            made = self._again(*kept)
+            made = self._again(*kept, *self._gatherings)
         return found | {place: value.detach() for place, value in enumerate(made)}
 
 

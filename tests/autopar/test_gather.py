@@ -1,20 +1,33 @@
-"""Parameters of a block gathered in one call: what is gathered, and what is sent back, is cut as the layouts say."""
+"""Parameters of a block gathered in one call: what is gathered, and what is sent back, is cut as the layouts say.
+
+And when: what the next block needs is on its way before this one's gradients are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+import autopar
+from autopar.api import plan_traced, trace
+from autopar.runtime import gathering, parameters
 from autopar.runtime.mesh import part_of
 from autopar.runtime.parameters import _Form, gather_parameters
-from autopar.simulate import fake_process_group
+from autopar.simulate import Simulation, fake_process_group
+from planner.cluster import ClusterSpec
+from planner.formulate import Training
 from planner.layout import Mesh, Shard
+from planner.pins import Pins
+from planner.plan import Plan
 
 RANKS = 3
 
@@ -63,3 +76,151 @@ def test_what_does_not_reach_the_loss_has_no_gradient_and_keeps_ranks_in_step(re
         loss = {"both": lambda: w.sum() + b.sum(), "one": b.sum, "none": lambda: _Lost.apply(w, b)}[reached]()
         loss.backward()
     assert [p.grad is not None for p in (weight, bias)] == {"both": [1, 1], "one": [0, 1], "none": [0, 0]}[reached]
+
+
+# ---- a block ahead ---------------------------------------------------------------------------------------------------
+
+LAYERS, WIDTH = 4, 6
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Residuals(nn.Module):
+    """Layers, the first of which are frozen, and some that do not reach the loss."""
+
+    def __init__(self, frozen: int = 0, beside: int = 0):
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(LAYERS))
+        self.beside = nn.ModuleList(Residual() for _ in range(beside))
+        self.layers[:frozen].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        y = x
+        for layer in self.beside:
+            y = layer(y)
+        return x.square().mean(), y
+
+
+def planned(model: nn.Module, x: Tensor, **pin: object) -> Plan:
+    ranks = 4 if "replicate" in pin or "tensor" in pin else 2
+    return plan_traced(trace(model, (x,)), ClusterSpec.local(ranks), Pins.parse(pin), Training())
+
+
+class Calls(list[str]):
+    """What is sent, and waited for, in order: gathers and reductions by their number in order of sending.
+
+    Attributes:
+        fails: where an error is raised.
+    """
+
+    fails = ""
+
+    def note(self, call: str) -> None:
+        self.append(call)
+        if call == self.fails:
+            raise RuntimeError(call)
+
+
+class Work:
+    def __init__(self, calls: Calls, name: str, work: Any):
+        self.calls, self.name, self.work = calls, name, work
+
+    def wait(self) -> None:
+        self.calls.note(f"wait {self.name}")
+        self.work.wait()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    found = Calls()
+
+    def watched(kind: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Work:
+            name = f"{kind} {sum(each.startswith(kind) for each in found)}"
+            found.note(name)
+            return Work(found, name, function(*args, **kwargs))
+
+        return call
+
+    monkeypatch.setattr(gathering, "_all_gather", watched("gather", gathering._all_gather))
+    monkeypatch.setattr(parameters, "_reduce_scatter", watched("reduce", parameters._reduce_scatter))
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gathers_are_a_block_ahead_and_gradients_are_reduced_beside_the_next_block(
+    calls: Calls, recompute: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = Residuals(), torch.randn(4, WIDTH)
+    plan = planned(model, x, data=2, zero=3, recompute=recompute)
+    assert plan.assignment is not None
+    with Simulation(model, trace(model, (x,)).captured, plan.assignment) as simulation:
+        (inputs,) = simulation.inputs((x,), {})[0]
+        for _ in range(2):
+            calls.clear()
+            loss, _ = simulation.module(inputs)
+            assert calls == [
+                "gather 0", "gather 1", "wait gather 0", "gather 2", "wait gather 1",
+                "gather 3", "wait gather 2", "wait gather 3",
+            ]  # fmt: skip
+            calls.clear()
+            loss.backward()
+            assert calls == [
+                "gather 0", "gather 1", "wait gather 0", "reduce 0",
+                "gather 2", "wait gather 1", "wait reduce 0", "reduce 1",
+                "gather 3", "wait gather 2", "wait reduce 1", "reduce 2",
+                "wait gather 3", "wait reduce 2", "reduce 3", "wait reduce 3",
+            ]  # fmt: skip
+        calls.clear()
+        with torch.no_grad():
+            simulation.module(inputs)
+        assert sum(call.startswith("gather") for call in calls) == LAYERS
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next(calls: Calls) -> None:
+    torch.manual_seed(0)
+    model, x = Residuals(), torch.randn(4, WIDTH)
+    plan = planned(model, x, data=2, zero=3)
+    assert plan.assignment is not None
+    with Simulation(model, trace(model, (x,)).captured, plan.assignment) as simulation:
+        module, (inputs,) = simulation.module, simulation.inputs((x,), {})[0]
+
+        def gradients() -> list[Tensor]:
+            """Of two forwards and backwards, added up."""
+            calls.clear()
+            module.zero_grad()
+            for _ in range(2):
+                module(inputs)[0].backward()
+            grads = [p.grad.to_local() for p in module.parameters() if isinstance(p.grad, DTensor)]
+            return [part.clone() for grad in grads for part in grad._local_tensors.values()]
+
+        expected, once = gradients(), [*calls]
+        for fails in ("wait gather 1", "wait gather 6", "reduce 2"):  # in forward, and twice in backward
+            calls.fails = fails
+            with pytest.raises(RuntimeError, match=fails):
+                gradients()
+            calls.fails = ""
+            assert all(map(torch.equal, gradients(), expected))
+            assert calls == once
+    assert len(expected) == 2 * 4 * LAYERS
+
+
+@pytest.mark.parametrize("pin", [{}, {"recompute": "full"}, {"replicate": 2}], ids=str)
+@pytest.mark.parametrize("form", [{"frozen": 2}, {"frozen": LAYERS - 1}, {"beside": 2}], ids=str)
+def test_nothing_is_gathered_for_a_block_that_backward_does_not_reach(
+    form: Mapping[str, int], pin: Mapping[str, object]
+) -> None:
+    """Calls are as predicted, and gradients those of the model."""
+    torch.manual_seed(0)
+    model, x = Residuals(**form), torch.randn(4, WIDTH)
+    autopar.verify(model, planned(model, x, data=2, zero=3, **pin), example_args=(x,))

@@ -20,8 +20,8 @@ def plan() -> Plan:
 
 @functools.cache
 def tight() -> Plan:
-    """A plan with hardly more memory than it needs if everything is made again."""
-    leanest = plan_of(GRAPH, pin={"recompute": "full"}).certificate.peak_bytes
+    """A plan with hardly more memory than data parallelism needs if all is sharded and everything made again."""
+    leanest = plan_of(GRAPH, pin={"data": 4, "zero": 3, "recompute": "full"}).predicted.peak_bytes
     return plan_of(GRAPH, cluster(4, int(leanest / 0.9) + 1024))
 
 

@@ -1,0 +1,66 @@
+"""Gathering: a block's parameters, from every rank's parts, on their way while the block before computes.
+
+Who asks for the rows of one gathering starts those of the next block: in forward those of the block after, in backward
+those of the block before, which is undone next. So a gather has all of a block's computing to hide behind, and does not
+wait behind the reduced gradients of that block, which are sent after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# Torch 2.13 has another name for this, and warns of the old one.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Gathering:
+    """Parts of parameters, gathered in one call as often as they are asked for.
+
+    Args:
+        parts: this rank's parts, all of one dtype.
+        axis: the group of those that have the others.
+        previous: gatherings of the block before, which start this one in forward.
+        again: those of the last block before that gathers again in backward, which this one starts there.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        axis: ProcessGroup,
+        previous: Sequence[Gathering] = (),
+        again: Sequence[Gathering] = (),
+    ):
+        self._parts, self._axis = parts, axis
+        self._following: tuple[Gathering, ...] = ()
+        self._again = tuple(again)
+        self._underway: tuple[Tensor, Tensor, Any] | None = None
+        for each in previous:
+            each._following = (*each._following, self)
+
+    def start(self) -> None:
+        """Send the parts, unless they are on their way."""
+        if self._underway is None:
+            flat = [part.detach().reshape(-1) for part in self._parts]
+            own = flat[0] if len(flat) == 1 else torch.cat(flat)
+            every = own.new_empty(self._axis.size() * own.numel())
+            self._underway = own, every, _all_gather(every, own, group=self._axis, async_op=True)
+
+    def rows(self) -> Tensor:
+        """Every rank's parts behind one another, a row each; the next block's are on their way from here on.
+
+        The first time is in forward, and every other one in backward.
+        """
+        self.start()
+        assert self._underway is not None
+        (_, every, work), self._underway = self._underway, None
+        following, self._following = self._following, self._again
+        for each in following:
+            each.start()
+        work.wait()
+        return every.view(self._axis.size(), -1)
