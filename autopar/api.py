@@ -24,13 +24,14 @@ from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import ParallelModule
 from autopar.stages import check_in_turns
 from planner import host as machine
+from planner.chunks import chunks_of, home_bytes
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import ClusterError, InputError, PinError, PlanError
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
 from planner.memory import usage
-from planner.offload import chunks_of, home_bytes, offloaded
+from planner.offload import offloaded
 from planner.pins import Pins, filters
 from planner.pipeline.schedule import schedule
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restage, restore
@@ -168,6 +169,9 @@ def plan_traced(
             timetable, predicted = offloaded(assignment, memory, predicted)
     else:
         predicted = predict_in_turns(assignment, staged)
+        if pins.tier != "device":
+            recomputing = found.recomputing
+            timetable, predicted = offloaded(recomputing, found.memory or usage(recomputing), predicted, staged)
     looked = [c for c in found.candidates if c.proof != "arithmetic" or c.status != "not tried"]
     seen = tuple(candidate.facts() for candidate in looked)
     seconds, unseen = {"capture": traced.capture_s, **found.seconds}, len(found.candidates) - len(seen)

@@ -163,7 +163,7 @@ class Body:
         value, route = self.ready.get((ref, layout)), self.assignment.operand_route(node, position)
         if value is None:
             value = self.read(ref, route)
-        elif self.assignment.space.in_turns:
+        elif self.assignment.space.brings_once:
             steps = (*self.assignment.relay_route(ref), *route)
             value = self.converted(value, tuple(step for step in steps if self._is_of_turns(step)))
         strict = tuple(s.operands[position] for s in choice.axes)
@@ -281,10 +281,12 @@ Entry = Ref | tuple[Ref, Layout] | str
 
 
 def entries_of(block: Block, assignment: Assignment) -> tuple[Entry, ...]:
-    """What a block takes, in order: in one turn its inputs; in turns parameters are converted outside, once a step."""
+    """What a block takes, in order: its inputs, parameters as they are used where that is made of them once a step."""
     space = assignment.space
     if not space.in_turns:
         return block.inputs
+    if not space.brings_once:
+        return (*block.inputs, *known_before(block, assignment))
     values: list[Entry] = [ref for ref in block.inputs if not is_param(assignment, ref)]
     return (*values, *parameters_of(block, assignment), *known_before(block, assignment))
 
@@ -354,7 +356,7 @@ def block_body(block: Block, assignment: Assignment, targets: Mapping[str, Any],
         body.enter(entry, block.path)
     for number in assignment.ahead(block):
         body.gatherings[number] = body.graph.placeholder(f"gathering_{number}")
-    if not assignment.space.in_turns:
+    if not assignment.space.brings_once:
         body.bring_parameters(block)
     for node in block.nodes:
         body.emit(node, frozenset(block.outputs))

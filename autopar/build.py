@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,13 +28,12 @@ from autopar.runtime.step import Leaving, Step, Tie, Trainers
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from autopar.stages import Outline, stages_of
+from planner.chunks import before, chunks_of, gradients, moments_of, of_turn, parameters
 from planner.errors import PlanError
 from planner.exchange import ties
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
-from planner.heap import BEFORE
 from planner.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
-from planner.offload import chunks_of, gradients, moments_of, parameters
 from planner.pipeline.schedule import Schedule
 from planner.timetable import Timetable, Use
 
@@ -87,14 +87,17 @@ def build(
     """
     state = RunState(RandomState(seed))
     device = torch.device(device_mesh.device_type)
-    carrier = None if timetable is None else _carrier(assignment, timetable, device, disk)
+    carrier = None
+    if timetable is not None:
+        bounds = (0, len(assignment.space.folded.instances)) if in_turns is None else in_turns.bounds
+        carrier = _carrier(assignment, timetable, device, disk, bounds, in_turns is not None)
     holder = {**groups_of(device_mesh), STATE: state, **({} if carrier is None else {CARRIER: carrier})}
     leaves = [leaf.name for leaf in assignment.space.graph.leaves]
     program: Program
     if in_turns is None:
         program = rewrite(captured, assignment, holder, device).module
     else:
-        program = _step(captured, assignment, in_turns, holder, device)
+        program = _step(captured, assignment, in_turns, holder, device, carrier)
         leaves = list(program.leaves)
     names = {
         name: first
@@ -119,8 +122,18 @@ def build(
     )
 
 
-def _carrier(assignment: Assignment, table: Timetable, device: torch.device, disk: Disk | None) -> Carrier:
+def _carrier(
+    assignment: Assignment,
+    table: Timetable,
+    device: torch.device,
+    disk: Disk | None,
+    bounds: Sequence[int],
+    is_in_turns: bool,
+) -> Carrier:
     """What moves chunks of parameters and gradients as a timetable says.
+
+    Args:
+        bounds: where the blocks are cut into stages.
 
     Raises:
         PlanError: the timetable is of other chunks or blocks than the plan's.
@@ -135,24 +148,30 @@ def _carrier(assignment: Assignment, table: Timetable, device: torch.device, dis
         starts = {leaf.target: start for leaf, start in zip(leaves, chunk.starts, strict=False)}
         trained = tuple(leaf.target for leaf in leaves if leaf.results[0].grad)
         item = gradients(chunk) if gradients(chunk) in items else None
-        carried.append(Carried(parameters(chunk), chunk.bytes, starts, chunk.entered, item, trained))
+        entered: tuple[int, ...] = (chunk.entered,)
+        if chunk.is_before:
+            stages = enumerate(pairwise(bounds))
+            entered = tuple(before(s) for s, (low, high) in stages if any(low <= n < high for n in chunk.readers))
+        carried.append(Carried(parameters(chunk), chunk.bytes, starts, entered, item, trained))
         sizes |= {parameters(chunk): chunk.bytes} | ({item: chunk.gradient_bytes} if item else {})
-    entering = {each.block for each in carried}
-    moments = {n: names for n, names in moments_of(assignment).items() if n != BEFORE or n in entering}
+    entering = {number for each in carried for number in each.entered}
+    moments = {n: names for n, names in moments_of(assignment, len(bounds) - 1).items() if n >= 0 or n in entering}
     own = {each.name for each in carried}
     for action, name in (done for entry in table.entries for done in entry.actions()):
-        if action in (("evict", "make") if name in own else ("fetch",)):
+        if action in (("evict", "make") if name in own else () if is_in_turns else ("fetch",)):
             raise PlanError(
                 f"the plan's timetable has {action} {name}, but parameters are only fetched, and gradients only made "
                 "and evicted: it was edited; make another with autopar.evaluate(model, plan)"
             )
-    if items != sizes or any(name not in table.trace.place for name, _ in moments.values()):
+    turns = range(assignment.space.mesh.micro_batches) if is_in_turns else (None,)
+    places = {of_turn(name, turn) for name, _ in moments.values() for turn in turns}
+    if items != sizes or not places <= table.trace.place.keys():
         raise PlanError(
             "the plan's timetable is of other chunks or blocks than its layouts make: one of them was edited; make "
             "another with autopar.evaluate(model, plan)"
         )
     _check_updates(table, carried)
-    return Carrier(table, carried, moments, device, disk)
+    return Carrier(table, carried, moments, device, disk, is_in_turns)
 
 
 def _check_updates(table: Timetable, carried: Iterable[Carried]) -> None:
@@ -162,7 +181,8 @@ def _check_updates(table: Timetable, carried: Iterable[Carried]) -> None:
         uses = table.trace.item[each.name].uses
         last = max(place[use.moment] for use in uses if moments[place[use.moment]].on == "device")
         read = [] if each.gradients is None else table.trace.item[each.gradients].uses
-        updated = min((place[use.moment] for use in read if use.reads), default=len(moments))
+        on_host = (place[use.moment] for use in read if moments[place[use.moment]].on == "host")
+        updated = min(on_host, default=len(moments))
         if uses[-1] != Use(moments[-1].name, "rw") or moments[-1].on != "host" or updated < last:
             raise PlanError(
                 f"the plan's timetable updates {each.name} before its last use in the step, or not before the step "
@@ -182,7 +202,12 @@ def _made_together(whole: Interface, own: Interface, make_part: MakePart) -> Mak
 
 
 def _step(
-    captured: Captured, assignment: Assignment, in_turns: InTurns, holder: Mapping[str, Any], device: torch.device
+    captured: Captured,
+    assignment: Assignment,
+    in_turns: InTurns,
+    holder: Mapping[str, Any],
+    device: torch.device,
+    carrier: Carrier | None,
 ) -> Step:
     """What this process runs of a step in turns."""
     space, schedule, rank = assignment.space, in_turns.schedule, in_turns.rank
@@ -209,6 +234,8 @@ def _step(
         recorder=Recorder(schedule, device, in_turns.bubble),
         ties=[] if in_turns.pipeline is None else _ties(assignment, in_turns.bounds, schedule, in_turns.pipeline),
         trainers=None if in_turns.pipeline is None else _trainers(assignment, stages, schedule, in_turns.pipeline),
+        carrier=carrier,
+        carried={leaf.target: leaf.name for leaf in leaves if leaf.op == "param"},
     )
 
 

@@ -7,7 +7,7 @@ is decided here: operators run as the assignment says, and conversions are the r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from keyword import iskeyword
@@ -32,11 +32,11 @@ from autopar.capture import Captured
 from autopar.runtime.entering import enter_block, leave_block
 from autopar.runtime.parameters import gather_ahead
 from autopar.runtime.recompute import recompute
+from planner.chunks import Chunk, chunks_of, parameters
 from planner.fold import Block, Instance
 from planner.formulate import Assignment
 from planner.graph import Ref
 from planner.heap import BEFORE
-from planner.offload import chunks_of, parameters
 from planner.recompute import Level
 
 
@@ -70,7 +70,7 @@ def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any
     graph = assignment.space.graph
     for leaf in graph.leaves:
         root.body.enter(Ref(leaf.name))
-    root.enter(BEFORE)
+    root.enter(BEFORE, [chunk for chunk in root.chunks if chunk.is_before])
     for leaf in graph.leaves:
         root.body.relay(Ref(leaf.name))
     for number in range(len(assignment.space.folded.instances)):
@@ -89,6 +89,7 @@ class Root:
     Attributes:
         body: the program itself.
         calls: name of each distinct block program -> how often it is called.
+        chunks: those that move.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Root:
         self.calls: dict[str, int] = {}
         self._names = program_names(assignment)
         carrier = groups.get(CARRIER)
-        self._chunks = [] if carrier is None else [c for c in chunks_of(assignment) if carrier.carries(parameters(c))]
+        self.chunks = [] if carrier is None else [c for c in chunks_of(assignment) if carrier.carries(parameters(c))]
         self._made: dict[tuple[object, ...], str] = {}
         self._before: tuple[fx.Node | None, tuple[fx.Node, ...]] = (None, ())
         self._again: tuple[fx.Node, ...] = ()
@@ -116,7 +117,7 @@ class Root:
             self._made[key] = self._program(instance.block, kind, level)
         name = self._made[key]
         self.calls[name] += 1
-        at_home = self.enter(number)
+        at_home = self.enter(number, [chunk for chunk in self.chunks if chunk.entered == number])
         gatherings = self._gatherings(instance.block)
         inputs = (*(self.body.found(entry) for entry in entries_of(instance.block, assignment)), *gatherings.values())
         self.body.values.update(at_home)
@@ -152,13 +153,12 @@ class Root:
         chunks = self.assignment.chunks(instance.block)
         return [number for number in self.assignment.ahead(instance.block) if not brought.isdisjoint(chunks[number])]
 
-    def enter(self, number: int) -> dict[Ref, fx.Node]:
+    def enter(self, number: int, chunks: Collection[Chunk]) -> dict[Ref, fx.Node]:
         """Have the parameters of a block on the device, or those that enter before all blocks, if parameters move;
         returns what they are at home.
         """
         body, at_home = self.body, {}
-        chunks = [chunk for chunk in self._chunks if chunk.entered == number]
-        if CARRIER in self.groups and (chunks or number != BEFORE):
+        if CARRIER in self.groups and (chunks or number >= 0):
             refs = [Ref(name) for chunk in chunks for name in chunk.leaves]
             at_home = {ref: body.values[ref] for ref in refs}
             call = body.graph.call_function(enter_block, (body.attribute(CARRIER), number, tuple(at_home.values())))

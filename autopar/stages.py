@@ -1,10 +1,10 @@
 """Stages: the programs of a step in turns, from a captured graph, an assignment, and where its blocks are cut.
 
 A stage converts its parameters into the layouts in which its operators use them once a step, and then runs the same
-program for one micro-batch after the other. What leaves a stage goes to the next one, values that only later ones read
-included. A loss that is a mean over all tokens that count needs to know how many do before the first backward, whether
-it counts them itself or is divided by their sum: a third program finds what one micro-batch adds to that, from the
-inputs alone.
+program for one micro-batch after the other. Where they come from their home for each, its blocks convert them. What
+leaves a stage goes to the next one, values that only later ones read included. A loss that is a mean over all tokens
+that count needs to know how many do before the first backward, whether it counts them itself or is divided by their
+sum: a third program finds what one micro-batch adds to that, from the inputs alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autopar.localize import draws, is_random
 from autopar.rewrite import Root, targets_of
 from autopar.runtime.layers.loss import token_count
 from autopar.runtime.stage import Passed, Stage
+from planner.chunks import Chunk, before
 from planner.errors import InputError, PlanError
 from planner.exchange import crossing
 from planner.formulate import Assignment
@@ -149,14 +150,17 @@ class Outline:
         read = [ref for block in self.blocks for ref in entries_of(block, self.assignment) if isinstance(ref, Ref)]
         read += [self.space.leaving[position] for position in self.outputs]
         taken = {ref.node for ref in read}.union(*self.behind.values())
-        stored = {ref.node for block in self.blocks for ref, _ in parameters_of(block, self.assignment)}
-        self.leaves = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in taken)
+        stored = {ref.node for block in self.blocks for ref in block.inputs if is_param(self.assignment, ref)}
+        self.leaves = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in taken - stored)
         self.parameters = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in stored)
         self.draws = sum(draws(node, targets[node.name]) for block in self.blocks for node in block.nodes)
 
     @property
     def joints(self) -> Joints:
         """What the programs take and give."""
+        if not self.space.brings_once:
+            stored = tuple((Ref(name), self.assignment.produced(Ref(name))) for name in self.parameters)
+            return Joints(stored, tuple(self.received), tuple(self.sent))
         used = (key for block in self.blocks for key in parameters_of(block, self.assignment))
         once = tuple((ref, self._in_all_turns(layout)) for ref, layout in used)
         return Joints(once, tuple(self.received), tuple(self.sent))
@@ -177,9 +181,9 @@ class Outline:
             received=tuple(map(self._passed, self.received)),
             sent=tuple(map(self._passed, self.sent)),
             outputs=self.outputs,
-            gather=self._gather(),
+            gather=self._gather() if self.space.brings_once else None,
             count=self._count() if self.known else None,
-            program=self._program(),
+            program=self._program() if self.space.brings_once else self._program_of_stored(),
         )
 
     def _passed(self, ref: Ref) -> Passed:
@@ -281,6 +285,25 @@ class Outline:
             return f"another sum over the batch, which {node.name} ({node.op}) reads"
         return ""
 
+    def _program_of_stored(self) -> fx.GraphModule:
+        """(stored parameters, leaves, received values, counts) -> (sent values, outputs); each block brings its own."""
+        root = Root(self.targets, self.assignment, self.groups, self.device)
+        body, first = root.body, before(self.number)
+        for ref in (*map(Ref, (*self.parameters, *self.leaves)), *self.received):
+            body.enter(ref)
+        for name in self.known:
+            body.enter(name)
+        root.enter(first, [chunk for chunk in root.chunks if chunk.is_before and self._reads(chunk)])
+        for name in (*self.parameters, *self.leaves):
+            body.relay(Ref(name))
+        for number in self.cut.numbers[self.number]:
+            root.call(number)
+        return self._finished(root)
+
+    def _reads(self, chunk: Chunk) -> bool:
+        """Whether a block of this stage reads a chunk."""
+        return any(number in self.cut.numbers[self.number] for number in chunk.readers)
+
     def _program(self) -> fx.GraphModule:
         """(used parameters, leaves, received values, counts) -> (sent values, outputs)."""
         root = Root(self.targets, self.assignment, self.groups, self.device)
@@ -300,7 +323,11 @@ class Outline:
         for number, ready in zip(self.cut.numbers[self.number], used, strict=True):
             body.ready = ready
             root.call(number)
-        results = [body.values[ref] for ref in self.sent]
+        return self._finished(root)
+
+    def _finished(self, root: Root) -> fx.GraphModule:
+        """The program of a stage that has called its blocks."""
+        results = [root.body.values[ref] for ref in self.sent]
         results += [root.leaving(position) for position in self.outputs]
-        body.graph.output(tuple(results))
+        root.body.graph.output(tuple(results))
         return root.module("Stage")

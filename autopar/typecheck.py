@@ -107,7 +107,7 @@ def _check_stages(captured: Captured, assignment: Assignment, in_turns: InTurns)
         stage, joints = outline.stage(), outline.joints
         stored = [checker.made(Ref(name), assignment.produced(Ref(name))) for name in stage.parameters]
         with spmd_typecheck():
-            gathered = _Root(stage.gather, checker).run(*stored)
+            gathered = stored if stage.gather is None else _Root(stage.gather, checker).run(*stored)
         used = []
         for (ref, layout), value in zip(joints.used, gathered, strict=True):
             checker.expect(value, layout, space.graph.type_of(ref).shape, f"{ref}, as operators use it")

@@ -53,12 +53,20 @@ CELLS: tuple[Mapping[str, Any], ...] = (
     {"data": 2, "tensor": 2, "zero": 3, "offload": "disk"},
     {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 2},
     {"tensor": 4, "offload": "host"},
+    {"micro_batches": 2},
+    {"micro_batches": 2, "offload": "host"},
+    {"micro_batches": 2, "offload": "auto"},
+    {"micro_batches": 2, "offload": "disk"},
+    {"micro_batches": 2, "data": 2, "zero": 0, "offload": "auto"},
+    {"micro_batches": 2, "data": 2, "zero": 3, "offload": "host"},
+    {"micro_batches": 2, "tensor": 2, "offload": "host"},
+    {"micro_batches": 2, "tensor": 2, "sequence_parallel": True, "offload": "disk"},
 )
 
 
 def ranks_of(pin: Mapping[str, Any]) -> int:
     """How many processes pins ask for."""
-    return math.prod(pin.get(axis, 1) for axis in ("replicate", "data", "tensor"))
+    return math.prod(pin.get(axis, 1) for axis in ("pipeline", "replicate", "data", "tensor"))
 
 
 def main(models: Sequence[str]) -> int:

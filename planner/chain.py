@@ -159,11 +159,14 @@ class _Chain:
         readers = Counter(name for each in self.folded.instances for name in {ref.node for ref in each.block.inputs})
         pair = Axis(PIPELINE, 2, self.space.stages * self.space.mesh.size // 2)
         found: dict[str, Shared] = {}
-        for name in (leaf.name for leaf in self.graph.leaves if readers[leaf.name] > 1 and self.space.stages > 1):
+        for leaf in (leaf for leaf in self.graph.leaves if readers[leaf.name] > 1 and self.space.stages > 1):
+            name = leaf.name
             layout, delivered = self.assignment.produced(Ref(name)), self.assignment.delivered(Ref(name))
             update_s, held = self._stored(name)
             gather_s, reduce_s, gathered = self._conversion(Ref(name), layout, delivered)
-            sum_s = self.space.cost.collective_s("all_reduce", pair, held["gradients"]) if held["gradients"] else 0.0
+            size = local_bytes(leaf.results[0], layout, self.space.mesh) if leaf.op == "param" else 0
+            is_summed = leaf.op == "param" and leaf.results[0].grad
+            sum_s = self.space.cost.collective_s("all_reduce", pair, size) if is_summed else 0.0
             held.update(self._versions_of(name, gathered))
             found[name] = Shared(held, gather_s, reduce_s, update_s, sum_s)
         return found
@@ -175,6 +178,8 @@ class _Chain:
         if node.op != "param" or not node.results[0].grad:
             return update_s, Counter({"parameters" if node.op in ("param", "buffer") else "activations": all_bytes})
         size = local_bytes(node.results[0], layout, self.space.mesh)
+        if not all_bytes:  # at home on the host
+            return update_s, Counter()
         return update_s, Counter(parameters=size, gradients=size, optimizer=all_bytes - 2 * size)
 
     def _versions_of(self, name: str, gathered: int) -> Counter[str]:
@@ -211,10 +216,14 @@ class _Chain:
             )
         for node in instance.block.nodes:
             self._run(sums, node)
-        for name in {**dict.fromkeys(leaves), **+sums.grown}:
+        brought = 0 if self.space.brings_once else sum(sums.grown.values())
+        for name in {**dict.fromkeys(leaves), **+sums.grown} if self.space.brings_once else ():
             sums.held.update(self._versions_of(name, sums.grown[name]))
-        levels = self.levels.computed(instance.kind)
-        savings = tuple(Saving(self._again_s(number, level), self._saved(number, level)) for level in levels)
+        levels = self.levels.of(instance.kind) if brought else self.levels.computed(instance.kind)
+        savings = tuple(
+            Saving(self._again_s(number, level), self._saved(number, level) + brought * (level == "none"))
+            for level in levels
+        )
         name, held_bytes = self.folded.names[instance.kind], sum(sums.held.values())
         return Link(
             Block(name, sums.forward_s, sums.input_s, sums.weight_s, held_bytes, savings, send_s),
@@ -224,7 +233,7 @@ class _Chain:
             sums.update_s,
             sums.held,
             levels,
-            tuple(sums.working_bytes + self._dropped(number, level) for level in levels),
+            tuple(sums.working_bytes + self._dropped(number, level) + brought * (level != "none") for level in levels),
         )
 
     def _run(self, sums: _Sums, node: Node) -> None:
@@ -247,9 +256,17 @@ class _Chain:
                 sums.communication_s = sums.communication_s + there_s + back_s
 
     def _convert_once(self, sums: _Sums, ref: Ref, source: Layout, target: Layout) -> None:
-        """Add what is gathered before all micro-batches and reduced after them, and adding up the gradients of each."""
+        """Add what is gathered before all micro-batches and reduced after them, and adding up the gradients of each; or
+        both for each.
+        """
         there_s, back_s, gathered = self._conversion(ref, source, target)
         summed_s = self._summed_s(ref, source, target)
+        if not self.space.brings_once:
+            sums.forward_s += there_s
+            sums.weight_s += back_s
+            sums.communication_s += there_s + back_s - summed_s * self.space.mesh.micro_batches
+            sums.grown[ref.node] += gathered
+            return
         sums.weight_s += summed_s
         sums.gather_s += there_s
         sums.reduce_s = sums.reduce_s + back_s - self.space.mesh.micro_batches * summed_s
@@ -285,7 +302,7 @@ class _Chain:
         at, to = table.index[source], table.index[target]
         grown = self.graph.by_name[ref.node].op == "param" and table.held[to] > table.held[at]
         more = int(table.held[to]) if grown else 0
-        copies = 2 if tensor.grad and self.space.mesh.micro_batches > 1 else 1
+        copies = 2 if tensor.grad and self.space.mesh.micro_batches > 1 and self.space.brings_once else 1
         return float(table.forward_s[at, to]), float(table.backward_s[at, to]), more * copies
 
     def _summed_s(self, ref: Ref, source: Layout, target: Layout) -> float:
@@ -335,8 +352,9 @@ class _Chain:
             moves = [(ref, self.assignment.delivered(ref), to) for ref, to in wanted]
             made = [Ref(node.name, index) for index in range(len(node.results)) if (at, index) in again.values]
             moves += [(ref, self.assignment.produced(ref), self.assignment.delivered(ref)) for ref in made]
-            activations = [move for move in moves if self.graph.by_name[move[0].node].op != "param"]
-            seconds += math.fsum(self._conversion(*move)[0] for move in activations)
+            if space.brings_once:
+                moves = [move for move in moves if self.graph.by_name[move[0].node].op != "param"]
+            seconds += math.fsum(self._conversion(*move)[0] for move in moves)
         return seconds
 
     def _dropped(self, number: int, level: Level) -> int:

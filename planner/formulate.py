@@ -136,7 +136,7 @@ class Assignment:
     def gathering_nothing(self) -> set[int]:
         """The kinds of blocks that have no gathered parameter to let go, or use what is gathered once a step."""
         kinds = enumerate(self.space.folded.kinds)
-        return {kind for kind, (first, *_) in kinds if self.space.in_turns or not self._lets_go(kind, first.block)}
+        return {kind for kind, (first, *_) in kinds if self.space.brings_once or not self._lets_go(kind, first.block)}
 
     def _lets_go(self, kind: int, block: Block) -> bool:
         taken = zip(block.nodes, self.space.skeleton.again(kind, "gathered").taken, strict=True)
@@ -157,7 +157,7 @@ class Assignment:
     def brought_again(self, instance: Instance, level: Level) -> set[Ref]:
         """The parameters that an instance of a block brings again in backward, with all others of their chunk."""
         space, nodes, found = self.space, instance.block.nodes, set[Ref]()
-        if level == "none" or space.in_turns or not space.is_undone(instance):
+        if level == "none" or space.brings_once or not space.is_undone(instance):
             return found
         for node, positions in zip(nodes, space.skeleton.again(instance.kind, level).taken, strict=True):
             found.update(node.inputs[position] for position in positions if self.bringing(node, position))
@@ -246,7 +246,8 @@ class Space:
         like: another space of the same graph, mesh, prices and rules.
 
     With micro-batches (:data:`planner.layout.MICRO`) work and storage are those of one; parameters are gathered and
-    gradients reduced once a step, so that both are held in the layout in which they are used.
+    gradients reduced once a step, so that both are held in the layout in which they are used. Where model data is at
+    home elsewhere, they come and go with every micro-batch instead, in the layout in which they are stored.
     """
 
     def __init__(
@@ -304,8 +305,20 @@ class Space:
 
     @property
     def in_turns(self) -> bool:
-        """Whether a step is more than one forward and one backward, so that parameters are gathered once for all."""
+        """Whether a step is more than one forward and one backward."""
         return self.stages > 1 or self.mesh.micro_batches > 1
+
+    @property
+    def brings_once(self) -> bool:
+        """Whether parameters are gathered, and gradients reduced, once for all of a step in turns: not where they come
+        from their home for each forward and backward.
+        """
+        return self.in_turns and self.training.tier == "device"
+
+    @property
+    def brought(self) -> int:
+        """How often a step converts a parameter for forward."""
+        return 1 if self.brings_once else self.mesh.micro_batches
 
     def is_read(self, ref: Ref) -> bool:
         """Whether anything reads a value."""
@@ -375,9 +388,12 @@ class Space:
         tensor = self.graph.type_of(ref)
         shards = tuple(shards_of(tensor, self._strips(ref)))
         turns = self._turns(ref) if self.mesh.micro_batches > 1 else None
+        is_param = self.graph.by_name[ref.node].op == "param"
         # What is gathered is used by all micro-batches; what they sum up is reduced once.
-        is_summed_first = turns is not None and tensor.grad and self.graph.by_name[ref.node].op == "param"
-        key = (tensor, shards, turns, is_summed_first)
+        is_summed_first = turns is not None and tensor.grad and is_param and self.brings_once
+        # A parameter that comes with each of them is priced for one.
+        parts = self.mesh.micro_batches if is_param and not self.brings_once else 1
+        key = (tensor, shards, turns, is_summed_first, parts)
         if key not in self._prices.tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
@@ -387,7 +403,7 @@ class Space:
                     return self.cost.collective_s(kind, axis, bytes_in)
                 # Nothing but sums crosses from micro-batch to micro-batch; they are added up as they come, in place.
                 each_s = 3 * touch if kind == "all_reduce" else math.inf
-                return np.asarray((axis.size - 1) * each_s * np.maximum(bytes_in, 1), np.float64)
+                return np.asarray((axis.size - 1) / parts * each_s * np.maximum(bytes_in, 1), np.float64)
 
             self._prices.tables[key] = ConversionTable(
                 tensor, self.mesh, shards, price, touch, launch, turns, is_summed_first
@@ -465,7 +481,7 @@ class Space:
             tail, head, ref, _ = flow
             pair, is_param = self._pair(flow), self.graph.by_name[ref.node].op == "param"
             runs, kept = count + least.get(flow, 0), count
-            if is_param and not self.in_turns:
+            if is_param and not self.brings_once:
                 # Where it is gathered again, it is there only while an operator runs, and counts as that one's.
                 kept -= most.get(flow, 0)
             elif is_param and self.mesh.micro_batches > 1 and self.graph.type_of(ref).grad:
@@ -488,9 +504,9 @@ class Space:
         forward, backward, gathered = pair
         if not is_param:
             return (forward * runs + backward * count) * self.rounds, np.zeros(forward.shape), gathered
-        once = count if self.in_turns else runs
+        there, back = ((count if self.brings_once else runs) * self.brought, count * self.brought)
         held = self.on_average(gathered * kept)
-        return forward * once / self.stages, backward * count / self.stages, held
+        return forward * there / self.stages, backward * back / self.stages, held
 
     def on_average(self, held: Ints) -> Ints:
         """Bytes that the average rank holds of what the stages hold together, rounded down so that bounds stay ones."""
@@ -661,12 +677,13 @@ class Space:
 
     def moved_s(self, node: Node, layout: Layout) -> float:
         """Seconds to fetch a parameter for forward and for backward and to evict its gradient, as if nothing of it
-        stayed and nothing were computed meanwhile.
+        stayed and nothing were computed meanwhile. In turns it comes and goes with each; so does the sum of gradients.
         """
         if self.training.tier == "device":
             return 0.0
-        tensor, home = node.results[0], self.cost.cluster.home(self.training.on_disk)
-        seconds_per_byte = 2 / home.fetch_bytes_per_s + tensor.grad / home.evict_bytes_per_s
+        tensor, home, turns = node.results[0], self.cost.cluster.home(self.training.on_disk), self.mesh.micro_batches
+        fetches, evictions = 2 * turns + tensor.grad * (turns - 1), tensor.grad * turns
+        seconds_per_byte = fetches / home.fetch_bytes_per_s + evictions / home.evict_bytes_per_s
         return local_bytes(tensor, layout, self.mesh) * seconds_per_byte
 
     def work(self, node: Node, choice: Choice) -> Work:

@@ -21,7 +21,7 @@ from planner.memory import usage
 from planner.offload import WorkingSet, largest_working_set
 from planner.problem import Problem, evaluate, most_bytes
 from planner.solve import lightest, lower_bounds, solve
-from planner.turns import THOROUGH, stage
+from planner.turns import THOROUGH, Staged, stage
 
 LEANEST_S = 2.0
 """How long the leanest plan of all is looked for when nothing fits; the leanest found is told."""
@@ -112,11 +112,23 @@ def _in_turns(setting: Setting, best: Best) -> Lean | None:
     """The pipeline of the choices that fits, or else the one that makes again all that can be, if there is any."""
     links = links_of(best.space.assignment(best.choices), setting.levels, setting.pins.schedule)
     wanted, usable_bytes = setting.pipelines(best.division, len(links)), setting.cost.cluster.device.usable_bytes
-    found = stage(links, wanted, usable_bytes, effort=THOROUGH) or stage([link.leanest for link in links], wanted, None)
-    if found is None:
-        return None
-    best = replace(best, staged=found, evaluation=found.evaluation)
-    return Lean(best, WorkingSet("a step in turns", 0, found.peak_bytes))
+    found = None
+    for chain, limit_bytes in ((links, usable_bytes), ([link.leanest for link in links], None)):
+        staged = stage(chain, wanted, limit_bytes, effort=THOROUGH)
+        if staged is not None:
+            found = _staged(best, staged)
+            if found.bytes <= usable_bytes:
+                break
+    return found
+
+
+def _staged(best: Best, staged: Staged) -> Lean:
+    """The choices as they run in turns, and what a device must hold of that."""
+    best, space = replace(best, staged=staged, evaluation=staged.evaluation), best.space
+    if space.training.tier == "device":
+        return Lean(best, WorkingSet("a step in turns", 0, staged.peak_bytes))
+    decided = space.assignment(best.choices, staged.recompute(space.folded))
+    return Lean(best, largest_working_set(decided, usage(decided), staged))
 
 
 def fastest_that_fits(leans: list[Lean], usable_bytes: int) -> Best | None:

@@ -60,7 +60,7 @@ class Stated:
         for number, level in enumerate(staged.levels):
             if level != "none":
                 found.setdefault(self.name(assignment.space.folded.instances[number].kind, level), []).append(number)
-        order = ("full", *sorted({*found} - {*LEVELS}, key=lambda name: (len(name), name)), "selective")
+        order = ("full", *sorted({*found} - {*LEVELS}, key=lambda name: (len(name), name)), "selective", "gathered")
         return {name: tuple(found[name]) for name in order if name in found}
 
     def _parts(self, kind: int) -> list[Kept]:
@@ -119,8 +119,11 @@ def read_by_number(plan: Document, space: Space) -> tuple[Level, ...]:
     for name, numbers in plan.pipeline.recompute.items():
         for number in numbers:
             kind = folded.instances[number].kind if number < len(found) else 0
-            known = {each: level for each, level in levels[kind].items() if level != "gathered"}
-            if number >= len(found) or name not in known or len(folded.kinds[kind]) == 1:
+            known = {
+                each: level for each, level in levels[kind].items() if level != "gathered" or not space.brings_once
+            }
+            is_alone = len(folded.kinds[kind]) == 1 and name != "gathered"
+            if number >= len(found) or name not in known or is_alone:
                 raise PlanError(
                     f"the plan recomputes block {number} at level {name!r}; levels are "
                     f"{' and '.join(map(repr, known))}, "

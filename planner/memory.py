@@ -29,7 +29,7 @@ from planner.fold import Block, Instance
 from planner.formulate import Assignment, Chunk
 from planner.graph import Node, Ref, TensorType
 from planner.heap import BEFORE, USES, Direction, Heap, Held, Place, Storage
-from planner.layout import Shard
+from planner.layout import MICRO, Shard
 from planner.ops import OPS
 from planner.ops.table import OWN
 from planner.runs import Skip, Wiring, skips
@@ -57,6 +57,8 @@ class Usage:
         left: every storage when backward is over.
         by_block: the most that is alive in a block, forward and backward, by direction and its number; a number of
             :data:`BEFORE` stands for what is done before the first block, and undone after it.
+        leaf_bytes: of leaves.
+        saved_bytes: of what is held between forward and backward, without leaves.
         read_again: the leaves whose own memory backward of a block may read, by its number; where parameters are at
             home on the host.
     """
@@ -68,6 +70,8 @@ class Usage:
     kept: tuple[Held, ...]
     left: tuple[Held, ...]
     by_block: Mapping[tuple[Direction, int], int]
+    leaf_bytes: int
+    saved_bytes: int
     read_again: Mapping[int, frozenset[str]]
 
     def __str__(self) -> str:
@@ -166,6 +170,7 @@ class _Step:
         heap = self.heap
         values = self._leaves()
         self.parts = {ref: value.storage for ref, value in values.items()}
+        leaf_bytes = heap.total
         heap.moment("forward")
         if self.space.cost.cluster.backend == "gloo" and not self.is_away:  # see autopar/runtime/buckets.py
             self.buckets = heap.new("gradients", "gradients", self._bucket_bytes(values))
@@ -190,7 +195,7 @@ class _Step:
         leaving = [self._output(position, values) for position in range(len(self.space.leaving))]
         for value in (*values.values(), *leaving):
             heap.drop(value.storage)
-        kept = tuple(each.held for each in heap.alive)
+        kept, saved_bytes = tuple(each.held for each in heap.alive), heap.total - leaf_bytes
         self._backward([leaving[i] for i in self.graph.roots])
         totals = heap.totals()
         for skip in self.skips:
@@ -198,7 +203,16 @@ class _Step:
         alive = sorted(heap.at_peak(), key=lambda held: -held.bytes)
         left = tuple(each.held for each in heap.alive)
         return Usage(
-            heap.peak, heap.peak_at, tuple(heap.moments), tuple(alive), kept, left, heap.by_block, self.read_again
+            heap.peak,
+            heap.peak_at,
+            tuple(heap.moments),
+            tuple(alive),
+            kept,
+            left,
+            heap.by_block,
+            leaf_bytes,
+            saved_bytes,
+            self.read_again,
         )
 
     def _reads_again(self, storages: Iterable[Storage]) -> None:
@@ -376,8 +390,12 @@ class _Step:
         return self._crossing(self.assignment.relay_route(ref)) if self.assignment.relays_by_sums(ref) else []
 
     def _crossing(self, route: Route) -> list[Step]:
-        """The steps that cross ranks or turns."""
-        return [step for step in route if self.mesh.axes[step.axis].size > 1]
+        """The steps that cross ranks."""
+        return [step for step in route if self._is_crossing(step)]
+
+    def _is_crossing(self, step: Step) -> bool:
+        axis = self.mesh.axes[step.axis]
+        return axis.size > 1 and axis.name != MICRO
 
     def _brought(self, block: Block, frame: dict[Ref, Value]) -> dict[Ref, Value]:
         """Parameters that are gathered, and whose gradients are reduced, together: an autograd node per axis; held."""
@@ -388,7 +406,7 @@ class _Step:
             for value in current:
                 self.heap.hold(value.storage)
             for place, steps in enumerate(zip(*chunk.values(), strict=True)):
-                if self.mesh.axes[steps[0].axis].size > 1:
+                if self._is_crossing(steps[0]):
                     is_ahead = place == ahead.get(number)
                     current = self._brought_on(current, chunk, steps, number if is_ahead else None)
             ready.update(zip(chunk, current, strict=True))
@@ -588,6 +606,9 @@ class _Step:
         for step in route:
             if self.mesh.axes[step.axis].size == 1:
                 continue
+            if self.mesh.axes[step.axis].name == MICRO:
+                value = self._of_this_turn(value, tensor, step, f"{ref.node} as {step.dst}")
+                continue
             following = self._stepped(value, tensor, step, f"{ref.node} as {step.dst}", gathered)
             if self.frame is not None and following.storage is not value.storage:
                 self.frame.makes(
@@ -596,6 +617,15 @@ class _Step:
             heap.drop(value.storage)
             value = following
         return value
+
+    def _of_this_turn(self, value: Value, tensor: TensorType, step: Step, name: str) -> Value:
+        """A held value as one turn sees it, a part of what is the same in all or the value itself, in its memory."""
+        size = local_bytes(tensor, step.after, self.mesh)
+        if value.made is None or size == value.bytes:
+            return replace(value, bytes=size)
+        tape = self._tape(name, 1)
+        tape.targets = [Target(*value.made, value.bytes)]
+        return Value(value.storage, size, (tape, 0))
 
     def _stepped(self, value: Value, tensor: TensorType, step: Step, name: str, gathered: bool) -> Value:
         heap = self.heap

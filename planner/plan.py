@@ -368,7 +368,12 @@ def restage(plan: Plan, assignment: Assignment) -> Staged | None:
         )
     levels = read_by_number(plan, assignment.space)
     links = links_of(assignment, used(at_levels(folded, levels), folded), found.schedule)
-    savings = [link.levels.index(level) for link, level in zip(links, levels, strict=True)]
+    # A block that gathers nothing has nothing to gather again.
+    ways = (
+        level if level != "gathered" or level in link.levels else "none"
+        for link, level in zip(links, levels, strict=True)
+    )
+    savings = [link.levels.index(level) for link, level in zip(links, ways, strict=True)]
     try:
         return price(links, pipeline, cut_of(pipeline, chain_of(links), found.bounds, savings))
     except ScheduleError as error:
@@ -507,6 +512,9 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
     timetable = None
     if staged is not None:
         predicted = predict_in_turns(assignment, staged)
+        if space.training.tier != "device":
+            recomputing = replace(assignment, recompute=staged.recompute(space.folded))
+            timetable, predicted = offloaded(recomputing, usage(recomputing), predicted, staged)
     else:
         memory = usage(assignment)
         predicted = predict(assignment, evaluate(problem, chosen).time_s, memory)

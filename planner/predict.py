@@ -198,7 +198,7 @@ def _operands(assignment: Assignment, node: Node) -> list[tuple[int, Ref]]:
 def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool) -> Calls:
     """Calls of a conversion; those of ``backward`` are made only if a gradient comes back through it."""
     space = assignment.space
-    turns = 1 if space.graph.by_name[ref.node].op == "param" else space.mesh.micro_batches
+    turns = space.brought if space.graph.by_name[ref.node].op == "param" else space.mesh.micro_batches
     calls = (call for step in route for call in step.collectives(space.graph.type_of(ref), space.mesh))
     made = Counter(call for call in calls if call.axis != MICRO and (backward or call.phase == "forward"))
     return Counter({call: count * turns for call, count in made.items()})
@@ -242,7 +242,7 @@ def _chunk_calls(assignment: Assignment, chunk: Chunk, backward: bool) -> Calls:
         made = [step.collectives(graph.type_of(ref), mesh) for ref, step in zip(chunk, steps, strict=True)]
         for each in zip(*made, strict=True):
             if each[0].axis != MICRO and (backward or each[0].phase == "forward"):
-                calls[replace(each[0], bytes_in=sum(call.bytes_in for call in each))] += 1
+                calls[replace(each[0], bytes_in=sum(call.bytes_in for call in each))] += assignment.space.brought
     return calls
 
 
@@ -267,7 +267,7 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
                 add(Ref(node.name, index), assignment.relay_route(Ref(node.name, index)))
         taken = {(node.inputs[position], choice.operands[position]): position for position in again.taken[at]}
         for (ref, _), position in taken.items():
-            if space.in_turns and space.graph.by_name[ref.node].op == "param":
+            if space.brings_once and space.graph.by_name[ref.node].op == "param":
                 continue
             if not assignment.bringing(node, position):
                 add(ref, assignment.operand_route(node, position))

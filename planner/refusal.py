@@ -92,11 +92,13 @@ def _nothing_works(setting: Setting, least: Lean, needed: int, is_open: bool) ->
         else f"no plan with model data on the host fits {cluster.name!r}"
     )
     recompute = "" if setting.pins.recompute in (None, "full") else "pin 'recompute' 'full', "
+    turns = "more micro-batches" if least.best.division.mesh.micro_batches > 1 else "micro-batches"
     return InfeasibleError(
         f"{head}: each of its {cluster.world_size} devices can use {limit:,} bytes, and the largest working set of the "
         f"leanest plan found ({least.best.division}) takes {working.bytes:,}, {excess:,} too many: {working.moment} "
         f"needs {working.chunk_bytes:,} of parameters and gradients at once, and {working.beside_bytes:,} beside them "
-        f"for activations and what operators need. What would lower it: a smaller global batch, {recompute}parameters "
+        f"for activations and what operators need. What would lower it: a smaller global batch, {turns} (pin "
+        f"'micro_batches'), {recompute}parameters "
         "sharded over more devices (pin 'zero' 3 or 'tensor'). What would fit: devices with memory_bytes of at least "
         f"{needed:,}",
         excess,

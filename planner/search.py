@@ -71,7 +71,8 @@ class Searched:
         status, gap: ``optimal`` with gap 0 when every candidate was solved or bounded away, among plans that
             decide equal blocks alike where the model has more than :data:`APART_OPERATORS` operators.
         seconds: by step: ``fold``, ``build``, ``solve``.
-        memory: of the plan followed statement by statement; ``None`` in turns.
+        memory: of the plan followed statement by statement, in turns of one micro-batch; ``None`` in turns with all
+            model data on the device.
     """
 
     assignment: Assignment
@@ -82,6 +83,13 @@ class Searched:
     gap: float
     seconds: Mapping[str, float]
     memory: Usage | None = None
+
+    @property
+    def recomputing(self) -> Assignment:
+        """The decisions, with what the cut says is made again."""
+        if self.staged is None:
+            return self.assignment
+        return replace(self.assignment, recompute=self.staged.recompute(self.assignment.space.folded))
 
     @property
     def peak_bytes(self) -> int:
@@ -100,7 +108,7 @@ class Searched:
 
     def with_memory(self, memory: Usage) -> Searched:
         """The same with the plan followed: its own peak in the row of its division, where the search has only a sum."""
-        division, peak_bytes = Division(1, self.assignment.space.mesh), memory.peak_bytes
+        division, peak_bytes = Division(self.assignment.space.stages, self.assignment.space.mesh), memory.peak_bytes
         rows = [replace(row, peak_bytes=peak_bytes) if row.division == division else row for row in self.candidates]
         return replace(self, candidates=tuple(rows), memory=memory)
 
@@ -160,7 +168,7 @@ def search(
     setting = Setting(cost, training, rules, pins, levels, start + time_limit_s, progress)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
     found = _followed(setting, skeleton, graph, plain, turned)
-    return found if training.tier != "either" else _leaving_room(setting, skeleton, graph, plain, found)
+    return found if training.tier != "either" else _leaving_room(setting, skeleton, graph, plain, turned, found)
 
 
 def _followed(
@@ -179,11 +187,11 @@ def _followed(
         found = _search(setting, skeleton, graph, plain, turned)
         if isinstance(found, _Nothing):
             nothing, below = found, setting.limit_bytes
-        elif found.staged is not None:
+        elif found.staged is not None and setting.training.tier == "device":
             return found if math.isinf(bound_s) else found.above(bound_s)
         else:
-            memory = usage(found.assignment)
-            excess = largest_working_set(found.assignment, memory).bytes - usable
+            memory = usage(found.recomputing)
+            excess = largest_working_set(found.recomputing, memory, found.staged).bytes - usable
             bound_s = found.bound_s if math.isinf(bound_s) else bound_s
             if excess <= 0:
                 return found.above(bound_s).with_memory(memory)
@@ -198,7 +206,12 @@ def _followed(
 
 
 def _leaving_room(
-    setting: Setting, skeleton: Skeleton, graph: Graph, plain: tuple[Division, ...], found: Searched
+    setting: Setting,
+    skeleton: Skeleton,
+    graph: Graph,
+    plain: tuple[Division, ...],
+    turned: tuple[Division, ...],
+    found: Searched,
 ) -> Searched:
     """Of plans that leave ever more memory to model data the one of the shortest step, with what then stays.
 
@@ -206,26 +219,32 @@ def _leaving_room(
     and what stays there is updated on the device.
     """
     assert found.memory is not None
-    tried = [(offloaded_s(found.assignment, found.memory), found)]
+    tried = [(offloaded_s(found.recomputing, found.memory, found.staged), found)]
     usable, most_bytes = setting.cost.cluster.device.usable_bytes, found.memory.peak_bytes
     for share in ROOM:
         if setting.is_late():
             break
-        leaner = _search(replace(setting, spare_bytes=usable - int(share * most_bytes)), skeleton, graph, plain, ())
+        leaner = _search(replace(setting, spare_bytes=usable - int(share * most_bytes)), skeleton, graph, plain, turned)
         if isinstance(leaner, _Nothing):
             break
-        memory = usage(leaner.assignment)
-        if largest_working_set(leaner.assignment, memory).bytes <= usable:
-            tried.append((offloaded_s(leaner.assignment, memory), leaner.above(found.bound_s).with_memory(memory)))
+        memory, decided = usage(leaner.recomputing), leaner.recomputing
+        if largest_working_set(decided, memory, leaner.staged).bytes <= usable:
+            seconds = offloaded_s(decided, memory, leaner.staged)
+            tried.append((seconds, leaner.above(found.bound_s).with_memory(memory)))
     return min(tried, key=lambda each: each[0])[1]
 
 
 def _check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
     """Refuse what plans that offload cannot be yet, and clusters that do not say where to."""
-    if pipelines or pins.in_turns:
+    if pipelines or (pins.stages or 1) > 1 or pins.schedule == "2bw":
         raise PinError(
-            f"pin 'offload' is {pins.offload!r}, which plans in turns (a pipeline, micro-batches) do not do: leave out "
-            "pipelines, 'pipeline' and 'micro_batches', or pin 'offload' 'none'"
+            f"pin 'offload' is {pins.offload!r}, which pipelines do not do: leave out pipelines, 'pipeline' and "
+            "'schedule' (micro_batches may stay), or pin 'offload' 'none'"
+        )
+    if pins.in_turns and pins.update == "backward":
+        raise PinError(
+            "pin 'update' is 'backward', but a step in turns has its gradients before the loss's backward says by how "
+            "much they are scaled, so that none can be used earlier: pin 'update' 'after', or leave out 'micro_batches'"
         )
     cluster.home(pins.tier == "disk")
 
@@ -299,7 +318,9 @@ def _leanest(setting: Setting, skeleton: Skeleton, graph: Graph, nothing: _Nothi
     row = Candidate(best.division, "feasible", math.inf, bounds[best.division], 0, "relaxation")
     others = (each for each in nothing.rows if each.division != best.division)
     found = _searched(setting, best, [row.costing(best.evaluation), *others], bounds.values())
-    return found if best.staged is not None else found.with_memory(usage(found.assignment))
+    if best.staged is not None and setting.training.tier == "device":
+        return found
+    return found.with_memory(usage(found.recomputing))
 
 
 def _explore_apart(

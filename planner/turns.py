@@ -35,6 +35,10 @@ TRIES = 8
 """So often a chain is cut anew with less memory when what works beside it did not fit."""
 
 
+WORKS = ("compute", "recompute", "communication", "gradients", "optimizer")
+"""What a rank does in a step in turns, by use."""
+
+
 @dataclass(frozen=True)
 class TurnTimes:
     """What a step in turns is simulated from: seconds of a micro-batch by stage, and once a step by rank.
@@ -55,14 +59,24 @@ class TurnTimes:
         """The part that the schedule is simulated with."""
         return Times(*(np.array(each) for each in (self.forward_s, self.input_s, self.weight_s, self.send_s)))
 
+    def step_s(self, pipeline: Pipeline) -> float:
+        """Seconds of the simulated schedule, and what happens once on the rank that takes longest."""
+        p = pipeline
+        turns_s = simulated_s(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, self.of_stages)
+        return turns_s + self.once_s
+
+    @property
+    def once_s(self) -> float:
+        """Seconds once a step, on the rank that takes longest."""
+        return max(map(sum, zip(self.gather_s, self.reduce_s, self.update_s, strict=True)))
+
     def bubble(self, micro_batches: int, step_s: float) -> float:
         """The part of the schedule's time in which ranks compute nothing, of all ranks together.
 
         Args:
             step_s: of the whole step, with what happens once.
         """
-        once_s = max(map(sum, zip(self.gather_s, self.reduce_s, self.update_s, strict=True)))
-        return bubble(micro_batches, self.of_stages, len(self.update_s), step_s - once_s)
+        return bubble(micro_batches, self.of_stages, len(self.update_s), step_s - self.once_s)
 
 
 @dataclass(frozen=True)
@@ -102,16 +116,25 @@ class Staged:
     @cached_property
     def time_s(self) -> dict[str, float]:
         """Seconds of the step by use on the rank that has most to do, see :class:`planner.predict.Prediction`."""
-        names, turns = ("compute", "recompute", "communication", "gradients", "optimizer"), self.pipeline.micro_batches
-        ranks = np.zeros((self.pipeline.ranks, len(names)))
+        busiest = self.rank_s(int(self._seconds.sum(axis=1).argmax()))
+        return {**busiest, "bubble": self.step_s - math.fsum(busiest.values())}
+
+    def rank_s(self, rank: int) -> dict[str, float]:
+        """Seconds of the step by use on one rank, without its waiting."""
+        return dict(zip(WORKS, self._seconds[rank].tolist(), strict=True))
+
+    @cached_property
+    def _seconds(self) -> Floats:
+        """Seconds of the step [rank, use], uses as in :data:`WORKS`."""
+        turns = self.pipeline.micro_batches
+        ranks = np.zeros((self.pipeline.ranks, len(WORKS)))
         for rank, link, way in self._placed:
             block = link.block
             work_s = block.forward_s + block.input_s + block.weight_s - link.communication_s
             again_s = block.savings[way].recompute_s
             ranks[rank, :3] += (turns * work_s, turns * again_s, turns * link.communication_s)
         ranks[:, 2:] += _once_s(self.links, self.pipeline, self.cut.bounds)
-        busiest = ranks[ranks.sum(axis=1).argmax()].tolist()
-        return {**dict(zip(names, busiest, strict=True)), "bubble": self.step_s - math.fsum(busiest)}
+        return ranks
 
     @cached_property
     def times(self) -> TurnTimes:

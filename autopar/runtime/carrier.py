@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.disk import Disk
 from autopar.runtime.recompute import memory_of
-from autopar.runtime.tiers import Arena, Chunk, Gradients, Link, Parameters
+from autopar.runtime.tiers import Arena, Chunk, Gradients, Link, Parameters, Sums
 from autopar.runtime.updating import AFTER, Updates, let_go, may_update
+from planner.chunks import of_turn
 from planner.errors import InputError, TimetableError
 from planner.heap import BEFORE
 from planner.timetable import Timetable
@@ -44,7 +45,8 @@ class Carried:
         name: its item of parameters.
         bytes: of its parameters, with what lies between them.
         starts: the byte at which each parameter begins, by name.
-        block: the number of the block that hands them to the program, or that of what comes before all blocks.
+        entered: the number of the block that hands them to the program, or those of what comes before the blocks of
+            stages.
         gradients: its item of gradients, if backward makes any.
         trained: the names of the parameters that have gradients.
     """
@@ -52,7 +54,7 @@ class Carried:
     name: str
     bytes: int
     starts: Mapping[str, int]
-    block: int
+    entered: tuple[int, ...]
     gradients: str | None
     trained: Sequence[str]
 
@@ -92,10 +94,12 @@ class Carrier:
         moments: the names of the moments of each block's forward and backward, by its number.
         device: where the program computes.
         disk: where parameters and gradients are at home, if not in the host's memory.
+        is_in_turns: whether a step is several micro-batches, whose gradients are added up.
 
     Attributes:
         arena: what the device may hold of chunks.
         bytes_moved: of the last whole step, by direction.
+        micro_batch: the one of a step in turns that is computed.
         token: while the program runs, what every block takes as it is left, so that backward comes to parameters last.
     """
 
@@ -106,16 +110,18 @@ class Carrier:
         moments: Mapping[int, tuple[str, str]],
         device: torch.device,
         disk: Disk | None = None,
+        is_in_turns: bool = False,
     ):
         self.table, self.arena, self.link = table, Arena(table.budget_bytes), Link(device, disk)
         self.bytes_moved: dict[str, int] = {}
+        self.is_in_turns, self.micro_batch = is_in_turns, 0
         self._moments = moments
         self._parameters = {
             each.name: Parameters(each.name, each.bytes, each.starts, device, self.arena, self.link) for each in carried
         }
         self._gradients: dict[str, Gradients] = {}
         self._chunks: dict[str, Chunk] = {**self._parameters}
-        self._blocks = {number: [each for each in carried if each.block == number] for number in moments}
+        self._blocks = {number: [each for each in carried if number in each.entered] for number in moments}
         self._chunk_of = {name: each for each in carried for name in each.starts}
         self._given: Mapping[str, DTensor] = {}
         self._at: int | None = None
@@ -146,7 +152,11 @@ class Carrier:
         own = chunk.keep(name, part)
         if carried.gradients is not None and chunk.kept.keys() == carried.starts.keys():
             like = {each: chunk.kept[each] for each in carried.trained}
-            gradients = Gradients(carried.gradients, like, self.arena, self.link)
+            gradients: Gradients
+            if self.is_in_turns:
+                gradients = Sums(carried.gradients, like, chunk, self.arena, self.link)
+            else:
+                gradients = Gradients(carried.gradients, like, self.arena, self.link)
             self._gradients[carried.name] = self._chunks[gradients.name] = gradients
         return own
 
@@ -177,8 +187,8 @@ class Carrier:
 
     def enter(self, number: int, is_backward: bool) -> None:
         """The program enters a block."""
-        place = self.table.trace.place[self._moments[number][is_backward]]
-        self._number = None if is_backward or number == BEFORE else number
+        place = self.table.trace.place[self._moment(number, is_backward)]
+        self._number = None if is_backward or number <= BEFORE else number
         if place == 0:
             self._begin()
         self._on_demand = self._on_demand or self._at is None or place <= self._at
@@ -191,6 +201,10 @@ class Carrier:
         moment = self.table.trace.moments[place]
         for item, _ in self.table.trace.used[place]:
             self._chunks[item.name].check_present(moment.name)
+
+    def _moment(self, number: int, is_backward: bool) -> str:
+        """The name of the moment in which a block is entered."""
+        return of_turn(self._moments[number][is_backward], self.micro_batch if self.is_in_turns else None)
 
     def _begin(self) -> None:
         """A step begins: as the one before ended, or with the timetable's beginning."""
@@ -283,9 +297,9 @@ class Carrier:
         self._is_watched = True
         chunk = self._at_memory(tensor)
         if chunk is not None and self._number is not None:
-            place = self.table.trace.place.get(self._moments[self._number][True])
+            place = self.table.trace.place.get(self._moment(self._number, True))
             if place is None or chunk.name not in dict(self._uses(place)):
-                return _Saved(tensor.detach(), chunk.name, self._moments[self._number][False])
+                return _Saved(tensor.detach(), chunk.name, self._moment(self._number, False))
         return _Saved(tensor.detach())  # a result would hold its node of backward, and that this
 
     def check_leaving(self, number: int, values: Sequence[Tensor]) -> None:
@@ -313,9 +327,14 @@ class Carrier:
         """The parameters that a block hands to the program, on the device."""
         return tuple(value for each in self._blocks[number] for value in self._parameters[each.name].values())
 
+    def adding(self, number: int) -> tuple[Tensor, ...]:
+        """The same in turns, where backward adds up their gradients as soon as it has made them."""
+        found = (leaf for each in self._blocks[number] for leaf in self._parameters[each.name].leaves.items())
+        return tuple(leaf.requires_grad_(self._given[name].requires_grad) for name, leaf in found)
+
     def versions(self, number: int) -> list[tuple[str, Tensor, int]]:
         """Parameters of chunks that backward of a block may read, and how often each was changed in place so far."""
-        place = self.table.trace.place.get(self._moments[number][True])
+        place = self.table.trace.place.get(self._moment(number, True))
         read = [name for name, reads in self._uses(place) if reads] if place is not None else []
         chunks = (self._parameters[name] for name in read if name in self._parameters)
         found = ((name, self._given[name]) for chunk in chunks for name in chunk.starts)
@@ -350,11 +369,21 @@ class Carrier:
             for gradients in self._gradients.values():
                 self._send_home(gradients, "the end of backward")
         self._calls.discard(call)
+        found = self._taken()
+        if self.updates is not None and self.updates.is_begun:
+            self.updates.finish()
+        return found
+
+    def end_turns(self) -> dict[str, Tensor]:
+        """All micro-batches are undone: the sums of their gradients, at home, by name."""
+        self._follow(len(self.table.entries) - 1)
+        self.bytes_moved = dict(self.link.bytes_moved)
+        return self._taken()
+
+    def _taken(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for gradients in self._gradients.values():
             found.update(gradients.take())
-        if self.updates is not None and self.updates.is_begun:
-            self.updates.finish()
         return found
 
     # ---- updates in backward -----------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class _Entering(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        if ctx.number == BEFORE:
+        if ctx.number <= BEFORE:
             ctx.carrier.enter(ctx.number, is_backward=True)
         ctx.carrier.made(ctx.number, grads)
         return None, None, *(None for _ in range(ctx.count))
@@ -104,6 +104,8 @@ def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple
         TimetableError: they cannot be on the device now, or not within the budget.
     """
     carrier.enter(number, is_backward=False)
+    if carrier.is_in_turns and number > BEFORE:
+        return carrier.adding(number)
     return _Entering.apply(carrier, number, *parts) if parts else ()
 
 

@@ -67,9 +67,14 @@ class _HandOver(torch.autograd.Function):
                 "the gradients of a step in turns were handed over before: call loss.backward() once a step"
             )
         ctx.called(grad)
+        scale = grad / ctx.seed.to(grad)
         present = [gradient for gradient in found if gradient is not None]
-        if present:
-            torch._foreach_mul_(present, grad / ctx.seed.to(grad))
+        at_home = [gradient for gradient in present if gradient.device.type == "cpu"]
+        here = [gradient for gradient in present if gradient.device.type != "cpu"]
+        if here:
+            torch._foreach_mul_(here, scale)
+        if at_home and (number := scale.item()) != 1:
+            torch._foreach_mul_(at_home, number)
         return None, None, None, None, None, *found
 
 

@@ -374,6 +374,9 @@ class ParallelModule(nn.Module):
             return local_parts(tensors, self.buckets)
         carried = {name: t for name, t in tensors.items() if isinstance(t, DTensor) and self.carrier.holds(name)}
         others = {name: t for name, t in tensors.items() if name not in carried}
+        if isinstance(self.program, Step):
+            self.carrier.begin_with(carried)
+            return local_parts(tensors, self.buckets)
         return {**local_parts(others, self.buckets), **parts_at_home(self.carrier, carried)}
 
     def _stored_as(self, leaves: Collection[str]) -> list[DTensor]:

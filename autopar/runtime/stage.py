@@ -25,7 +25,7 @@ class Stage:
         parameters, leaves: what ``gather``, and what ``program`` and ``count`` take of the model, by name.
         received, sent: what comes from the stage before, and goes to the one after.
         outputs: the positions of what leaves the model here.
-        gather: (parameters) -> parameters as operators use them; once a step.
+        gather: (parameters) -> parameters as operators use them; once a step. ``None``: blocks convert them.
         count: (leaves) -> what a micro-batch adds to what is known of all before the first, such as of how many tokens
             a loss is the mean; ``None`` where nothing is.
         program: (used parameters, leaves, received, counts) -> (sent, outputs); once for each micro-batch.
@@ -37,7 +37,7 @@ class Stage:
     received: tuple[Passed, ...]
     sent: tuple[Passed, ...]
     outputs: tuple[int, ...]
-    gather: GraphModule
+    gather: GraphModule | None
     count: GraphModule | None
     program: GraphModule
 

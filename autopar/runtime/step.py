@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
 
+from autopar.runtime.carrier import Carrier
 from autopar.runtime.hand_over import handing_over, power_of_two, refusing
 from autopar.runtime.mail import Mail, Messages
 from autopar.runtime.notes import add_note
@@ -105,6 +106,8 @@ class Step:
         recorder: of what is done when.
         ties: the parameters that other processes hold too.
         trainers: who trains parameters, where this rank does and stages are on several.
+        carrier: what moves parameters and gradients, if they move; ``carried``: the names that it has of them -> those
+            of the leaves.
 
     Attributes:
         first: the actions of a step that nothing is left to.
@@ -129,6 +132,8 @@ class Step:
         recorder: Recorder,
         ties: Sequence[Tie] = (),
         trainers: Trainers | None = None,
+        carrier: Carrier | None = None,
+        carried: Mapping[str, str] | None = None,
     ):
         self.stages = {stage.number: stage for stage in stages}
         self.first = [action for action in actions if not is_left_over(action)]
@@ -136,7 +141,8 @@ class Step:
         self.actions, self.leaves, self.turned, self.outputs, self.loss = actions, leaves, turned, outputs, loss
         self.turns, self.state, self.mail, self.draws = turns, state, mail, draws
         self.trained, self.ties, self.trainers = trained, ties, trainers
-        self.recorder, self.seed = recorder, torch.ones(())
+        self.recorder, self.seed, self.carrier = recorder, torch.ones(()), carrier
+        self.carried = carried or {}
         self.left: _Run | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -247,7 +253,8 @@ class _Run:
         self.step.mail.open(self.trains, None if self.before is None else self.before.messages)
         self.step.recorder.begin("gather")
         for number, stage in self.step.stages.items():
-            self.made[number] = stage.gather(*(self.local[name] for name in stage.parameters))
+            stored = tuple(self.local[name] for name in stage.parameters)
+            self.made[number] = stored if stage.gather is None else stage.gather(*stored)
             self.used[number] = tuple(t.detach().requires_grad_(t.requires_grad) for t in self.made[number])
             self.counts[number] = self._counted(stage)
         self.step.recorder.end()
@@ -262,6 +269,9 @@ class _Run:
         complete = self.before if self.step.overlaps else self
         if self.trains and complete is not None:
             self.step.recorder.begin("reduce")
+            if self.step.carrier is not None:
+                for name, gradient in self.step.carrier.end_turns().items():
+                    self.local[self.step.carried[name]].grad = gradient
             complete._spread()
             self.step.recorder.end()
         self.step.recorder.close()
@@ -271,6 +281,8 @@ class _Run:
             return
         action = Action(stage.number, kind, turn)
         self.step.turns.now = turn % self.step.turns.count
+        if self.step.carrier is not None:
+            self.step.carrier.micro_batch = self.step.turns.now
         self.step.recorder.begin(kind, action)
         try:
             if kind == "F":
@@ -316,6 +328,8 @@ class _Run:
             self.outputs[position].append(value.detach())
             if position == self.step.loss:
                 roots.append(value)
+        if self.step.carrier is not None:
+            torch.clear_autocast_cache()  # which would hold all parameters on the device, cast, until the step is over
         if self.trains:
             ends = [_edge(value) for value, form in zip(sent, stage.sent, strict=True) if form.differentiable]
             self.alive[stage.number, turn] = received, ends, roots

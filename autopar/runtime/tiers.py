@@ -201,6 +201,7 @@ class Parameters(Chunk):
 
     Attributes:
         here: their memory on the device, empty while they are away; the same from the first time that they come.
+        leaves: the parameters there by name, the same ones from then on; in turns gradients add up in them.
         kept: the parameters at home, by name.
     """
 
@@ -210,6 +211,7 @@ class Parameters(Chunk):
         self.here: Tensor | None = None
         self._home = link.home(size, name)
         self.kept: dict[str, Tensor] = {}
+        self.leaves: dict[str, Tensor] = {}
 
     def keep(self, name: str, part: Tensor) -> Tensor:
         """Take a parameter in; its new self, at home."""
@@ -228,6 +230,8 @@ class Parameters(Chunk):
     def _fetch(self) -> None:
         if self.here is None:
             self.here = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
+            starts = self.starts.items()
+            self.leaves = {name: _view(self.here, start, self.kept[name]).detach() for name, start in starts}
         self.here.untyped_storage().resize_(self.bytes)
         with torch.autograd._unsafe_preserve_version_counter(self.here):
             self.started = self.link.start("fetch", [(self.here, self._home)])
@@ -304,6 +308,78 @@ class Gradients(Chunk):
                 return home
         self._homes = [*self._homes[-1:], self.link.home(self.bytes, self.name)]
         return self._homes[-1]
+
+
+class Sums(Gradients):
+    """The gradients of a chunk in turns: the sums of several backwards, on the device the ``.grad`` of its parameters
+    there. What has left for its home before the last of them comes back for the next.
+
+    Args:
+        parameters: the chunk of which they are.
+    """
+
+    def __init__(self, name: str, like: Mapping[str, Tensor], parameters: Parameters, arena: Arena, link: Link):
+        super().__init__(name, like, arena, link)
+        self._parameters = parameters
+        self._home: Tensor | None = None
+
+    def made(self, grads: Mapping[str, Tensor | None]) -> None:
+        """Add what a backward made."""
+        for name, grad in grads.items():
+            if grad is not None:
+                leaf = self._parameters.leaves[name]
+                leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+
+    def leave(self) -> tuple[dict[str, Tensor], Any]:
+        """What is on its way home, all of it summed up."""
+        self._home = None
+        return super().leave()
+
+    def forget(self) -> None:
+        """Nobody takes what was made."""
+        super().forget()
+        self._home = None
+        self._drop()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no backward made any of it yet."""
+        return not self._present
+
+    @property
+    def _present(self) -> dict[str, Tensor]:
+        """What is on the device, by name."""
+        found = ((name, leaf.grad) for name, leaf in self._parameters.leaves.items())
+        return {name: grad for name, grad in found if grad is not None}
+
+    def _make(self) -> None:
+        self._drop()
+
+    def _fetch(self) -> None:
+        memory = torch.empty(self.bytes, dtype=torch.uint8, device=self._parameters.device)
+        copies, at = [], 0
+        for name, value in self.like.items():
+            if name in self._arriving:
+                leaf = self._parameters.leaves[name]
+                leaf.grad = _view(memory, at, value)
+                copies.append((leaf.grad, self._arriving[name]))
+            at += value.numel() * value.element_size()
+        self.started = self.link.start("fetch", copies)
+
+    def _evict(self) -> None:
+        if self._home is None:
+            self._home = self._free_home()
+        present, at, copies = self._present, 0, []
+        for name, value in self.like.items():
+            if name in present:
+                self._arriving[name] = _view(self._home, at, value)
+                copies.append((self._arriving[name], present[name]))
+            at += value.numel() * value.element_size()
+        self.started = self.link.start("evict", copies)
+
+    def _drop(self) -> None:
+        for leaf in self._parameters.leaves.values():
+            leaf.grad = None
 
 
 def _view(flat: Tensor, start: int, like: Tensor) -> Tensor:

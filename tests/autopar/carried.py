@@ -269,6 +269,63 @@ def runs_in_eval(document: dict[str, Any]) -> None:
     assert carrier.arena.high_water_bytes <= carrier.arena.budget_bytes
 
 
+def goes_on_in_turns(document: dict[str, Any]) -> None:
+    """What may come between and beside steps in turns; each computes what the original computes."""
+    model, batch = model_of("mlp")
+    pmodel, carrier = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
+    batches = [another("mlp", seed) for seed in range(3)]
+
+    def both(run: Callable[[nn.Module], Any]) -> None:
+        for m in (model, pmodel):
+            m.zero_grad()
+            run(m)
+        same_gradients(pmodel, model)
+
+    def evaluates_between(m: nn.Module) -> None:
+        with torch.no_grad():
+            m.evaluated = float(loss_of(m, batches[1]))  # type: ignore[assignment]
+        loss_of(m, batches[0]).backward()
+
+    def accumulates(m: nn.Module) -> None:
+        for each in batches:
+            loss_of(m, each).backward()
+
+    def is_never_undone(m: nn.Module) -> None:
+        loss_of(m, batches[1])
+        loss_of(m, batches[2]).backward()
+
+    for run in (evaluates_between, accumulates, is_never_undone, lambda m: (8 * loss_of(m, batches[0])).backward()):
+        both(run)
+    assert pmodel.evaluated == pytest.approx(model.evaluated, rel=1e-12)
+
+    held = [parameter.grad for parameter in pmodel.parameters()]
+    before = [None if grad is None else whole_of(grad).clone() for grad in held]
+    both(lambda m: loss_of(m, batches[2]).backward())
+    for grad, value in zip(held, before, strict=True):  # what the user still holds is left alone
+        assert grad is not None and value is not None
+        assert torch.equal(whole_of(grad), value)
+
+    stage, calls = pmodel.program.stages[0].program, []
+    forward = stage.forward
+
+    def breaks_off(*values: Any) -> Any:
+        calls.append(carrier.micro_batch)
+        if carrier.micro_batch == 2:
+            raise RuntimeError("broken off")
+        return forward(*values)
+
+    stage.forward = breaks_off
+    with pytest.raises(RuntimeError, match="broken off"):
+        loss_of(pmodel, batches[0])
+    stage.forward = forward
+    assert calls == [0, 1, 2]
+    both(lambda m: loss_of(m, batches[1]).backward())
+    for m in (model, pmodel):
+        next(m.parameters()).requires_grad_(False)
+    both(lambda m: loss_of(m, batches[2]).backward())
+    assert carrier.arena.high_water_bytes <= carrier.arena.budget_bytes
+
+
 def refuses_what_does_not_fit(document: dict[str, Any]) -> None:
     model, batch = model_of("mlp")
     plan = Plan.from_dict(document)

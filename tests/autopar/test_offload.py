@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from autopar.processes import LocalProcesses
 from autopar.runtime.tiers import Arena, Gradients, Link, Parameters
 from planner.cluster import ClusterSpec
 from planner.errors import TimetableError
+from planner.timetable import fewest_bytes
 from planner.timetable.table import ACTIONS
 from tests.autopar import carried, on_disk, updated
 
@@ -25,6 +27,8 @@ CASES: list[tuple[str, dict[str, Any], int, int]] = [  # the last: how many budg
     ("gpt2", {}, 1, 2),
     ("shared-layers", {"tensor": 2, "recompute": "full"}, 2, 2),
     ("t5", {"data": 2, "zero": 3}, 2, 1),
+    ("functional-gpt", {"micro_batches": 4}, 1, 2),
+    ("shared-layers", {"data": 2, "zero": 3, "micro_batches": 2, "recompute": "full"}, 2, 2),
 ]
 EARLY: list[tuple[str, dict[str, Any], int, int]] = [
     ("functional-gpt", {"data": 2, "zero": 3, "recompute": "full"}, 2, 2),
@@ -90,6 +94,20 @@ def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
     pool.run(carried.goes_other_ways, document, ranks=2)
 
 
+def test_steps_in_turns_go_on(pool: LocalProcesses) -> None:
+    plan = carried.plan_of("mlp", {"micro_batches": 4}, 1)
+    assert plan.timetable is not None
+    table = fewest_bytes(plan.timetable.trace, max(plan.timetable.trace.needed_bytes))
+    assert any("gradients" in name for entry in table.entries for name in entry.fetch)  # sums leave and come back
+    pool.run(carried.goes_on_in_turns, replace(plan, timetable=table).to_dict(), ranks=1)
+
+
+def test_a_plan_in_turns_is_verified() -> None:
+    model, batch = carried.model_of("mlp")
+    plan = carried.plan_of("mlp", {"data": 2, "zero": 3, "micro_batches": 2}, 2)
+    assert autopar.verify(model, plan, example_kwargs=batch)
+
+
 def test_one_rank_computes_the_same_bits(pool: LocalProcesses) -> None:
     model, batch = carried.model_of("gpt2", torch.float32)
     cluster = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")
@@ -108,10 +126,10 @@ def test_what_does_not_fit_is_refused(pool: LocalProcesses) -> None:
     pool.run(carried.refuses_what_does_not_fit, carried.plan_of("mlp", {}, 1).to_dict(), ranks=1)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_device_holds_what_was_planned(pool: LocalProcesses, name: str) -> None:
-    found = carried.plan_of(name, {}, 1)
-    tight = carried.plan_of(name, {}, 1, memory_bytes=int(found.predicted.peak_bytes))
+@pytest.mark.parametrize("name, pin", [("gpt2", {}), ("llama", {}), ("gpt2", {"micro_batches": 2})], ids=str)
+def test_the_device_holds_what_was_planned(pool: LocalProcesses, name: str, pin: dict[str, Any]) -> None:
+    found = carried.plan_of(name, pin, 1)
+    tight = carried.plan_of(name, pin, 1, memory_bytes=int(found.predicted.peak_bytes))
     (seen, planned), *_ = pool.run(carried.holds_no_more_than_planned, name, tight.to_dict(), ranks=1)
     assert planned * 0.85 <= seen <= planned * 1.05
 

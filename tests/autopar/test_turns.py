@@ -68,7 +68,7 @@ def in_turns_of(name: str, pin: dict[str, Any], ranks: int) -> tuple[Reference, 
 
 def test_a_gradient_that_nobody_sums_is_caught_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     ref, assignment, in_turns = in_turns_of("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 0}, 4)
-    monkeypatch.setattr(Body, "brought", lambda self, values, steps: values)
+    monkeypatch.setattr(Body, "brought", lambda self, values, steps, *_: values)
     with pytest.raises(VerificationError, match=r"use it: on axis 'data' it has type .*I, the plan says .*R"):
         typecheck(ref.traced.captured, assignment, in_turns)
 

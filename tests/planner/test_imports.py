@@ -74,20 +74,10 @@ ROOMS["turns"] = {"errors", "fold", "heap", "pipeline", "problem", "recompute", 
 ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}
 ROOMS["predict"] = {*BASE, "fold", "cost", "conversion", "strategy", "recompute", "formulate", "memory", "exchange"}
 ROOMS["predict"] |= {"words", "turns"}
-ROOMS["offload"] = {
-    "errors",
-    "cluster",
-    "graph",
-    "conversion",
-    "formulate",
-    "heap",
-    "memory",
-    "chain",
-    "predict",
-    "recompute",
-    "timetable",
-    "words",
-}
+ROOMS["chunks"] = {"graph", "conversion", "formulate", "heap", "memory"}
+ROOMS["rank_step"] = {"cluster", "graph", "layout", "conversion", "formulate", "heap", "memory", "pipeline"}
+ROOMS["rank_step"] |= {"chain", "turns", "recompute", "timetable", "chunks"}
+ROOMS["offload"] = {"errors", "formulate", "memory", "predict", "turns", "timetable", "words", "chunks", "rank_step"}
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
 ROOMS["looks"] = {*BASE, "rules", "cost", "problem", "solve", "strategy", "recompute", "skeleton", "formulate", "pins"}
 ROOMS["looks"] |= {"pipeline", "chain", "turns", "division", "certificate"}

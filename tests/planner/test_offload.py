@@ -14,6 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.calibration import Calibration
+from planner.chunks import (
+    ALIGN_BYTES,
+    chunks_of,
+    gradients,
+    home_bytes,
+    moments_of,
+    parameters,
+    undone,
+    update,
+)
 from planner.cluster import ClusterSpec, Host
 from planner.conversion import local_bytes
 from planner.errors import ClusterError, InfeasibleError, PinError, PlanError
@@ -22,18 +32,7 @@ from planner.graph import Graph, Ref
 from planner.heap import BEFORE
 from planner.layout import I
 from planner.memory import enters_before, readers_of, usage
-from planner.offload import (
-    ALIGN_BYTES,
-    chunks_of,
-    gradients,
-    home_bytes,
-    largest_working_set,
-    moments_of,
-    offloaded,
-    parameters,
-    undone,
-    update,
-)
+from planner.offload import largest_working_set, offloaded
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe, model_facts, reprice
 from planner.predict import predict

@@ -125,12 +125,12 @@ def test_pins_come_back_as_the_user_wrote_them() -> None:
 
 @pytest.mark.parametrize(
     "pin, pipelines",
-    [({"pipeline": 2}, False), ({"micro_batches": 2}, False), ({"schedule": "2bw"}, False), ({}, True)],
+    [({"pipeline": 2}, False), ({"micro_batches": 2, "schedule": "2bw"}, False), ({}, True)],
     ids=str,
 )
-def test_model_data_on_the_host_is_not_planned_in_turns(pin: dict[str, Any], pipelines: bool) -> None:
+def test_model_data_on_the_host_is_not_planned_for_pipelines(pin: dict[str, Any], pipelines: bool) -> None:
     spec = ClusterSpec.local(2, "1 GiB", cores=2, host_memory_bytes="1 GiB")
-    with pytest.raises(PinError, match=r"'offload' is 'host', which plans in turns .* do not do: leave out pipelines"):
+    with pytest.raises(PinError, match=r"'offload' is 'host', which pipelines do not do: leave out pipelines"):
         search(GRAPH, spec, Pins.parse({"offload": "host", **pin}), Training(), pipelines=pipelines)
 
 
