@@ -1,8 +1,8 @@
 """Capacity: the largest batch, or the longest sequence, at which a plan's decisions fit into memory.
 
 Sizes that the decisions divide evenly come back with a period, that of the ranks they are cut over, and among these
-bytes grow with the size. The formula of the peak, of steps in one turn, says where the last one that fits should be;
-following whole steps through memory, or pricing them in turns, says where it is.
+bytes grow with the size. The formula of the peak says where the last one that fits should be; following whole steps
+through memory, or pricing them in turns, says where it is.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def _largest(scale: Scale, what: str, pair: Callable[[int], tuple[int, int]], pl
             f"no {what} fits: the smallest that the plan divides evenly, {size_of(first)}, takes {needed:,} bytes, and "
             f"a device has {limit_bytes:,} to give: plan again with a larger cluster, or with parameters sharded"
         )
-    has_moments = not scale.planned.space.in_turns
-    hint = _last(foreseen, first, first) if has_moments and foreseen(first) else first
+    hint = _last(foreseen, first, first) if foreseen(first) else first
     return size_of(_last(fits, first, hint))
 
 

@@ -17,6 +17,7 @@ from itertools import groupby
 
 from planner.conversion import local_bytes
 from planner.exchange import crossing
+from planner.fold import Instance
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import MICRO, PIPELINE, Axis, Layout
@@ -25,6 +26,7 @@ from planner.ops.table import contraction_flops
 from planner.pipeline.schedule import versions
 from planner.pipeline.stages import Block, Chain, Saving
 from planner.recompute import NOTHING, Amount, Level, Levels, Recompute
+from planner.seconds import at_least_zero
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,17 @@ def chain_of(links: Sequence[Link]) -> Chain:
     return [(block, len(list(same))) for block, same in groupby(link.block for link in links)]
 
 
+def dropped_bytes(assignment: Assignment, instance: Instance, level: Level) -> int:
+    """Bytes that an instance has made again while it is undone, at a level of recomputation."""
+    if level == "none":
+        return 0
+    again = assignment.space.skeleton.again(instance.kind, level)
+    return sum(
+        assignment.space.bytes_of(node, assignment.choice(node), places)
+        for node, places in zip(instance.block.nodes, again.dropped, strict=True)
+    )
+
+
 @dataclass
 class _Sums:
     """What a block comes to while its leaves and operators are gone through, as in :class:`Link`.
@@ -139,7 +152,7 @@ class _Chain:
             sum(local_bytes(graph.type_of(ref), delivered(ref), space.mesh) for ref in refs)
             for refs in crossing(self.folded)
         )
-        return [space.cost.collective_s("send", axis, size) if size else 0.0 for size in sizes]
+        return [space.collective_s("send", axis, size) if size else 0.0 for size in sizes]
 
     def _link(self, number: int, send_s: float) -> Link:
         instance = self.folded.instances[number]
@@ -229,11 +242,14 @@ class _Chain:
             Block(name, sums.forward_s, sums.input_s, sums.weight_s, held_bytes, savings, send_s),
             sums.communication_s,
             sums.gather_s,
-            max(0.0, sums.reduce_s - sums.hidden_s),
+            at_least_zero(sums.reduce_s - sums.hidden_s),
             sums.update_s,
             sums.held,
             levels,
-            tuple(sums.working_bytes + self._dropped(number, level) + brought * (level != "none") for level in levels),
+            tuple(
+                sums.working_bytes + dropped_bytes(self.assignment, instance, level) + brought * (level != "none")
+                for level in levels
+            ),
         )
 
     def _run(self, sums: _Sums, node: Node) -> None:
@@ -298,12 +314,12 @@ class _Chain:
         """Seconds forward and backward, and the bytes of what a parameter is gathered into."""
         if source == target:
             return 0.0, 0.0, 0
-        table, tensor = self.space.table(ref), self.graph.type_of(ref)
-        at, to = table.index[source], table.index[target]
-        grown = self.graph.by_name[ref.node].op == "param" and table.held[to] > table.held[at]
-        more = int(table.held[to]) if grown else 0
-        copies = 2 if tensor.grad and self.space.mesh.micro_batches > 1 and self.space.brings_once else 1
-        return float(table.forward_s[at, to]), float(table.backward_s[at, to]), more * copies
+        tensor, mesh, more = self.graph.type_of(ref), self.space.mesh, 0
+        if self.graph.by_name[ref.node].op == "param":
+            before, after = (local_bytes(tensor, layout, mesh) for layout in (source, target))
+            copies = 2 if tensor.grad and mesh.micro_batches > 1 and self.space.brings_once else 1
+            more = after * copies if after > before else 0
+        return *self.space.conversion_s(ref, source, target), more
 
     def _summed_s(self, ref: Ref, source: Layout, target: Layout) -> float:
         """Seconds to add a parameter's gradient of one micro-batch to that of the others."""
@@ -354,16 +370,5 @@ class _Chain:
             moves += [(ref, self.assignment.produced(ref), self.assignment.delivered(ref)) for ref in made]
             if space.brings_once:
                 moves = [move for move in moves if self.graph.by_name[move[0].node].op != "param"]
-            seconds += math.fsum(self._conversion(*move)[0] for move in moves)
+            seconds += sum(self._conversion(*move)[0] for move in moves)
         return seconds
-
-    def _dropped(self, number: int, level: Level) -> int:
-        """Bytes that a block has made again while it is undone."""
-        if level == "none":
-            return 0
-        instance, space = self.folded.instances[number], self.space
-        again = space.skeleton.again(instance.kind, level)
-        return sum(
-            space.bytes_of(node, self.assignment.choice(node), places)
-            for node, places in zip(instance.block.nodes, again.dropped, strict=True)
-        )

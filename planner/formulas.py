@@ -1,46 +1,35 @@
 """Formulas: what a plan's step takes, in closed form in the batch and the sequence length.
 
-The planned decisions are taken at sizes that know their formula (:mod:`planner.polynomial`), so that counting bytes,
-calls and operations gives formulas as well as numbers; nothing is fitted. Seconds are those of the cost model's closed
-forms: a roofline for every operator, the cheapest algorithm for every collective.
+The planned decisions are taken at sizes that know their formula (:mod:`planner.polynomial`) in a space whose times do
+(:mod:`planner.closed`), so that counting bytes, calls, operations and seconds gives formulas as well as numbers;
+nothing is fitted. ``plan.at(...)`` has what seconds leave out: tiles and waves on GPUs, and what was measured.
 
-What seconds leave out: the tiles and waves of products and attention on GPUs, and what was measured (a calibration);
-``plan.at(...)`` has both. Bytes leave nothing out as long as a step does the same in the same order, which other sizes
-change only where another route between two layouts becomes the cheapest.
+Bytes leave nothing out as long as a step does the same in the same order, which other sizes change only where another
+route between two layouts becomes the cheapest. Of a step in turns, seconds are those along the path through its
+schedule that is longest at the planned sizes; where another one becomes longer the step takes more.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 import sympy
 
-from planner.conversion import Collective, local_bytes
-from planner.cost import CostModel
+from planner.closed import ClosedSpace
+from planner.conversion import Collective
 from planner.formulate import Assignment
-from planner.graph import Node, Ref
+from planner.graph import Node
 from planner.heap import Held
-from planner.layout import Axis, Layout
 from planner.memory import usage
-from planner.ops import OPS
-from planner.pins import ATTENTION
-from planner.polynomial import Powers, terms_of
-from planner.predict import collectives, conversions, sorted_calls, use_again
+from planner.pipeline.simulate import critical
+from planner.predict import Calls, collectives, seconds_by_use, sorted_calls
 from planner.scale import OtherSizes
-from planner.strategy import Choice
-from planner.traffic import Passes
+from planner.seconds import Atom, Formula, Number, Pick, added, formula_of, rest, size_formula, times, undominated
+from planner.turns import Staged
 
-Number = float | Fraction
-Terms = Mapping[Powers, Any]
-"""Coefficients of a polynomial, fractions or floats, by the powers of batch and sequence."""
 Symbols = tuple[sympy.Symbol, sympy.Symbol]
-
-CONSTANT: Powers = (0, 0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,12 +39,15 @@ class Formulas:
     Attributes:
         batch, sequence: the symbols ``b`` and ``s``, for the *global* batch and the sequence length.
         planned: their numbers as planned.
-        parameters_bytes, gradients_bytes, optimizer_bytes: held when backward is over.
-        saved_bytes: activations held when forward is over.
+        parameters_bytes, gradients_bytes, optimizer_bytes: held when backward is over; in turns always, with what
+            parameters are gathered into.
+        saved_bytes: activations held when forward is over; in turns those of all micro-batches in flight.
         peak_bytes: at the fullest moment: the largest of all moments that may be it.
-        flops: operations of forward and backward on one rank, those that are repeated too.
+        flops: operations of forward and backward on one rank, those that are repeated too; of a step, all its
+            micro-batches included.
         collectives: (kind, axis, phase, bytes that each rank passes in, how often a step makes the call).
-        compute_s, recompute_s, communication_s, gradients_s, optimizer_s: as in :class:`planner.predict.Prediction`.
+        compute_s, recompute_s, communication_s, gradients_s, optimizer_s, bubble_s: as in
+            :class:`planner.predict.Prediction`.
         left_out: why there is no formula in the other size, where only one can be followed.
     """
 
@@ -74,12 +66,14 @@ class Formulas:
     communication_s: sympy.Expr
     gradients_s: sympy.Expr
     optimizer_s: sympy.Expr
+    bubble_s: sympy.Expr
     left_out: str = ""
 
     @property
     def step_time_s(self) -> sympy.Expr:
         """Seconds of the whole step."""
-        return self.compute_s + self.recompute_s + self.communication_s + self.gradients_s + self.optimizer_s
+        used = self.compute_s + self.recompute_s + self.communication_s + self.gradients_s + self.optimizer_s
+        return used + self.bubble_s
 
     def _rows(self) -> list[tuple[str, int, sympy.Expr]]:
         """Bytes and operations: what of, how often, and how much each time."""
@@ -124,238 +118,155 @@ def formulas(sizes: OtherSizes) -> Formulas:
         PlanError: neither batch nor sequence length can be followed.
     """
     scale, left_out = sizes.widest()
+    assignment = scale.symbolic(ClosedSpace)
+    staged = scale.restage(assignment)
+    found = _in_one_turn(assignment) if staged is None else _in_turns(assignment, staged)
+    moments = undominated(map(size_formula, scale.moments))
     planned = scale.followed.batch, scale.followed.sequence
-    assignment = scale.symbolic()
     batch, sequence = sympy.symbols("b s", positive=True, integer=True)
     symbols: Symbols = (batch, sequence)
-    memory = usage(assignment)
-    seconds = _seconds(assignment)
 
-    def held(storages: tuple[Held, ...], use: str) -> sympy.Expr:
-        return _expression(terms_of(sum(each.all_bytes for each in storages if each.use == use)), symbols)
+    def of(use: str) -> sympy.Expr:
+        return _expression(formula_of(found.seconds.get(use, 0.0)), symbols)
 
-    moments = _undominated(list(map(terms_of, scale.moments)))
-    gradients, hidden = (seconds[use].expression(symbols) for use in ("gradients", "hidden"))
+    def held(use: str) -> sympy.Expr:
+        return _expression(size_formula(found.held.get(use, 0)), symbols)
+
     return Formulas(
         batch,
         sequence,
         {symbol: number for symbol, number in zip(symbols, planned, strict=True) if number},
-        held(memory.left, "parameters"),
-        held(memory.left, "gradients"),
-        held(memory.left, "optimizer"),
-        held(memory.kept, "activations"),
+        held("parameters"),
+        held("gradients"),
+        held("optimizer"),
+        held("activations"),
         _pick(sympy.Max, moments, symbols),
-        _expression(_flops(assignment), symbols),
-        tuple(_call(call, count, symbols) for call, count in sorted_calls(collectives(assignment))),
-        seconds["compute"].expression(symbols),
-        seconds["recompute"].expression(symbols),
-        seconds["communication"].expression(symbols),
-        sympy.Max(0, gradients - hidden, evaluate=False) if hidden != 0 else gradients,
-        seconds["optimizer"].expression(symbols),
+        _expression(found.flops, symbols),
+        tuple(_call(call, count, symbols) for call, count in sorted_calls(found.collectives)),
+        of("compute"),
+        of("recompute"),
+        of("communication"),
+        of("gradients"),
+        of("optimizer"),
+        of("bubble"),
         left_out,
     )
 
 
 def _call(call: Collective, count: int, symbols: Symbols) -> tuple[str, str, str, sympy.Expr, int]:
-    return call.kind, call.axis, call.phase, _expression(terms_of(call.bytes_in), symbols), count
+    return call.kind, call.axis, call.phase, _expression(size_formula(call.bytes_in), symbols), count
 
 
-# ---- operations and seconds ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Grown:
+    """A step whose numbers know how they grow: those of :class:`Formulas`, by use where there are several."""
+
+    held: Mapping[str, int]
+    flops: Formula
+    collectives: Calls
+    seconds: Mapping[str, float]
 
 
-def _flops(assignment: Assignment) -> Terms:
-    """Operations of one rank, forward and backward."""
-    total: dict[Powers, Any] = {}
-    for node, times, again in _operators(assignment):
-        passes = 1 + _heavier(node) if any(t.grad for t in node.results) else 1
-        _add(total, _flops_of(assignment, node), passes * times + again)
-    return total
-
-
-def _operators(assignment: Assignment) -> Iterator[tuple[Node, int, int]]:
-    """The first member of every operator's role, how many there are, and how many of them run again in backward."""
-    space = assignment.space
+def _in_one_turn(assignment: Assignment) -> _Grown:
+    space, memory = assignment.space, usage(assignment)
+    flops: Formula = {}
     for role, names in space.members.items():
         node = space.graph.by_name[names[0]]
         if not node.is_leaf:
-            yield node, len(names), space.skeleton.runs_again(role, assignment.recompute)
+            again = space.skeleton.runs_again(role, assignment.recompute)
+            flops = added(flops, _flops(assignment, node, len(names), again))
+    return _Grown(
+        {**_by_use(memory.left), "activations": _by_use(memory.kept).get("activations", 0)},
+        flops,
+        collectives(assignment),
+        seconds_by_use(assignment),
+    )
 
 
-def _flops_of(assignment: Assignment, node: Node) -> Terms:
-    """Forward operations of an operator on one rank."""
-    space, row = assignment.space, OPS.get(node.op)
-    if row is None:
-        return {}
-    axes = zip(space.mesh.axes, assignment.choice(node).axes, strict=True)
-    ranks = math.prod(axis.size for axis, strategy in axes if strategy.factor)
-    return _times(terms_of(row.flops(node, space.graph.input_types(node), space.rules[node.name])), Fraction(1, ranks))
-
-
-def _heavier(node: Node) -> Fraction:
-    """Operations of backward for each of forward: two products for one; flash attention computes its scores again."""
-    return Fraction(5, 2) if node.op == ATTENTION else Fraction(2)
-
-
-class _Seconds:
-    """A sum of polynomials, and of the largest or smallest of several."""
-
-    def __init__(self) -> None:
-        self._plain: dict[Powers, Any] = {}
-        self._picked: Counter[tuple[bool, tuple[tuple[tuple[Powers, Any], ...], ...]]] = Counter()
-
-    def add(self, options: Sequence[Terms], times: float, *, smallest: bool = False) -> None:
-        """``times`` the largest of ``options``, or the smallest."""
-        kept = _undominated(options, smallest=smallest)
-        if len(kept) == 1:
-            _add(self._plain, kept[0], times)
-        else:
-            self._picked[smallest, tuple(tuple(sorted(each.items())) for each in kept)] += times  # type: ignore[assignment]
-
-    def expression(self, symbols: Symbols) -> sympy.Expr:
-        """The sum."""
-        picked = [
-            times * _pick(sympy.Min if smallest else sympy.Max, list(map(dict, options)), symbols)
-            for (smallest, options), times in self._picked.items()
-        ]
-        return sympy.Add(_expression(self._plain, symbols), *picked)
-
-
-def _seconds(assignment: Assignment) -> dict[str, _Seconds]:
-    """Seconds by use as in :func:`planner.predict.predict`, and what ``hidden`` of ``gradients`` computing hides."""
-    space = assignment.space
-    cost, graph, axes = space.cost, space.graph, space.mesh.axes
-    uses = ("compute", "recompute", "communication", "gradients", "hidden", "optimizer")
-    found = {use: _Seconds() for use in uses}
-    for leaf in graph.leaves:
-        found["optimizer"].add([{CONSTANT: space.storage(leaf, assignment.produced(Ref(leaf.name)))[0]}], 1)
-    for node, times, again in _operators(assignment):
-        flows = any(t.grad for t in node.results)
-        forward, backward = _rooflines(assignment, node)
-        found["compute"].add(forward, times)
-        found["recompute"].add(forward, again)
-        if flows:
-            found["compute"].add(backward, times)
-            found["hidden"].add(backward, times * space.overlap)
-        for number, inner in assignment.choice(node).inner:
-            size = space.inner_bytes(space.rules[node.name], assignment.choice(node), inner)
-            prices = _prices(cost, inner.kind, axes[number], size)
-            if inner.phase == "forward" or flows:
-                found["communication"].add(prices, times, smallest=True)
-            if inner.phase == "forward":
-                found["recompute"].add(prices, again, smallest=True)
-    for each, times in conversions(assignment):
-        returns = "gradients" if graph.by_name[each.ref.node].op == "param" else "communication"
-        for prices, phase in _conversion(assignment, each.ref, each.source, each.target):
-            found["communication" if phase == "forward" else returns].add(prices, times, smallest=True)
-    for (tail, head, ref, positions), times in space.skeleton.flows_again(assignment.recompute).items():
-        source, reader = assignment.chosen[tail], assignment.chosen[head]
-        layout = source.results[ref.index] if isinstance(source, Choice) else source
-        wanted = [reader.operands[p] for p in positions] if isinstance(reader, Choice) else [reader]
-        for target in dict.fromkeys(wanted):
-            for prices, phase in _conversion(assignment, ref, layout, target):
-                if phase == "forward":
-                    found[use_again(assignment, ref)].add(prices, times, smallest=True)
+def _by_use(storages: Iterable[Held]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for each in storages:
+        found[each.use] = found.get(each.use, 0) + each.all_bytes
     return found
 
 
-def _conversion(assignment: Assignment, ref: Ref, source: Layout, target: Layout) -> Iterator[tuple[list[Terms], str]]:
-    """Prices of every collective and every copy on the way from one layout to another, with their phase."""
-    space = assignment.space
-    cost, tensor = space.cost, space.graph.type_of(ref)
-    copied_s, start_s = 1 / _bandwidth(cost), cost.cluster.device.launch_overhead_s
-    for step in space.table(ref).route(source, target) if source != target else ():
-        touched = sum(local_bytes(tensor, layout, space.mesh) for layout in (step.before, step.after))
-        if step.rule not in ("I>R", "R>I"):
-            for phase in ("forward", "backward") if tensor.grad else ("forward",):
-                yield [_affine(start_s, copied_s, touched)], phase
-        for call in step.collectives(tensor, space.mesh):
-            yield _prices(cost, call.kind, space.mesh.axes[step.axis], call.bytes_in), call.phase
-
-
-def _rooflines(assignment: Assignment, node: Node) -> tuple[list[Terms], list[Terms]]:
-    """Arithmetic and memory, each with the start of the kernel and with what backward runs besides; forward and
-    backward.
+def _in_turns(assignment: Assignment, staged: Staged) -> _Grown:
+    """A step in turns: seconds and operations of its busiest rank, bytes of its fullest, along the longest path of the
+    schedule at the planned sizes.
     """
-    space, choice = assignment.space, assignment.choice(node)
-    device, attends, traffic = space.cost.cluster.device, node.op == ATTENTION, space.traffic(node)
-    tensors = zip((*space.graph.input_types(node), *node.results), (*choice.operands, *choice.results), strict=True)
-    sizes = [terms_of(local_bytes(tensor, layout, space.mesh)) for tensor, layout in tensors]
-
-    def memory(passes: Passes, starts: int) -> Terms:
-        each = (
-            _times(size, times / _bandwidth(space.cost)) for size, times in zip(sizes, passes, strict=True) if times
-        )
-        return _sum({CONSTANT: starts * device.launch_overhead_s}, *each)
-
-    flops, besides = _flops_of(assignment, node) if traffic.runs else {}, memory(traffic.besides, traffic.starts)
-    found = []
-    for backward, passes in enumerate((traffic.forward, traffic.backward)):
-        share = device.attention_efficiency[backward] if attends else device.matmul_efficiency
-        rate = device.peak(node.results[0].dtype if node.results else "float32") * share
-        arithmetic = _times(flops, (float(_heavier(node)) if backward else 1.0) / rate)
-        starts, more = {CONSTANT: device.launch_overhead_s * any(passes)}, besides if backward else {}
-        found.append([_sum(arithmetic, starts, more), _sum(memory(passes, int(any(passes))), more)])
-    return found[0], found[1]
+    recomputing = replace(assignment, recompute=staged.recompute(assignment.space.folded))
+    held = staged.memory_bytes
+    return _Grown(
+        {**held, "parameters": held["parameters"] + held["gathered"]},
+        _flops_in_turns(assignment, staged),
+        collectives(recomputing, staged.cut.bounds),
+        _seconds_in_turns(staged),
+    )
 
 
-def _bandwidth(cost: CostModel) -> float:
-    device = cost.cluster.device
-    return device.memory_bandwidth_bytes_per_s * device.memory_efficiency
-
-
-def _prices(cost: CostModel, kind: str, axis: Axis, bytes_in: int) -> list[Terms]:
-    """What each algorithm of a collective takes."""
-    return [_affine(*term, bytes_in) for term in cost.collective_terms(kind, axis)]
-
-
-def _affine(start_s: float, seconds_per_byte: float, size: int) -> Terms:
-    return _sum({CONSTANT: start_s}, _times(terms_of(size), seconds_per_byte))
-
-
-# ---- polynomials -----------------------------------------------------------------------------------------------------
-
-
-def _times(terms: Terms, factor: Number) -> Terms:
-    return {powers: value * factor for powers, value in terms.items()}
-
-
-def _add(total: dict[Powers, Any], terms: Terms, times: Number) -> None:
-    for powers, value in terms.items():
-        total[powers] = total.get(powers, 0) + value * times
-
-
-def _sum(*all_terms: Terms) -> Terms:
-    total: dict[Powers, Any] = {}
-    for terms in all_terms:
-        _add(total, terms, 1)
-    return total
-
-
-def _undominated(options: Sequence[Terms], *, smallest: bool = False) -> list[Terms]:
-    """Without those that another one exceeds in every coefficient, and so at all sizes."""
-    found: list[Terms] = []
-    for option in options:
-        if any(_exceeds(other, option, smallest) for other in found):
+def _flops_in_turns(assignment: Assignment, staged: Staged) -> Formula:
+    """Of the busiest rank, for all micro-batches."""
+    pipeline, space = staged.pipeline, assignment.space
+    total: Formula = {}
+    for number, (stage, link, way) in enumerate(staged.placed):
+        if pipeline.placed[stage] != staged.busiest:
             continue
-        found = [other for other in found if not _exceeds(option, other, smallest)]
-        found.append(option)
-    return found
+        instance, level = space.folded.instances[number], link.levels[way]
+        again = space.skeleton.again(instance.kind, level).operators if level != "none" else ()
+        for at, node in enumerate(instance.block.nodes):
+            total = added(total, _flops(assignment, node, 1, int(at in again)))
+    return times(total, pipeline.micro_batches)
 
 
-def _exceeds(one: Terms, other: Terms, smallest: bool) -> bool:
-    low, high = (one, other) if smallest else (other, one)
-    return all(low.get(powers, 0) <= high.get(powers, 0) for powers in {*low, *high})
+def _seconds_in_turns(staged: Staged) -> dict[str, float]:
+    """By use, of the busiest rank; its waiting is what the longest path and the rank last done take more."""
+    pipeline = staged.pipeline
+    _, path = critical(
+        pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages, staged.times.of_stages
+    )
+    step_s = max(map(sum, staged.once_s))
+    for stage, link, way in staged.placed:
+        block = link.block
+        backward_s = block.input_s + block.savings[way].recompute_s
+        for often, seconds in zip(
+            path.work[:, stage].tolist(), (block.forward_s, backward_s, block.weight_s), strict=True
+        ):
+            step_s += often * seconds
+    for often, end in zip(path.sends.tolist(), staged.cut.bounds[1:-1], strict=True):
+        step_s += often * staged.links[end - 1].block.send_s
+    found = dict(staged.time_s)
+    del found["bubble"]
+    return {**found, "bubble": rest(step_s, sum(found.values()))}
 
 
-def _pick(of: type, options: Sequence[Terms], symbols: Symbols) -> sympy.Expr:
-    """The largest or smallest, unevaluated where there are several: sympy would compare each with each."""
-    expressions = [_expression(terms, symbols) for terms in options]
-    return of(*expressions, evaluate=False) if len(expressions) > 1 else expressions[0]
+def _flops(assignment: Assignment, node: Node, count: int, again: int) -> Formula:
+    """Operations of so many operators, forward and backward, of which some run forward again."""
+    space = assignment.space
+    assert isinstance(space, ClosedSpace)
+    passes = 1 + space.heavier(node) if any(t.grad for t in node.results) else 1
+    return times(space.flops(node, assignment.choice(node)), passes * count + again)
 
 
-def _expression(terms: Terms, symbols: Symbols) -> sympy.Expr:
+# ---- sympy -----------------------------------------------------------------------------------------------------------
+
+
+def _expression(formula: Formula, symbols: Symbols) -> sympy.Expr:
+    """The sum of all atoms."""
+    return sympy.Add(*(_number(value) * _atom(atom, symbols) for atom, value in formula.items() if value))
+
+
+def _atom(atom: Atom, symbols: Symbols) -> sympy.Expr:
+    if isinstance(atom, Pick):
+        return _pick(sympy.Max if atom.largest else sympy.Min, map(dict, atom.options), symbols)
     batch, sequence = symbols
-    return sympy.Add(*(_number(value) * batch**i * sequence**j for (i, j), value in terms.items() if value))
+    i, j = atom
+    return batch**i * sequence**j
+
+
+def _pick(of: type, options: Iterable[Formula], symbols: Symbols) -> sympy.Expr:
+    """The largest or smallest, unevaluated where there are several: sympy would compare each with each."""
+    expressions = [_expression(each, symbols) for each in options]
+    return of(*expressions, evaluate=False) if len(expressions) > 1 else expressions[0]
 
 
 def _number(value: Number) -> sympy.Expr:

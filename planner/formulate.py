@@ -446,7 +446,9 @@ class Space:
 
     @cached_property
     def roles(self) -> tuple[Role, ...]:
-        return tuple(self.options)
+        """Every decision, in the order of :attr:`options`."""
+        outputs: tuple[Role, ...] = tuple(("output", position) for position in range(len(self.leaving)))
+        return (*self.members, *self.skeleton.relays, *outputs)
 
     def vertices(
         self, limit_bytes: int | None, recompute: Recompute = NOTHING, up_to: Sequence[Recompute] = ()
@@ -688,11 +690,33 @@ class Space:
 
     def work(self, node: Node, choice: Choice) -> Work:
         """Seconds and bytes of one operator on one rank."""
+        inner_s = self._inner_s(node, self.rules[node.name], choice)
+        return Work(*self._computed_s(node, choice), *inner_s, max(self.transients(node, choice)))
+
+    def transients(self, node: Node, choice: Choice) -> tuple[int, ...]:
+        """Bytes that an operator needs besides what is held, at each moment while it runs that may be the fullest."""
+        return self.skeleton.working(node).moments(self._sizes(node, choice), (*choice.operands, *choice.results))
+
+    def _sizes(self, node: Node, choice: Choice) -> list[int]:
+        """Bytes of an operator's tensors on one rank: operands, then results."""
         tensors, layouts = (*self.graph.input_types(node), *node.results), (*choice.operands, *choice.results)
-        sizes = [local_bytes(tensor, layout, self.mesh) for tensor, layout in zip(tensors, layouts, strict=True)]
-        working = self.skeleton.working(node)
-        (seconds,) = self._seconds_of(node, [choice], _moved(self.traffic(node), np.array(sizes, np.int64)[:, None]))
-        return Work(*seconds, working.bytes(sizes, layouts))
+        return [local_bytes(tensor, layout, self.mesh) for tensor, layout in zip(tensors, layouts, strict=True)]
+
+    def _computed_s(self, node: Node, choice: Choice) -> tuple[float, float]:
+        """Seconds of an operator by itself, forward and backward."""
+        moved = _moved(self.traffic(node), np.array(self._sizes(node, choice), np.int64)[:, None])
+        ((forward_s, backward_s, _, _),) = self._seconds_of(node, [choice], moved)
+        return forward_s, backward_s
+
+    def collective_s(self, kind: str, axis: Axis, bytes_in: int) -> float:
+        """Seconds of a collective in every group of an axis at once."""
+        return self.cost.collective_s(kind, axis, bytes_in)
+
+    def conversion_s(self, ref: Ref, source: Layout, target: Layout) -> tuple[float, float]:
+        """Seconds forward and backward to convert a value."""
+        table = self.table(ref)
+        pair = table.index[source], table.index[target]
+        return float(table.forward_s[pair]), float(table.backward_s[pair])
 
     def traffic(self, node: Node) -> Traffic:
         """What an operator passes over in memory."""
@@ -735,12 +759,12 @@ class Space:
         for axis, call in choice.inner:
             if self.mesh.axes[axis].name != MICRO and (call.phase == "forward" or any(t.grad for t in node.results)):
                 bytes_in = self.inner_bytes(rule, choice, call)
-                inner[call.phase] += self.cost.collective_s(call.kind, self.mesh.axes[axis], bytes_in)
+                inner[call.phase] += self.collective_s(call.kind, self.mesh.axes[axis], bytes_in)
         return inner["forward"], inner["backward"]
 
     def saved_bytes(self, node: Node, choice: Choice, recompute: Recompute = NOTHING) -> int:
         """Bytes that an operator pays for as kept for backward."""
-        return int(self.bytes_of(node, choice, self.skeleton.charge(node, recompute)))
+        return self.bytes_of(node, choice, self.skeleton.charge(node, recompute))
 
     def _compute(
         self, node: Node, traffic: Traffic, shapes: Sequence[tuple[int, ...]], moved: Moved, flops: float

@@ -206,15 +206,9 @@ class Plan(Document):
 
     @cached_property
     def formulas(self) -> Formulas:
-        """Time and memory of a step in one turn in closed form, in batch and sequence length; raises as :meth:`at`."""
+        """Time and memory of a step in closed form, in batch and sequence length; raises as :meth:`at`."""
         from planner.formulas import formulas
 
-        if self.pipeline is not None:
-            raise PlanError(
-                "this plan runs in turns (micro-batches, or the stages of a pipeline), and only a step that goes "
-                "forward and backward once has formulas: ask plan.at(batch=...) or plan.max_batch(), or plan without "
-                "pipelines"
-            )
         return formulas(self._sizes)
 
     @cached_property

@@ -20,6 +20,7 @@ from planner.graph import Node, Ref
 from planner.layout import MICRO, PIPELINE, Layout
 from planner.memory import LARGEST, Usage, usage
 from planner.recompute import Level
+from planner.seconds import at_least_zero
 from planner.strategy import Choice
 from planner.turns import Staged, TurnTimes
 from planner.words import in_bytes, in_seconds, in_shares, labelled
@@ -296,9 +297,8 @@ def _converted_again_s(assignment: Assignment) -> dict[str, float]:
         layout = source.results[ref.index] if isinstance(source, Choice) else source
         reader = assignment.chosen[head]
         wanted = [reader.operands[p] for p in positions] if isinstance(reader, Choice) else [reader]
-        table = space.table(ref)
-        pairs = [(table.index[layout], table.index[each]) for each in dict.fromkeys(wanted)]
-        seconds[use_again(assignment, ref)] += sum(float(table.forward_s[pair]) for pair in pairs) * times
+        again_s = sum(space.conversion_s(ref, layout, each)[0] for each in dict.fromkeys(wanted))
+        seconds[use_again(assignment, ref)] += again_s * times
     return seconds
 
 
@@ -322,6 +322,21 @@ def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
 
 def predict(assignment: Assignment, step_time_s: float, memory: Usage | None = None) -> Prediction:
     """Break a step down by use; ``step_time_s`` is the evaluation's, ``memory`` what it holds where that is known."""
+    time = seconds_by_use(assignment)
+    memory = memory or usage(assignment)
+    return Prediction(
+        step_time_s,
+        memory.peak_bytes,
+        time,
+        memory.by_use(),
+        tuple(sorted_calls(collectives(assignment))),
+        memory.peak_at,
+        tuple((held.name, held.bytes) for held in memory.alive[:LARGEST]),
+    )
+
+
+def seconds_by_use(assignment: Assignment) -> dict[str, float]:
+    """Where the seconds of a step in one turn go, see :class:`Prediction`."""
     space = assignment.space
     uses = ("compute", "recompute", "communication", "gradients", "optimizer", "offload")
     time = dict.fromkeys(uses, 0.0)
@@ -341,23 +356,13 @@ def predict(assignment: Assignment, step_time_s: float, memory: Usage | None = N
         time["recompute"] += (work.forward_s + work.inner_forward_s) * again
         cover += work.backward_s * space.overlap * times
     for each, times in conversions(assignment):
-        table = space.table(each.ref)
-        pair = table.index[each.source], table.index[each.target]
-        time["communication"] += float(table.forward_s[pair]) * times
+        forward_s, backward_s = space.conversion_s(each.ref, each.source, each.target)
+        time["communication"] += forward_s * times
         is_param = space.graph.by_name[each.ref.node].op == "param"
-        time["gradients" if is_param else "communication"] += float(table.backward_s[pair]) * times
+        time["gradients" if is_param else "communication"] += backward_s * times
     for use, seconds in _converted_again_s(assignment).items():
         time[use] += seconds
-    time["gradients"] = max(0.0, time["gradients"] - cover)
+    time["gradients"] = at_least_zero(time["gradients"] - cover)
     if space.training.tier == "device":
         del time["offload"]
-    memory = memory or usage(assignment)
-    return Prediction(
-        step_time_s,
-        memory.peak_bytes,
-        time,
-        memory.by_use(),
-        tuple(sorted_calls(collectives(assignment))),
-        memory.peak_at,
-        tuple((held.name, held.bytes) for held in memory.alive[:LARGEST]),
-    )
+    return time

@@ -31,7 +31,7 @@ from planner.predict import Prediction, predict, predict_in_turns
 from planner.rules import AxisStrategy, Rule
 from planner.skeleton import Skeleton
 from planner.strategy import Choice, Cuts
-from planner.turns import Staged
+from planner.turns import Staged, moments
 
 Restage = Callable[[Assignment], Staged | None]
 
@@ -61,6 +61,7 @@ class Scale:
 
     Attributes:
         planned: the assignment that is scaled.
+        restage: how decisions run in turns, if they do.
         followed: how its sizes move.
         divisions: sizes that must be multiples, for the decisions to hold.
 
@@ -69,7 +70,7 @@ class Scale:
     """
 
     def __init__(self, assignment: Assignment, *, batch: bool, sequence: bool, restage: Restage):
-        self.planned, self._restage, space = assignment, restage, assignment.space
+        self.planned, self.restage, space = assignment, restage, assignment.space
         self.followed = follow(space.graph, space.rules, batch, sequence)
         _check_alike(space, self.followed)
         self._parts = {
@@ -179,8 +180,8 @@ class Scale:
 
     # ---- at other sizes ----
 
-    def assignment(self, batch: int, sequence: int) -> Assignment:
-        """The decisions at these sizes.
+    def assignment(self, batch: int, sequence: int, kind: type[Space] = Space) -> Assignment:
+        """The decisions at these sizes, in a space of some kind.
 
         Raises:
             PlanError: a size is not divided evenly, or there is nothing left of a tensor; names it.
@@ -206,7 +207,7 @@ class Scale:
         }
         skeleton = _Twin(space.skeleton, folded, rules, cuts)
         turns = space.stages, space.rounds, space.waits
-        scaled = Space(folded, space.mesh, space.cost, space.training, rules, None, None, skeleton, *turns)
+        scaled = kind(folded, space.mesh, space.cost, space.training, rules, None, None, skeleton, *turns)
         chosen = {role: _moved(decision, moved) for role, decision in self._chosen.items()}
         return replace(self.planned, space=scaled, chosen=chosen)
 
@@ -269,20 +270,24 @@ class Scale:
         """Whether everything that is cut evenly can be."""
         return all(at_sizes(each.size, batch, sequence) % each.number == 0 for each in self.divisions)
 
-    def symbolic(self) -> Assignment:
-        """The decisions as planned, at sizes that know how they move."""
+    def symbolic(self, kind: type[Space] = Space) -> Assignment:
+        """The decisions as planned, at sizes that know how they move, in a space of some kind."""
         batch, sequence = self.followed.batch, self.followed.sequence
-        return self.assignment(batch_of(batch) if batch else 0, sequence_of(sequence) if sequence else 0)
+        return self.assignment(batch_of(batch) if batch else 0, sequence_of(sequence) if sequence else 0, kind)
 
     @cached_property
     def moments(self) -> tuple[int, ...]:
-        """Bytes of every moment of the planned step, as sizes: the largest is the peak. Of steps in one turn only."""
-        return tuple(dict.fromkeys(total for _, total in usage(self.symbolic()).moments))
+        """Bytes of every moment of the planned step, as sizes: the largest is the peak."""
+        assignment = self.symbolic()
+        staged = self.restage(assignment)
+        if staged is not None:
+            return tuple(dict.fromkeys(moments(assignment, staged)))
+        return tuple(dict.fromkeys(total for _, total in usage(assignment).moments))
 
     def predict(self, batch: int, sequence: int) -> Prediction:
         """A step of the decisions at these sizes; raises as :meth:`assignment` does."""
         assignment = self.assignment(batch, sequence)
-        staged = self._restage(assignment)
+        staged = self.restage(assignment)
         if staged is not None:
             return predict_in_turns(assignment, staged)
         found = predict(assignment, 0.0)
@@ -291,7 +296,7 @@ class Scale:
     def peak_bytes(self, batch: int, sequence: int) -> int:
         """The fullest moment at these sizes; raises as :meth:`assignment` does."""
         assignment = self.assignment(batch, sequence)
-        staged = self._restage(assignment)
+        staged = self.restage(assignment)
         return usage(assignment).peak_bytes if staged is None else staged.peak_bytes
 
 

@@ -16,15 +16,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.chain import Link, Shared, chain_of
+from planner.chain import Link, Shared, chain_of, dropped_bytes
 from planner.errors import InfeasibleError
 from planner.fold import Folded
+from planner.formulate import Assignment
 from planner.heap import USES
 from planner.pipeline.partition import cut
 from planner.pipeline.simulate import Times, bubble
 from planner.pipeline.simulate import step_s as simulated_s
 from planner.pipeline.stages import Chain, Cut, Pipeline, blocks_of, bound_s, stage_times
-from planner.problem import Evaluation, Floats
+from planner.problem import Evaluation
 from planner.recompute import Level, Recompute, at_levels
 
 BEST = 2
@@ -116,33 +117,41 @@ class Staged:
     @cached_property
     def time_s(self) -> dict[str, float]:
         """Seconds of the step by use on the rank that has most to do, see :class:`planner.predict.Prediction`."""
-        busiest = self.rank_s(int(self._seconds.sum(axis=1).argmax()))
-        return {**busiest, "bubble": self.step_s - math.fsum(busiest.values())}
+        return {**self.rank_s(self.busiest), "bubble": self.step_s - sum(self._seconds[self.busiest])}
 
     def rank_s(self, rank: int) -> dict[str, float]:
         """Seconds of the step by use on one rank, without its waiting."""
-        return dict(zip(WORKS, self._seconds[rank].tolist(), strict=True))
+        return dict(zip(WORKS, self._seconds[rank], strict=True))
 
     @cached_property
-    def _seconds(self) -> Floats:
-        """Seconds of the step [rank, use], uses as in :data:`WORKS`."""
+    def busiest(self) -> int:
+        """The rank that has most to do."""
+        return max(range(self.pipeline.ranks), key=lambda rank: sum(self._seconds[rank]))
+
+    @cached_property
+    def _seconds(self) -> list[list[float]]:
+        """Seconds of the step [rank][use], uses as in :data:`WORKS`."""
         turns = self.pipeline.micro_batches
-        ranks = np.zeros((self.pipeline.ranks, len(WORKS)))
-        for rank, link, way in self._placed:
-            block = link.block
-            work_s = block.forward_s + block.input_s + block.weight_s - link.communication_s
-            again_s = block.savings[way].recompute_s
-            ranks[rank, :3] += (turns * work_s, turns * again_s, turns * link.communication_s)
-        ranks[:, 2:] += _once_s(self.links, self.pipeline, self.cut.bounds)
-        return ranks
+        found = [[0.0, 0.0, *once] for once in self.once_s]
+        for stage, link, way in self.placed:
+            block, rank = link.block, found[self.pipeline.placed[stage]]
+            rank[0] += turns * (block.forward_s + block.input_s + block.weight_s - link.communication_s)
+            rank[1] += turns * block.savings[way].recompute_s
+            rank[2] += turns * link.communication_s
+        return found
+
+    @cached_property
+    def once_s(self) -> list[list[float]]:
+        """Seconds once a step of every rank: gathering, reducing and the update."""
+        return _once_s(self.links, self.pipeline, self.cut.bounds)
 
     @cached_property
     def times(self) -> TurnTimes:
         """What the step is simulated from."""
-        once = _once_s(self.links, self.pipeline, self.cut.bounds).T
         found = stage_times(chain_of(self.links), self.cut.bounds, self.cut.savings)
         stages = (found.forward_s, found.input_s, found.weight_s, found.send_s)
-        return TurnTimes(*(tuple(each.tolist()) for each in (*stages, *once)))
+        once = zip(*self.once_s, strict=True)
+        return TurnTimes(*(tuple(each.tolist()) for each in stages), *(tuple(map(float, each)) for each in once))
 
     @property
     def bubble(self) -> float:
@@ -154,11 +163,11 @@ class Staged:
         """Bytes by use on the fullest rank."""
         fullest = self.rank_bytes.index(self.peak_bytes)
         found, working = Counter[str](), 0
-        for rank, link, way in self._placed:
-            if rank == fullest:
+        for stage, link, way in self.placed:
+            if self.pipeline.placed[stage] == fullest:
                 found.update(link.held)
                 working = max(working, link.working_bytes[way])
-        for rank, each in _also_read(self.links, self.pipeline, self.cut.bounds):
+        for rank, each in self.also_read:
             if rank == fullest:
                 found.update(each.held)
         found["activations"] += self.peak_bytes - working - found.total()
@@ -166,11 +175,16 @@ class Staged:
         return {use: found[use] for use in USES}
 
     @property
-    def _placed(self) -> Iterator[tuple[int, Link, int]]:
-        """The rank of every block, the block, and how it saves."""
-        for home, (low, high) in zip(self.pipeline.placed, pairwise(self.cut.bounds), strict=True):
+    def placed(self) -> Iterator[tuple[int, Link, int]]:
+        """The stage of every block, the block, and how it saves."""
+        for stage, (low, high) in enumerate(pairwise(self.cut.bounds)):
             for link, way in zip(self.links[low:high], self.cut.savings[low:high], strict=True):
-                yield home, link, way
+                yield stage, link, way
+
+    @property
+    def also_read(self) -> Iterator[tuple[int, Shared]]:
+        """Ranks, and what they have to do with leaves that blocks of others read too, beside what those count."""
+        return _also_read(self.links, self.pipeline, self.cut.bounds)
 
 
 def stage(
@@ -247,18 +261,46 @@ def price(links: Sequence[Link], pipeline: Pipeline, found: Cut) -> Staged:
     for home, each in _also_read(links, pipeline, found.bounds):
         beside[home] += sum(each.held.values())
     held = tuple(held + more for held, more in zip(found.rank_bytes, beside, strict=True))
-    once_s = float(_once_s(links, pipeline, found.bounds).sum(axis=1).max())
+    once_s = max(map(sum, _once_s(links, pipeline, found.bounds)))
     return Staged(pipeline, tuple(links), found, found.step_s + once_s, held)
 
 
-def _once_s(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> Floats:
-    """Seconds once a step of every rank [rank, what]: gathering, reducing and the update."""
-    found = np.zeros((pipeline.ranks, 3))
+def moments(assignment: Assignment, staged: Staged) -> Iterator[int]:
+    """Bytes of every rank at its fullest moments, beside each operator that may need most then."""
+    pipeline, space = staged.pipeline, assignment.space
+    held, saved = [0] * pipeline.ranks, [0] * pipeline.stages
+    working: list[dict[int, None]] = [{} for _ in held]
+    known: dict[tuple[int, Level], dict[int, None]] = {}
+    for number, (stage, link, way) in enumerate(staged.placed):
+        home, instance = pipeline.placed[stage], space.folded.instances[number]
+        held[home] += link.block.held_bytes
+        saved[stage] += link.block.savings[way].saved_bytes
+        key = instance.kind, link.levels[way]
+        if key not in known:
+            again = dropped_bytes(assignment, instance, link.levels[way])
+            operators = (space.transients(node, assignment.choice(node)) for node in instance.block.nodes)
+            known[key] = dict.fromkeys(most + again for each in operators for most in each)
+        working[home].update(known[key])
+    for home, each in staged.also_read:
+        held[home] += sum(each.held.values())
+    for rank, (stages, counts) in enumerate(pipeline.moments):
+        for moment in counts:
+            there = held[rank] + sum(count * saved[stage] for count, stage in zip(moment, stages, strict=True))
+            yield from (there + most for most in working[rank])
+
+
+def _once_s(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> list[list[float]]:
+    """Seconds once a step of every rank [rank][what]: gathering, reducing and the update."""
+    found = [[0.0, 0.0, 0.0] for _ in range(pipeline.ranks)]
+
+    def add(rank: int, *seconds: float) -> None:
+        found[rank] = [had + more for had, more in zip(found[rank], seconds, strict=True)]
+
     for home, (low, high) in zip(pipeline.placed, pairwise(bounds), strict=True):
         for link in links[low:high]:
-            found[home] += link.gather_s, link.reduce_s, link.update_s
+            add(home, link.gather_s, link.reduce_s, link.update_s)
     for home, each in _also_read(links, pipeline, bounds):
-        found[home] += each.gather_s, each.reduce_s + each.sum_s, each.update_s
+        add(home, each.gather_s, each.reduce_s + each.sum_s, each.update_s)
     return found
 
 

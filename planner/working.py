@@ -6,8 +6,9 @@ and results are not, nor are gradients. A sum over ranks is made out of place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,32 +42,37 @@ class Working:
     like: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
 
-    def bytes(self, sizes: Sequence[int], layouts: Sequence[Layout]) -> int:
-        """Bytes at the fullest of its moments: forward, backward, a tensor beside its sum over ranks.
+    def moments(self, sizes: Sequence[int], layouts: Sequence[Layout]) -> tuple[int, ...]:
+        """Bytes at each moment that may be the fullest: forward, backward, a tensor beside its sum over ranks.
 
         Args:
             sizes: of its tensors on one rank.
             layouts: of the same.
         """
-        terms, whole = ([[local_type in layout] for layout in layouts] for local_type in (P, R))
-        return int(self.bytes_of_each(np.array(sizes, np.int64)[:, None], np.array(terms), np.array(whole))[0])
+        is_term, is_whole = ([local_type in layout for layout in layouts] for local_type in (P, R))
+        return (0, *self._moments(sizes, is_term, is_whole))
 
     def bytes_of_each(self, sizes: Ints, is_term: Mask, is_whole: Mask) -> Ints:
-        """The same for many ways to lay its tensors out.
+        """Bytes at the fullest of these moments, for many ways to lay its tensors out.
 
         Args:
             sizes: by tensor and way.
             is_term, is_whole: by tensor and way, whether it is partial, and whether it is replicated, on some axis.
         """
-        nothing = np.zeros(sizes.shape[1], np.int64)
-        backward = sum((sizes[place] for place in self.backward), nothing)
-        if self.works:
-            backward = backward + self.works * sizes[list(self.like)].max(axis=0)
-        fullest = np.maximum(sum((sizes[place] for place in self.forward), nothing), backward)
-        for places, is_summed in ((self.terms, is_term), (self.summed, is_whole)):
-            for place in places:
-                fullest = np.maximum(fullest, 2 * sizes[place] * is_summed[place])
+        fullest = np.zeros(sizes.shape[1], np.int64)
+        for moment in self._moments(sizes, is_term, is_whole):
+            fullest = np.maximum(fullest, moment)
         return fullest
+
+    def _moments(self, sizes: Any, is_term: Any, is_whole: Any) -> Iterator[Any]:
+        """Of numbers or arrays."""
+        yield sum(sizes[place] for place in self.forward)
+        backward = sum(sizes[place] for place in self.backward)
+        yield backward
+        if self.works:
+            yield from (backward + self.works * sizes[place] for place in self.like)
+        for places, is_summed in ((self.terms, is_term), (self.summed, is_whole)):
+            yield from (2 * sizes[place] * is_summed[place] for place in places)
 
 
 def working(graph: Graph, node: Node) -> Working:

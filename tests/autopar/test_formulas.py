@@ -106,6 +106,16 @@ def test_what_the_search_picks_itself(name):
     check(name, {}, **LARGER)
 
 
+@pytest.mark.parametrize("name", ["llama", "shared-layers"])
+def test_formulas_in_turns(name):
+    plan = planned(name, {"pipeline": 2, "micro_batches": 2, "data": 2, "recompute": "full"})
+    formulas, there = plan.formulas, plan.at(**LARGER)
+    numbers = {formulas.batch: LARGER["batch"], formulas.sequence: LARGER["sequence"]}
+    assert formulas.peak_bytes.subs(numbers) == there.peak_bytes
+    as_planned = {formulas.batch: BATCH, formulas.sequence: LENGTH}
+    assert float(formulas.step_time_s.subs(as_planned)) == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     "name, why",
     [

@@ -69,11 +69,13 @@ ROOMS: dict[str, set[str]] = {
     "timeline": {"errors", "files", "pipeline", "words"},
     "timetable": {"errors", "words", "highs"},
 }
-ROOMS["chain"] = {*BASE, "conversion", "exchange", "formulate", "ops", "pipeline", "recompute"}
-ROOMS["turns"] = {"errors", "fold", "heap", "pipeline", "problem", "recompute", "chain"}
+ROOMS["polynomial"] = set()
+ROOMS["seconds"] = {"polynomial"}
+ROOMS["chain"] = {*BASE, "conversion", "exchange", "fold", "formulate", "ops", "pipeline", "recompute", "seconds"}
+ROOMS["turns"] = {"errors", "fold", "formulate", "heap", "pipeline", "problem", "recompute", "chain"}
 ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}
 ROOMS["predict"] = {*BASE, "fold", "cost", "conversion", "strategy", "recompute", "formulate", "memory", "exchange"}
-ROOMS["predict"] |= {"words", "turns"}
+ROOMS["predict"] |= {"words", "turns", "seconds"}
 ROOMS["chunks"] = {"graph", "conversion", "formulate", "heap", "memory"}
 ROOMS["rank_step"] = {"cluster", "graph", "layout", "conversion", "formulate", "heap", "memory", "pipeline"}
 ROOMS["rank_step"] |= {"chain", "turns", "recompute", "timetable", "chunks"}
@@ -113,11 +115,11 @@ ROOMS["names"] = {"graph", "formulate"}
 ROOMS["account"] = ROOMS["pins"] | {"conversion", "pins", "predict", "detail", "names"}
 ROOMS["document"] = {"errors", "layout", "cluster", "formulate", "division", "predict", "detail", "account"}
 ROOMS["document"] |= {"graph", "certificate", "pipeline", "timeline", "timetable", "turns"}
-ROOMS["polynomial"] = set()
 ROOMS["follow"] = {"errors", "graph", "rules", "strategy", "polynomial"}
 ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "memory", "predict", "follow", "turns"}
 ROOMS["capacity"] = {"errors", "polynomial", "scale"}
-ROOMS["formulas"] = {*ROOMS["scale"], "heap", "ops", "kernel", "cost", "conversion", "pins", "scale", "traffic"}
+ROOMS["closed"] = {*ROOMS["formulate"], "formulate", "ops", "pins", "seconds", "polynomial"}
+ROOMS["formulas"] = {*ROOMS["scale"], "heap", "conversion", "pipeline", "scale", "closed", "seconds"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
 ROOMS["encode"] |= {"timetable"}
 ROOMS["levels"] = {"errors", "again", "formulate", "recompute", "turns", "names", "document"}

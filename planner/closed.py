@@ -1,0 +1,91 @@
+"""Closed: a space whose times know their formula.
+
+Every price is that of the cost model in closed form: a roofline for every operator, the cheapest algorithm for every
+collective. What that leaves out are the tiles and waves of products and attention on GPUs, and what was measured (a
+calibration). All else, from the routes of values to the chain of a pipeline, is :class:`planner.formulate.Space`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from planner.conversion import local_bytes
+from planner.formulate import Space
+from planner.graph import Node, Ref
+from planner.layout import MICRO, Axis, Layout
+from planner.ops import OPS
+from planner.pins import ATTENTION
+from planner.seconds import Formula, growing, largest, size_formula, smallest, times
+from planner.strategy import Choice
+from planner.traffic import Passes
+
+
+class ClosedSpace(Space):
+    """The same decisions at sizes that know how they grow, see :meth:`planner.scale.Scale.symbolic`."""
+
+    def flops(self, node: Node, choice: Choice) -> Formula:
+        """Forward operations of an operator on one rank, for one micro-batch."""
+        return times(size_formula(self._whole_flops(node)), Fraction(1, self._sharing(choice)))
+
+    def heavier(self, node: Node) -> Fraction:
+        """Operations of backward for each of forward: two products for one; flash attention scores once more."""
+        return Fraction(5, 2) if node.op == ATTENTION else Fraction(2)
+
+    def collective_s(self, kind: str, axis: Axis, bytes_in: int) -> float:
+        if axis.name == MICRO:  # only sums cross from micro-batch to micro-batch; they are added up as they come
+            return growing(0.0, 3 * (axis.size - 1) / self._bandwidth, bytes_in)
+        return smallest(growing(*term, bytes_in) for term in self.cost.collective_terms(kind, axis))
+
+    def conversion_s(self, ref: Ref, source: Layout, target: Layout) -> tuple[float, float]:
+        tensor, device = self.graph.type_of(ref), self.cost.cluster.device
+        forward_s: float = 0.0
+        backward_s: float = 0.0
+        for step in self.table(ref).route(source, target) if source != target else ():
+            if step.rule not in ("I>R", "R>I"):
+                touched = sum(local_bytes(tensor, layout, self.mesh) for layout in (step.before, step.after))
+                copied_s = growing(device.launch_overhead_s, 1 / self._bandwidth, touched)
+                forward_s += copied_s
+                backward_s += copied_s if tensor.grad else 0.0
+            axis = self.mesh.axes[step.axis]
+            for call in step.collectives(tensor, self.mesh):
+                called_s = self.collective_s(call.kind, axis, call.bytes_in)
+                forward_s += called_s if call.phase == "forward" else 0.0
+                backward_s += called_s if call.phase == "backward" else 0.0
+        return forward_s, backward_s
+
+    def _computed_s(self, node: Node, choice: Choice) -> tuple[float, float]:
+        """Arithmetic or memory, whichever takes longer, with what backward runs besides."""
+        device, attends, traffic = self.cost.cluster.device, node.op == ATTENTION, self.traffic(node)
+        tensors = zip((*self.graph.input_types(node), *node.results), (*choice.operands, *choice.results), strict=True)
+        sizes = [local_bytes(tensor, layout, self.mesh) for tensor, layout in tensors]
+
+        def memory_s(passes: Passes) -> float:
+            pairs = zip(sizes, passes, strict=True)
+            return sum(growing(0.0, often / self._bandwidth, size) for size, often in pairs if often)
+
+        flops = self._whole_flops(node) if traffic.runs else 0
+        besides_s = memory_s(traffic.besides) + traffic.starts * device.launch_overhead_s
+        found = []
+        for is_backward, passes in enumerate((traffic.forward, traffic.backward)):
+            share = device.attention_efficiency[is_backward] if attends else device.matmul_efficiency
+            rate = device.peak(node.results[0].dtype if node.results else "float32") * share
+            heavier = float(self.heavier(node)) if is_backward else 1.0
+            arithmetic_s = growing(0.0, heavier / rate / self._sharing(choice), flops)
+            starts_s = device.launch_overhead_s * any(passes)
+            found.append(largest((arithmetic_s, memory_s(passes))) + starts_s + is_backward * besides_s)
+        return found[0], found[1] if any(tensor.grad for tensor in node.results) else 0.0
+
+    def _whole_flops(self, node: Node) -> int:
+        row = OPS.get(node.op)
+        return 0 if row is None else row.flops(node, self.graph.input_types(node), self.rules[node.name])
+
+    def _sharing(self, choice: Choice) -> int:
+        """Ranks, and micro-batches, that share an operator's work."""
+        axes = zip(self.mesh.axes, choice.axes, strict=True)
+        return math.prod(axis.size for axis, strategy in axes if strategy.factor)
+
+    @property
+    def _bandwidth(self) -> float:
+        device = self.cost.cluster.device
+        return device.memory_bandwidth_bytes_per_s * device.memory_efficiency

@@ -1,0 +1,155 @@
+"""Seconds: times that know how they grow: a number as planned, and the formula in batch and sequence behind it.
+
+:class:`Seconds` is to ``float`` what :class:`planner.polynomial.Size` is to ``int``: whatever adds up times adds up
+formulas as well. A formula is a sum of *atoms* with coefficients: powers of batch and sequence, and the largest or the
+smallest of several formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from planner.polynomial import Powers, terms_of
+
+CONSTANT: Powers = (0, 0)
+
+ROUNDING = 1e-12
+"""The part of a sum that may be left of it where it should be nothing."""
+
+Number = float | Fraction
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The largest of several formulas, or the smallest."""
+
+    largest: bool
+    options: tuple[tuple[tuple[Atom, Any], ...], ...]
+
+
+Atom = Powers | Pick
+Formula = Mapping[Atom, Any]
+"""Coefficients, fractions or floats, by atom."""
+
+
+class Seconds(float):
+    """A time at the planned sizes, as a sum of atoms; made by :func:`growing`, :func:`largest`, :func:`smallest` and
+    arithmetic.
+    """
+
+    formula: Formula
+
+    def __add__(self, other: object) -> float:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        return _made(float(self) + float(other), added(self.formula, formula_of(other)))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: object) -> float:
+        return self + other * -1 if isinstance(other, (int, float)) else NotImplemented
+
+    def __rsub__(self, other: object) -> float:
+        return self * -1 + other if isinstance(other, (int, float)) else NotImplemented
+
+    def __mul__(self, other: object) -> float:
+        """By a plain number."""
+        if not isinstance(other, (int, float)) or isinstance(other, Seconds):
+            return NotImplemented
+        return _made(float(self) * other, times(self.formula, other))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: object) -> float:
+        return self * (1 / other) if isinstance(other, (int, float)) else NotImplemented
+
+
+def growing(start_s: float, seconds_per_unit: float, size: float) -> Seconds:
+    """A start, and a rate for a :class:`planner.polynomial.Size` of bytes or operations."""
+    formula = added({CONSTANT: start_s}, times(size_formula(size), seconds_per_unit))
+    return _made(start_s + seconds_per_unit * float(size), formula)
+
+
+def largest(options: Iterable[float]) -> float:
+    """The largest at any size."""
+    return _pick(list(options), is_largest=True)
+
+
+def smallest(options: Iterable[float]) -> float:
+    """The smallest at any size."""
+    return _pick(list(options), is_largest=False)
+
+
+def rest(whole_s: float, part_s: float) -> float:
+    """What a part leaves of the whole, but for what is rounding alone."""
+    left, of = whole_s - part_s, formula_of(whole_s)
+    if not isinstance(left, Seconds):
+        return left
+    real = {atom: value for atom, value in left.formula.items() if abs(value) > ROUNDING * abs(of.get(atom, 0))}
+    return _made(left, real)
+
+
+def at_least_zero(seconds: float) -> float:
+    """The same, or 0 where it is below."""
+    return largest((0.0, seconds)) if isinstance(seconds, Seconds) else max(0.0, seconds)
+
+
+def formula_of(seconds: float) -> Formula:
+    """The formula; a plain number is a constant."""
+    if isinstance(seconds, Seconds):
+        return seconds.formula
+    return {CONSTANT: float(seconds)} if seconds else {}
+
+
+def size_formula(size: float) -> Formula:
+    """That of a number of bytes or operations."""
+    if isinstance(size, int):
+        return dict[Atom, Any](terms_of(size).items())
+    return {CONSTANT: size} if size else {}
+
+
+def undominated(options: Iterable[Formula], *, is_largest: bool = True) -> list[Formula]:
+    """Without those that another one exceeds in every coefficient, and so at all sizes."""
+    found: list[Formula] = []
+    for option in options:
+        if any(_exceeds(other, option, is_largest) for other in found):
+            continue
+        found = [other for other in found if not _exceeds(option, other, is_largest)]
+        found.append(option)
+    return found
+
+
+def added(one: Formula, other: Formula) -> Formula:
+    """The sum."""
+    total = dict(one)
+    for atom, value in other.items():
+        total[atom] = total.get(atom, 0) + value
+    return total
+
+
+def times(formula: Formula, factor: Number) -> Formula:
+    """The product with a number."""
+    return {atom: value * factor for atom, value in formula.items()}
+
+
+def _pick(options: list[float], *, is_largest: bool) -> float:
+    number = max(options) if is_largest else min(options)
+    kept = undominated(map(formula_of, options), is_largest=is_largest)
+    if len(kept) == 1:
+        return _made(float(number), kept[0])
+    return _made(float(number), {Pick(is_largest, tuple(tuple(each.items()) for each in kept)): 1})
+
+
+def _exceeds(one: Formula, other: Formula, is_largest: bool) -> bool:
+    """Whether ``one`` makes ``other`` needless; no atom is below zero in any option but that of a difference."""
+    low, high = (other, one) if is_largest else (one, other)
+    return all(low.get(atom, 0) <= high.get(atom, 0) for atom in {*low, *high})
+
+
+def _made(number: float, formula: Formula) -> Seconds:
+    seconds = float.__new__(Seconds, number)
+    seconds.formula = {atom: value for atom, value in formula.items() if value}
+    return seconds
