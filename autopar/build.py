@@ -119,6 +119,7 @@ def build(
         state=state,
         pipeline=None if in_turns is None else in_turns.pipeline,
         carrier=carrier,
+        state_bytes=assignment.space.training.optimizer_bytes_per_element,
     )
 
 

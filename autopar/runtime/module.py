@@ -28,7 +28,7 @@ from autopar.runtime.entering import parts_at_home
 from autopar.runtime.gradients import Holders, know_each_other
 from autopar.runtime.mail import Pipeline
 from autopar.runtime.mesh import as_dtensor, groups_of, part_of, placements, whole_of
-from autopar.runtime.optimizer import Groups, StateKeeper, make_optimizer
+from autopar.runtime.optimizer import Groups, StateKeeper, expect_state, make_optimizer
 from autopar.runtime.parameters import local_parts, renew
 from autopar.runtime.stage import programs_in
 from autopar.runtime.state import RunState
@@ -96,6 +96,7 @@ class ParallelModule(nn.Module):
         not_saved: the buffers among them that are no part of the state dict.
         make_part: makes this rank's part of a leaf (local tensor).
         state: training mode and random numbers.
+        state_bytes: of optimizer state, per element of the parameters, that the plan counts.
         pipeline: the ranks that hold the same part of other stages.
         carrier: moves parameters and gradients between tiers, if they move.
     """
@@ -112,11 +113,12 @@ class ParallelModule(nn.Module):
         not_saved: Collection[str],
         make_part: Callable[[LeafSpec], Tensor],
         state: RunState,
+        state_bytes: int,
         pipeline: Pipeline | None = None,
         carrier: Carrier | None = None,
     ):
         super().__init__()
-        self.carrier = carrier
+        self.carrier, self._state_bytes = carrier, state_bytes
         self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
         self.state, self.pipeline = state, pipeline
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
@@ -198,7 +200,8 @@ class ParallelModule(nn.Module):
                 the same values in this dtype, with its state in it and gradients cast to it, and parameters become
                 their roundings. Masters are state, ``optimizer.state[parameter]["master"]``, made by the first step.
                 An element of a parameter that was changed between steps (loaded, clamped ...) is no rounding of its
-                master, which then begins anew from it. Plan with ``optimizer_bytes_per_element=12``.
+                master, which then begins anew from it. Plan with ``optimizer_bytes_per_element=12``; the first step
+                warns if the plan counts too little.
             options: of the optimizer.
 
         Raises:
@@ -219,6 +222,8 @@ class ParallelModule(nn.Module):
             options,
             master_dtype,
         )
+        if master_dtype is not None:
+            expect_state(made, self._state_bytes)
         if self.carrier is not None and self.carrier.link.disk is not None:
             StateKeeper(self.carrier.link.disk).watch(made)
         if self.carrier is not None and self.carrier.updates_in_backward:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -77,6 +79,39 @@ def make_optimizer(
     for option in {key for each in own for key in each} - made.defaults.keys():
         raise InputError(f"groups: {name_of(make)} has no option {option!r}; {_close(option, sorted(made.defaults))}")
     return made
+
+
+def expect_state(optimizer: torch.optim.Optimizer, planned: int) -> None:
+    """Warn after the first step if the state takes more bytes per element of the parameters than were planned."""
+
+    looked = False
+
+    def look(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal looked
+        if looked:
+            return
+        elements = found = 0
+        for parameter, state in stepped.state.items():
+            held = _held(parameter).numel()
+            values = [_held(value) for value in state.values() if isinstance(value, Tensor)]
+            elements += held
+            found += sum(value.nbytes for value in values if value.numel() == held)
+        looked = elements > 0
+        if found > planned * elements:
+            needed = math.ceil(found / elements)
+            warnings.warn(
+                f"the optimizer's state takes {needed} bytes per element of the parameters, and the plan counts "
+                f"{planned}: {found - planned * elements:,} bytes more on this rank than planned. Plan with "
+                f"optimizer_bytes_per_element={needed}",
+                stacklevel=2,
+            )
+
+    optimizer.register_step_post_hook(look)
+
+
+def _held(value: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _places(names: Mapping[str, str], groups: Groups) -> dict[str, int]:

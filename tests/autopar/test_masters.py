@@ -312,7 +312,7 @@ def batch(seed: int) -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(LOW)
 
 
-def both(pin: dict[str, Any] | None, folder: Path | None = None) -> tuple[Small, ParallelModule]:
+def both(pin: dict[str, Any] | None, folder: Path | None = None, planned: int = 12) -> tuple[Small, ParallelModule]:
     torch.manual_seed(0)
     model = Small().to(LOW)
     cluster = ClusterSpec.local(
@@ -323,7 +323,7 @@ def both(pin: dict[str, Any] | None, folder: Path | None = None) -> tuple[Small,
         cluster,
         example_kwargs={"x": batch(0)},
         pin=pin,
-        optimizer_bytes_per_element=12,
+        optimizer_bytes_per_element=planned,
         offload_path=folder,
     )
     return model, pmodel
@@ -486,6 +486,20 @@ def test_plans_count_masters_and_their_files_say_so() -> None:
     assert Plan.from_dict(older).optimizer_bytes_per_element == 8
     with pytest.raises(PlanError, match="field 'optimizer_bytes_per_element' is wrong: -1 is no number of bytes"):
         Plan.from_dict({**older, "optimizer_bytes_per_element": -1})
+
+
+def test_a_plan_that_counts_too_little_state_is_warned_of_once(alone: None) -> None:
+    _, pmodel = both(None, planned=8)
+    elements = sum(parameter.numel() for parameter in pmodel.parameters())
+    optimizer = pmodel.optimizer(torch.optim.AdamW, master_dtype=torch.float32)
+    optimizer.step()  # without gradients there is no state yet
+    pmodel(x=batch(0)).backward()
+    told = f"12 bytes per element of the parameters, and the plan counts 8: {4 * elements:,} bytes more .*_element=12"
+    with pytest.warns(UserWarning, match=told):
+        optimizer.step()
+    optimizer.step()
+    enough = pmodel.optimizer(torch.optim.SGD, master_dtype=torch.float32, lr=0.1, momentum=0.9)  # 8 bytes
+    enough.step()
 
 
 def test_parallelize_plans_with_them(alone: None) -> None:
