@@ -83,7 +83,6 @@ def make_optimizer(
 
 def expect_state(optimizer: torch.optim.Optimizer, planned: int) -> None:
     """Warn after the first step if the state takes more bytes per element of the parameters than were planned."""
-
     looked = False
 
     def look(stepped: torch.optim.Optimizer, *_: Any) -> None:

@@ -63,6 +63,7 @@ def deep(
         CLUSTER,
         example_kwargs={"x": batch(0, dtype)},
         pin=EARLY if pin is None else pin,
+        optimizer_bytes_per_element=12,  # of masters, too
         offload_path=path,
     )
 
