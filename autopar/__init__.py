@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from autopar.checkpoint.export import export_safetensors
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
+    from autopar.functions.register import register
     from autopar.verification import verify
     from planner.cluster import ClusterSpec
     from planner.plan import Plan
@@ -25,6 +26,7 @@ _LAZY = {
     "load_checkpoint": "autopar.checkpoint.load",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
+    "register": "autopar.functions.register",
     "save_checkpoint": "autopar.checkpoint.save",
     "verify": "autopar.verification",
 }
@@ -37,6 +39,7 @@ __all__ = [
     "load_checkpoint",
     "parallelize",
     "plan",
+    "register",
     "save_checkpoint",
     "verify",
 ]

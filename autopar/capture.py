@@ -29,6 +29,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from autopar.assigned import assigned, buffers, written_in_place
 from autopar.failure import failure, on_values, reads_values, without_torchs_notes
 from autopar.flatten import flatten
+from autopar.functions.carry import carrying
 from autopar.garbage import no_garbage
 from autopar.marks import NotFoldable, writes_in_place
 from autopar.nominate import storage_of
@@ -256,8 +257,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _export(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    own = _no_backward_of_its_own(whole)
-    with warnings.catch_warnings(), _caches_off(model), _masks_not_read(), own, without_torchs_notes():
+    with warnings.catch_warnings(), _caches_off(model), _masks_not_read(), carrying(whole), without_torchs_notes():
         warnings.simplefilter("ignore")
         return torch.export.export(whole, args, kwargs, strict=False)
 
@@ -270,34 +270,6 @@ def _undone(model: nn.Module) -> Iterator[Before]:
         yield before
     finally:
         before.restore()
-
-
-@contextlib.contextmanager
-def _no_backward_of_its_own(model: nn.Module) -> Iterator[None]:
-    """While inside, refuse operators that bring a backward: a graph has their forward alone, which would be derived.
-
-    Torch's own pass; what is captured in eval mode is not trained.
-    """
-    before = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        floats = [
-            x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()
-        ]
-        if model.training and torch.is_grad_enabled() and floats and not cls.__module__.startswith("torch."):
-            raise CaptureError(
-                f"{cls.__module__}.{cls.__qualname__} is a torch.autograd.Function, whose own backward a graph does "
-                "not hold, so that training would go by the derivative of its forward: say the same in torch's "
-                "operators. For a value y whose gradient is that of x: x + (y - x).detach(); to scale or turn a "
-                "gradient by s: s * x + ((1 - s) * x).detach(). In eval mode, or under torch.no_grad(), it may stay"
-            )
-        return before.__func__(cls, *args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

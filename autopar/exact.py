@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.functions.carry import around, carried_by
 from planner.graph import Graph, Node
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -92,6 +93,9 @@ class _Exact(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if carried_by(func) is not None:
+            with around(self):
+                return func(*args, **(kwargs or {}))
         func = _CASTS.get(func, func)
         args = tuple(_wide(a) for a in args)
         kwargs = {name: _wide(value) for name, value in (kwargs or {}).items()}

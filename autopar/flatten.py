@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 
+from autopar.functions.ungraded import cut_ungraded
 from autopar.lookups import drop_lookups_of_everything
 from autopar.marks import AGAIN, ENTER, LEAF, LEAVE, NotFoldable
 from autopar.masks import simplify_masks
@@ -60,6 +61,7 @@ def flatten(
     _drop_contiguous(graph)
     drop_lookups_of_everything(graph)
     literals = _drop_copies_of_literals(graph)
+    cut_ungraded(graph)
     leaving = _leaving(exported)
     leaves = _Leaves(exported, model, repeats, literals)
     calls = _Splitter(graph, leaves, repeats).calls

@@ -7,19 +7,17 @@ way in which gradients reach it, whatever the number of its calls.
 from __future__ import annotations
 
 import operator
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar.capture import Captured
+from autopar.functions.carry import Carried, carried_by
+from autopar.functions.describe import describe
+from autopar.functions.joint import operands_of
+from autopar.operators import EACH_ITS_OWN, arguments, is_differentiable, shares_of, storages_of, tensor_type, values_of
 from autopar.program import Body, Call, module_path
-from planner.errors import CaptureError
 from planner.graph import Graph, Node, Ref, TensorType
-
-_STATIC = (int, float, bool, str, complex, type(None))
+from planner.ops.function import PREFIX
 
 
 def lower(captured: Captured) -> Graph:
@@ -34,15 +32,16 @@ def lower(captured: Captured) -> Graph:
     grads: dict[Ref, bool] = {}
     templates: dict[tuple[Body, tuple[bool, ...]], _Template] = {}
     for leaf in program.leaves:
-        tensor = _tensor_type(leaf.name, leaf.value, leaf.kind == "param" and leaf.value.requires_grad)
+        tensor = tensor_type(leaf.name, leaf.value, leaf.kind == "param" and leaf.value.requires_grad)
         nodes.append(Node(leaf.name, leaf.kind, (), (tensor,), target=leaf.target))
         refs[leaf.name] = Ref(leaf.name)
         grads[refs[leaf.name]] = tensor.grad
+    functions = _Functions()
     for call in program.calls:
         operands = [refs[name] for name in call.operands]
         key = (call.body, tuple(grads[ref] for ref in operands))
         if key not in templates:
-            templates[key] = _lower_body(call.body, key[1])
+            templates[key] = _lower_body(call.body, key[1], functions)
         _instantiate(templates[key], call, operands, nodes, refs, grads)
     graph = Graph(
         tuple(nodes),
@@ -106,10 +105,10 @@ class _Pick:
     value: _Value
 
 
-def _lower_body(body: Body, grads: Sequence[bool]) -> _Template:
+def _lower_body(body: Body, grads: Sequence[bool], functions: _Functions) -> _Template:
     values = {node: _Value(at, 0, True) for at, node in enumerate(body.operands)}
     has_grad: dict[_Value, bool] = dict(zip(values.values(), grads, strict=True))
-    storages = {value: _storages(node)[0] for node, value in values.items()}
+    storages = {value: storages_of(node)[0] for node, value in values.items()}
     steps: list[_Operator | _Pick] = []
     for at, node in enumerate(body.nodes):
         if node.target is operator.getitem:
@@ -118,29 +117,55 @@ def _lower_body(body: Body, grads: Sequence[bool]) -> _Template:
             assert isinstance(index, int)
             values[node] = _Value(source.step, index, source.outside)
             has_grad.setdefault(values[node], has_grad.get(source, False))
-            storages.setdefault(values[node], _storages(node)[0])
+            storages.setdefault(values[node], storages_of(node)[0])
             steps.append(_Pick(values[node]))
             continue
-        args = _arguments(node, values)
+        args = arguments(node, values)
         holes = tuple(place for place, (_, value) in enumerate(args) if _inputs(value))
         inputs = tuple(ref for _, value in args for ref in _inputs(value))
         grad = any(has_grad[ref] for ref in inputs) and not node.meta.get("no_grad", False)
         op = str(node.target)
         results = tuple(
-            _tensor_type(
+            tensor_type(
                 node.name,
                 value,
-                grad and _differentiable(op, value) and (op not in _EACH_ITS_OWN or has_grad[inputs[i]]),
+                grad and is_differentiable(op, value) and (op not in EACH_ITS_OWN or has_grad[inputs[i]]),
             )
-            for i, value in enumerate(_values(node, node.meta["val"]))
+            for i, value in enumerate(values_of(node, node.meta["val"]))
         )
-        own = _storages(node)
-        shares = _shares([storages[ref] for ref in inputs], own)
+        carried = carried_by(node.target)
+        if carried is not None:
+            op = functions.name(carried)
+            found = describe(carried, operands_of(node, [grad and has_grad[ref] for ref in inputs]), results)
+            args = (*args, ("static", functions.static(carried)), *found.arguments)
+            results = tuple(replace(t, grad=t.grad and i not in found.untrained) for i, t in enumerate(results))
+        own = storages_of(node)
+        shares = shares_of([storages[ref] for ref in inputs], own)
         steps.append(_Operator(op, args, inputs, holes, results, module_path(node), shares))
         storages.update({_Value(at, i, False): storage for i, storage in enumerate(own)})
         values[node] = _Value(at, 0, False)
         has_grad.update({_Value(at, i, False): t.grad for i, t in enumerate(results)})
     return _Template(tuple(steps))
+
+
+class _Functions:
+    """Names of ``torch.autograd.Function``s, which are unique in a program and the same in every process."""
+
+    def __init__(self) -> None:
+        self._names: dict[type, str] = {}
+        self._objects: dict[int, int] = {}
+
+    def name(self, carried: Carried) -> str:
+        """The operator that applies a Function, as the planner calls it; Functions of one name are numbered."""
+        if carried.cls not in self._names:
+            stem = PREFIX + carried.op.overloadpacket.__name__
+            same = sum(each == stem or each.startswith(f"{stem}#") for each in self._names.values())
+            self._names[carried.cls] = f"{stem}#{same + 1}" if same else stem
+        return self._names[carried.cls]
+
+    def static(self, carried: Carried) -> str:
+        """Its arguments that are no tensors."""
+        return carried.static(self._objects)
 
 
 def _instantiate(
@@ -181,76 +206,6 @@ def _filled(value: object, inputs: Iterator[Ref]) -> object:
     if type(value) is _Value:
         return next(inputs)
     return tuple([_filled(each, inputs) for each in value]) if type(value) is tuple else value
-
-
-# --- operators -----------------------------------------------------------------------------------------
-
-_EACH_ITS_OWN = {"aten.broadcast_tensors.default", "aten.meshgrid.default", "aten.meshgrid.indexing"}
-"""Operators of which each result comes from one operand alone, and with it its gradient."""
-
-_SHAPE_ONLY = re.compile(r"aten\.(detach|(zeros|ones|full|empty|rand|randn|randint)_like|new_\w+)\.")
-"""Operators that take from their operand its shape alone, or whose result has no gradient by definition."""
-
-
-def _storages(node: torch.fx.Node) -> list[int]:
-    """Which memory each result lies in, as traced."""
-    return [int(value.untyped_storage()._cdata) for value in _values(node, node.meta["val"])]
-
-
-def _shares(inputs: list[int], results: list[int]) -> tuple[int, ...]:
-    """For each result the operand whose memory it lies in, -1 for none: so views that had to copy are known."""
-    return tuple(inputs.index(storage) if storage in inputs else -1 for storage in results)
-
-
-def _differentiable(op: str, value: torch.Tensor) -> bool:
-    return (value.is_floating_point() or value.is_complex()) and not _SHAPE_ONLY.match(op)
-
-
-def _values(node: torch.fx.Node, value: Any) -> list[torch.Tensor]:
-    values = list(value) if isinstance(value, (tuple, list)) else [value]
-    if not all(isinstance(v, torch.Tensor) for v in values):
-        raise CaptureError(
-            f"{node.target} in module {module_path(node) or '(root)'} returns a value that is not a tensor"
-        )
-    return values
-
-
-def _tensor_type(name: str, value: torch.Tensor, grad: bool) -> TensorType:
-    if not all(isinstance(size, int) for size in value.shape):
-        raise CaptureError(f"{name} has the symbolic shape {tuple(value.shape)}; export with static shapes")
-    return TensorType(tuple(value.shape), str(value.dtype).removeprefix("torch."), grad)
-
-
-def _arguments(node: torch.fx.Node, values: Mapping[torch.fx.Node, _Value]) -> tuple[tuple[str, object], ...]:
-    """Arguments by schema name, defaults filled in."""
-    module = module_path(node) or "(root)"
-    if not isinstance(node.target, torch._ops.OpOverload):
-        raise CaptureError(f"{node.target} in module {module} is not an operator")
-    if "as_strided" in str(node.target):
-        raise CaptureError(
-            f"{node.target} in module {module} reads memory by strides, which no layout keeps: use view, unfold or "
-            "indexing instead"
-        )
-    found: list[tuple[str, object]] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if position < len(node.args):
-            value = node.args[position]
-        elif argument.name in node.kwargs:
-            value = node.kwargs[argument.name]
-        else:
-            value = argument.default_value if argument.has_default_value() else None
-        found.append((argument.name, _static(value, values)))
-    return tuple(found)
-
-
-def _static(value: Any, values: Mapping[torch.fx.Node, _Value]) -> object:
-    if isinstance(value, torch.fx.Node):
-        return values[value]
-    if isinstance(value, (list, tuple)):
-        return tuple(_static(v, values) for v in value)
-    if isinstance(value, torch.device):
-        return "device"
-    return value if isinstance(value, _STATIC) else str(value)
 
 
 def _inputs(value: object) -> list[_Value]:

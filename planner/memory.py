@@ -31,6 +31,7 @@ from planner.graph import Node, Ref, TensorType
 from planner.heap import BEFORE, USES, Direction, Heap, Held, Place, Storage
 from planner.layout import MICRO, Shard
 from planner.ops import OPS
+from planner.ops.function import kept, works
 from planner.ops.table import OWN
 from planner.runs import Skip, Wiring, skips
 from planner.tape import Frame, Tape, Target, Value
@@ -545,8 +546,8 @@ class _Step:
             self._reads_again(tensors.values())
         tensors |= {f"out{i}": storage for i, storage in enumerate(storages)}
         for word in saves:
-            if word in OWN:
-                size = self._own_bytes(word, types, operands)
+            if word in OWN or kept(word, node) is not None:
+                size = self._own_bytes(word, node, types, [*(value.bytes for value in operands), *sizes])
                 tape.saved.append(heap.new(node.name, "activations", size))
                 if self.frame is not None and self.frame.again.operators:
                     copied_bytes = sum(value.bytes for value in operands) if word == "scores" and size else 0
@@ -557,7 +558,8 @@ class _Step:
                         tape.saved.append(heap.new(node.name, "activations", copied_bytes))
             elif word in tensors:
                 tape.saved.append(heap.hold(tensors[word]))
-        tape.works = row.works * max(operands[0].bytes, sizes[0]) if row is not None and operands else 0
+        more = row.works + works(node) if row is not None else 0
+        tape.works = more * max(operands[0].bytes, sizes[0]) if operands else 0
         passes = row.passes if row is not None else ()
         for i, (value, tensor) in enumerate(zip(operands, types, strict=True)):
             if value.made is not None and tensor.grad:
@@ -568,15 +570,19 @@ class _Step:
             for i, (s, size, flow) in enumerate(zip(storages, sizes, flows, strict=True))
         ]
 
-    def _own_bytes(self, word: str, types: tuple[TensorType, ...], operands: list[Value]) -> int:
-        """Bytes of what an operator keeps for backward besides operands and results."""
+    def _own_bytes(self, word: str, node: Node, types: tuple[TensorType, ...], sizes: list[int]) -> int:
+        """Bytes of what an operator keeps for backward besides operands and results, which have ``sizes``."""
         on_cpu = self.space.cost.cluster.backend == "gloo"
+        like = kept(word, node)
+        if like is not None:
+            place, each = like
+            return round(sizes[place] // (*types, *node.results)[place].item_bytes * each)
         item = types[0].item_bytes
         if word == "own":
-            return operands[0].bytes
+            return sizes[0]
         if word == "mask":  # a byte for each element on GPUs, a tensor like the operand on CPUs
-            return operands[0].bytes if on_cpu else operands[0].bytes // item
-        rows = operands[0].bytes // item // types[0].shape[-1]
+            return sizes[0] if on_cpu else sizes[0] // item
+        rows = sizes[0] // item // types[0].shape[-1]
         if word == "rows":
             return 4 * rows
         return 3 * item * rows * types[1].shape[-2] if on_cpu else 0  # softmax, mask, and their product

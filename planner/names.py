@@ -54,8 +54,8 @@ def role_names(space: Space) -> dict[Role, tuple[Section, str]]:
 
 
 def short_op(op: str) -> str:
-    """``aten.add.Tensor`` as ``add.Tensor``, ``aten.linear.default`` as ``linear``."""
-    return op.removeprefix("aten.").removesuffix(".default")
+    """``aten.add.Tensor`` as ``add.Tensor``, ``aten.linear.default`` as ``linear``, ``function.Bend`` as ``Bend``."""
+    return op.removeprefix("aten.").removeprefix("function.").removesuffix(".default")
 
 
 def pattern(names: list[str]) -> str:

@@ -31,9 +31,10 @@ from planner.graph import Graph, Ref
 from planner.layout import Layout, format_layout
 from planner.levels import Stated, read_amounts, read_by_number
 from planner.memory import usage
-from planner.names import role_names
+from planner.names import role_names, short_op
 from planner.offload import offloaded
 from planner.ops import OPS
+from planner.ops.function import reason
 from planner.pipeline.stages import Pipeline
 from planner.pipeline.stages import evaluate as cut_of
 from planner.predict import Prediction, predict, predict_in_turns
@@ -267,8 +268,10 @@ def model_facts(graph: Graph, name: str, mode: str = "train") -> dict[str, Any]:
 
 
 def coverage(graph: Graph) -> dict[str, int]:
-    """Operators without a row -> how often they occur."""
-    return dict(sorted(Counter(n.op for n in graph.nodes if not n.is_leaf and n.op not in OPS).items()))
+    """Operators without a row, and Functions that must run in full, with the reason -> how often they occur."""
+    found = Counter(n.op for n in graph.nodes if not n.is_leaf and n.op not in OPS)
+    found.update(f"{short_op(n.op)} ({why})" for n in graph.nodes if (why := reason(n)))
+    return dict(sorted(found.items()))
 
 
 # ---- from assignments to documents and back --------------------------------------------------------------------------

@@ -58,6 +58,8 @@ class Rule:
         linear: sets of operands in which the result is jointly linear while the others stay fixed, so
             that ``P`` on all operands of a set (``R`` on the rest) gives ``P``.
         special: factors whose sharding needs types or collectives of its own.
+        terms: backward is linear in the gradients of the results, as every derivative is: it may be given terms of a
+            sum. Where it is not, it needs them complete.
     """
 
     sizes: Mapping[str, int]
@@ -67,6 +69,7 @@ class Rule:
     addends: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     special: Mapping[str, Special] = field(default_factory=dict)
+    terms: bool = True
 
     def may_stride(self, factor: str) -> bool:
         """Whether ``factor`` may be sharded strip by strip."""
@@ -149,9 +152,9 @@ def axis_strategies(rule: Rule, size: int, outers: Mapping[str, frozenset[int]] 
 
 
 def replicated(rule: Rule) -> list[AxisStrategy]:
-    """The two ways to run an operator in full on every rank: gradients complete (I) or still partial (R)."""
+    """The ways to run an operator in full on every rank: gradients complete (I) or, where they may be, partial (R)."""
     operands, results = len(rule.operands), len(rule.results)
-    return [
-        AxisStrategy("invariant", "", 1, (I,) * operands, (I,) * results),
-        AxisStrategy("replicate", "", 1, (R,) * operands, (R,) * results),
-    ]
+    found = [AxisStrategy("invariant", "", 1, (I,) * operands, (I,) * results)]
+    if rule.terms:
+        found.append(AxisStrategy("replicate", "", 1, (R,) * operands, (R,) * results))
+    return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from planner.again import shares
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.ops import OPS, passed_places
+from planner.ops.function import moves
 from planner.ops.table import Row, no_flops
 
 Passes = tuple[float, ...]
@@ -62,6 +63,8 @@ def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_host: b
             besides, starts = _undone(types, node.results)
     elif row.view:
         backward = nothing  # the gradient of a copy is that of the view
+    elif (passes := moves(node)) is not None:
+        forward, backward = ([times] * len(tensors) for times in passes)
     else:
         own = _own(row, node, types, on_host)
         if own:

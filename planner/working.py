@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from planner.graph import Graph, Node
 from planner.layout import Layout, P, R
 from planner.ops import OPS, passed_places, saved_places
+from planner.ops.function import works
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -95,7 +96,7 @@ def working(graph: Graph, node: Node) -> Working:
         backward=(*terms, *(place for place in summed if place not in passed)),
         terms=tuple(made),
         summed=tuple(place for place in summed if place not in stored),
-        works=row.works if row is not None and flows else 0,
+        works=row.works + works(node) if row is not None and flows else 0,
         like=tuple({0: None, count: None}),
         parameters=tuple(sorted(stored)),
     )

@@ -1,5 +1,9 @@
 """The op table: what the planner knows of each ATen operator."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from planner.graph import Node, TensorType
 from planner.ops import (
     attention,
@@ -8,6 +12,7 @@ from planner.ops import (
     elementwise,
     embedding,
     factory,
+    function,
     indexing,
     loss,
     normalization,
@@ -32,7 +37,19 @@ FAMILIES = (
     random,
 )
 
-OPS: dict[str, Row] = {op: row for family in FAMILIES for op, row in family.ROWS.items()}
+
+class Table(dict[str, Row]):
+    """Rows by operator. All Functions share one (:mod:`planner.ops.function`), which their names do not stand for."""
+
+    def get(self, op: str, default: Any = None) -> Row | None:  # type: ignore[override]
+        """The row of an operator, ``default`` where it has none."""
+        return function.ROW if op.startswith(function.PREFIX) else super().get(op, default)
+
+    def __contains__(self, op: object) -> bool:
+        return str(op).startswith(function.PREFIX) or super().__contains__(op)
+
+
+OPS = Table({op: row for family in FAMILIES for op, row in family.ROWS.items()})
 
 
 def saved_places(node: Node, operands: tuple[TensorType, ...], *, own: bool = False) -> tuple[int, ...]:
@@ -53,6 +70,8 @@ def saved_places(node: Node, operands: tuple[TensorType, ...], *, own: bool = Fa
             places[int(word[2:]) if word.startswith("in") else first + int(word[3:])] = None
         elif own and word in ("own", "mask"):
             places[0] = None
+        elif own and (kept := function.kept(word, node)) is not None and kept[1] >= 1:
+            places[kept[0]] = None
     return tuple(place for place in places if place < count)
 
 

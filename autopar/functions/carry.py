@@ -1,0 +1,335 @@
+"""Carry: calls of ``torch.autograd.Function``s as operators of the captured graph.
+
+A graph holds the forward of what is traced; training would derive that. So while a model that trains is captured, every
+Function that it applies is called as an operator, :class:`Carried`, one for each Function and each choice of its
+arguments that are no tensors. The emitted program calls the same operator on local tensors, and that applies the
+Function: its own forward, context and backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import inspect
+import itertools
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.facts import PLAIN
+from autopar.functions.declared import DECLARED, Declared
+from planner.errors import CaptureError, InputError
+
+NAMESPACE = "autopar_function"
+
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_NUMBERS = itertools.count()
+_APPLY = Function.__dict__["apply"].__func__
+apply: Callable[..., Any] = types.FunctionType(
+    _APPLY.__code__, _APPLY.__globals__, "apply", _APPLY.__defaults__, _APPLY.__closure__
+)
+"""``apply(cls, *args)`` is ``cls.apply(*args)``, whatever :func:`carrying` does."""
+
+
+@dataclass(frozen=True)
+class _Hole:
+    """Where a tensor goes."""
+
+    place: int
+
+
+class _Nothing(Function):
+    """What a Function gives for tensors without data, with gradients of the right shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, carried: Carried, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        results, trained = carried.shapes(tensors)
+        ctx.mark_non_differentiable(*(r for r, is_trained in zip(results, trained, strict=True) if not is_trained))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.empty_like(t) if t.is_floating_point() else None for t in ctx.saved_tensors)
+
+
+class Carried:
+    """A Function with its arguments but for the tensors.
+
+    Attributes:
+        cls: the Function.
+        args: of a call, with a :class:`_Hole` for every tensor.
+        tensors: how many it takes.
+        op: the operator ``(tensors...) -> tensors``, which applies it.
+        spec: how what it returns is nested, and what of that is no tensor; known once it ran.
+        is_opaque: whether it runs on tensors with data only.
+    """
+
+    def __init__(self, cls: type[Function], args: Sequence[Any]):
+        self.cls, self.args = cls, tuple(args)
+        self.tensors = sum(isinstance(arg, _Hole) for arg in args)
+        self.spec: tuple[tuple[Any, ...], bool] | None = None
+        self.is_opaque = False
+        name = f"{_identifier(cls.__qualname__)}.n{next(_NUMBERS)}"
+        _LIBRARY.define(f"{name}({', '.join(f'Tensor t{place}' for place in range(self.tensors))}) -> Tensor[]")
+        _LIBRARY.impl(name, self._with_gradients, "Autograd")
+        _LIBRARY.impl(name, self.run, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, self.run, "Meta")
+        packet, overload = name.split(".")
+        self.op: torch._ops.OpOverload[..., Any] = getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload)
+        _BY_OP[self.op] = self
+
+    @property
+    def declared(self) -> Declared | None:
+        """What the user says of it."""
+        return DECLARED.get(self.cls)
+
+    @property
+    def name(self) -> str:
+        """The Function's, for messages."""
+        return f"{self.cls.__module__}.{self.cls.__qualname__}"
+
+    def static(self, numbers: dict[int, int]) -> str:
+        """Its arguments as text, the same in every process; ``numbers`` counts objects without a text of their own."""
+        return f"({', '.join(_text(arg, numbers) for arg in self.args)})"
+
+    def apply(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What the Function gives: its tensors in order."""
+        args = [tensors[arg.place] if isinstance(arg, _Hole) else arg for arg in self.args]
+        with _AROUND.get() or contextlib.nullcontext():
+            returned = apply(self.cls, *args)
+        leaves = returned if isinstance(returned, tuple) else (returned,)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
+                raise CaptureError(
+                    f"{self.name} returns a {type(leaf).__name__}: a plan carries tensors, numbers and text"
+                )
+        results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        places = itertools.count()
+        self.spec = (
+            tuple(_Hole(next(places)) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            isinstance(returned, tuple),
+        )
+        return results
+
+    def nested(self, results: Sequence[Tensor]) -> Any:
+        """What the Function returned, for its tensors."""
+        assert self.spec is not None, "it ran before it was called"
+        leaves, several = self.spec
+        found = tuple(results[leaf.place] if isinstance(leaf, _Hole) else leaf for leaf in leaves)
+        return found if several else found[0]
+
+    def run(self, *tensors: Tensor) -> list[Tensor]:
+        """The operator."""
+        is_unseen = _TRAINS.get() is not None or self.declared is not None or self.is_opaque
+        if is_unseen and any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
+            return list(_Nothing.apply(self, *tensors))
+        if is_unseen and any(hasattr(t, "_local_tensors") for t in tensors):
+            from autopar.functions.ranks import EachRank  # simulations alone need it
+
+            return list(EachRank.apply(self.apply, *tensors))
+        return self.apply(tensors)
+
+    def shapes(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
+        """What it gives for tensors without data, and which of it has gradients.
+
+        Raises:
+            CaptureError: its forward does not run without data, writes into an argument, or has no result.
+        """
+        versions = [t._version for t in tensors]
+        if self.declared is not None and self.declared.results is not None:
+            results = self.declared.empty(self.name, tensors)
+            if self.spec is None:
+                self.spec = tuple(map(_Hole, range(len(results)))), len(results) > 1
+            return results, [r.is_floating_point() for r in results]
+        try:
+            with torch.no_grad(), _NoDraws(self.name):
+                found = self.apply([t.detach() for t in tensors])
+            if [t._version for t in tensors] == versions:
+                with torch.enable_grad():
+                    given = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+                    trained = [t.requires_grad for t in self.apply(given)]
+        except (CaptureError, InputError):
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"{self.name}.forward does not run on tensors without data, so its results' shapes are unknown "
+                f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}). Say what they are: "
+                f"autopar.register({self.cls.__qualname__}, 'b s h -> b s h') names the dims of its operands and "
+                "results (docs/adding_an_op.md)"
+            ) from error
+        if [t._version for t in tensors] != versions:
+            raise CaptureError(
+                f"{self.name} writes into its argument in place (mark_dirty), which a plan cannot carry: let its "
+                "forward work on a clone and return that"
+            )
+        if not found:
+            raise CaptureError(f"{self.name} returns no tensor, so that nothing can be made of it")
+        return [t.detach() for t in found], trained
+
+    def _with_gradients(self, *tensors: Tensor) -> list[Tensor]:
+        if _is_recorded():
+            with torch._C._AutoDispatchBelowAutograd():
+                return self.op(*tensors)
+        return self.run(*tensors)
+
+
+class _NoDraws(TorchDispatchMode):
+    """Refuses random numbers: what a Function draws, a plan can make neither alike nor different on ranks."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self._name = name
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise draws(self._name, func)
+        return func(*args, **(kwargs or {}))
+
+
+def draws(name: str, op: object) -> CaptureError:
+    """The error that a Function draws random numbers."""
+    return CaptureError(
+        f"{name} draws random numbers ({op}), which a plan can make neither alike on ranks that hold the same nor "
+        "different on others: draw them before it, and pass them to it as an argument"
+    )
+
+
+_BY_OP: dict[Any, Carried] = {}
+_BY_CALL: dict[tuple[object, ...], Carried] = {}
+_AROUND: ContextVar[contextlib.AbstractContextManager[Any] | None] = ContextVar("_AROUND", default=None)
+
+
+def carried_by(op: object) -> Carried | None:
+    """The Function that an operator applies; ``None`` for other operators."""
+    return _BY_OP.get(op)
+
+
+@contextlib.contextmanager
+def around(mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Inside, Functions run in ``mode``, a torch function mode, as they would if they were not operators."""
+    token = _AROUND.set(mode)
+    try:
+        yield
+    finally:
+        _AROUND.reset(token)
+
+
+# ---- while a model is captured ---------------------------------------------------------------------------------------
+
+_TRAINS: ContextVar[bool | None] = ContextVar("_TRAINS", default=None)
+
+
+class _Instead:
+    def apply(cls, *args, **kwargs):  # type: ignore[no-untyped-def]
+        __class__  # type: ignore[name-defined]  # noqa: B018  # of as many free variables as what it stands for
+        from autopar.functions.carry import called
+
+        return called(cls, args, kwargs)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def carrying(model: nn.Module) -> Iterator[None]:
+    """While inside, calls of Functions are recorded as operators.
+
+    Those that torch brings are its own concern, and what does not train needs no backward, unless it was declared.
+    ``apply`` gets other code, since models hold on to it (``gelu = GeLU.apply``), where no assignment reaches.
+    """
+    token, before = _TRAINS.set(model.training), _APPLY.__code__
+    _APPLY.__code__ = _Instead.__dict__["apply"].__code__
+    try:
+        yield
+    finally:
+        _APPLY.__code__ = before
+        _TRAINS.reset(token)
+
+
+def called(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``cls.apply(*args, **kwargs)`` in a model that is captured."""
+    tensors = [arg for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, Tensor)]
+    trains = bool(_TRAINS.get()) and torch.is_grad_enabled() and any(t.is_floating_point() for t in tensors)
+    if cls.__module__.startswith(("torch.", "autopar.")) or not tensors or not (trains or cls in DECLARED):
+        return apply(cls, *args, **kwargs)
+    bound = list(args)
+    if kwargs or cls.setup_context is not Function.setup_context:
+        found = inspect.signature(cls.forward).bind(*args, **kwargs)
+        found.apply_defaults()
+        bound = list(found.args)
+    if len(tensors) != sum(isinstance(arg, Tensor) for arg in bound):
+        raise CaptureError(
+            f"{cls.__module__}.{cls.__qualname__} is given tensors in a list or the like, to which autograd passes no "
+            "gradient: pass each as an argument of its own"
+        )
+    places = itertools.count()
+    template = [_Hole(next(places)) if isinstance(arg, Tensor) else arg for arg in bound]
+    key = (cls, *(arg if isinstance(arg, _Hole) else _code(arg) for arg in template))
+    if key not in _BY_CALL:
+        _BY_CALL[key] = Carried(cls, template)
+    carried = _BY_CALL[key]
+    return carried.nested(carried.op(*(arg for arg in bound if isinstance(arg, Tensor))))
+
+
+def _is_recorded() -> bool:
+    """Whether a mode below autograd looks at operators."""
+    return any(
+        torch._C._get_dispatch_mode(key) is not None
+        for key in (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    )
+
+
+def _identifier(text: str) -> str:
+    """``"make.<locals>.Bend"`` as ``"Bend"``."""
+    return re.sub(r"\W", "_", text.rpartition("<locals>.")[2])
+
+
+# ---- arguments that are no tensors -----------------------------------------------------------------------------------
+
+
+class _Same:
+    """An object, equal only to itself."""
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _code(value: Any) -> object:
+    """An argument as something to compare: numbers with their types, what may change by identity."""
+    if type(value) in PLAIN or isinstance(value, (enum.Enum, type)):
+        return type(value), repr(value) if isinstance(value, (float, complex)) else value
+    if type(value) in (tuple, list):
+        return type(value), *map(_code, value)
+    if type(value) is dict:
+        return dict, *((_code(k), _code(v)) for k, v in value.items())
+    return _Same(value)
+
+
+def _text(value: Any, numbers: dict[int, int]) -> str:
+    if isinstance(value, _Hole):
+        return "_"
+    if type(value) in PLAIN:
+        return repr(value)
+    if isinstance(value, (enum.Enum, type)):
+        return str(value)
+    if type(value) in (tuple, list):
+        return f"[{', '.join(_text(v, numbers) for v in value)}]"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{_text(k, numbers)}: {_text(v, numbers)}' for k, v in value.items())}}}"
+    return f"<{type(value).__name__} {numbers.setdefault(id(value), len(numbers))}>"

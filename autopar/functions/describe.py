@@ -1,0 +1,347 @@
+"""Describe: what the planner is told of a Function, called on tensors of some shapes; see :mod:`planner.ops.function`.
+
+What the user declared is taken as it is. What was not is proved (:mod:`autopar.functions.proof`), and runs in full on
+every rank where it cannot be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.functions.carry import Carried
+from autopar.functions.declared import Declared
+from autopar.functions.joint import Joint, NotTraced, Operand, trace
+from autopar.functions.peak import backward_bytes
+from autopar.functions.proof import Followed, Proof, Refuted, difference
+from planner.graph import Ref, TensorType
+from planner.layout import P, R, Shard
+from planner.ops import OPS
+from planner.ops.signature import is_floating
+from planner.strategy import rule_of
+
+Seat = tuple[int, int] | None
+Seats = tuple[Seat, ...]
+MOST_RESULTS = 3
+"""Results of which every choice may go without a gradient; of more, each alone, and all together."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What may be sharded.
+
+    Attributes:
+        seats: for every operand, then result, the dim and the product of the factors major to it.
+        strided: whether it may be sharded strip by strip.
+        same: results that are the same on every rank where it is.
+        followed: the proof; ``None`` where it was declared.
+    """
+
+    seats: Seats
+    strided: bool = False
+    same: tuple[int, ...] = ()
+    followed: Followed | None = None
+
+
+@dataclass
+class Description:
+    """A Function on tensors of some shapes.
+
+    Attributes:
+        arguments: what its node says.
+        ungraded: operands to which its backward gives no gradient.
+        untrained: results that it does not differentiate.
+        joint: of the whole; ``None`` if it could not be traced.
+        factors: of the node, in order.
+    """
+
+    carried: Carried
+    operands: tuple[Operand, ...]
+    arguments: tuple[tuple[str, object], ...]
+    ungraded: frozenset[int] = frozenset()
+    untrained: frozenset[int] = frozenset()
+    joint: Joint | None = None
+    factors: tuple[Factor, ...] = ()
+    _checked: dict[object, str] = field(default_factory=dict)
+
+    def difference(self, cuts: Sequence[tuple[Seats, int]]) -> str:
+        """How the Function differs on slices from what was proved: ``""`` if it does not, or was declared.
+
+        Args:
+            cuts: factors, and how many ranks cut each.
+        """
+        by_seats = {factor.seats: factor for factor in self.factors}
+        if any(seats not in by_seats for seats, _ in cuts):
+            return "it was planned for tensors of another dtype"
+        found = [(by_seats[seats].followed, ranks) for seats, ranks in cuts]
+        proved = [(followed, ranks) for followed, ranks in found if followed is not None]
+        key = tuple(cuts)
+        if proved and key not in self._checked:
+            assert self.joint is not None
+            self._checked[key] = _differs(self.carried, self.operands, self.joint, proved)
+        return self._checked.get(key, "")
+
+
+_KNOWN: dict[tuple[Carried, tuple[Operand, ...], Declared | None], Description] = {}
+
+
+def describe(carried: Carried, operands: Sequence[Operand], results: Sequence[TensorType]) -> Description:
+    """What is known of a Function on such operands.
+
+    Raises:
+        CaptureError: they are not what was declared.
+    """
+    key = carried, tuple(operands), carried.declared
+    if key not in _KNOWN:
+        _KNOWN[key] = _describe(carried, tuple(operands), tuple(results))
+    return _KNOWN[key]
+
+
+def _describe(carried: Carried, operands: tuple[Operand, ...], results: tuple[TensorType, ...]) -> Description:
+    declared, joint, why = carried.declared, None, ""
+    factors: tuple[Factor, ...] = ()
+    linear: tuple[tuple[int, ...], ...] = ()
+    terms = False
+    try:
+        joint = trace(carried, operands)
+        proof = Proof([joint, *_others(carried, operands, joint)])
+        terms = _holds(proof, {})
+        linear = _linear(proof, joint)
+        if declared is None:
+            factors, why = _factors(carried, operands, joint, proof)
+    except NotTraced as error:
+        why, carried.is_opaque = str(error), True
+    if declared is not None:
+        factors, why = _declared(carried, declared, operands, results), ""
+    ungraded, untrained = frozenset[int](), frozenset[int]()
+    if joint is not None:
+        asked = [place for place, operand in enumerate(operands) if operand.trained]
+        ungraded = frozenset(place for place in asked if joint.gradients[place] is None)
+        untrained = frozenset(place for place, given in enumerate(joint.given) if given is None)
+    arguments = {
+        "factors": tuple(factor.seats for factor in factors),
+        "strided": tuple(factor.strided for factor in factors),
+        "same": tuple(factor.same for factor in factors),
+        "linear": linear,
+        "terms": terms,
+        **(_unknown(operands, results) if joint is None else _costs(joint, factors)),
+        "works": 0 if joint is None else _works(carried, operands, joint),
+        "why": why,
+    }
+    return Description(carried, operands, tuple(arguments.items()), ungraded, untrained, joint, factors)
+
+
+def _others(carried: Carried, operands: tuple[Operand, ...], joint: Joint) -> Iterable[Joint]:
+    """The Function where gradients come to some of its results alone."""
+    trained = [place for place, given in enumerate(joint.given) if given is not None]
+    sizes = range(1, len(trained)) if len(trained) <= MOST_RESULTS else (1,)
+    for size in sizes:
+        for given in itertools.combinations(trained, size):
+            yield trace(carried, operands, frozenset(trained) - frozenset(given))
+
+
+def _holds(proof: Proof, supposed: dict[int, Any]) -> bool:
+    try:
+        proof.follow(supposed)
+    except Refuted:
+        return False
+    return True
+
+
+def _linear(proof: Proof, joint: Joint) -> tuple[tuple[int, ...], ...]:
+    """Sets of operands of which terms of a sum make terms of the results."""
+    floating = [p for p, ref in enumerate(joint.operands) if is_floating(joint.graph.type_of(ref))]
+    found = []
+    for places in dict.fromkeys([*((place,) for place in floating), tuple(floating)]):
+        try:
+            if places and all(t == P for t in proof.follow(dict.fromkeys(places, P)).results):
+                found.append(places)
+        except Refuted:
+            pass
+    return tuple(found)
+
+
+# ---- factors ---------------------------------------------------------------------------------------------------------
+
+
+def _factors(
+    carried: Carried, operands: tuple[Operand, ...], joint: Joint, proof: Proof
+) -> tuple[tuple[Factor, ...], str]:
+    """Every factor that is proved; where there is none, why."""
+    found: dict[Seats, Factor] = {}
+    why = ""
+    for place, operand in enumerate(operands):
+        for dim, size in enumerate(operand.shape):
+            for strips in proof.cuts(place, dim) if size > 1 else ():
+                if size % strips or any((at := seats[place]) and at[0] == dim for seats in found):
+                    continue
+                try:
+                    factor = _factor(carried, operands, joint, proof, place, Shard(dim, strips))
+                except Refuted as error:
+                    why = why or f"dim {dim} of operand {place}: {error}"
+                    continue
+                if factor is not None and not any(_overlap(factor.seats, seats) for seats in found):
+                    found[factor.seats] = factor
+    if not found and not why:
+        why = "its operands have no dim that may be cut"
+    return tuple(found.values()), "" if found else why
+
+
+def _factor(
+    carried: Carried, operands: tuple[Operand, ...], joint: Joint, proof: Proof, place: int, shard: Shard
+) -> Factor | None:
+    """The factor that lies at a cut of an operand."""
+    followed = proof.follow({place: shard})
+    size = _size(joint, followed)
+    if size == 1:
+        return None
+    ranks = _least_divisor(size)
+    why = _differs(carried, operands, joint, [(followed, ranks)])
+    if why:
+        raise Refuted(why)
+    finest = Shard(shard.dim, shard.outer * (size // ranks))
+    strided = size == ranks or _holds_alike(proof, place, finest, followed)
+    seats = tuple((t.dim, t.outer) if isinstance(t, Shard) else None for t in (*followed.operands, *followed.results))
+    return Factor(seats, strided, tuple(i for i, t in enumerate(followed.results) if t == R), followed)
+
+
+def _holds_alike(proof: Proof, place: int, finest: Shard, followed: Followed) -> bool:
+    """Whether the finest strips go where slices go."""
+    try:
+        found = proof.follow({place: finest})
+    except Refuted:
+        return False
+    return [type(t) for t in found.operands] == [type(t) for t in followed.operands]
+
+
+def _size(joint: Joint, followed: Followed) -> int:
+    """Into how many parts every slice can be cut."""
+    refs = (*joint.operands, *joint.results)
+    shapes = [joint.graph.type_of(ref).shape for ref in refs]
+    types = (*followed.operands, *followed.results)
+    parts = [shape[t.dim] // t.outer for shape, t in zip(shapes, types, strict=True) if isinstance(t, Shard)]
+    return math.gcd(*parts)
+
+
+def _overlap(some: Seats, others: Seats) -> bool:
+    """Whether two factors would have one seat."""
+    return any(a is not None and a == b for a, b in zip(some, others, strict=True))
+
+
+def _differs(
+    carried: Carried, operands: tuple[Operand, ...], joint: Joint, cuts: Sequence[tuple[Followed, int]]
+) -> str:
+    """How the Function differs on slices from the whole; ``""`` if it does not."""
+    shapes = []
+    for place, operand in enumerate(operands):
+        shape = list(operand.shape)
+        for followed, ranks in cuts:
+            found = followed.operands[place]
+            if isinstance(found, Shard):
+                shape[found.dim] //= ranks
+        shapes.append(tuple(shape))
+    parts = [Operand(s, o.dtype, o.device, o.trained) for s, o in zip(shapes, operands, strict=True)]
+    try:
+        part = trace(carried, parts)
+    except NotTraced as error:
+        return f"it does not run on slices ({error})"
+    return difference(joint, part, [(followed.shards, ranks) for followed, ranks in cuts])
+
+
+def _least_divisor(size: int) -> int:
+    return next(d for d in itertools.count(2) if size % d == 0)
+
+
+def _declared(
+    carried: Carried, declared: Declared, operands: tuple[Operand, ...], results: tuple[TensorType, ...]
+) -> tuple[Factor, ...]:
+    """The factors that the user named."""
+    sizes = declared.sizes(carried.name, [o.shape for o in operands])
+    declared.check(carried.name, [t.shape for t in results], sizes)
+    labels = (*declared.operands, *declared.results)
+    return tuple(
+        Factor(tuple((names.index(name), 1) if name in names else None for names in labels))
+        for name, size in sizes.items()
+        if size > 1 and name not in declared.whole
+    )
+
+
+# ---- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def _unknown(operands: tuple[Operand, ...], results: tuple[TensorType, ...]) -> dict[str, object]:
+    """Of a kernel that nobody sees into: it reads and writes its tensors once, and keeps what floats."""
+    saves = [f"in{place}" for place, operand in enumerate(operands) if operand.dtype.is_floating_point]
+    saves += [f"out{place}" for place, result in enumerate(results) if is_floating(result)]
+    return {"saves": tuple(saves), "kept": (), "flops": 0, "moves": (1.0, 2.0)}
+
+
+def _costs(joint: Joint, factors: tuple[Factor, ...]) -> dict[str, object]:
+    """By its joint graph: what backward reads that forward made, operations, and bytes that the operators move."""
+    graph, tensors = joint.graph, (*joint.operands, *joint.results)
+    moved = {False: 0, True: 0}
+    flops = 0
+    for node in graph.nodes:
+        row = OPS.get(node.op)
+        if node.is_leaf or (node.shares and all(shared >= 0 for shared in node.shares)):
+            continue
+        types = graph.input_types(node)
+        later = node.name in joint.backward
+        moved[later] += sum(t.size_bytes for t in (*types, *node.results))
+        if row is not None and not later:
+            flops += row.flops(node, types, rule_of(graph, node))
+    once = sum(graph.type_of(ref).size_bytes for ref in tensors) or 1
+    saves, kept = _saved(joint, factors)
+    elements = graph.type_of(joint.results[0]).numel or 1
+    return {
+        "saves": saves,
+        "kept": kept,
+        "flops": flops / elements,
+        "moves": (moved[False] / once, moved[True] / once),
+    }
+
+
+def _works(carried: Carried, operands: tuple[Operand, ...], joint: Joint) -> int:
+    """How many tensors of the size of the larger of its first operand and result backward needs for itself."""
+    size = max(joint.graph.type_of(ref).size_bytes for ref in (joint.operands[0], joint.results[0]))
+    return round(backward_bytes(carried, operands) / size) if size else 0
+
+
+def _saved(joint: Joint, factors: tuple[Factor, ...]) -> tuple[tuple[str, ...], tuple[tuple[int, float], ...]]:
+    """Words for the operands and results that backward reads, and what else it does."""
+    graph = joint.graph
+    root: dict[Ref, Ref] = {}
+    for node in graph.nodes:
+        for index in range(len(node.results)):
+            shared = node.shares[index] if node.shares else -1
+            ref = Ref(node.name, index)
+            root[ref] = root[node.inputs[shared]] if shared >= 0 else ref
+    words = {root[ref]: f"out{place}" for place, ref in enumerate(joint.results)}
+    words |= {ref: f"in{place}" for place, ref in enumerate(joint.operands)}
+    given = {ref for ref in joint.given if ref is not None}
+    read = dict.fromkeys(
+        root[ref]
+        for node in graph.nodes
+        if node.name in joint.backward and not node.is_leaf
+        for ref in node.inputs
+        if ref not in given and root[ref].node not in joint.backward
+    )
+    saves = tuple(dict.fromkeys(words[ref] for ref in read if ref in words))
+    tensors = [graph.type_of(ref) for ref in (*joint.operands, *joint.results)]
+    kept = []
+    for ref in read:
+        own = graph.type_of(ref)
+        if ref not in words and ref not in given and graph.by_name[ref.node].op != "const":
+            cut = [ref in factor.followed.shards for factor in factors if factor.followed is not None]
+
+            def unlike(place: int, own: TensorType = own, cut: list[bool] = cut) -> tuple[int, int]:
+                seats = [factor.seats[place] is not None for factor in factors if factor.followed is not None]
+                others = sum(a != b for a, b in zip(cut, seats, strict=True))
+                return others, abs(tensors[place].numel - own.numel)
+
+            place = min(range(len(tensors)), key=unlike)
+            kept.append((place, own.size_bytes / tensors[place].numel))
+    return saves, tuple(kept)

@@ -1,0 +1,564 @@
+"""Functions with a backward of their own: carried as operators, cut where that is proved, whole where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+import autopar
+from autopar.api import plan_traced, trace
+from autopar.capture import capture
+from autopar.functions.declared import DECLARED
+from autopar.lower import lower
+from autopar.typecheck import typecheck
+from autopar.verification import locate, reference, simulate, verify
+from benchmarks.memory import observed_peak
+from planner.cluster import ClusterSpec
+from planner.errors import CaptureError, InputError, PlanError
+from planner.formulate import Training
+from planner.graph import Graph, Node
+from planner.pins import Pins
+from tests.autopar.matrix import Recipe, decide
+
+BATCH, LENGTH, WIDTH, WIDE = 8, 6, 16, 32
+CLUSTER = ClusterSpec.local(4)
+
+# No backward here is the derivative of its forward.
+
+
+class Round(Function):
+    """Straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.round(4 * x) / 4
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Clip(Function):
+    """The identity, whose gradient it clips: that of a sum is not the sum of those of its terms."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-1e-4, 1e-4)
+
+
+class Scale(Function):
+    """The identity, whose gradient it scales."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.by, None
+
+
+class BoundedRoot(Function):
+    """A root with a bounded gradient, none at negative numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.sqrt(x.abs())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        found = gradient / (4 * x.abs() + 0.1)
+        found[x < 0] = 0
+        return found
+
+
+class Normed(Function):
+    """A fused norm; keeps a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return x * scale * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        inner = gradient * weight
+        along = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
+        return along / 2, 1.5 * (gradient * normed).flatten(0, -2).sum(0), None
+
+
+class Mixed(Function):
+    """Two results, one that is not differentiated, and an operand to which no gradient goes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(y)
+        positive = x > 0
+        ctx.mark_non_differentiable(positive)
+        return x * y, positive, x + y
+
+    @staticmethod
+    def backward(ctx: Any, product: Tensor, _: Tensor, sum_: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return 2 * (product * y + sum_), None
+
+
+class SetUp(Function):
+    """In the newer style, with a keyword, a result that is no tensor, and a question about who wants gradients."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, by: float = 2.0) -> tuple[Tensor, str]:
+        return x * weight * by, "scaled"
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, ctx.by = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        return 3 * gradient * weight, (gradient * x).sum((0, 1)) if ctx.needs_input_grad[1] else None, None
+
+
+class Flat(Function):
+    """Puts rows behind one another; keeps a shape, which is another on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return 2 * x.reshape(-1, x.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 5 * gradient.view(ctx.shape)
+
+
+class Gated(Function):
+    """A gate in the second half of a dim."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        value, gate = x.chunk(2, -1)
+        return value * torch.sigmoid(gate)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        value, gate = ctx.saved_tensors[0].chunk(2, -1)
+        open_ = torch.sigmoid(gate)
+        return torch.cat([gradient * open_, gradient * value * open_ * (1 - open_) / 2], -1)
+
+
+class Product(Function):
+    """A product with weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight / 2, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class ByBatch(Function):
+    """Divides by the batch, the global one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.count = x.shape[0]
+        return x / ctx.count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient / ctx.count
+
+
+class OnValues(Function):
+    """Looks at values, which nothing can be proved about."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient if bool((x > 100).any()) else gradient.clamp(-1e-4, 1e-4)
+
+
+rounded = Round.apply  # as many models hold it
+
+
+def _mixed(x: Tensor, weight: Tensor) -> Tensor:
+    product, positive, sum_ = Mixed.apply(x, weight)
+    return torch.where(positive, product, sum_)
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "round": lambda x, weight: rounded(x),
+    "clip": lambda x, weight: Clip.apply(x),
+    "scale": lambda x, weight: Scale.apply(x, 0.3),
+    "root": lambda x, weight: BoundedRoot.apply(x),
+    "normed": lambda x, weight: Normed.apply(x, weight, 1e-6),
+    "mixed": _mixed,
+    "set-up": lambda x, weight: SetUp.apply(x, weight, by=0.5)[0],
+    "flat": lambda x, weight: Flat.apply(x).view(x.shape),
+    "gated": lambda x, weight: Gated.apply(torch.cat([x, x * weight], -1)),
+    "by-batch": lambda x, weight: ByBatch.apply(x),
+    "on-values": lambda x, weight: OnValues.apply(x),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
+        self.weight = nn.Parameter(torch.rand(WIDE) + 0.5)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.use(self.up(x), self.weight))
+
+
+class Net(nn.Module):
+    def __init__(self, *uses: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.layers = nn.ModuleList(map(Block, uses))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def net(use: str | Callable[[Tensor, Tensor], Tensor], layers: int = 2) -> tuple[Net, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return Net(*[USES[use] if isinstance(use, str) else use] * layers), {"x": torch.randn(BATCH, LENGTH, WIDTH)}
+
+
+def functions(model: nn.Module, batch: dict[str, Tensor], fold: bool = True) -> list[Node]:
+    """The Functions of a model's graph."""
+    return nodes_of(lower(capture(model, None, batch, fold=fold)))
+
+
+def nodes_of(graph: Graph) -> list[Node]:
+    """The Functions of a graph."""
+    return [node for node in graph.nodes if node.op.startswith("function.")]
+
+
+# ---- what it computes ------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_the_functions_own() -> None:
+    """A layer for each of them, under decisions of all kinds, in float64."""
+    torch.manual_seed(0)
+    original = reference(Net(*USES.values()), None, net("round")[1])
+    mesh, cut = {"all": 2}, set()
+    pinned = Recipe("data x tensor", {"data": 2, "tensor": 2})
+    for recipe in (pinned, *(Recipe("random", mesh, seed=seed) for seed in range(2))):
+        assignment = decide(original, recipe)
+        typecheck(original.traced.captured, assignment)
+        agreement = simulate(original, assignment)
+        assert agreement.agrees(), f"{recipe}: {locate(original, assignment)}"
+        for node in nodes_of(assignment.space.graph):
+            cut |= {(node.op, strategy.factor or strategy.kind) for strategy in assignment.choice(node).axes}
+    nodes = nodes_of(original.traced.graph)
+    factors = {(node.op, f"f{number}") for node in nodes for number, _ in enumerate(node["factors"])}  # type: ignore[arg-type]
+    assert len(factors) == 28
+    assert len(factors & cut) >= 18
+    assert {("function.Clip", "partial"), ("function.OnValues", "invariant")} <= cut
+
+
+@pytest.mark.parametrize("pin", [{"data": 2, "recompute": "full"}, {"pipeline": 2, "micro_batches": 2}], ids=str)
+def test_it_is_run_again_and_in_turns(pin: dict[str, object]) -> None:
+    model, batch = net("root")
+    verify(model, ClusterSpec.local(2), example_kwargs=batch, pin=pin)
+
+
+class Products(nn.Module):
+    """Two products with tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDE, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(Clip.apply(Product.apply(self.first(x), self.weight)), self.weight.t()).square().mean()
+
+
+def test_a_fused_product_is_cut_by_columns_and_by_rows() -> None:
+    """Terms of a sum over ranks come out of the second, and the clipped gradient in between is a slice."""
+    _, batch = net("round")
+    model = Products()
+    first, clip, second = functions(model, batch)
+    assert first["factors"] == second["factors"]
+    assert first["factors"][-1] == (None, (0, 1), (2, 1))  # type: ignore[index]
+    assert ((2, 1), (1, 1), None) in second["factors"]  # type: ignore[operator]
+    assert (first["flops"], clip["terms"]) == (2 * WIDTH, False)
+    verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"tensor": 2})
+    verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2})
+
+
+# ---- along which dims it is cut --------------------------------------------------------------------------------------
+
+EVERY = (((0, 1), (0, 1)), ((1, 1), (1, 1)), ((2, 1), (2, 1)))
+
+
+@pytest.mark.parametrize(
+    "use, factors, terms",
+    [
+        ("round", EVERY, True),
+        ("clip", EVERY, False),
+        ("root", EVERY, True),
+        ("normed", (((0, 1), None, (0, 1)), ((1, 1), None, (1, 1))), True),
+        ("set-up", (((0, 1), None, (0, 1)), ((1, 1), None, (1, 1)), ((2, 1), (0, 1), (2, 1))), True),
+        ("flat", (((0, 1), (0, 1)), ((1, 1), (0, BATCH)), ((2, 1), (1, 1))), True),
+        ("gated", (((0, 1), (0, 1)), ((1, 1), (1, 1)), ((2, 2), (2, 1))), True),
+        ("by-batch", EVERY[1:], True),
+        ("on-values", (), False),
+    ],
+)
+def test_the_dims_along_which_it_is_a_map_are_found(use: str, factors: object, terms: bool) -> None:
+    node, *_ = functions(*net(use))
+    assert (node["factors"], node["terms"]) == (factors, terms)
+    assert all(node["strided"]) if factors else node["why"]  # type: ignore[call-overload]
+
+
+def test_what_cannot_be_proved_is_said() -> None:
+    model, batch = net("on-values")
+    plan = autopar.plan(model, CLUSTER, example_kwargs=batch, pin={"data": 4})
+    ((line, times),) = plan.coverage.items()
+    assert line.startswith("OnValues (DataDependentOutput") and times == 2
+    assert "2 x OnValues" in str(plan) and "OnValues" in "".join(plan.blocks[0].ops)
+
+
+class Small(Function):
+    """Does something else where few rows come."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.exp() if x.shape[0] > 2 else x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def test_sizes_that_change_what_it_does_are_refused_where_they_come_up() -> None:
+    model, batch = net(lambda x, weight: Small.apply(x), layers=1)
+    verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2})
+    with pytest.raises(PlanError, match=r"Small \(in layers.0\) is not the same on slices of shapes \(2, 6, 32\)"):
+        verify(model, CLUSTER, example_kwargs=batch, pin={"data": 4})
+
+
+# ---- how it is captured ----------------------------------------------------------------------------------------------
+
+
+def test_equal_layers_are_traced_once() -> None:
+    model, batch = net("normed", layers=6)
+    captured = capture(model, None, batch, fold=True)
+    assert len({call.body for call in captured.program.calls}) < len(captured.program.calls)
+    assert lower(captured) == lower(capture(model, None, batch))
+
+
+def test_functions_of_one_name_are_told_apart() -> None:
+    """Made in one place with other numbers, and one Function with other numbers."""
+
+    def scaled(by: float) -> type[Function]:
+        class Scaled(Scale):
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+                return gradient * by, None
+
+        return Scaled
+
+    made, others = [scaled(number) for number in (2.0, 3.0)], (0.5, 0.5, 0.25)
+    uses = [lambda x, weight, cls=cls: cls.apply(x, 1.0) for cls in made]
+    uses += [lambda x, weight, by=by: Scale.apply(x, by) for by in others]
+    torch.manual_seed(0)
+    model, (_, batch) = Net(*uses), net("round")
+    nodes = functions(model, batch)
+    assert [node.op for node in nodes] == ["function.Scaled", "function.Scaled#2", *["function.Scale"] * 3]
+    assert [node["static"] for node in nodes[2:]] == ["(_, 0.5)", "(_, 0.5)", "(_, 0.25)"]
+    verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2})
+
+
+def test_what_it_keeps_is_counted() -> None:
+    model, batch = net("normed", layers=3)
+    traced = trace(model, None, batch)
+    plan = plan_traced(traced, ClusterSpec.local(2), Pins.parse({"data": 2}), Training())
+    assert plan.assignment is not None
+    assert plan.predicted.peak_bytes == pytest.approx(observed_peak(model, traced, plan.assignment), rel=0.05)
+
+
+# ---- what is declared ------------------------------------------------------------------------------------------------
+
+
+class Kernel(Function):
+    """Runs where torch cannot look, as fused kernels do; its last dim is summed over in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, by: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _with_data(x * by + weight, x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, _ = ctx.saved_tensors
+        inner = gradient - gradient.mean(-1, keepdim=True)
+        return _with_data(inner * x, x), _with_data((gradient * x).sum((0, 1)) * 2, x), None
+
+
+def _with_data(result: Tensor, *tensors: Tensor) -> Tensor:
+    assert all(t.data_ptr() for t in tensors)
+    return result
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Forget what a test declares."""
+    before = dict(DECLARED)
+    yield
+    DECLARED.clear()
+    DECLARED.update(before)
+
+
+def test_a_declared_kernel_is_sharded(registered: None) -> None:
+    model, batch = net(lambda x, weight: Kernel.apply(x, weight, 0.5))
+    with pytest.raises(CaptureError, match=r"Kernel.forward does not run on tensors without data.*autopar.register"):
+        capture(model, None, batch)
+    example = torch.randn(4, 3, 6), torch.randn(6), 0.5
+    autopar.register(Kernel, "b s h, h -> b s h", whole="h", example=example)
+    node, *_ = functions(model, batch)
+    assert node["factors"] == (((0, 1), None, (0, 1)), ((1, 1), None, (1, 1)))
+    assert (node["terms"], node["why"]) == (False, "")
+    verify(model, CLUSTER, example_kwargs=batch, pin={"data": 2, "tensor": 2})
+    assert functions(model.eval(), batch)
+
+
+@pytest.mark.parametrize(
+    "function, signature, more, message",
+    [
+        (nn.Linear, "b -> b", {}, "takes a class derived from torch.autograd.Function, not <class .*Linear"),
+        (Kernel, "b s h, h", {}, "'b s h, h' is no signature: write .* with one arrow"),
+        (Kernel, "b s s, h -> b s h", {}, "names two dims of one tensor alike"),
+        (Kernel, "b s h, h -> b s k", {}, "no operand has the dims 'k' of a result"),
+        (Kernel, "b s h, h -> b s h", {"whole": ["d"]}, r"whole=\['d'\] are no names"),
+        (Kernel, "b s h, h -> b s h", {"dtypes": [None] * 2}, "2 dtypes for the 1 results"),
+        (Kernel, "b s h -> b s h", {"example": 3}, r"called on tensors of shapes \(4, 3, 6\), \(6,\): name every dim"),
+        (Kernel, "b s h, s -> b s h", {"example": 3}, "'s' is both 3 and 6 long"),
+        (Kernel, "b s h, h -> b s", {"example": 3}, r"results have shapes \(4, 3\), but they have \(4, 3, 6\)"),
+        (
+            Kernel,
+            "b s h, h -> b s h",
+            {"example": 3},
+            "the gradient of operand 0 of slices along 'h', put together, differs .* Add 'h' to whole=",
+        ),
+    ],
+)
+def test_a_declaration_that_does_not_hold_is_refused(
+    function: Any, signature: str, more: dict[str, Any], message: str
+) -> None:
+    if "example" in more:
+        more = {"example": (torch.randn(4, 3, 6), torch.randn(6), 0.5)}
+    with pytest.raises(InputError, match=message):
+        autopar.register(function, signature, **more)
+    assert function not in DECLARED
+
+
+# ---- what cannot be carried ------------------------------------------------------------------------------------------
+
+
+class Drops(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * (torch.rand_like(x) > 0.5)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class InPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Listed(Function):
+    @staticmethod
+    def forward(ctx: Any, several: list[Tensor]) -> Tensor:
+        return several[0] + several[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+class Boxed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        return x * 2, object()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Tensor:
+        return gradient
+
+
+class Outside(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.numpy() * 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize(
+    "use, message",
+    [
+        (lambda x, weight: Drops.apply(x), r"Drops draws random numbers \(aten.rand_like.default\).* as an argument"),
+        (lambda x, weight: InPlace.apply(x + 0), r"InPlace writes into its argument in place .* work on a clone"),
+        (
+            lambda x, weight: Listed.apply([x, weight]) + x,
+            r"Listed is given tensors in a list or the like, .* its own",
+        ),
+        (lambda x, weight: Boxed.apply(x)[0], r"Boxed returns a object: a plan carries tensors, numbers and text"),
+        (lambda x, weight: Outside.apply(x), r"Outside.forward does not run .*: autopar.register\(Outside, 'b s h"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(use: Callable[[Tensor, Tensor], Tensor], message: str, fold: bool) -> None:
+    model, batch = net(use)
+    with pytest.raises(CaptureError, match=message):
+        capture(model, None, batch, fold=fold)
