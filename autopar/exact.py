@@ -42,8 +42,13 @@ _RATES = {
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with float64 parameters and buffers."""
-    return copy.deepcopy(model).double()
+    """A copy of ``model`` with float64 parameters, buffers, and tensors in attributes of modules."""
+    found = copy.deepcopy(model).double()
+    for module in found.modules():
+        for name, value in list(vars(module).items()):
+            if any(isinstance(leaf, torch.Tensor) and leaf.dtype in _NARROW for leaf in pytree.tree_leaves(value)):
+                module.__dict__[name] = widen(value)
+    return found
 
 
 def widen(tree: Any) -> Any:

@@ -333,6 +333,27 @@ def test_the_twin_computes_in_float64_and_drops_nothing() -> None:
     assert torch.equal(attended, F.scaled_dot_product_attention(x, x, x))
 
 
+class Unregistered(nn.Module):
+    """Tensors that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.weight = torch.randn(8, 8)
+        self.scales = {"all": [torch.rand(8), torch.tensor(3)]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, power = self.scales["all"]
+        return (F.linear(self.up(x), self.weight) * scale**power).square().mean()
+
+
+def test_tensors_in_attributes_are_verified_in_float64_too() -> None:
+    model, x = Unregistered(), torch.randn(4, 8)
+    found = verify(model, ClusterSpec.local(2), example_kwargs={"x": x}, **QUICK)
+    assert found.agreement is not None and found.agreement.agrees()
+    assert model.weight.dtype == model.scales["all"][0].dtype == torch.float32
+
+
 def test_a_twin_is_another_module() -> None:
     model = nn.BatchNorm1d(4)
     other = twin(model)
