@@ -37,6 +37,7 @@ from planner.pipeline.schedule import schedule
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restage, restore
 from planner.predict import predict, predict_in_turns
 from planner.search import check_time_limit, search
+from planner.timetable import Timetable
 
 Progress = Callable[[str], None]
 Fold = Literal["capture", "graph", "off"]
@@ -161,17 +162,16 @@ def plan_traced(
         progress=progress,
     )
     assignment, staged = found.assignment, found.staged
-    timetable = None
+    timetables: tuple[Timetable, ...] = ()
     if staged is None:
         memory = found.memory or usage(assignment)
         predicted = predict(assignment, found.evaluation.time_s, memory)
         if pins.tier != "device":
-            timetable, predicted = offloaded(assignment, memory, predicted)
+            timetables, predicted = offloaded(assignment, memory, predicted)
     else:
         predicted = predict_in_turns(assignment, staged)
         if pins.tier != "device":
-            recomputing = found.recomputing
-            timetable, predicted = offloaded(recomputing, found.memory or usage(recomputing), predicted, staged)
+            timetables, predicted = offloaded(found.recomputing, None, predicted, staged)
     looked = [c for c in found.candidates if c.proof != "arithmetic" or c.status != "not tried"]
     seen = tuple(candidate.facts() for candidate in looked)
     seconds, unseen = {"capture": traced.capture_s, **found.seconds}, len(found.candidates) - len(seen)
@@ -182,7 +182,7 @@ def plan_traced(
         predicted,
         Search(found.status, found.gap, seconds, seen, unseen),
         staged,
-        timetable,
+        timetables,
     )
 
 
@@ -273,9 +273,10 @@ def parallelize(
             f"the plan is for {plan.cluster.world_size} devices, the cluster has {cluster.world_size}: plan again"
         )
     usable_bytes = cluster.device.usable_bytes
-    if plan is not None and plan.timetable is not None and plan.timetable.budget_bytes > usable_bytes:
+    budget_bytes = 0 if plan is None else max((table.budget_bytes for table in plan.timetables), default=0)
+    if budget_bytes > usable_bytes:
         raise PlanError(
-            f"the plan moves model data within {plan.timetable.budget_bytes:,} bytes of a device, and this cluster's "
+            f"the plan moves model data within {budget_bytes:,} bytes of a device, and this cluster's "
             f"devices can use {usable_bytes:,}: plan again for this cluster"
         )
     pins = Pins.parse(pin)
@@ -295,16 +296,18 @@ def parallelize(
         plan = _plan_on_rank_0(traced, cluster, pins, training, pipelines, time_limit_s, progress)
     assignment = assign(traced, plan)
     assignment, in_turns = staged(plan, assignment)
-    disk = None
-    if tier == "disk" and offload_path is not None:
-        disk = open_disk(offload_path, home_bytes(assignment, chunks_of(assignment)))
     stage_mesh = plan.mesh.in_turns(1)
     mesh, pipeline = pipeline_mesh(stage_mesh, device.type, cluster.world_size // stage_mesh.size)
     rank = dist.get_rank() % stage_mesh.size
     make_part = part_maker(model, traced.captured, stage_mesh, rank, device, state_dict, seed)
     if in_turns is not None:
         in_turns = replace(in_turns, pipeline=pipeline)
-    return build(model, traced.captured, assignment, mesh, rank, make_part, seed, in_turns, plan.timetable, disk)
+    disk = None
+    if tier == "disk" and offload_path is not None:
+        own = None if in_turns is None else in_turns.blocks
+        disk = open_disk(offload_path, home_bytes(assignment, chunks_of(assignment, own)))
+    table = None if not plan.timetables else plan.timetables[0 if pipeline is None else pipeline.rank]
+    return build(model, traced.captured, assignment, mesh, rank, make_part, seed, in_turns, table, disk)
 
 
 def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, InTurns | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -62,6 +61,18 @@ class InTurns:
         """Which rank of the pipeline this process is."""
         return None if self.pipeline is None else self.pipeline.rank
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Those that this process runs."""
+        home = self.schedule.rank_of
+        return tuple(stage for stage, rank in enumerate(home) if self.rank is None or self.rank == rank)
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """The numbers of their blocks."""
+        ranges = (range(*self.bounds[stage : stage + 2]) for stage in self.stages)
+        return frozenset(number for each in ranges for number in each)
+
 
 def build(
     model: nn.Module,
@@ -89,8 +100,7 @@ def build(
     device = torch.device(device_mesh.device_type)
     carrier = None
     if timetable is not None:
-        bounds = (0, len(assignment.space.folded.instances)) if in_turns is None else in_turns.bounds
-        carrier = _carrier(assignment, timetable, device, disk, bounds, in_turns is not None)
+        carrier = _carrier(assignment, timetable, device, disk, in_turns)
     holder = {**groups_of(device_mesh), STATE: state, **({} if carrier is None else {CARRIER: carrier})}
     leaves = [leaf.name for leaf in assignment.space.graph.leaves]
     program: Program
@@ -128,13 +138,9 @@ def _carrier(
     table: Timetable,
     device: torch.device,
     disk: Disk | None,
-    bounds: Sequence[int],
-    is_in_turns: bool,
+    in_turns: InTurns | None,
 ) -> Carrier:
     """What moves chunks of parameters and gradients as a timetable says.
-
-    Args:
-        bounds: where the blocks are cut into stages.
 
     Raises:
         PlanError: the timetable is of other chunks or blocks than the plan's.
@@ -142,7 +148,9 @@ def _carrier(
     graph, items = assignment.space.graph, {item.name: item.bytes for item in table.trace.items}
     carried = []
     sizes: dict[str, int] = {}
-    for chunk in chunks_of(assignment):
+    blocks, places = range(len(assignment.space.folded.instances)), table.trace.place
+    stages = {0: blocks} if in_turns is None else {s: range(*in_turns.bounds[s : s + 2]) for s in in_turns.stages}
+    for chunk in chunks_of(assignment, None if in_turns is None else in_turns.blocks):
         if parameters(chunk) not in items:  # it stays on the device
             continue
         leaves = [graph.by_name[name] for name in chunk.leaves]
@@ -151,28 +159,29 @@ def _carrier(
         item = gradients(chunk) if gradients(chunk) in items else None
         entered: tuple[int, ...] = (chunk.entered,)
         if chunk.is_before:
-            stages = enumerate(pairwise(bounds))
-            entered = tuple(before(s) for s, (low, high) in stages if any(low <= n < high for n in chunk.readers))
+            entered = tuple(before(s) for s, own in stages.items() if any(n in own for n in chunk.readers))
         carried.append(Carried(parameters(chunk), chunk.bytes, starts, entered, item, trained))
         sizes |= {parameters(chunk): chunk.bytes} | ({item: chunk.gradient_bytes} if item else {})
     entering = {number for each in carried for number in each.entered}
-    moments = {n: names for n, names in moments_of(assignment, len(bounds) - 1).items() if n >= 0 or n in entering}
+    entering.update(number for own in stages.values() for number in own)
+    count = 1 if in_turns is None else len(in_turns.bounds) - 1
+    moments = {n: names for n, names in moments_of(assignment, count).items() if n in entering}
     own = {each.name for each in carried}
     for action, name in (done for entry in table.entries for done in entry.actions()):
-        if action in (("evict", "make") if name in own else () if is_in_turns else ("fetch",)):
+        if action in (("evict", "make") if name in own else () if in_turns is not None else ("fetch",)):
             raise PlanError(
                 f"the plan's timetable has {action} {name}, but parameters are only fetched, and gradients only made "
                 "and evicted: it was edited; make another with autopar.evaluate(model, plan)"
             )
-    turns = range(assignment.space.mesh.micro_batches) if is_in_turns else (None,)
-    places = {of_turn(name, turn) for name, _ in moments.values() for turn in turns}
-    if items != sizes or not places <= table.trace.place.keys():
+    turns = (None,) if in_turns is None else range(assignment.space.mesh.micro_batches)
+    wanted = (of_turn(name, turn) for name, _ in moments.values() for turn in turns)
+    if items != sizes or any(moment not in places for moment in wanted):
         raise PlanError(
             "the plan's timetable is of other chunks or blocks than its layouts make: one of them was edited; make "
             "another with autopar.evaluate(model, plan)"
         )
     _check_updates(table, carried)
-    return Carrier(table, carried, moments, device, disk, is_in_turns)
+    return Carrier(table, carried, moments, device, disk, in_turns is not None)
 
 
 def _check_updates(table: Timetable, carried: Iterable[Carried]) -> None:
@@ -214,7 +223,7 @@ def _step(
     space, schedule, rank = assignment.space, in_turns.schedule, in_turns.rank
     turns = Turns(space.mesh.micro_batches)
     stages = stages_of(captured, assignment, in_turns.bounds, {**holder, MICRO: turns}, device)
-    here = [each.stage() for each in stages if rank is None or schedule.rank_of[each.number] == rank]
+    here = [each.stage() for each in stages if each.number in in_turns.stages]
     mail = Within() if in_turns.pipeline is None else Between(schedule, here, in_turns.pipeline, device)
     kept = _kept(space.graph.leaves, stages, here)
     leaves = [leaf for leaf in space.graph.leaves if leaf.name in kept or leaf.op == "input"]

@@ -61,6 +61,14 @@ CELLS: tuple[Mapping[str, Any], ...] = (
     {"micro_batches": 2, "data": 2, "zero": 3, "offload": "host"},
     {"micro_batches": 2, "tensor": 2, "offload": "host"},
     {"micro_batches": 2, "tensor": 2, "sequence_parallel": True, "offload": "disk"},
+    {"pipeline": 2, "micro_batches": 4},
+    {"pipeline": 2, "micro_batches": 4, "schedule": "1f1b", "offload": "host"},
+    {"pipeline": 2, "micro_batches": 4, "schedule": "1f1b", "offload": "disk"},
+    {"pipeline": 2, "micro_batches": 4, "virtual_stages": 2, "offload": "auto"},
+    {"pipeline": 2, "micro_batches": 2, "data": 2, "zero": 0, "offload": "host"},
+    {"pipeline": 2, "micro_batches": 2, "data": 2, "zero": 3, "offload": "auto"},
+    {"pipeline": 2, "micro_batches": 2, "tensor": 2, "offload": "host"},
+    {"pipeline": 4, "micro_batches": 4, "schedule": "gpipe", "offload": "host"},
 )
 
 
@@ -123,13 +131,14 @@ def planned(name: str, pin: Mapping[str, Any]) -> dict[str, Any]:
 
     with exact():
         plan = _plan(name, {**pin, "offload": "host"} if pin.get("offload") == "auto" else pin)
-        if plan.timetable is not None:
-            trace = plan.timetable.trace
-            least, moving = max(trace.needed_bytes), sum(item.bytes for item in trace.items)
-            if pin["offload"] == "auto":
-                plan = _plan(name, pin, int((least + moving // 2) / 0.9))
-            else:
-                plan = replace(plan, timetable=fewest_bytes(trace, least + moving // 10))
+        traces = [table.trace for table in plan.timetables]
+        sizes = [(max(trace.needed_bytes), sum(item.bytes for item in trace.items)) for trace in traces]
+        if pin.get("offload") == "auto":
+            plan = _plan(name, pin, int(max(least + moving // 2 for least, moving in sizes) / 0.9))
+        elif traces:
+            pairs = zip(traces, sizes, strict=True)
+            tables = (fewest_bytes(trace, least + moving // 10) for trace, (least, moving) in pairs)
+            plan = replace(plan, timetables=tuple(tables))
     return plan.to_dict()
 
 

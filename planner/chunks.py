@@ -50,12 +50,17 @@ class Chunk:
         return BEFORE if self.is_before else self.readers[0]
 
 
-def chunks_of(assignment: Assignment) -> tuple[Chunk, ...]:
-    """The chunks of a model, in the order in which they are first read; what no block reads is in none."""
+def chunks_of(assignment: Assignment, blocks: Collection[int] | None = None) -> tuple[Chunk, ...]:
+    """The chunks of a model, in the order in which they are first read; what no block reads is in none.
+
+    Args:
+        blocks: the numbers of those whose chunks are wanted; left out: all.
+    """
     together: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for name, readers in readers_of(assignment).items():
         together.setdefault((readers, enters_before(assignment, name, readers)), []).append(name)
-    return tuple(_chunk(assignment, names, *key) for key, names in together.items())
+    found = (_chunk(assignment, names, *key) for key, names in together.items())
+    return tuple(chunk for chunk in found if blocks is None or any(number in blocks for number in chunk.readers))
 
 
 def _chunk(assignment: Assignment, names: list[str], readers: tuple[int, ...], is_before: bool) -> Chunk:

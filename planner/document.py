@@ -101,7 +101,8 @@ class Document:
         predicted: the step's time, memory and collectives.
         search: status, bound and seconds.
         pipeline: how a step runs in turns; ``None``: forward once, backward once.
-        timetable: what a step moves between device and host; ``None``: nothing, all model data is on the device.
+        timetables: what a step moves between device and host, on each rank of the pipeline; empty: nothing, all model
+            data is on the device.
         coverage: operators that the op table does not know -> how often they occur; they run replicated.
         recorded: the details that a file brought along.
         assignment: the decisions themselves, where the plan was made in this process; not part of the file.
@@ -120,7 +121,7 @@ class Document:
     predicted: Prediction
     search: Search
     pipeline: PipelinePlan | None = None
-    timetable: Timetable | None = None
+    timetables: tuple[Timetable, ...] = ()
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element
     coverage: Mapping[str, int] = field(default_factory=dict)
     recorded: Account | None = field(default=None, compare=False, repr=False)
@@ -130,6 +131,11 @@ class Document:
     def sizes(self) -> dict[str, int]:
         """Sizes of the axes by name, pipeline ranks first."""
         return Division(1 if self.pipeline is None else self.pipeline.ranks, self.mesh).sizes
+
+    @property
+    def timetable(self) -> Timetable | None:
+        """That of the first rank, which is the only one where there is no pipeline."""
+        return self.timetables[0] if self.timetables else None
 
     @cached_property
     def certificate(self) -> Certificate:
@@ -150,7 +156,7 @@ class Document:
         """What the search made least: the predicted step; with a timetable, one in which nothing stays, and moving and
         updating overlap with nothing, see :meth:`planner.formulate.Space.moved_s`.
         """
-        if self.timetable is None or self.assignment is None:
+        if not self.timetables or self.assignment is None:
             return self.predicted.step_time_s
         space, stored = self.assignment.space, self.assignment.produced
         parameters = [(leaf, stored(Ref(leaf.name))) for leaf in space.graph.leaves if leaf.op == "param"]

@@ -52,7 +52,7 @@ def decisions(document: Document) -> dict[str, Any]:
     """The part that decides what is run: what a person edits, and what all ranks must agree on."""
     return {
         **({"pipeline": _pipeline(document.pipeline)} if document.pipeline is not None else {}),
-        **({"timetable": document.timetable.to_dict()} if document.timetable is not None else {}),
+        **({"timetable": _timetables(document.timetables)} if document.timetables else {}),
         "mesh": [asdict(axis) for axis in document.mesh.axes],
         "pin": dict(document.pin),
         "inputs": dict(document.inputs),
@@ -90,19 +90,25 @@ def decode(data: Any) -> dict[str, Any]:
         )
     fields = _read_document(data)
     pinned = fields["pin"].get("offload", "none")
-    has = "no" if fields["timetable"] is None else "a"
+    has = "a" if fields["timetables"] else "no"
     if (pinned == "none") != (has == "no"):
         raise PlanError(
             f"the plan's pin 'offload' is {pinned!r}, and it has {has} timetable: one of them was edited; restore it, "
             "or plan again"
         )
-    moments = () if fields["timetable"] is None else fields["timetable"].trace.moments
-    if any(moment.on == "host" for moment in moments[:-1]) and fields["pin"].get("update") != "backward":
+    early = (moment.on == "host" for table in fields["timetables"] for moment in table.trace.moments[:-1])
+    if any(early) and fields["pin"].get("update") != "backward":
         raise PlanError(
             "the plan's timetable updates in backward, and its pin 'update' is not 'backward': one of them was edited; "
             "restore it, or plan again"
         )
     pipeline = fields["pipeline"]
+    wanted = 1 if pipeline is None else pipeline.ranks
+    if fields["timetables"] and len(fields["timetables"]) != wanted:
+        raise PlanError(
+            f"the plan has {len(fields['timetables'])} timetables, and {wanted} pipeline ranks: one of them was "
+            "edited; restore it, or plan again"
+        )
     ranks, devices = fields["mesh"].size * (pipeline.ranks if pipeline is not None else 1), fields["cluster"].world_size
     if ranks != devices:
         raise PlanError(f"the plan's mesh has {ranks} ranks, but its cluster has {devices} devices: plan again for it")
@@ -127,6 +133,16 @@ def _pipeline(pipeline: PipelinePlan) -> dict[str, Any]:
         "stages": [runs(tuple(range(low, high))) for low, high in pairwise(pipeline.bounds)],
         "recompute": {level: runs(numbers) for level, numbers in pipeline.recompute.items()},
     }
+
+
+def _timetables(tables: Iterable[Timetable]) -> Any:
+    """The only timetable, or those of several ranks, as JSON."""
+    found = [table.to_dict() for table in tables]
+    return found[0] if len(found) == 1 else found
+
+
+def _read_timetables(data: Any) -> tuple[Timetable, ...]:
+    return tuple(map(Timetable.from_dict, data if isinstance(data, list) else [data]))
 
 
 def _read_pipeline(data: Mapping[str, Any]) -> PipelinePlan:
@@ -209,7 +225,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         "predicted": field("predicted", _read_prediction),
         "search": field("search", _read_search),
         "pipeline": field("pipeline", _read_pipeline) if "pipeline" in data else None,
-        "timetable": field("timetable", Timetable.from_dict) if "timetable" in data else None,
+        "timetables": field("timetable", _read_timetables) if "timetable" in data else (),
         "optimizer_bytes_per_element": field("optimizer_bytes_per_element", _read_bytes)
         if "optimizer_bytes_per_element" in data
         else Document.optimizer_bytes_per_element,

@@ -290,7 +290,7 @@ def _explain_leaf(document: Document, name: str) -> ExplainedLeaf:
             uses += [move for move in op.before if move.value == name]
     leaf = document.account.leaves.get(name)
     home = None
-    if document.timetable is not None and document.timetable.trace.items and name in document.parameters:
+    if any(table.trace.items for table in document.timetables) and name in document.parameters:
         home = "on disk" if document.pin.get("offload") == "disk" else "on the host"
         if "stays" in document.predicted.memory_bytes:
             home += ", or staying there"

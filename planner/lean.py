@@ -128,7 +128,7 @@ def _staged(best: Best, staged: Staged) -> Lean:
     if space.training.tier == "device":
         return Lean(best, WorkingSet("a step in turns", 0, staged.peak_bytes))
     decided = space.assignment(best.choices, staged.recompute(space.folded))
-    return Lean(best, largest_working_set(decided, usage(decided), staged))
+    return Lean(best, largest_working_set(decided, None, staged))
 
 
 def fastest_that_fits(leans: list[Lean], usable_bytes: int) -> Best | None:

@@ -25,6 +25,7 @@ from itertools import pairwise
 
 from planner.again import shares
 from planner.conversion import Route, Step, local_bytes
+from planner.exchange import crossing
 from planner.fold import Block, Instance
 from planner.formulate import Assignment, Chunk
 from planner.graph import Node, Ref, TensorType
@@ -121,13 +122,24 @@ def enters_before(assignment: Assignment, name: str, readers: tuple[int, ...]) -
     return len(readers) > 1 or bool(assignment.relay_route(Ref(name)))
 
 
-def usage(assignment: Assignment) -> Usage:
-    """Follow one training step of an assignment on the fullest rank."""
+def usage(assignment: Assignment, blocks: range | None = None) -> Usage:
+    """Follow one training step of an assignment on the fullest rank, in turns that of one micro-batch.
+
+    Args:
+        blocks: the numbers of those of a stage, which takes values from the stage before and hands others on; left out:
+            all.
+    """
     wiring = Wiring(assignment)
+    found = [each for each in skips(wiring, ENDS) if blocks is None or _is_inside(each, blocks)]
     try:
-        return _Step(wiring, skips(wiring, ENDS)).usage()
+        return _Step(wiring, found, blocks).usage()
     except _UnevenError:
-        return _Step(wiring, []).usage()
+        return _Step(wiring, [], blocks).usage()
+
+
+def _is_inside(skip: Skip, blocks: range) -> bool:
+    """Whether blocks have a run with its ends."""
+    return blocks.start <= skip.start - ENDS * skip.period and skip.end + ENDS * skip.period <= blocks.stop
 
 
 class _UnevenError(Exception):
@@ -148,7 +160,8 @@ def _are_parameters(values: Iterable[Value]) -> bool:
 
 
 class _Step:
-    def __init__(self, wiring: Wiring, skips: list[Skip]):
+    def __init__(self, wiring: Wiring, skips: list[Skip], blocks: range | None = None):
+        self.blocks = blocks or range(len(wiring.instances))
         self.assignment, self.space, self.wiring, self.skips = wiring.assignment, wiring.space, wiring, skips
         self.instances = self.space.folded.instances
         self.graph, self.mesh = self.space.graph, self.space.mesh
@@ -176,10 +189,14 @@ class _Step:
         if self.space.cost.cluster.backend == "gloo" and not self.is_away:  # see autopar/runtime/buckets.py
             self.buckets = heap.new("gradients", "gradients", self._bucket_bytes(values))
         values = {ref: self._relayed(ref, value) for ref, value in values.items()}
-        dropped = self._read_last()
+        received, sent = self._received(), self._crossing_after(self.blocks.stop - 1)
+        for value in received.values():
+            heap.hold(value.storage)
+        values.update(received)
+        dropped = self._read_last(sent)
         skips = {skip.start: skip for skip in self.skips}
-        number = 0
-        while number < len(self.instances):
+        number = self.blocks.start
+        while number < self.blocks.stop:
             if number in skips:
                 self._skip(skips[number], values)
                 number = skips[number].end
@@ -193,11 +210,12 @@ class _Step:
                     heap.drop(values.pop(ref).storage)
             number += 1
         self.number = BEFORE
-        leaving = [self._output(position, values) for position in range(len(self.space.leaving))]
-        for value in (*values.values(), *leaving):
+        leaving = {at: self._output(at, values) for at in self._leaving_here()}
+        starts = [values[ref] for ref in sent] + [leaving[at] for at in self.graph.roots if at in leaving]
+        for value in (*values.values(), *leaving.values()):
             heap.drop(value.storage)
         kept, saved_bytes = tuple(each.held for each in heap.alive), heap.total - leaf_bytes
-        self._backward([leaving[i] for i in self.graph.roots])
+        self._backward(starts)
         totals = heap.totals()
         for skip in self.skips:
             self._fill(skip, totals)
@@ -221,9 +239,34 @@ class _Step:
         names = {self.leaves[each] for each in storages if each in self.leaves}
         self.read_again[self.number] = self.read_again.get(self.number, frozenset()) | names
 
-    def _read_last(self) -> dict[int, list[Ref]]:
+    def _crossing_after(self, number: int) -> list[Ref]:
+        """The values that go on from a stage whose last block this is."""
+        return [] if number < 0 or number + 1 == len(self.instances) else crossing(self.space.folded)[number]
+
+    def _received(self) -> dict[Ref, Value]:
+        """What comes from the stage before, held; its gradients stay until they are sent back."""
+        found = {}
+        for ref in self._crossing_after(self.blocks.start - 1):
+            size = local_bytes(self.graph.type_of(ref), self.assignment.delivered(ref), self.mesh)
+            made = None
+            if ref in self.graph.differentiated:
+                tape = self._tape(ref.node, 1)
+                tape.keeps = True
+                made = (tape, 0)
+            found[ref] = Value(self.heap.new(ref.node, "activations", size), size, made)
+        return found
+
+    def _leaving_here(self) -> list[int]:
+        """The positions of the outputs that leave the model here; those that no block makes, with the last."""
+        made = {ref for number in self.blocks for ref in self.instances[number].block.outputs}
+        is_last = self.blocks.stop == len(self.instances)
+        return [
+            at for at, ref in enumerate(self.space.leaving) if ref in made or (is_last and ref not in self.wiring.made)
+        ]
+
+    def _read_last(self, sent: Iterable[Ref]) -> dict[int, list[Ref]]:
         """The values that each block is the last to read, those left out that something else needs."""
-        leaving = set(self.space.leaving)
+        leaving = {*self.space.leaving, *sent}
         found: dict[int, list[Ref]] = {}
         for ref, number in self.wiring.last.items():
             if ref not in leaving:
@@ -233,10 +276,10 @@ class _Step:
     def _leaves(self) -> dict[Ref, Value]:
         values = {}
         readers = readers_of(self.assignment) if self.is_away else {}
-        skipped = self._skipped_leaves()
+        skipped, read = self._skipped_leaves(), self._read_here()
         for leaf in self.graph.leaves:
             times = skipped.get(leaf.name, 1)
-            if not times:
+            if not times or (read is not None and leaf.name not in read):
                 continue
             tensor, layout = leaf.results[0], self.assignment.produced(Ref(leaf.name))
             size = local_bytes(tensor, layout, self.mesh)
@@ -255,6 +298,13 @@ class _Step:
             if leaf.name not in skipped:
                 values[Ref(leaf.name)] = Value(self.heap.hold(storage), size, made)
         return values
+
+    def _read_here(self) -> set[str] | None:
+        """The leaves that a stage reads; ``None``: it is the only one."""
+        if len(self.blocks) == len(self.instances):
+            return None
+        refs = [ref for number in self.blocks for ref in self.instances[number].block.inputs]
+        return {ref.node for ref in (*refs, *(self.space.leaving[at] for at in self._leaving_here()))}
 
     def _tape(self, name: str, results: int) -> Tape:
         tape = Tape(name, self.number, [None] * results)

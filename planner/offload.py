@@ -15,11 +15,12 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from planner.chunks import Chunk, gradients, home_bytes, parameters
 from planner.errors import InfeasibleError
 from planner.formulate import Assignment
-from planner.memory import Usage
+from planner.memory import Usage, usage
 from planner.predict import Prediction, predict, predict_in_turns
 from planner.rank_step import UPDATE_THERE, RankStep, without
 from planner.timetable import Timetable, fewest_bytes, shortest_step, simulate
@@ -153,7 +154,7 @@ class WorkingSet:
         return self.chunk_bytes + self.beside_bytes
 
 
-def largest_working_set(assignment: Assignment, memory: Usage, staged: Staged | None = None) -> WorkingSet:
+def largest_working_set(assignment: Assignment, memory: Usage | None, staged: Staged | None = None) -> WorkingSet:
     """That of the moment which needs the most: no smaller budget will do.
 
     Where model data is at home on the device, all of it is beside chunks.
@@ -162,30 +163,45 @@ def largest_working_set(assignment: Assignment, memory: Usage, staged: Staged | 
         memory: as in :func:`offloaded`.
     """
     if assignment.space.training.tier == "device":
+        assert memory is not None
         return WorkingSet(memory.peak_at, 0, memory.peak_bytes)
     found = []
     for step in _steps(assignment, memory, 0.0, staged):
         trace = step.trace()
         most = max(trace.needed_bytes)
         moment = trace.moments[trace.needed_bytes.index(most)]
-        found.append(WorkingSet(moment.name, most - moment.other_bytes, moment.other_bytes))
+        found.append(WorkingSet(_where(step, moment.name), most - moment.other_bytes, moment.other_bytes))
     return max(found, key=lambda each: each.bytes)
 
 
-def _steps(assignment: Assignment, memory: Usage, on_device_s: float, staged: Staged | None) -> list[RankStep]:
+def _where(step: RankStep, moment: str) -> str:
+    """A moment, with the rank of the pipeline where there are several."""
+    is_alone = step.staged is None or step.staged.pipeline.ranks == 1
+    return moment if is_alone else f"{moment}, on pipeline rank {step.rank}"
+
+
+def _steps(assignment: Assignment, memory: Usage | None, on_device_s: float, staged: Staged | None) -> list[RankStep]:
     """The step of every rank of the pipeline, or of the only one."""
     if staged is None:
+        assert memory is not None
         return [RankStep(assignment, {0: memory}, on_device_s)]
-    return [RankStep(assignment, {0: memory}, 0.0, staged)]
+    usages = [usage(assignment, range(*ends)) for ends in pairwise(staged.cut.bounds)]
+    placed = staged.pipeline.placed
+    return [
+        RankStep(
+            assignment, {stage: usages[stage] for stage, home in enumerate(placed) if home == rank}, 0.0, staged, rank
+        )
+        for rank in range(staged.pipeline.ranks)
+    ]
 
 
 def offloaded(
-    assignment: Assignment, memory: Usage, prediction: Prediction, staged: Staged | None = None
-) -> tuple[Timetable, Prediction]:
-    """The timetable of a step, and what is predicted of the step that obeys it.
+    assignment: Assignment, memory: Usage | None, prediction: Prediction, staged: Staged | None = None
+) -> tuple[tuple[Timetable, ...], Prediction]:
+    """The timetables of a step, one for each rank of the pipeline, and what is predicted of the step that obeys them.
 
     Args:
-        memory: what the step holds besides chunks and gradients; in turns, one of its micro-batches.
+        memory: what the step holds besides chunks and gradients; not needed in turns.
         prediction: of the step, as if nothing stayed and nothing were moved beside computing.
         staged: how it runs in turns, if it does; the assignment recomputes as it says.
 
@@ -201,15 +217,15 @@ def offloaded(
         prediction,
         peak_bytes=fullest.table.high_water_bytes,
         memory_bytes=bytes_by_use,
-        fullest_at=moment,
+        fullest_at=_where(fullest.step, moment),
         largest=(),
     )
     if staged is not None:
-        return ways[0].table, _in_turns(found, staged, ways)
+        return tuple(way.table for way in ways), _in_turns(found, staged, ways)
     (way,) = ways
     update_s, waits_s = way.exposed_s
     time_s = {**prediction.time_s, "optimizer": update_s, "offload": waits_s}
-    return way.table, replace(found, step_time_s=way.step_s, time_s=time_s)
+    return (way.table,), replace(found, step_time_s=way.step_s, time_s=time_s)
 
 
 def _in_turns(prediction: Prediction, staged: Staged, ways: Sequence[_Way]) -> Prediction:
@@ -243,7 +259,7 @@ def _in_turns(prediction: Prediction, staged: Staged, ways: Sequence[_Way]) -> P
     return replace(prediction, step_time_s=step_s, time_s=time_s, turns=times)
 
 
-def offloaded_s(assignment: Assignment, memory: Usage, staged: Staged | None = None) -> float:
+def offloaded_s(assignment: Assignment, memory: Usage | None, staged: Staged | None = None) -> float:
     """Seconds of the step of :func:`offloaded`."""
     before = predict(assignment, 0.0, memory) if staged is None else predict_in_turns(assignment, staged)
     _, predicted = offloaded(assignment, memory, before, staged)

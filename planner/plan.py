@@ -108,6 +108,12 @@ class Plan(Document):
         decided = [dict(self.model), decisions(self)]
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
+    @property
+    def objective_s(self) -> float:
+        """As of any document; in turns with timetables what the cut takes without them."""
+        staged = restage(self, self.assignment) if self.timetables and self.assignment is not None else None
+        return super().objective_s if staged is None else staged.step_s
+
     # ---- views -------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
@@ -225,7 +231,7 @@ class Plan(Document):
         return OtherSizes(self.assignment, partial(restage, self))
 
     def _check_on_device(self) -> None:
-        if self.timetable is not None:
+        if self.timetables:
             raise PlanError(
                 "this plan keeps model data on the host or on disk, and only one with all of it on the device can be "
                 "asked this: plan without pin 'offload', or plan again at the other size"
@@ -284,9 +290,9 @@ def describe(
     predicted: Prediction,
     search: Search,
     staged: Staged | None = None,
-    timetable: Timetable | None = None,
+    timetables: tuple[Timetable, ...] = (),
 ) -> Plan:
-    """Write an assignment down; ``staged``: how it runs in turns; ``timetable``: what moves between device and host."""
+    """Write an assignment down; ``staged``: how it runs in turns; ``timetables``: what moves to and from the device."""
     space = assignment.space
     names = role_names(space)
     sections: dict[str, dict[str, str]] = {"inputs": {}, "parameters": {}, "buffers": {}, "values": {}}
@@ -331,7 +337,7 @@ def describe(
         predicted=predicted,
         search=replace(search, candidates=tuple(_finite(c) for c in search.candidates)),
         pipeline=None if staged is None else _pipeline(staged, stated.by_number(staged, assignment)),
-        timetable=timetable,
+        timetables=timetables,
         optimizer_bytes_per_element=space.training.optimizer_bytes_per_element,
         coverage=coverage(space.graph),
         assignment=assignment,
@@ -506,22 +512,22 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
     problem = space.problem(plan.cluster.device.usable_bytes, assignment.recompute)
     chosen = tuple(space.options[role].index(assignment.chosen[role]) for role in space.roles)  # type: ignore[arg-type]
     staged = restage(plan, assignment)
-    timetable = None
+    timetables: tuple[Timetable, ...] = ()
     if staged is not None:
         predicted = predict_in_turns(assignment, staged)
         if space.training.tier != "device":
             recomputing = replace(assignment, recompute=staged.recompute(space.folded))
-            timetable, predicted = offloaded(recomputing, usage(recomputing), predicted, staged)
+            timetables, predicted = offloaded(recomputing, None, predicted, staged)
     else:
         memory = usage(assignment)
         predicted = predict(assignment, evaluate(problem, chosen).time_s, memory)
         if space.training.tier != "device":
-            timetable, predicted = offloaded(assignment, memory, predicted)
+            timetables, predicted = offloaded(assignment, memory, predicted)
     step_s, search = predicted.step_time_s, plan.search
     if not math.isclose(step_s, plan.predicted.step_time_s, rel_tol=1e-9):
         bound = plan.objective_s * (1 - search.gap)
         search = replace(search, status="edited", gap=max(0.0, 1 - bound / step_s))
-    return describe(assignment, plan.model, plan.pin, predicted, search, staged, timetable)
+    return describe(assignment, plan.model, plan.pin, predicted, search, staged, timetables)
 
 
 def _entry(values: tuple[str, ...], position: int) -> str | None:

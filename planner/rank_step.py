@@ -34,10 +34,11 @@ from planner.chunks import (
 )
 from planner.cluster import Home
 from planner.conversion import local_bytes
+from planner.exchange import crossing
 from planner.formulate import Assignment, Tier
 from planner.graph import Ref
 from planner.heap import BEFORE, Direction
-from planner.layout import MICRO, Shard
+from planner.layout import MICRO, Layout, Shard
 from planner.memory import Usage
 from planner.pipeline.schedule import Action, schedule
 from planner.recompute import Level, used
@@ -75,7 +76,7 @@ class RankStep:
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """Those that a block of this rank reads."""
-        return tuple(chunk for chunk in chunks_of(self.assignment) if not self._numbers.isdisjoint(chunk.readers))
+        return chunks_of(self.assignment, self._numbers)
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
@@ -218,12 +219,26 @@ class RankStep:
         if self.staged is None:
             return [0 for _ in self.actions]
         found, alive, done = [], set[tuple[int, int]](), 0
-        leaves = sum(usage.leaf_bytes for usage in self.usages.values())
+        leaves = sum(usage.leaf_bytes for usage in self.usages.values()) + self._passing_bytes
         for stage, kind, turn in self.actions:
             done += kind == "F" and stage == max(self.blocks)
             others = sum(self.usages[other].saved_bytes for other, each in alive if (other, each) != (stage, turn))
             found.append(others + leaves - self.usages[stage].leaf_bytes + self._left_bytes(done))
             (alive.add if kind == "F" else alive.discard)((stage, turn))
+        return found
+
+    @property
+    def _passing_bytes(self) -> int:
+        """One message each way between stages of this rank and those of others: what is being received, and sent."""
+        assert self.staged is not None
+        graph, mesh, placed = self.assignment.space.graph, self.assignment.space.mesh, self.staged.pipeline.placed
+        behind, found = crossing(self.assignment.space.folded), 0
+        for stage, blocks in self.blocks.items():
+            sides = ((stage - 1, blocks.start - 1), (stage + 1, blocks.stop - 1))
+            for last in (last for other, last in sides if 0 <= other < len(placed) and placed[other] != self.rank):
+                for ref in behind[last]:
+                    size = local_bytes(graph.type_of(ref), self.assignment.delivered(ref), mesh)
+                    found += size * (1 + (ref in graph.differentiated))
         return found
 
     def _left_bytes(self, done: int) -> int:
@@ -234,11 +249,17 @@ class RankStep:
         inputs = sum(local_bytes(leaf.results[0], assignment.produced(Ref(leaf.name)), space.mesh) for leaf in cut)
         made = {ref for number in self._numbers for ref in space.folded.instances[number].block.outputs}
         outputs = sum(
-            local_bytes(space.graph.type_of(ref), (assignment.delivered(ref)[0], *layout[1:]), space.mesh)
-            for ref, layout in zip(space.leaving, map(assignment.output_layout, range(len(space.leaving))), strict=True)
+            local_bytes(space.graph.type_of(ref), self._of_a_turn(at), space.mesh)
+            for at, ref in enumerate(space.leaving)
             if ref in made
         )
         return inputs * (space.mesh.micro_batches - 1) + outputs * done
+
+    def _of_a_turn(self, position: int) -> Layout:
+        """The layout in which one micro-batch gives an output: turns are put together as they come."""
+        layout, ref = self.assignment.output_layout(position), self.assignment.space.leaving[position]
+        is_cut = self.assignment.space.mesh.micro_batches > 1
+        return (self.assignment.delivered(ref)[0], *layout[1:]) if is_cut else layout
 
     def _added_bytes(self, chunk: Chunk) -> int:
         """What a backward makes before it is added to the gradients of those before it."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from planner.apart import apart, may_differ, together_again
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
-from planner.division import Arithmetic, Division, dividing, in_one_turn, in_turns, seeds, stages_wanted
+from planner.division import OUT_OF_TURN, Arithmetic, Division, dividing, in_one_turn, in_turns, seeds, stages_wanted
 from planner.errors import InputError, PinError
 from planner.fold import fold, fold_off
 from planner.formulate import Assignment, Training, rules_of
@@ -42,7 +42,7 @@ from planner.looks import (
     look_closer,
 )
 from planner.memory import Usage, usage
-from planner.offload import largest_working_set, offloaded_s
+from planner.offload import WorkingSet, largest_working_set, offloaded_s
 from planner.pins import Pins
 from planner.problem import Evaluation
 from planner.recompute import Ladder, ladder, named
@@ -71,8 +71,7 @@ class Searched:
         status, gap: ``optimal`` with gap 0 when every candidate was solved or bounded away, among plans that
             decide equal blocks alike where the model has more than :data:`APART_OPERATORS` operators.
         seconds: by step: ``fold``, ``build``, ``solve``.
-        memory: of the plan followed statement by statement, in turns of one micro-batch; ``None`` in turns with all
-            model data on the device.
+        memory: of the plan followed statement by statement; ``None`` in turns.
     """
 
     assignment: Assignment
@@ -106,9 +105,16 @@ class Searched:
         gap = 1 - bound_s / self.evaluation.time_s if self.evaluation.time_s else 0.0
         return replace(self, status="feasible", gap=gap) if gap > PROVED else self
 
-    def with_memory(self, memory: Usage) -> Searched:
+    def working_set(self) -> WorkingSet:
+        """The largest of the plan; see :func:`planner.offload.largest_working_set`."""
+        return largest_working_set(self.recomputing, self.memory, self.staged)
+
+    def followed(self) -> Searched:
         """The same with the plan followed: its own peak in the row of its division, where the search has only a sum."""
-        division, peak_bytes = Division(self.assignment.space.stages, self.assignment.space.mesh), memory.peak_bytes
+        if self.staged is not None:  # stage by stage, by whoever asks
+            return self
+        memory = usage(self.assignment)
+        division, peak_bytes = Division(1, self.assignment.space.mesh), memory.peak_bytes
         rows = [replace(row, peak_bytes=peak_bytes) if row.division == division else row for row in self.candidates]
         return replace(self, candidates=tuple(rows), memory=memory)
 
@@ -190,11 +196,11 @@ def _followed(
         elif found.staged is not None and setting.training.tier == "device":
             return found if math.isinf(bound_s) else found.above(bound_s)
         else:
-            memory = usage(found.recomputing)
-            excess = largest_working_set(found.recomputing, memory, found.staged).bytes - usable
+            followed = found.followed()
+            excess = followed.working_set().bytes - usable
             bound_s = found.bound_s if math.isinf(bound_s) else bound_s
             if excess <= 0:
-                return found.above(bound_s).with_memory(memory)
+                return followed.above(bound_s)
             above = found.evaluation.peak_bytes
             # In steps of the excess, past the limits at which the search would find the same plan again.
             limit = setting.limit_bytes - (1 + (setting.limit_bytes - above) // excess) * excess
@@ -218,33 +224,35 @@ def _leaving_room(
     The search reckons as if nothing stayed, so that it makes nothing again that fits. What it makes again leaves room,
     and what stays there is updated on the device.
     """
-    assert found.memory is not None
     tried = [(offloaded_s(found.recomputing, found.memory, found.staged), found)]
-    usable, most_bytes = setting.cost.cluster.device.usable_bytes, found.memory.peak_bytes
+    usable = setting.cost.cluster.device.usable_bytes
+    most_bytes = found.working_set().beside_bytes if found.memory is None else found.memory.peak_bytes
     for share in ROOM:
         if setting.is_late():
             break
         leaner = _search(replace(setting, spare_bytes=usable - int(share * most_bytes)), skeleton, graph, plain, turned)
         if isinstance(leaner, _Nothing):
             break
-        memory, decided = usage(leaner.recomputing), leaner.recomputing
-        if largest_working_set(decided, memory, leaner.staged).bytes <= usable:
-            seconds = offloaded_s(decided, memory, leaner.staged)
-            tried.append((seconds, leaner.above(found.bound_s).with_memory(memory)))
+        leaner = leaner.followed()
+        if leaner.working_set().bytes <= usable:
+            seconds = offloaded_s(leaner.recomputing, leaner.memory, leaner.staged)
+            tried.append((seconds, leaner.above(found.bound_s)))
     return min(tried, key=lambda each: each[0])[1]
 
 
 def _check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
     """Refuse what plans that offload cannot be yet, and clusters that do not say where to."""
-    if pipelines or (pins.stages or 1) > 1 or pins.schedule == "2bw":
+    if pins.schedule in OUT_OF_TURN:
         raise PinError(
-            f"pin 'offload' is {pins.offload!r}, which pipelines do not do: leave out pipelines, 'pipeline' and "
-            "'schedule' (micro_batches may stay), or pin 'offload' 'none'"
+            f"pin 'offload' is {pins.offload!r}, and pin 'schedule' {pins.schedule!r}, which leaves gradients of "
+            "weights to a later action or step than their block's backward, where they could not leave the device: pin "
+            "'schedule' '1f1b', 'interleaved_1f1b' or 'gpipe', or 'offload' 'none'"
         )
-    if pins.in_turns and pins.update == "backward":
+    if (pipelines or pins.in_turns) and pins.update == "backward":
         raise PinError(
             "pin 'update' is 'backward', but a step in turns has its gradients before the loss's backward says by how "
-            "much they are scaled, so that none can be used earlier: pin 'update' 'after', or leave out 'micro_batches'"
+            "much they are scaled, so that none can be used earlier: pin 'update' 'after', or leave out pipelines, "
+            "'pipeline' and 'micro_batches'"
         )
     cluster.home(pins.tier == "disk")
 
@@ -318,9 +326,7 @@ def _leanest(setting: Setting, skeleton: Skeleton, graph: Graph, nothing: _Nothi
     row = Candidate(best.division, "feasible", math.inf, bounds[best.division], 0, "relaxation")
     others = (each for each in nothing.rows if each.division != best.division)
     found = _searched(setting, best, [row.costing(best.evaluation), *others], bounds.values())
-    if best.staged is not None and setting.training.tier == "device":
-        return found
-    return found.with_memory(usage(found.recomputing))
+    return found.followed()
 
 
 def _explore_apart(

@@ -129,7 +129,7 @@ def _mesh(document: Document) -> str:
     chips = enumerate(document.sizes.items())
     axes = "".join(f'<span class="chip a{i % 3}">{escape(name)} {size}</span> ' for i, (name, size) in chips)
     turns = "" if document.pipeline is None else f"<p>{escape(in_turns(document))}</p>"
-    moves = "" if document.timetable is None else f"<p>offload: {escape(offloads(document, document.timetable))}</p>"
+    moves = f"<p>offload: {escape(offloads(document))}</p>" if document.timetables else ""
     if document.pipeline is not None and document.pipeline.ranks > 1:
         turns += "".join(f"<p>stage {escape(own)}: {escape(text)}</p>" for own, text in stages(document))
     links = "".join(f"<li>{escape(line)}</li>" for line in _links(document.cluster))

@@ -12,7 +12,6 @@ from planner.conversion import Collective
 from planner.detail import BlockDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
 from planner.pipeline.schedule import versions
-from planner.timetable import Timetable
 from planner.words import again, in_bytes, in_seconds, sizes_text
 
 
@@ -169,12 +168,14 @@ def stages(document: Document) -> list[tuple[str, str]]:
     return [(str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}", text) for own, text in found]
 
 
-def offloads(document: Document, table: Timetable) -> str:
-    """What is at home on the host or on disk, and what a step moves."""
-    sizes = {way: sum(n for (_, each), n in table.bytes_moved.items() if each == way) for way in ("fetch", "evict")}
-    chunks = sum(item.name.startswith("parameters ") for item in table.trace.items)
+def offloads(document: Document) -> str:
+    """What is at home on the host or on disk, and what a step moves, on all ranks of a pipeline together."""
+    tables = document.timetables
+    moved = [(way, size) for table in tables for (_, way), size in table.bytes_moved.items()]
+    sizes = {way: sum(size for each, size in moved if each == way) for way in ("fetch", "evict")}
+    chunks = sum(item.name.startswith("parameters ") for table in tables for item in table.trace.items)
     home = "on disk" if document.pin.get("offload") == "disk" else "on the host"
-    count = sum(moment.on == "host" for moment in table.trace.moments[:-1])
+    count = sum(moment.on == "host" for table in tables for moment in table.trace.moments[:-1])
     early = f", and updates {count} of them in backward" if count else ""
     if not chunks:
         return "nothing: all model data stays on the device"

@@ -57,7 +57,7 @@ def _head(document: Document) -> str:
     rows = [
         ("mesh", sizes_text(document.sizes) + (f"   pinned: {pins}" if pins else "")),
         *([("turns", in_turns(document))] if document.pipeline is not None else []),
-        *([("offload", offloads(document, document.timetable))] if document.timetable is not None else []),
+        *([("offload", offloads(document))] if document.timetables else []),
         *(_stages(document) if document.pipeline is not None and document.pipeline.ranks > 1 else []),
         ("search", f"{search.status}{proof}, {counted(search.seconds):.2f} s" + (f" ({steps})" if steps else "")),
         *([("", standing(document))] if len(search.candidates) > 1 else []),
@@ -86,7 +86,7 @@ def _proof(document: Document) -> str:
     host of what the search made least.
     """
     which = "average rank, without waiting: " if document.pipeline is not None else ""
-    if document.timetable is not None:
+    if document.timetables:
         which = "as if nothing stayed and nothing were moved beside computing: "
     return which + str(document.certificate)
 

@@ -79,7 +79,9 @@ def loss_of_part(model: nn.Module, part: Batch) -> Tensor:
 
 
 def same_gradients(pmodel: nn.Module, model: nn.Module) -> None:
-    for (name, mine), theirs in zip(pmodel.named_parameters(), model.parameters(), strict=True):
+    every, held = dict(model.named_parameters(remove_duplicate=False)), dict(pmodel.named_parameters())
+    assert len(held) == len([*model.parameters()]) or pmodel.pipeline is not None
+    for (name, mine), theirs in ((each, every[each[0]]) for each in held.items()):
         assert (mine.grad is None) == (theirs.grad is None), name
         if mine.grad is not None and theirs.grad is not None:
             whole = whole_of(mine.grad)
@@ -91,12 +93,12 @@ def trains_under_any_timetable(
 ) -> None:
     """Train with budgets that leave room for such shares of what there is."""
     plan = Plan.from_dict(document)
-    assert plan.timetable is not None
-    trace = plan.timetable.trace
-    least, all_bytes = max(trace.needed_bytes), sum(item.bytes for item in trace.items)
     for number, share in enumerate(shares):
-        table = TIMETABLES[number % 2](trace, least + int(share * all_bytes))
-        trains(name, replace(plan, timetable=table).to_dict())
+        tables = []
+        for table in plan.timetables:
+            least, all_bytes = max(table.trace.needed_bytes), sum(item.bytes for item in table.trace.items)
+            tables.append(TIMETABLES[number % 2](table.trace, least + int(share * all_bytes)))
+        trains(name, replace(plan, timetables=tuple(tables)).to_dict())
 
 
 def trains_as_planned(name: str, document: dict[str, Any]) -> None:
@@ -333,7 +335,7 @@ def refuses_what_does_not_fit(document: dict[str, Any]) -> None:
     data = plan.timetable.to_dict()
     data["items"][0]["bytes"] += 64
     with pytest.raises(PlanError, match="timetable is of other chunks or blocks"):
-        parallel(model, replace(plan, timetable=Timetable.from_dict(data)), batch)
+        parallel(model, replace(plan, timetables=(Timetable.from_dict(data),)), batch)
     small = ClusterSpec.local(1, memory_bytes="64 KiB", cores=2, host_memory_bytes="1 GiB")
     with pytest.raises(PlanError, match=r"can use 58,982: plan again for this cluster"):
         autopar.parallelize(model, small, plan=plan, example_kwargs=batch)
@@ -363,7 +365,7 @@ class OnDevice(LiveBytes):
 
 
 def holds_no_more_than_planned(name: str, document: dict[str, Any]) -> tuple[int, int]:
-    """Bytes at the fullest moment of a step, observed and planned."""
+    """Bytes at the fullest moment of a step on this rank, observed and planned."""
     model, batch = model_of(name)
     plan = Plan.from_dict(document)
     pmodel, carrier = parallel(model, plan, batch)
@@ -375,7 +377,8 @@ def holds_no_more_than_planned(name: str, document: dict[str, Any]) -> tuple[int
         for value in part.values():
             meter._add(value)
         loss_of_part(pmodel, part).backward()
-    return meter.fullest, plan.predicted.peak_bytes
+    assert plan.predicted.peak_bytes == max(table.high_water_bytes for table in plan.timetables)
+    return meter.fullest, carrier.table.high_water_bytes
 
 
 class Odd(nn.Module):

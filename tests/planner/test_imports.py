@@ -63,7 +63,7 @@ ROOMS: dict[str, set[str]] = {
     "runs": {"graph", "stacks", "formulate"},
     "heap": set(),
     "tape": {"again", "fold", "heap"},
-    "memory": {*BASE, "fold", "conversion", "again", "formulate", "ops", "runs", "heap", "tape"},
+    "memory": {*BASE, "fold", "conversion", "again", "formulate", "ops", "runs", "heap", "tape", "exchange"},
     "words": set(),
     "exchange": {"graph", "fold", "conversion", "formulate"},
     "timeline": {"errors", "files", "pipeline", "words"},
@@ -78,7 +78,7 @@ ROOMS["predict"] = {*BASE, "fold", "cost", "conversion", "strategy", "recompute"
 ROOMS["predict"] |= {"words", "turns", "seconds"}
 ROOMS["chunks"] = {"graph", "conversion", "formulate", "heap", "memory"}
 ROOMS["rank_step"] = {"cluster", "graph", "layout", "conversion", "formulate", "heap", "memory", "pipeline"}
-ROOMS["rank_step"] |= {"chain", "turns", "recompute", "timetable", "chunks"}
+ROOMS["rank_step"] |= {"exchange", "chain", "turns", "recompute", "timetable", "chunks"}
 ROOMS["offload"] = {"errors", "formulate", "memory", "predict", "turns", "timetable", "words", "chunks", "rank_step"}
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
 ROOMS["looks"] = {*BASE, "rules", "cost", "problem", "solve", "strategy", "recompute", "skeleton", "formulate", "pins"}

@@ -54,9 +54,9 @@ def cluster(memory: int | str = "64 MiB", devices: int = 1, host: int | str = "1
     return ClusterSpec.local(devices, memory, cores=2, host_memory_bytes=host)
 
 
-def gpu(memory: str = "8 MiB") -> ClusterSpec:
-    """A GPU so small that a small model does not fit."""
-    spec = ClusterSpec.preset("dgx-a100", devices=1)
+def gpu(memory: str = "8 MiB", devices: int = 1) -> ClusterSpec:
+    """GPUs so small that a small model does not fit."""
+    spec = ClusterSpec.preset("dgx-a100", devices=devices)
     return spec.model_copy(update={"device": spec.device.model_copy(update={"memory_bytes": _bytes(memory)})})
 
 
@@ -76,9 +76,9 @@ def offload(graph: Graph = GRAPH, spec: ClusterSpec | None = None, **pin: Any) -
     found = search(graph, spec or cluster("2.5 MiB"), pins, Training())
     assert found.memory is not None
     predicted = predict(found.assignment, found.evaluation.time_s, found.memory)
-    table, predicted = offloaded(found.assignment, found.memory, predicted)
+    tables, predicted = offloaded(found.assignment, found.memory, predicted)
     facts, result = model_facts(graph, "ResidualMLP"), Search(found.status, found.gap, {"solve": 0.5})
-    return describe(found.assignment, facts, pins.to_dict(), predicted, result, None, table)
+    return describe(found.assignment, facts, pins.to_dict(), predicted, result, None, tables)
 
 
 def frozen(graph: Graph, *names: str) -> Graph:
@@ -312,7 +312,7 @@ def test_pricing_again_keeps_the_plan(plans: Callable[[str], Plan], name: str) -
 
 def test_a_digest_names_the_timetable_too(plans: Callable[[str], Plan]) -> None:
     plan = plans("tight")
-    assert replace(plan, timetable=plans("roomy").timetable).digest() != plan.digest()
+    assert replace(plan, timetables=plans("roomy").timetables).digest() != plan.digest()
 
 
 def test_a_file_with_a_timetable_that_cannot_be_is_refused(plans: Callable[[str], Plan]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from planner.chunks import chunks_of, gradients, of_turn, parameters
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError, PinError
+from planner.errors import InfeasibleError, PinError, PlanError
 from planner.formulate import Assignment, Training
 from planner.graph import Graph
 from planner.memory import usage
@@ -31,11 +31,11 @@ def offload(graph: Graph = GRAPH, spec: ClusterSpec | None = None, **pin: Any) -
     """A plan in turns with model data on the host, as :func:`autopar.plan` makes it."""
     pins = Pins.parse({"offload": "host", **pin})
     found = search(graph, spec or cluster("2 MiB"), pins, Training())
-    assert found.memory is not None and found.staged is not None
+    assert found.staged is not None
     predicted = predict_in_turns(found.assignment, found.staged)
-    table, predicted = offloaded(found.recomputing, found.memory, predicted, found.staged)
+    tables, predicted = offloaded(found.recomputing, None, predicted, found.staged)
     facts, result = model_facts(graph, "ResidualMLP"), Search(found.status, found.gap, {"solve": 0.5})
-    return describe(found.assignment, facts, pins.to_dict(), predicted, result, found.staged, table)
+    return describe(found.assignment, facts, pins.to_dict(), predicted, result, found.staged, tables)
 
 
 PLANS: dict[str, Callable[[], Plan]] = {
@@ -45,7 +45,13 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "two ranks": lambda: offload(spec=cluster("2.5 MiB", devices=2), data=2, zero=3, micro_batches=2),
     "some stays": lambda: offload(spec=cluster("3 MiB"), offload="auto", micro_batches=2),
     "on a GPU": lambda: offload(spec=gpu("2 MiB"), micro_batches=4),
+    "two stages": lambda: offload(spec=cluster("1.8 MiB", devices=2), pipeline=2, micro_batches=4, schedule="1f1b"),
+    "tied over four": lambda: offload(
+        tied(6), cluster("1 MiB", devices=2), pipeline=2, micro_batches=4, virtual_stages=2, offload="auto"
+    ),
+    "stages on GPUs": lambda: offload(spec=gpu("2 MiB", devices=2), pipeline=2, micro_batches=4),
 }
+PIPELINES = ("two stages", "tied over four", "stages on GPUs")
 
 
 @pytest.fixture(scope="module")
@@ -109,20 +115,60 @@ def test_a_later_backward_holds_what_it_adds(plans: Callable[[str], Plan]) -> No
 
 
 @pytest.mark.parametrize("name", [*PLANS])
-def test_the_prediction_is_the_timetable_s(plans: Callable[[str], Plan], name: str) -> None:
+def test_the_prediction_is_the_timetables(plans: Callable[[str], Plan], name: str) -> None:
     plan = plans(name)
-    table, found = plan.timetable, plan.predicted
-    assert table is not None and found.turns is not None
-    assert found.peak_bytes == table.high_water_bytes == sum(found.memory_bytes.values())
+    tables, found = plan.timetables, plan.predicted
+    assert found.peak_bytes == max(table.high_water_bytes for table in tables) == sum(found.memory_bytes.values())
     assert found.peak_bytes <= plan.cluster.device.usable_bytes
     assert sum(found.time_s.values()) == pytest.approx(found.step_time_s)
-    moments = table.trace.moments
-    assert sum(moment.seconds for moment in moments) == pytest.approx(found.step_time_s - found.time_s["offload"])
-    if plan.cluster.backend == "gloo":  # nothing moves beside computing
-        assert found.time_s["offload"] == pytest.approx(sum(table.link_s.values()))
-    else:
-        assert found.step_time_s == pytest.approx(simulate(table).step_s)
     assert plan.timeline().end_s == pytest.approx(found.step_time_s)
+    alone_s = []
+    for table in tables:
+        computing_s = sum(moment.seconds for moment in table.trace.moments)
+        is_on_cpu = plan.cluster.backend == "gloo"  # where nothing moves beside computing
+        alone_s.append(computing_s + sum(table.link_s.values()) if is_on_cpu else simulate(table).step_s)
+    if len(tables) == 1:
+        assert found.step_time_s == pytest.approx(alone_s[0])
+    else:  # a rank waits for others besides
+        assert max(alone_s) < found.step_time_s < sum(alone_s) + found.time_s["gradients"]
+
+
+def test_each_rank_has_the_moments_of_its_stages(plans: Callable[[str], Plan]) -> None:
+    plan = plans("two stages")
+    assert plan.pipeline is not None and len(plan.timetables) == 2
+    for rank, table in enumerate(plan.timetables):
+        wanted = range(*plan.pipeline.bounds[rank : rank + 2])
+        words = [moment.name.split(" ") for moment in table.trace.moments if "micro-batch" in moment.name]
+        assert {int(number) for _, number, *_ in words} == {*wanted}
+    there = [moment.name for moment in plan.timetables[0].trace.moments]
+    # 1f1b: the first of two ranks takes a second micro-batch before the first one is undone.
+    assert there.index("forward 0 stem, micro-batch 1") < there.index("backward 0 stem, micro-batch 0")
+
+
+def test_a_rank_holds_what_micro_batches_in_flight_saved(plans: Callable[[str], Plan]) -> None:
+    plan = plans("two stages")
+    assert plan.pipeline is not None
+    table, own = plan.timetables[0], usage(decided(plan), range(*plan.pipeline.bounds[:2]))
+    beside = {moment.name: moment.other_bytes for moment in table.trace.moments}
+    assert own.saved_bytes > 0
+    assert beside["forward 0 stem, micro-batch 1"] - beside["forward 0 stem, micro-batch 0"] == own.saved_bytes
+
+
+def test_what_several_stages_of_a_rank_read_enters_before_each(plans: Callable[[str], Plan]) -> None:
+    plan = plans("tied over four")
+    assert plan.pipeline is not None and plan.pipeline.virtual_stages == 2
+    for rank, table in enumerate(plan.timetables):
+        names = {moment.name for moment in table.trace.moments}
+        for stage in range(4):
+            reads = stage in (0, 3)  # the stem and the head
+            assert (of_turn(f"begin stage {stage}", 0) in names) == (reads and stage % 2 == rank)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_file_with_too_few_timetables_is_refused(plans: Callable[[str], Plan], name: str) -> None:
+    data = plans(name).to_dict()
+    with pytest.raises(PlanError, match="the plan has 1 timetables, and 2 pipeline ranks"):
+        Plan.from_dict({**data, "timetable": data["timetable"][0]})
 
 
 @pytest.mark.parametrize("name", [*PLANS])
@@ -131,7 +177,7 @@ def test_a_plan_comes_back_from_its_file_and_keeps_its_price(plans: Callable[[st
     again = Plan.from_dict(plan.to_dict())
     assert again.to_dict() == plan.to_dict() and again.digest() == plan.digest()
     priced = reprice(again, decided(plan))
-    assert priced.timetable == plan.timetable and priced.search == plan.search
+    assert priced.timetables == plan.timetables and priced.search == plan.search
     assert priced.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s)
     assert plan.certificate.holds
 
@@ -175,14 +221,12 @@ def test_blocks_that_gather_again_say_so(plans: Callable[[str], Plan]) -> None:
 
 
 def test_what_is_followed_is_one_micro_batch() -> None:
-    """Activations of a step in four turns are a quarter of those in one; what one turn holds does not grow."""
-    whole = search(GRAPH, cluster(), Pins.parse({"offload": "host", "recompute": "none"}), Training())
-    parts = search(
-        GRAPH, cluster(), Pins.parse({"offload": "host", "recompute": "none", "micro_batches": 4}), Training()
-    )
-    assert whole.memory is not None and parts.memory is not None
-    assert parts.memory.saved_bytes * 4 == pytest.approx(whole.memory.saved_bytes, rel=0.05)
-    assert usage(parts.recomputing) == parts.memory
+    """Activations of a step in four turns are a quarter of those in one."""
+    pin = {"offload": "host", "recompute": "none"}
+    whole = search(GRAPH, cluster(), Pins.parse(pin), Training())
+    parts = search(GRAPH, cluster(), Pins.parse({**pin, "micro_batches": 4}), Training())
+    assert whole.memory is not None
+    assert usage(parts.recomputing).saved_bytes * 4 == pytest.approx(whole.memory.saved_bytes, rel=0.05)
 
 
 def test_a_budget_below_the_largest_working_set_names_the_moment_and_the_way_out() -> None:
@@ -206,4 +250,4 @@ def test_an_update_in_backward_is_refused_in_turns() -> None:
 
 def test_a_timetable_of_fewer_micro_batches_is_another_plan_s(plans: Callable[[str], Plan]) -> None:
     plan, other = plans("tight"), plans("roomy")
-    assert replace(plan, timetable=other.timetable).digest() != plan.digest()
+    assert replace(plan, timetables=other.timetables).digest() != plan.digest()
