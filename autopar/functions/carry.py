@@ -80,6 +80,7 @@ class Carried:
         self.tensors = sum(isinstance(arg, _Hole) for arg in args)
         self.spec: tuple[tuple[Any, ...], bool] | None = None
         self.is_opaque = False
+        self._known: dict[object, tuple[list[tuple[tuple[int, ...], torch.dtype]], list[bool]]] = {}
         name = f"{_identifier(cls.__qualname__)}.n{next(_NUMBERS)}"
         _LIBRARY.define(f"{name}({', '.join(f'Tensor t{place}' for place in range(self.tensors))}) -> Tensor[]")
         _LIBRARY.impl(name, self._with_gradients, "Autograd")
@@ -146,6 +147,10 @@ class Carried:
         Raises:
             CaptureError: its forward does not run without data, writes into an argument, or has no result.
         """
+        key = tuple((tuple(t.shape), t.dtype) for t in tensors)
+        if self.is_opaque and key in self._known and not any(isinstance(t, FakeTensor) for t in tensors):
+            kinds, trained = self._known[key]
+            return [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in kinds], trained
         versions = [t._version for t in tensors]
         if self.declared is not None and self.declared.results is not None:
             results = self.declared.empty(self.name, tensors)
@@ -153,8 +158,9 @@ class Carried:
                 self.spec = tuple(map(_Hole, range(len(results)))), len(results) > 1
             return results, [r.is_floating_point() for r in results]
         try:
-            with torch.no_grad(), _NoDraws(self.name):
-                found = self.apply([t.detach() for t in tensors])
+            alone = [t.detach() for t in tensors]
+            with torch.no_grad(), _Refusing(self.name):
+                found = self.apply(alone)
             if [t._version for t in tensors] == versions:
                 with torch.enable_grad():
                     given = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
@@ -175,6 +181,7 @@ class Carried:
             )
         if not found:
             raise CaptureError(f"{self.name} returns no tensor, so that nothing can be made of it")
+        self._known[key] = [(tuple(t.shape), t.dtype) for t in found], trained
         return [t.detach() for t in found], trained
 
     def _with_gradients(self, *tensors: Tensor) -> list[Tensor]:
@@ -184,8 +191,8 @@ class Carried:
         return self.run(*tensors)
 
 
-class _NoDraws(TorchDispatchMode):
-    """Refuses random numbers: what a Function draws, a plan can make neither alike nor different on ranks."""
+class _Refusing(TorchDispatchMode):
+    """Refuses what a Function may not do while its forward runs: draw random numbers, or find parameters by itself."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -196,6 +203,12 @@ class _NoDraws(TorchDispatchMode):
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise draws(self._name, func)
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, nn.Parameter):
+                raise CaptureError(
+                    f"{self._name} reads a parameter of shape {tuple(tensor.shape)} that is not among its arguments: "
+                    "pass it, since a plan would go on with its first values, and autograd gives it no gradient"
+                )
         return func(*args, **(kwargs or {}))
 
 

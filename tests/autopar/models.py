@@ -208,6 +208,14 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def bloom() -> nn.Module:
+    """Its GELU is a ``torch.autograd.Function``; attention with ALiBi and a dropout, in its own operators."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=VOCAB, hidden_size=WIDTH, n_layer=2, n_head=HEADS, hidden_dropout=0.1)
+    return BloomForCausalLM(config)
+
+
 def llama(**changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -276,6 +284,7 @@ MODELS: dict[str, Model] = {
         Model("mlp", MLP, lambda: {"x": torch.randn(BATCH, WIDTH), "y": torch.randn(BATCH, 16)}, attends=False),
         Model("functional-gpt", FunctionalGPT, lambda: {"ids": tokens(), "labels": labels()}),
         Model("gpt2", gpt2, text),
+        Model("bloom", bloom, text, attends=False),
         Model("llama", llama, text),
         Model("bert", bert, bert_batch),
         Model("t5", t5, lambda: {"input_ids": tokens(), "labels": labels(length=12)}),

@@ -24,6 +24,8 @@ CELLS = [
     ("functional-gpt", "2x4", "data x tensor + sequence"),
     ("gpt2", "2x2", "data x tensor, zero 3"),
     ("gpt2", "4", "context"),
+    ("bloom", "2x2", "data x tensor"),
+    ("bloom", "2", "random 0"),
     ("llama", "4", "tensor + sequence"),
     ("llama", "2x2", "data x context"),
     ("llama", "2x4", "search, slow devices"),
