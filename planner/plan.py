@@ -34,7 +34,7 @@ from planner.memory import usage
 from planner.names import role_names, short_op
 from planner.offload import offloaded
 from planner.ops import OPS
-from planner.ops.function import reason
+from planner.ops.function import FOUND_OUT, PREFIX, reason
 from planner.pipeline.stages import Pipeline
 from planner.pipeline.stages import evaluate as cut_of
 from planner.predict import Prediction, predict, predict_in_turns
@@ -254,7 +254,8 @@ def fingerprint(graph: Graph) -> str:
         number[node.name] = i
         first = node.first
         if id(first) not in known:
-            static = tuple((k, str(v)) for k, v in node.args if not _mentions_nodes(v))
+            said = [(k, v) for k, v in node.args if not (k in FOUND_OUT and node.op.startswith(PREFIX))]
+            static = tuple((k, str(v)) for k, v in said if not _mentions_nodes(v))
             known[id(first)] = f"({node.op!r}, {node.target!r}, {static!r}, ", f", {node.results!r})"
         before, after = known[id(first)]
         inputs = tuple([(number[name], index) for name, index in node.inputs])

@@ -41,7 +41,8 @@ def check_turns(looks: list[Look], bounds_s: Mapping[Division, float]) -> None:
     if begun and all(map(math.isinf, begun)):
         raise PinError(
             "no micro-batches can be cut from this model's batch: an operator mixes its samples (batch norm, a mean "
-            "over the batch), or an input has another dim 0 than the others; pin 'micro_batches' 1"
+            "over the batch) or must run on all of them at once (plan.coverage without micro-batches lists such), or "
+            "an input has another dim 0 than the others; pin 'micro_batches' 1"
         )
 
 

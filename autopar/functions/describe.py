@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.functions.carry import Carried
+from autopar.functions.costs import costs, unknown
 from autopar.functions.declared import Declared
 from autopar.functions.joint import Joint, NotTraced, Operand, trace
-from autopar.functions.peak import backward_bytes
 from autopar.functions.proof import Followed, Proof, Refuted, difference
-from planner.graph import Ref, TensorType
+from planner.graph import TensorType
 from planner.layout import P, R, Shard
-from planner.ops import OPS
 from planner.ops.signature import is_floating
-from planner.strategy import rule_of
 
 Seat = tuple[int, int] | None
 Seats = tuple[Seat, ...]
@@ -121,14 +119,14 @@ def _describe(carried: Carried, operands: tuple[Operand, ...], results: tuple[Te
         asked = [place for place, operand in enumerate(operands) if operand.trained]
         ungraded = frozenset(place for place in asked if joint.gradients[place] is None)
         untrained = frozenset(place for place, given in enumerate(joint.given) if given is None)
+    cuts = [factor.followed.shards for factor in factors if factor.followed is not None]
     arguments = {
         "factors": tuple(factor.seats for factor in factors),
         "strided": tuple(factor.strided for factor in factors),
         "same": tuple(factor.same for factor in factors),
         "linear": linear,
         "terms": terms,
-        **(_unknown(operands, results) if joint is None else _costs(joint, factors)),
-        "works": 0 if joint is None else _works(carried, operands, joint),
+        **(unknown(operands, results) if joint is None else costs(carried, operands, joint, cuts)),
         "why": why,
     }
     return Description(carried, operands, tuple(arguments.items()), ungraded, untrained, joint, factors)
@@ -267,81 +265,3 @@ def _declared(
         for name, size in sizes.items()
         if size > 1 and name not in declared.whole
     )
-
-
-# ---- what it costs ---------------------------------------------------------------------------------------------------
-
-
-def _unknown(operands: tuple[Operand, ...], results: tuple[TensorType, ...]) -> dict[str, object]:
-    """Of a kernel that nobody sees into: it reads and writes its tensors once, and keeps what floats."""
-    saves = [f"in{place}" for place, operand in enumerate(operands) if operand.dtype.is_floating_point]
-    saves += [f"out{place}" for place, result in enumerate(results) if is_floating(result)]
-    return {"saves": tuple(saves), "kept": (), "flops": 0, "moves": (1.0, 2.0)}
-
-
-def _costs(joint: Joint, factors: tuple[Factor, ...]) -> dict[str, object]:
-    """By its joint graph: what backward reads that forward made, operations, and bytes that the operators move."""
-    graph, tensors = joint.graph, (*joint.operands, *joint.results)
-    moved = {False: 0, True: 0}
-    flops = 0
-    for node in graph.nodes:
-        row = OPS.get(node.op)
-        if node.is_leaf or (node.shares and all(shared >= 0 for shared in node.shares)):
-            continue
-        types = graph.input_types(node)
-        later = node.name in joint.backward
-        moved[later] += sum(t.size_bytes for t in (*types, *node.results))
-        if row is not None and not later:
-            flops += row.flops(node, types, rule_of(graph, node))
-    once = sum(graph.type_of(ref).size_bytes for ref in tensors) or 1
-    saves, kept = _saved(joint, factors)
-    elements = graph.type_of(joint.results[0]).numel or 1
-    return {
-        "saves": saves,
-        "kept": kept,
-        "flops": flops / elements,
-        "moves": (moved[False] / once, moved[True] / once),
-    }
-
-
-def _works(carried: Carried, operands: tuple[Operand, ...], joint: Joint) -> int:
-    """How many tensors of the size of the larger of its first operand and result backward needs for itself."""
-    size = max(joint.graph.type_of(ref).size_bytes for ref in (joint.operands[0], joint.results[0]))
-    return round(backward_bytes(carried, operands) / size) if size else 0
-
-
-def _saved(joint: Joint, factors: tuple[Factor, ...]) -> tuple[tuple[str, ...], tuple[tuple[int, float], ...]]:
-    """Words for the operands and results that backward reads, and what else it does."""
-    graph = joint.graph
-    root: dict[Ref, Ref] = {}
-    for node in graph.nodes:
-        for index in range(len(node.results)):
-            shared = node.shares[index] if node.shares else -1
-            ref = Ref(node.name, index)
-            root[ref] = root[node.inputs[shared]] if shared >= 0 else ref
-    words = {root[ref]: f"out{place}" for place, ref in enumerate(joint.results)}
-    words |= {ref: f"in{place}" for place, ref in enumerate(joint.operands)}
-    given = {ref for ref in joint.given if ref is not None}
-    read = dict.fromkeys(
-        root[ref]
-        for node in graph.nodes
-        if node.name in joint.backward and not node.is_leaf
-        for ref in node.inputs
-        if ref not in given and root[ref].node not in joint.backward
-    )
-    saves = tuple(dict.fromkeys(words[ref] for ref in read if ref in words))
-    tensors = [graph.type_of(ref) for ref in (*joint.operands, *joint.results)]
-    kept = []
-    for ref in read:
-        own = graph.type_of(ref)
-        if ref not in words and ref not in given and graph.by_name[ref.node].op != "const":
-            cut = [ref in factor.followed.shards for factor in factors if factor.followed is not None]
-
-            def unlike(place: int, own: TensorType = own, cut: list[bool] = cut) -> tuple[int, int]:
-                seats = [factor.seats[place] is not None for factor in factors if factor.followed is not None]
-                others = sum(a != b for a, b in zip(cut, seats, strict=True))
-                return others, abs(tensors[place].numel - own.numel)
-
-            place = min(range(len(tensors)), key=unlike)
-            kept.append((place, own.size_bytes / tensors[place].numel))
-    return saves, tuple(kept)

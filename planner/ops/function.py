@@ -12,7 +12,7 @@ found it out or the user declared it. None of them is a size, so that the node m
 * ``saves``, ``kept``: tensors that its backward needs; what it keeps besides, as pairs of a tensor (a place among
   operands, then results) and bytes for each of its elements.
 * ``flops``: forward operations for each element of the first result.
-* ``moves``: bytes that it moves, forward and backward, for each byte of its operands and results.
+* ``moves``: passes over each of its operands and results, forward and backward, that it comes to.
 * ``works``: as in :class:`planner.ops.table.Row`.
 * ``why``: why it is computed in full on every rank; ``""`` if it need not be.
 """
@@ -28,6 +28,11 @@ from planner.rules import Dims, Rule, Special
 
 PREFIX = "function."
 """What names of these operators begin with."""
+
+FOUND_OUT = frozenset(
+    {"factors", "strided", "same", "linear", "terms", "saves", "kept", "flops", "moves", "works", "why"}
+)
+"""Arguments that follow from the Function, its other arguments and its operands."""
 
 Operands = tuple[TensorType, ...]
 
@@ -111,8 +116,8 @@ def works(node: Node) -> int:
     return found if node.op.startswith(PREFIX) else 0
 
 
-def moves(node: Node) -> tuple[float, float] | None:
-    """Passes over all of its tensors, forward and backward; ``None`` for another operator."""
+def moves(node: Node) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Passes over each of its tensors, forward and backward; ``None`` for another operator."""
     found: Any = node["moves"]
     return found if node.op.startswith(PREFIX) else None
 
