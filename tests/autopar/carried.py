@@ -171,6 +171,26 @@ def is_bit_equal(name: str, document: dict[str, Any]) -> None:
     assert all(torch.equal(value, expected[key]) for key, value in pmodel.full_state_dict().items())
 
 
+def adds_up_as_without(name: str, document: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Gradients in turns are those of the same turns without offload, to the bit; a tied parameter's to rounding."""
+    model, batch = model_of(name, torch.float32)
+    plan = Plan.from_dict(document)
+    offloaded, _ = parallel(copy.deepcopy(model), plan, batch)
+    held = autopar.parallelize(copy.deepcopy(model), plan.cluster, plan=Plan.from_dict(plain), example_kwargs=batch)
+    for m in (offloaded, held):
+        loss_of(m, another(name, 0, torch.float32)).backward()
+    tied = {item.name.removeprefix("parameters ") for table in plan.timetables for item in table.trace.items}
+    grads = {key: whole_of(parameter.grad) for key, parameter in held.named_parameters() if parameter.grad is not None}
+    found = {
+        key: whole_of(parameter.grad) for key, parameter in offloaded.named_parameters() if parameter.grad is not None
+    }
+    assert grads.keys() == found.keys()
+    differ = {key for key, grad in grads.items() if not torch.equal(grad, found[key])}
+    assert differ <= tied
+    for key, grad in grads.items():
+        torch.testing.assert_close(found[key], grad, rtol=1e-5, atol=1e-6)
+
+
 def goes_other_ways(document: dict[str, Any]) -> None:
     """Steps that are not forward, backward, update; each computes what the original computes."""
     model, batch = model_of("mlp")

@@ -117,6 +117,17 @@ def test_one_rank_computes_the_same_bits(pool: LocalProcesses) -> None:
     pool.run(carried.is_bit_equal, "gpt2", plan.to_dict(), ranks=1)
 
 
+def test_turns_add_up_the_same_bits(pool: LocalProcesses) -> None:
+    model, batch = carried.model_of("gpt2", torch.float32)
+    cluster = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")
+    pins: list[dict[str, Any]] = [{"micro_batches": 2, "offload": "host"}, {"micro_batches": 2}]
+    moving, plain = (autopar.plan(model, cluster, example_kwargs=batch, pin=pin) for pin in pins)
+    assert moving.timetable is not None
+    tight = fewest_bytes(moving.timetable.trace, max(moving.timetable.trace.needed_bytes))
+    documents = replace(moving, timetables=(tight,)).to_dict(), plain.to_dict()
+    pool.run(carried.adds_up_as_without, "gpt2", *documents, ranks=1)
+
+
 def test_models_that_do_not_train_are_carried_too(pool: LocalProcesses) -> None:
     model, batch = carried.model_of("mlp")
     cluster = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")

@@ -51,8 +51,8 @@ def test_training_steps_match_the_original(nccl):
         torch.testing.assert_close(value, original.state_dict()[name].cpu(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("offload", ["host", "auto"])
-def test_model_data_on_the_host_trains_alike_within_the_budget(nccl, offload):
+@pytest.mark.parametrize("offload, turns", [("host", 1), ("auto", 1), ("host", 2), ("auto", 2)])
+def test_model_data_on_the_host_trains_alike_within_the_budget(nccl, offload, turns):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     import autopar
@@ -70,7 +70,8 @@ def test_model_data_on_the_host_trains_alike_within_the_budget(nccl, offload):
     data_bytes = 16 * sum(p.numel() for p in model.parameters())
     device = spec.device.model_copy(update={"memory_bytes": data_bytes // 2})
     cluster = spec.model_copy(update={"device": device})
-    pmodel = autopar.parallelize(model, cluster, example_kwargs=batch, pin={"offload": offload})
+    pin = {"offload": offload, "micro_batches": turns}
+    pmodel = autopar.parallelize(model, cluster, example_kwargs=batch, pin=pin)
     assert pmodel.carrier is not None
     assert all(p.device.type == "cpu" for p in pmodel.parameters()) == (offload == "host")
     ours, theirs = pmodel.optimizer(torch.optim.AdamW, lr=1e-3), torch.optim.AdamW(original.parameters(), lr=1e-3)
