@@ -207,12 +207,18 @@ def _factor(
 
 
 def _holds_alike(proof: Proof, place: int, finest: Shard, followed: Followed) -> bool:
-    """Whether the finest strips go where slices go."""
+    """Whether the finest strips go where slices go, finer alike."""
     try:
         found = proof.follow({place: finest})
     except Refuted:
         return False
-    return [type(t) for t in found.operands] == [type(t) for t in followed.operands]
+    first = followed.operands[place]
+    assert isinstance(first, Shard)
+    wanted = [
+        Shard(t.dim, t.outer * (finest.outer // first.outer)) if isinstance(t, Shard) else t
+        for t in (*followed.operands, *followed.results)
+    ]
+    return wanted == [*found.operands, *found.results]
 
 
 def _size(joint: Joint, followed: Followed) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 
 from planner.graph import Node, TensorType
 from planner.layout import R
+from planner.ops.signature import linear_sets
 from planner.ops.table import Row
 from planner.rules import Dims, Rule, Special
 
@@ -59,7 +60,7 @@ def function(node: Node, operands: Operands) -> Rule:
         operands=tuple(dims[: len(operands)]),
         results=tuple(dims[len(operands) :]),
         whole=frozenset(whole),
-        linear=tuple(map(frozenset, linear)),
+        linear=linear_sets(node, operands, linear),
         special={
             name: Special(results=dict.fromkeys(same[number], R), strided=strided[number])
             for number, name in enumerate(seats)

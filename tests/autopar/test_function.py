@@ -544,6 +544,19 @@ class Outside(Function):
         return gradient
 
 
+class Finds(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: nn.Linear) -> Tensor:
+        return x * by.weight[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+ELSEWHERE = nn.Linear(1, WIDE)
+
+
 @pytest.mark.parametrize("fold", [False, True])
 @pytest.mark.parametrize(
     "use, message",
@@ -555,6 +568,10 @@ class Outside(Function):
             r"Listed is given tensors in a list or the like, .* its own",
         ),
         (lambda x, weight: Boxed.apply(x)[0], r"Boxed returns a object: a plan carries tensors, numbers and text"),
+        (
+            lambda x, weight: Finds.apply(x, ELSEWHERE),
+            r"Finds reads a parameter of shape \(32, 1\) that .* pass it",
+        ),
         (lambda x, weight: Outside.apply(x), r"Outside.forward does not run .*: autopar.register\(Outside, 'b s h"),
     ],
 )
