@@ -362,9 +362,10 @@ def offloads() -> None:
     """A model on devices of ever less memory."""
     facts = record.circumstances()
     found = offload.measure()
-    whole = found[0]
+    held = {row.turns: row for row in found if row.share is None}
     rows = [
         {
+            "micro-batches": str(row.turns),
             "device": "all" if row.share is None else f"1/{row.share} of model data",
             "budget MiB": "" if row.share is None else f"{row.budget_bytes / 2**20:.1f}",
             "taken MiB": "" if row.share is None else f"{row.high_water_bytes / 2**20:.1f}",
@@ -372,17 +373,18 @@ def offloads() -> None:
             "evicted MiB": f"{row.moved.get('evict', 0) / 2**20:.1f}",
             "as planned": "yes" if row.moved == {w: n for w, n in row.planned.items() if n} else "no",
             "step ms": f"{row.seconds * 1e3:.0f}",
-            "ratio": f"{row.seconds / whole.seconds:.2f}",
-            "predicted ratio": f"{row.predicted_s / whole.predicted_s:.2f}",
+            "ratio": f"{row.seconds / held[row.turns].seconds:.2f}",
+            "predicted ratio": f"{row.predicted_s / held[row.turns].predicted_s:.2f}",
             "loss differs by": f"{row.differs:.0e}",
         }
         for row in found
     ]
     notes = (
-        f"A GPT of {offload.SHAPE} with {whole.data_bytes / 2**20:.0f} MiB of parameters, gradients and Adam's moments "
-        "in float32, one CPU process whose device is a budget of host memory, "
+        f"A GPT of {offload.SHAPE} with {found[0].data_bytes / 2**20:.0f} MiB of parameters, gradients and Adam's "
+        "moments in float32, one CPU process whose device is a budget of host memory, "
         f"{offload.ROUNDS} steps of each in turns, medians without the first two. Nothing hides what is moved here: "
-        "copies take the core that computes. *Taken* is the most that chunks and what is beside them took."
+        "copies take the core that computes. *Taken* is the most that chunks and what is beside them took. Ratios are "
+        "to the same micro-batches on a device that holds all; a device that is left out is too small for them."
     )
     print(record.write("offload", "Model data on the host", notes, rows, [asdict(row) for row in found], facts))
 

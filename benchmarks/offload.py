@@ -1,4 +1,5 @@
-"""Offload: a GPT that trains on devices of ever less memory, beside the same one on a device that holds it all.
+"""Offload: a GPT that trains on devices of ever less memory, beside the same one on a device that holds it all; in one
+turn, and in micro-batches.
 
 One process, whose device is a budget of host memory. Steps of all plans take turns, so that what disturbs one disturbs
 all; nothing moves beside computing there, so that ratios show what moving costs where nothing hides it.
@@ -7,6 +8,7 @@ all; nothing moves beside computing there, so that ratios show what moving costs
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -20,7 +22,9 @@ from benchmarks.gpt import GPT, Shape
 from planner.cluster import ClusterSpec
 from planner.errors import InfeasibleError
 
-SHAPE = Shape(layers=12, hidden=256, heads=4, vocab=2048, batch=1, sequence=64)
+SHAPE = Shape(layers=12, hidden=256, heads=4, vocab=2048, batch=4, sequence=64)
+TURNS = (1, 4)
+"""Micro-batches."""
 SHARES = (None, 2, 4, 8, 16)
 """The device has the model's data divided by so much; ``None``: all that it takes without offloading."""
 ROUNDS = 9
@@ -29,11 +33,13 @@ BYTES_PER_PARAMETER = 16
 
 @dataclass(frozen=True)
 class Row:
-    """A device: bytes that a plan may fill, what was taken of them, what a step moved and was to move, seconds.
+    """A device and micro-batches: bytes that a plan may fill, what was taken of them, what a step moved and was to
+    move, seconds.
 
     ``differs`` is the largest relative difference of a loss from that of the plan on the device that holds all.
     """
 
+    turns: int
     share: int | None
     data_bytes: int
     budget_bytes: int
@@ -46,7 +52,7 @@ class Row:
 
 
 def measure() -> list[Row]:
-    """A row for each share; those below what any plan needs are left out."""
+    """A row for each number of micro-batches and share; those below what any plan needs are left out."""
     with LocalProcesses(1, ("torch", "benchmarks.offload")) as processes:
         (rows,) = processes.run(_rows)
     return [Row(**row) for row in rows]
@@ -58,33 +64,34 @@ def _rows() -> list[dict[str, object]]:
     tokens = torch.randint(0, SHAPE.vocab, (SHAPE.batch, SHAPE.sequence))
     batch = {"ids": tokens, "labels": tokens.roll(-1, 1)}
     data_bytes = BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters())
-    found: dict[int | None, tuple[ParallelModule, torch.optim.Optimizer, float]] = {}
-    for share in SHARES:
+    found: dict[tuple[int, int | None], tuple[ParallelModule, torch.optim.Optimizer, float]] = {}
+    for turns, share in itertools.product(TURNS, SHARES):
         memory = 8 * data_bytes if share is None else data_bytes // share
         cluster = ClusterSpec.local(1, memory_bytes=memory, host_memory_bytes="16 GiB", cores=1)
-        pin = None if share is None else {"offload": "host"}
+        pin = {"micro_batches": turns, **({} if share is None else {"offload": "host"})}
         try:
             plan = autopar.plan(model, cluster, example_kwargs=batch, pin=pin)
         except InfeasibleError:
-            break
+            continue
         pmodel = autopar.parallelize(copy.deepcopy(model), cluster, plan=plan, example_kwargs=batch)
-        found[share] = pmodel, pmodel.optimizer(torch.optim.AdamW, lr=1e-4), plan.predicted.step_time_s
-    seconds: dict[int | None, list[float]] = {share: [] for share in found}
-    losses: dict[int | None, list[float]] = {share: [] for share in found}
+        found[turns, share] = pmodel, pmodel.optimizer(torch.optim.AdamW, lr=1e-4), plan.predicted.step_time_s
+    seconds: dict[tuple[int, int | None], list[float]] = {key: [] for key in found}
+    losses: dict[tuple[int, int | None], list[float]] = {key: [] for key in found}
     for _ in range(ROUNDS):
-        for share, (pmodel, optimizer, _) in found.items():
+        for key, (pmodel, optimizer, _) in found.items():
             begun = time.perf_counter()
             loss = pmodel(**pmodel.shard(batch))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            seconds[share].append(time.perf_counter() - begun)
-            losses[share].append(loss.item())
+            seconds[key].append(time.perf_counter() - begun)
+            losses[key].append(loss.item())
     rows: list[dict[str, object]] = []
-    for share, (pmodel, _, predicted_s) in found.items():
+    for (turns, share), (pmodel, _, predicted_s) in found.items():
         carrier = pmodel.carrier
         rows.append(
             {
+                "turns": turns,
                 "share": share,
                 "data_bytes": data_bytes,
                 "budget_bytes": 0 if carrier is None else carrier.arena.budget_bytes,
@@ -92,8 +99,8 @@ def _rows() -> list[dict[str, object]]:
                 "moved": {} if carrier is None else dict(carrier.bytes_moved),
                 "planned": {} if carrier is None else {way: n for (_, way), n in carrier.table.bytes_moved.items()},
                 "predicted_s": predicted_s,
-                "seconds": median(seconds[share][2:]),
-                "differs": max(abs(a / b - 1) for a, b in zip(losses[share], losses[None], strict=True)),
+                "seconds": median(seconds[turns, share][2:]),
+                "differs": max(abs(a / b - 1) for a, b in zip(losses[turns, share], losses[1, None], strict=True)),
             }
         )
     return rows
