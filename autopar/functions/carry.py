@@ -152,7 +152,7 @@ class Carried:
             kinds, trained = self._known[key]
             return [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in kinds], trained
         versions = [t._version for t in tensors]
-        if self.declared is not None and self.declared.results is not None:
+        if self.declared is not None:
             results = self.declared.empty(self.name, tensors)
             if self.spec is None:
                 self.spec = tuple(map(_Hole, range(len(results)))), len(results) > 1

@@ -17,8 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.functions.carry import Carried, draws
@@ -89,6 +95,8 @@ def trace(carried: Carried, operands: Sequence[Operand], left_out: frozenset[int
         return traced.joint(module, forward)
     except (NotTraced, CaptureError):
         raise
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        raise NotTraced("it decides on the values of tensors") from error
     except Exception as error:
         text = str(error).strip()
         raise NotTraced(f"{type(error).__name__}: {text.splitlines()[0] if text else 'no reason given'}") from error

@@ -29,7 +29,7 @@ def register(
         signature: a name for every dim of every tensor that it takes and returns: ``"b s h, h -> b s h"``. Equal names
             are one factor, along which it may be sharded: each rank applies it to its slices, and that gives slices of
             results that have the name, and terms of a sum for those that lack it. Backward likewise: slices of
-            gradients of what has the name, terms for what lacks it.
+            gradients of what has the name, terms for what lacks it. It returns these tensors and nothing else.
         whole: names along which it may not be sharded: what it normalizes over, what it is a window of.
         dtypes: of the results; ``None``, or left out, is that of the first operand.
         example: arguments of ``function.apply``. If they are given, the signature is checked: forward and backward of

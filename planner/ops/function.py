@@ -19,6 +19,7 @@ found it out or the user declared it. None of them is a size, so that the node m
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from planner.graph import Node, TensorType
@@ -45,7 +46,8 @@ def function(node: Node, operands: Operands) -> Rule:
     sizes, seats = {}, {}
     for number, places in enumerate(stated):
         name = f"f{number}"
-        sizes[name] = min(t.shape[at[0]] // at[1] for t, at in zip(tensors, places, strict=True) if at is not None)
+        parts = (t.shape[at[0]] // at[1] for t, at in zip(tensors, places, strict=True) if at is not None)
+        sizes[name] = math.gcd(*parts)
         seats[name] = places
     whole: set[str] = set()
     dims: list[Dims] = []
