@@ -59,6 +59,7 @@ def flatten(
     _inline_regions(exported.graph_module, model)
     _drop_assertions(graph)
     _drop_contiguous(graph)
+    _drop_overwriting(graph)
     drop_lookups_of_everything(graph)
     literals = _drop_copies_of_literals(graph)
     cut_ungraded(graph)
@@ -313,6 +314,26 @@ def _drop_contiguous(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target is contiguous and len(node.args) == 1 and not node.kwargs:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _drop_overwriting(graph: fx.Graph) -> None:
+    """What is written over a whole tensor is what was written: torch has no derivative of ``aten.copy``."""
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.copy.default:
+            continue
+        source, want = node.args[1], node.meta["val"]
+        for target, args, kwargs, is_needed in (
+            (aten._to_copy.default, (), {"dtype": want.dtype}, source.meta["val"].dtype != want.dtype),
+            (aten.expand.default, (list(want.shape),), {}, source.meta["val"].shape != want.shape),
+        ):
+            if is_needed:
+                with graph.inserting_before(node):
+                    made = graph.call_function(target, (source, *args), kwargs)
+                made.meta.update(node.meta, val=target(source.meta["val"], *args, **kwargs))
+                source = made
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
 
 
 def _drop_copies_of_literals(graph: fx.Graph) -> dict[fx.Node, int | None]:
