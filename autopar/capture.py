@@ -39,6 +39,8 @@ from autopar.undo import Before
 from planner.errors import CaptureError, InputError
 
 LossFn = Callable[..., torch.Tensor]
+LOSS = "loss"
+"""The output of this name is what a step goes backward from, where several might be."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,14 @@ class Captured:
         return self.program.outputs
 
     @property
+    def named_loss(self) -> int | None:
+        """Which of the outputs that are nodes the model calls ``loss``: a key or an attribute of what it returns."""
+        places = pytree.tree_unflatten(list(range(len(self.outputs))), self.out_spec)
+        named = {place for path, place in pytree.tree_flatten_with_path(places)[0] if path_name(path) == LOSS}
+        nodes = [place for place, name in enumerate(self.outputs) if name is not None]
+        return next((number for number, place in enumerate(nodes) if place in named), None)
+
+    @property
     def updates(self) -> tuple[tuple[str, str], ...]:
         """(Buffer name, name of the node that holds its new value)."""
         return self.program.updates
@@ -112,6 +122,11 @@ class _WithLoss(nn.Module):
                 "of shape (), for example .mean()"
             )
         return loss
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """``loss``, ``hidden_states.0``: where an output stands among all; empty where it is the only one."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
 def _accepted_names(module: nn.Module) -> frozenset[str]:

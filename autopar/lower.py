@@ -47,6 +47,7 @@ def lower(captured: Captured) -> Graph:
         tuple(nodes),
         tuple(refs[name] for name in captured.outputs if name is not None),
         tuple((buffer, refs[name]) for buffer, name in captured.updates),
+        captured.named_loss,
     )
     graph.check()
     return graph

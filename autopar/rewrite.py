@@ -171,7 +171,10 @@ class Root:
         body, refs = self.body, block.outputs
         if CARRIER in self.groups:
             values = tuple(body.values[ref] for ref in refs)
-            call = body.graph.call_function(leave_block, (body.attribute(CARRIER), number, values))
+            reached = self.assignment.space.graph.differentiated
+            apart = tuple(place for place, ref in enumerate(refs) if ref not in reached)
+            args = (body.attribute(CARRIER), number, values, *((apart,) if apart else ()))
+            call = body.graph.call_function(leave_block, args)
             for place, ref in enumerate(refs):
                 body.values[ref] = body.graph.call_function(getitem, (call, place))
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from autopar.api import Traced, assign, check_arguments, given_plan, plan_traced, staged, trace
 from autopar.build import InTurns
 from autopar.calls import count_collectives, count_messages, differences
-from autopar.capture import LossFn, _caches_off, _example_inputs, _WithLoss
+from autopar.capture import LossFn, _caches_off, _example_inputs, _WithLoss, path_name
 from autopar.compare import first_divergence, reference_values
 from autopar.exact import exact, twin, widen, widened
 from autopar.runtime.mesh import groups_of
@@ -95,8 +95,8 @@ def reference(
             returned = whole(*args, **kwargs)
         paths, _ = pytree.tree_flatten_with_path(returned)
         outputs = tuple(value for _, value in paths)
-        names = tuple(_name(path) for path, _ in paths)
-        loss = _loss_position(outputs)
+        names = tuple(path_name(path) or "output" for path, _ in paths)
+        loss = _loss_position(traced)
         if loss is not None:
             outputs[loss].backward()
     gradients = {name: p.grad for name, p in stepped.named_parameters() if p.grad is not None}
@@ -124,15 +124,10 @@ def _wiring(graph: Graph) -> object:
     return [(node.name, node.op, node.inputs) for node in graph.nodes], graph.outputs, graph.updates
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    """``loss``, ``hidden_states.0``: where an output stands among all."""
-    steps = (str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
-    return ".".join(steps) or "output"
-
-
-def _loss_position(outputs: tuple[Any, ...]) -> int | None:
-    """The first differentiable scalar, as in :attr:`planner.graph.Graph.differentiated`."""
-    return next((i for i, v in enumerate(outputs) if isinstance(v, Tensor) and not v.shape and v.requires_grad), None)
+def _loss_position(traced: Traced) -> int | None:
+    """Which of all outputs the loss is, see :attr:`planner.graph.Graph.roots`."""
+    nodes = [place for place, name in enumerate(traced.captured.outputs) if name is not None]
+    return None if traced.graph.loss is None else nodes[traced.graph.loss]
 
 
 # ---- the same on all ranks -------------------------------------------------------------------------------------------

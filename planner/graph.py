@@ -124,12 +124,14 @@ def _refs(values: object) -> Iterator[Ref]:
 class Graph:
     """Nodes in topological order, the results that leave the model, and buffer updates.
 
-    ``updates`` pairs a buffer's target name with the value it holds after the step.
+    ``updates`` pairs a buffer's target name with the value it holds after the step. ``named_loss`` is the position of
+    the output that the model calls its loss, if it calls one so.
     """
 
     nodes: tuple[Node, ...]
     outputs: tuple[Ref, ...]
     updates: tuple[tuple[str, Ref], ...] = ()
+    named_loss: int | None = None
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
@@ -158,10 +160,12 @@ class Graph:
     def roots(self) -> tuple[int, ...]:
         """Positions of the outputs that backward starts from.
 
-        The loss is the first differentiable scalar; without one, every differentiable output may be a root.
+        The loss is the differentiable scalar of that name, or else the first one; without one, every differentiable
+        output may be a root.
         """
         found = [i for i, ref in enumerate(self.outputs) if self.type_of(ref).grad]
-        return tuple([i for i in found if not self.type_of(self.outputs[i]).shape][:1] or found)
+        scalars = [i for i in found if not self.type_of(self.outputs[i]).shape]
+        return (self.named_loss,) if self.named_loss in scalars else tuple(scalars[:1] or found)
 
     @property
     def loss(self) -> int | None:

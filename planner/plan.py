@@ -261,6 +261,8 @@ def fingerprint(graph: Graph) -> str:
         inputs = tuple([(number[name], index) for name, index in node.inputs])
         hasher.update(f"{before}{inputs}{after}".encode())
     hasher.update(repr([(number[ref.node], ref.index) for ref in graph.outputs]).encode())
+    if graph.roots != replace(graph, named_loss=None).roots:
+        hasher.update(repr(graph.roots).encode())
     return hasher.hexdigest()[:16]
 
 

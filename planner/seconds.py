@@ -87,7 +87,7 @@ def rest(whole_s: float, part_s: float) -> float:
     """What a part leaves of the whole, but for what is rounding alone."""
     left, of = whole_s - part_s, formula_of(whole_s)
     if not isinstance(left, Seconds):
-        return left
+        return left if abs(left) > ROUNDING * abs(whole_s) else 0.0
     real = {atom: value for atom, value in left.formula.items() if abs(value) > ROUNDING * abs(of.get(atom, 0))}
     return _made(left, real)
 

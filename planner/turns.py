@@ -27,6 +27,7 @@ from planner.pipeline.simulate import step_s as simulated_s
 from planner.pipeline.stages import Chain, Cut, Pipeline, blocks_of, bound_s, stage_times
 from planner.problem import Evaluation
 from planner.recompute import Level, Recompute, at_levels
+from planner.seconds import rest
 
 BEST = 2
 """So many pipelines are cut for: those whose even cut, saving everything, takes least; more while none fits."""
@@ -117,7 +118,7 @@ class Staged:
     @cached_property
     def time_s(self) -> dict[str, float]:
         """Seconds of the step by use on the rank that has most to do, see :class:`planner.predict.Prediction`."""
-        return {**self.rank_s(self.busiest), "bubble": self.step_s - sum(self._seconds[self.busiest])}
+        return {**self.rank_s(self.busiest), "bubble": rest(self.step_s, sum(self._seconds[self.busiest]))}
 
     def rank_s(self, rank: int) -> dict[str, float]:
         """Seconds of the step by use on one rank, without its waiting."""

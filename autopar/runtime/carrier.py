@@ -202,6 +202,10 @@ class Carrier:
         for item, _ in self.table.trace.used[place]:
             self._chunks[item.name].check_present(moment.name)
 
+    def called_block(self, number: int) -> str:
+        """A block by its number and path."""
+        return self._moments[number][0].removeprefix("forward ")
+
     def _moment(self, number: int, is_backward: bool) -> str:
         """The name of the moment in which a block is entered."""
         return of_turn(self._moments[number][is_backward], self.micro_batch if self.is_in_turns else None)

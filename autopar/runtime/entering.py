@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.carrier import Carrier
+from planner.errors import InputError
 from planner.heap import BEFORE
 
 
@@ -82,6 +83,24 @@ class _Leaving(torch.autograd.Function):
         return None, None, None, *grads
 
 
+class _NotPlanned(torch.autograd.Function):
+    """Identity on what the plan's step does not go backward from."""
+
+    @staticmethod
+    def forward(ctx, name, value):  # type: ignore[no-untyped-def]
+        ctx.name = name
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, _):  # type: ignore[no-untyped-def]
+        raise InputError(
+            f"backward came to a result of block {ctx.name} from which the plan's loss is not computed, and with pin "
+            "'offload' a step goes backward from the loss alone: the output called 'loss', or else the first "
+            "differentiable number that the model returns. Return the sum of all that is trained as the loss, or plan "
+            "without pin 'offload'"
+        )
+
+
 def parts_at_home(carrier: Carrier, parameters: Mapping[str, DTensor]) -> dict[str, Tensor]:
     """What a rank holds of parameters in chunks, at home, by name; their gradients arrive when backward is over.
 
@@ -109,13 +128,23 @@ def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple
     return _Entering.apply(carrier, number, *parts) if parts else ()
 
 
-def leave_block(carrier: Carrier, number: int, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def leave_block(
+    carrier: Carrier, number: int, values: Sequence[Tensor], apart: Sequence[int] = ()
+) -> tuple[Tensor, ...]:
     """What a block returns; backward enters the block where it comes to it.
+
+    Args:
+        apart: the places of values from which the loss is not computed. What made them must not be undone with the
+            others: autograd would ask for what it saved, gradient or not.
 
     Raises:
         TimetableError: a value shares the memory of parameters that are this block's own.
     """
     carrier.check_leaving(number, values)
-    reached = [value for value in values if value.requires_grad]
-    left = iter(_Leaving.apply(carrier, number, carrier.token, *reached) if reached else ())
-    return tuple(next(left) if value.requires_grad else value for value in values)
+    places = [place for place, value in enumerate(values) if value.requires_grad and place not in apart]
+    left = _Leaving.apply(carrier, number, carrier.token, *(values[place] for place in places)) if places else ()
+    found = dict(zip(places, left, strict=True))
+    for place in apart:
+        if values[place].requires_grad:
+            found[place] = _NotPlanned.apply(carrier.called_block(number), values[place])
+    return tuple(found.get(place, value) for place, value in enumerate(values))

@@ -34,8 +34,10 @@ def linear_in(*linear: Collection[int]) -> RuleOf:
 
 
 def sum_of_tensors(node: Node, operands: Operands) -> Rule:
-    """``x + y`` is linear in both together; ``x + 1`` is not linear."""
-    return pointwise(node, operands, *([{0, 1}] if len(operands) == 2 else []))
+    """``x + y`` is linear in both together; ``x + 1`` is not linear, ``x + 0``, as Python's sum begins, is."""
+    if len(operands) == 2:
+        return pointwise(node, operands, {0, 1})
+    return pointwise(node, operands, *([{0}] if 0 in (node["self"], node["other"]) else []))
 
 
 def product(node: Node, operands: Operands) -> Rule:
@@ -94,7 +96,7 @@ def both_tensors(node: Node) -> tuple[str, ...]:
 NEEDS_NOTHING = """
     ceil floor round round.decimals trunc frac sign sgn signbit isnan isinf isfinite isposinf isneginf isreal
     logical_not bitwise_not
-    eq.Scalar ne.Scalar ge.Scalar gt.Scalar le.Scalar lt.Scalar add.Scalar sub.Scalar rsub.Scalar where.Scalar
+    eq.Scalar ne.Scalar ge.Scalar gt.Scalar le.Scalar lt.Scalar where.Scalar
     bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar bitwise_left_shift.Tensor_Scalar
     bitwise_right_shift.Tensor_Scalar __and__.Scalar __or__.Scalar __xor__.Scalar __lshift__.Scalar __rshift__.Scalar
     floor_divide.Scalar fmod.Scalar remainder.Scalar div.Scalar_mode fill.Scalar
@@ -146,7 +148,7 @@ ROWS: dict[str, Row] = {
     **rows("neg negative real imag mul.Scalar div.Scalar multiply.Scalar divide.Scalar", Row(linear_in({0}))),
     **rows("add.Tensor", Row(sum_of_tensors, passes=(0, 1))),
     **rows("sub.Tensor subtract.Tensor", Row(sum_of_tensors, passes=(0,))),
-    **rows("rsub.Tensor complex", Row(sum_of_tensors)),
+    **rows("rsub.Tensor complex add.Scalar sub.Scalar rsub.Scalar", Row(sum_of_tensors)),
     **rows("mul.Tensor multiply.Tensor", Row(product, saves=both_tensors, mutual=True)),
     **rows("div.Tensor divide.Tensor true_divide.Tensor", Row(quotient, saves=both_tensors, mutual=True)),
     **rows("where.self", Row(linear_in({1, 2}), saves=("in0",))),

@@ -20,7 +20,7 @@ from planner.cluster import ClusterSpec
 from planner.errors import TimetableError
 from planner.timetable import fewest_bytes
 from planner.timetable.table import ACTIONS
-from tests.autopar import carried, on_disk, updated
+from tests.autopar import beside_the_loss, carried, on_disk, updated
 
 CASES: list[tuple[str, dict[str, Any], int, int]] = [  # the last: how many budgets
     ("mlp", {"data": 2, "zero": 0}, 2, 4),
@@ -73,6 +73,15 @@ def test_a_device_of_an_eighth_of_the_model_data_trains(pool: LocalProcesses) ->
 
 def test_odd_models_are_carried(pool: LocalProcesses) -> None:
     pool.run(carried.handles_odd_models, ranks=1)
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [{"data": 2, "zero": 0}, {"data": 2, "zero": 3, "recompute": "full"}, {"data": 2, "zero": 3, "micro_batches": 2}],
+    ids=str,
+)
+def test_outputs_beside_the_loss_are_carried(pool: LocalProcesses, pin: dict[str, Any]) -> None:
+    pool.run(beside_the_loss.trains, pin, ranks=2)
 
 
 def test_what_stays_on_the_device_is_trained_there(pool: LocalProcesses) -> None:

@@ -106,6 +106,10 @@ def elementwise_cases() -> Iterator[Case]:
         yield case(name, x, x)
         if name not in ("complex", "rsub.Tensor"):
             yield case(name, x, 3.0)
+    for name in ("add.Scalar", "sub.Scalar", "rsub.Scalar"):
+        yield case(name, rand(4, 6), 2)
+    for name in ("add.Tensor", "add.Scalar", "sub.Tensor"):
+        yield case(name, rand(4, 6), 0)
     yield case("add.Tensor", rand(4, 6), rand(6), alpha=3)
     yield case("mul.Tensor", rand(4, 6), mask(6))
     yield case("mul.Tensor", ints(4, 6), rand(6))

@@ -67,6 +67,8 @@ RULES = [
     ("add.Tensor", [T(4, 6)], {"self": x, "other": T(6)}, "[d0 d1], [d1] -> [d0 d1]; linear 0+1"),
     ("add.Tensor", [T(4, 6)], {"self": T(4, 1), "other": T(1, 6)}, "[d0 1], [1 d1] -> [d0 d1]; linear 0+1"),
     ("add.Tensor", [T(4, 6)], {"self": x, "other": 1}, "[d0 d1] -> [d0 d1]"),
+    ("add.Tensor", [T(4, 6)], {"self": x, "other": 0}, "[d0 d1] -> [d0 d1]; linear 0"),
+    ("add.Scalar", [T(4, 6)], {"self": x, "other": 0.0}, "[d0 d1] -> [d0 d1]; linear 0"),
     ("mul.Tensor", [T(4, 6)], {"self": x, "other": y}, "[d0 d1], [d0 d1] -> [d0 d1]; linear 0; linear 1"),
     ("mul.Tensor", [T(4, 6)], {"self": x, "other": x}, "[d0 d1], [d0 d1] -> [d0 d1]"),
     ("mul.Tensor", [T(4, dtype="int64")], {"self": T(4, dtype="int64"), "other": 2}, "[d0] -> [d0]"),

@@ -58,6 +58,7 @@ def test_plain_numbers_stay_plain():
 
 
 def test_rounding_is_left_out():
+    assert rest(0.3, 0.1 + 0.2) == 0.0 and rest(1.0, 0.25) == 0.75
     parts = [growing(0.1, 0.2, SIZES[0]), growing(0.3, 0.7, SIZES[0])]
     left = rest(parts[0] + parts[1] + 1e-17, parts[1] + parts[0])
     assert isinstance(left, Seconds) and left.formula == {}
