@@ -1,7 +1,7 @@
 """Carrier: moves chunks between the host and the device as a timetable says, while the program runs.
 
 It is told when the program, and then backward, enters a block (:mod:`autopar.runtime.entering`), and does what stands
-in the timetable on entering that moment.
+in the timetable on entering that moment. A step in turns (:mod:`autopar.runtime.step`) says for which micro-batch.
 
 A step that goes another way than the timetable (backward of two calls, a second backward) is carried on demand until
 the next call: each block's chunks are fetched as it is entered. That is slower, and said once.

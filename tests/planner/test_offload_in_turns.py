@@ -243,6 +243,13 @@ def test_a_budget_below_the_largest_working_set_names_the_moment_and_the_way_out
         offload(graph, cluster(memory - 1024), micro_batches=2)
 
 
+def test_a_budget_below_a_rank_s_working_set_names_the_rank() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"backward \d layers.\d, micro-batch 1, on pipeline rank \d needs [\d,]+"
+    ):
+        offload(residual_mlp(layers=2, width=64, batch=32), cluster("120 KiB", devices=2), pipeline=2, micro_batches=2)
+
+
 def test_an_update_in_backward_is_refused_in_turns() -> None:
     with pytest.raises(PinError, match=r"'update' is 'backward', but a step in turns .*: pin 'update' 'after'"):
         offload(micro_batches=2, update="backward")
