@@ -50,6 +50,7 @@ from planner.refusal import check_divisible, check_turns, nothing_fits
 from planner.seams import finer
 from planner.skeleton import Skeleton
 from planner.turns import Staged
+from planner.words import in_seconds
 
 NEAR = 2.0
 """Shapes at most so many doublings from the best plan's are looked at before others; see :meth:`Division.distance`."""
@@ -371,7 +372,9 @@ def _explore(
             closed.append(close(look, best))
             continue
         for each in look_closer(setting, skeleton, look, best):
-            best = better(best, each)
+            known, best = best, better(best, each)
+            if best is not None and best is not known:
+                setting.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.division}, the best so far")
             (closed if each.is_done else waiting).append(each)
     check_divisible(setting, skeleton.graph, closed)
     order = {division: number for number, division in enumerate(divisions)}

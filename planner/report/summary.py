@@ -11,6 +11,7 @@ from typing import Any
 from planner.conversion import Collective
 from planner.detail import BlockDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
+from planner.layout import PIPELINE
 from planner.pipeline.schedule import versions
 from planner.words import again, in_bytes, in_seconds, sizes_text
 
@@ -136,6 +137,9 @@ def standing(document: Document) -> str:
     untried = sum(c["status"] == "not tried" for c in candidates) + document.search.unseen
     if untried:
         parts.append(f"{untried:,} not tried before the time limit")
+    pipelines = [c for c in fits if PIPELINE in c["mesh"] and c["status"] != "not tried"]
+    if pipelines and PIPELINE not in document.sizes:
+        parts.append(f"no faster pipeline found ({len(pipelines)} looked at or bounded away)")
     others = [c for c in fits if c["mesh"] != document.sizes]
     if others:
         following = min(others, key=lambda c: c["bound_s"])

@@ -20,3 +20,4 @@ def test_parallelize_tells_what_it_does() -> None:
         dist.destroy_process_group()
     assert said[0] == "capturing Linear"
     assert any(line.startswith("planning") and "for 1 devices" in line for line in said)
+    assert any(line.endswith("a step on all 1, the best so far") for line in said)

@@ -109,6 +109,7 @@ ROOMS["search"] = {
     "apart",
     "lean",
     "refusal",
+    "words",
 }
 ROOMS["detail"] = {"conversion"}
 ROOMS["names"] = {"graph", "formulate"}

@@ -16,7 +16,7 @@ from planner.document import BlockPlan
 from planner.layout import Mesh
 from planner.plan import Plan
 from planner.report.html import _drawing
-from planner.report.summary import blocks, traffic
+from planner.report.summary import blocks, standing, traffic
 from planner.words import in_bytes, in_count, in_percent, in_seconds
 from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp
 
@@ -232,3 +232,15 @@ def test_the_page_is_saved_whole(tmp_path: Path) -> None:
     gpt2().save_html(tmp_path / "plan.html")
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == gpt2().to_html()
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_became_of_pipelines_is_said() -> None:
+    plan = plan_of(residual_mlp(), cluster(4), {"data": 4})
+    sizes = [{"pipeline": 2, "micro": micro, "all": 2} for micro in (2, 4, 8)]
+    looked_at = [
+        {"status": s, "step_time_s": None, "bound_s": 9.0, "peak_bytes": 0} for s in ("none found", "not tried")
+    ]
+    rows = [{**row, "mesh": mesh} for row, mesh in zip((*looked_at, looked_at[0]), sizes, strict=True)]
+    search = replace(plan.search, candidates=(*plan.search.candidates, *rows))
+    assert "no faster pipeline found (2 looked at or bounded away)" in standing(replace(plan, search=search))
+    assert "pipeline" not in standing(plan)
