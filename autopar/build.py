@@ -171,14 +171,14 @@ def _carrier(
         if action in (("evict", "make") if name in own else () if in_turns is not None else ("fetch",)):
             raise PlanError(
                 f"the plan's timetable has {action} {name}, but parameters are only fetched, and gradients only made "
-                "and evicted: it was edited; make another with autopar.evaluate(model, plan)"
+                "and evicted: it was edited; make another with autopar.evaluate(model, plan, example_kwargs=batch)"
             )
     turns = (None,) if in_turns is None else range(assignment.space.mesh.micro_batches)
     wanted = (of_turn(name, turn) for name, _ in moments.values() for turn in turns)
     if items != sizes or any(moment not in places for moment in wanted):
         raise PlanError(
             "the plan's timetable is of other chunks or blocks than its layouts make: one of them was edited; make "
-            "another with autopar.evaluate(model, plan)"
+            "another with autopar.evaluate(model, plan, example_kwargs=batch)"
         )
     _check_updates(table, carried)
     return Carrier(table, carried, moments, device, disk, in_turns is not None)
@@ -196,7 +196,7 @@ def _check_updates(table: Timetable, carried: Iterable[Carried]) -> None:
         if uses[-1] != Use(moments[-1].name, "rw") or moments[-1].on != "host" or updated < last:
             raise PlanError(
                 f"the plan's timetable updates {each.name} before its last use in the step, or not before the step "
-                "ends: it was edited; make another with autopar.evaluate(model, plan)"
+                "ends: it was edited; make another with autopar.evaluate(model, plan, example_kwargs=batch)"
             )
 
 

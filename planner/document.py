@@ -147,7 +147,7 @@ class Document:
         if self.assignment is None:
             raise PlanError(
                 "this plan was read from a file and does not carry its model's graph: give it one with "
-                "autopar.evaluate(model, plan), and ask the plan that returns"
+                "autopar.evaluate(model, plan, example_kwargs=batch), and ask the plan that returns"
             )
         return certify(self.assignment, self.objective_s * (1 - self.search.gap))
 
@@ -190,7 +190,7 @@ class Document:
         if times is None:
             raise PlanError(
                 "this plan was read from a file that does not say what its stages take, or was edited since: price it "
-                "with autopar.evaluate(model, plan), and ask the plan that returns"
+                "with autopar.evaluate(model, plan, example_kwargs=batch), and ask the plan that returns"
             )
         actions = schedule(pipeline.schedule, pipeline.ranks, self.mesh.micro_batches, pipeline.virtual_stages)
         found = simulate(actions, times.of_stages)

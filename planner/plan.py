@@ -174,9 +174,8 @@ class Plan(Document):
             time_limit_s: for every search that it takes.
 
         Raises:
-            PlanError: the plan was read from a file: ask the plan that ``autopar.evaluate(model, plan)`` returns; or it
-                offloads.
-            PinError: the recipe is malformed, or offloads.
+            PlanError: the plan was read from a file: ask the plan that ``autopar.evaluate`` returns; or it offloads.
+            PinError: the recipe is malformed, or offloads, or pins a schedule without a pipeline.
         """
         from planner.why import why_not
 
@@ -226,7 +225,7 @@ class Plan(Document):
         if self.assignment is None:
             raise PlanError(
                 "this plan was read from a file and does not carry its model's graph: give it one with "
-                "autopar.evaluate(model, plan), and ask the plan that returns"
+                "autopar.evaluate(model, plan, example_kwargs=batch), and ask the plan that returns"
             )
         return OtherSizes(self.assignment, partial(restage, self))
 

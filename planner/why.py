@@ -19,6 +19,7 @@ from planner.division import Division
 from planner.document import Document
 from planner.errors import InfeasibleError, PinError, PlanError
 from planner.formulate import Assignment, Role
+from planner.looks import PROVED
 from planner.pins import Pins
 from planner.problem import evaluate
 from planner.search import Searched, check_time_limit, search
@@ -94,6 +95,8 @@ class WhyNot:
             f"  memory  {_bytes(self.extra_bytes)}: {in_bytes(self.peak_bytes + self.extra_bytes)} "
             f"instead of {in_bytes(self.peak_bytes)}",
         ]
+        if self.extra_s < -PROVED * self.step_time_s:
+            rows.append("  it is faster: the plan's search did not find it. Plan again with this pin, or for longer")
         rows += ["  by block, in bytes that need not all be alive at once:"] if self.blocks else []
         width = max((len(block.name) for block in self.blocks), default=0)
         rows += [
@@ -130,13 +133,18 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
     if plan.assignment is None:
         raise PlanError(
             "this plan was read from a file and does not carry its model's graph: give it one with "
-            "autopar.evaluate(model, plan), and ask the plan that returns"
+            "autopar.evaluate(model, plan, example_kwargs=batch), and ask the plan that returns"
         )
     check_time_limit(time_limit_s)
     if Pins.parse(pin).tier != "device":
         raise PinError(
             f"pin 'offload' is {pin['offload']!r}, and why_not compares plans with all model data on the device: plan "
             "with this pin, and compare what the two plans predict"
+        )
+    if {"schedule", "virtual_stages"} & pin.keys() and "pipeline" not in pin:
+        raise PinError(
+            "pins 'schedule' and 'virtual_stages' are a pipeline's, and the recipe stands by itself: pin 'pipeline', "
+            "its number of stages, too"
         )
     recipe = _Recipe(plan.assignment, plan.cluster, dict(pin), time_limit_s)
     facts = plan.predicted.step_time_s, plan.predicted.peak_bytes

@@ -464,5 +464,5 @@ def test_a_plan_from_a_file_has_no_model(tmp_path):
     plan_of(residual_mlp()).save(path)
     plan = Plan.load(path)
     for ask in (lambda: plan.at(batch=64), plan.max_batch, plan.max_sequence, lambda: plan.formulas):
-        with pytest.raises(PlanError, match=r"autopar\.evaluate\(model, plan\)"):
+        with pytest.raises(PlanError, match=r"autopar\.evaluate\(model, plan, example_kwargs=batch\)"):
             ask()

@@ -138,6 +138,7 @@ ROOMS["why"] = {
     "document",
     "words",
     "search",
+    "looks",
 }
 ROOMS["plan"] = VIEWS - {"solve"} | {"report", "explain", "why"}
 

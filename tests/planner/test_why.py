@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
 from planner.errors import InputError, PinError, PlanError
 from planner.plan import Plan
+from planner.why import WhyNot
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 GRAPH = residual_mlp()
@@ -80,14 +82,22 @@ def test_memory_and_a_pin_are_to_blame_together_and_the_excess_is_enough():
 def test_a_plan_from_a_file_says_how_to_get_one_that_can_tell():
     bare = Plan.from_dict(plan().to_dict())
     for ask in (lambda: bare.why_not({"tensor": 4}), lambda: bare.certificate):
-        with pytest.raises(PlanError, match=r"autopar.evaluate\(model, plan\)"):
+        with pytest.raises(PlanError, match=r"autopar.evaluate\(model, plan, example_kwargs=batch\)"):
             ask()
 
 
 def test_wrong_questions():
     with pytest.raises(PinError, match="tensr"):
         plan().why_not({"tensr": 4})
+    with pytest.raises(PinError, match=r"'schedule' and 'virtual_stages' are a pipeline's, .* pin 'pipeline'"):
+        plan().why_not({"schedule": "1f1b"})
     with pytest.raises(PinError, match="pin is 'tensor'; give a dict"):
         plan().why_not("tensor")
     with pytest.raises(InputError, match="time_limit_s is 0"):
         plan().why_not({"tensor": 4}, time_limit_s=0)
+
+
+def test_a_recipe_that_is_faster_is_recommended() -> None:
+    answer = WhyNot({"tensor": 4}, 1.0, 100, mesh="tensor 4", extra_s=-0.1, proven=False)
+    assert "it is faster: the plan's search did not find it. Plan again with this pin" in str(answer)
+    assert "faster" not in str(replace(answer, extra_s=0.1))
