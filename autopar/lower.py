@@ -159,7 +159,7 @@ class _Functions:
     def name(self, carried: Carried) -> str:
         """The operator that applies a Function, as the planner calls it; Functions of one name are numbered."""
         if carried.cls not in self._names:
-            stem = PREFIX + carried.op.overloadpacket.__name__
+            stem = PREFIX + carried.title
             same = sum(each == stem or each.startswith(f"{stem}#") for each in self._names.values())
             self._names[carried.cls] = f"{stem}#{same + 1}" if same else stem
         return self._names[carried.cls]

@@ -158,7 +158,7 @@ def named(program: Program) -> Program:
 
 def _stem(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
-        return _snake(target.overloadpacket.__name__)
+        return _snake(re.sub(r"__\d+$", "", target.overloadpacket.__name__))  # Functions are numbered
     return _snake(getattr(target, "__name__", "node"))
 
 

@@ -69,8 +69,9 @@ class Carried:
     Attributes:
         cls: the Function.
         args: of a call, with a :class:`_Hole` for every tensor.
+        title: its name, without what it was defined in.
         tensors: how many it takes.
-        op: the operator ``(tensors...) -> tensors``, which applies it.
+        op: the operator ``(tensors...) -> tensors``, which applies it; its name ends in a number of this process.
         spec: how what it returns is nested, and what of that is no tensor; known once it ran.
         is_opaque: whether it runs on tensors with data only.
     """
@@ -81,13 +82,13 @@ class Carried:
         self.spec: tuple[tuple[Any, ...], bool] | None = None
         self.is_opaque = False
         self._known: dict[object, tuple[list[tuple[tuple[int, ...], torch.dtype]], list[bool]]] = {}
-        name = f"{_identifier(cls.__qualname__)}.n{next(_NUMBERS)}"
+        self.title = re.sub(r"\W", "_", cls.__qualname__.rpartition("<locals>.")[2])
+        name = f"{self.title}__{next(_NUMBERS)}"
         _LIBRARY.define(f"{name}({', '.join(f'Tensor t{place}' for place in range(self.tensors))}) -> Tensor[]")
         _LIBRARY.impl(name, self._with_gradients, "Autograd")
         _LIBRARY.impl(name, self.run, "CompositeExplicitAutograd")
         _LIBRARY.impl(name, self.run, "Meta")
-        packet, overload = name.split(".")
-        self.op: torch._ops.OpOverload[..., Any] = getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload)
+        self.op: torch._ops.OpOverload[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
         _BY_OP[self.op] = self
 
     @property
@@ -300,11 +301,6 @@ def _is_recorded() -> bool:
         torch._C._get_dispatch_mode(key) is not None
         for key in (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
     )
-
-
-def _identifier(text: str) -> str:
-    """``"make.<locals>.Bend"`` as ``"Bend"``."""
-    return re.sub(r"\W", "_", text.rpartition("<locals>.")[2])
 
 
 # ---- arguments that are no tensors -----------------------------------------------------------------------------------
