@@ -39,8 +39,9 @@ class Formulas:
     Attributes:
         batch, sequence: the symbols ``b`` and ``s``, for the *global* batch and the sequence length.
         planned: their numbers as planned.
-        parameters_bytes, gradients_bytes, optimizer_bytes: held when backward is over; in turns always, with what
-            parameters are gathered into.
+        parameters_bytes, gradients_bytes, optimizer_bytes: held when backward is over; in turns always.
+        gathered_bytes: in turns, what parameters are gathered into for all micro-batches; in one turn they are block
+            by block, and part of the peak alone.
         saved_bytes: activations held when forward is over; in turns those of all micro-batches in flight.
         peak_bytes: at the fullest moment: the largest of all moments that may be it.
         flops: operations of forward and backward on one rank, those that are repeated too; of a step, all its
@@ -57,6 +58,7 @@ class Formulas:
     parameters_bytes: sympy.Expr
     gradients_bytes: sympy.Expr
     optimizer_bytes: sympy.Expr
+    gathered_bytes: sympy.Expr
     saved_bytes: sympy.Expr
     peak_bytes: sympy.Expr
     flops: sympy.Expr
@@ -81,6 +83,7 @@ class Formulas:
             "parameters": self.parameters_bytes,
             "gradients": self.gradients_bytes,
             "optimizer": self.optimizer_bytes,
+            **({"gathered": self.gathered_bytes} if self.gathered_bytes != 0 else {}),
             "activations": self.saved_bytes,
             "flops": self.flops,
         }
@@ -139,6 +142,7 @@ def formulas(sizes: OtherSizes) -> Formulas:
         held("parameters"),
         held("gradients"),
         held("optimizer"),
+        held("gathered"),
         held("activations"),
         _pick(sympy.Max, moments, symbols),
         _expression(found.flops, symbols),
@@ -195,9 +199,8 @@ def _in_turns(assignment: Assignment, staged: Staged) -> _Grown:
     schedule at the planned sizes.
     """
     recomputing = replace(assignment, recompute=staged.recompute(assignment.space.folded))
-    held = staged.memory_bytes
     return _Grown(
-        {**held, "parameters": held["parameters"] + held["gathered"]},
+        staged.memory_bytes,
         _flops_in_turns(assignment, staged),
         collectives(recomputing, staged.cut.bounds),
         _seconds_in_turns(staged),

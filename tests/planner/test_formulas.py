@@ -355,9 +355,9 @@ def test_formulas_of_a_step_in_turns(pin):
         step_s = float(found.step_time_s.subs(sizes))
         assert step_s <= there.step_time_s * (1 + 1e-9)
         assert step_s >= there.step_time_s * (1 - (1e-9 if batch == 512 else 0.01))
-    kept = found.parameters_bytes + found.gradients_bytes + found.optimizer_bytes
     memory = plan.predicted.memory_bytes
-    assert kept == sum(memory[use] for use in ("parameters", "gathered", "gradients", "optimizer"))
+    for use in ("parameters", "gathered", "gradients", "optimizer"):
+        assert getattr(found, f"{use}_bytes") == memory[use]
     assert found.saved_bytes.subs({found.batch: 512}) == memory["activations"]
     assert (found.bubble_s.subs({found.batch: 512}) > 0) == ("pipeline" in plan.sizes)
 
