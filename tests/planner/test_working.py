@@ -72,10 +72,12 @@ def test_a_sum_over_ranks_is_made_beside_its_terms() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("pin", [{"data": 4}, {"data": 4, "zero": 3}, {"data": 2, "tensor": 2}], ids=str)
 def test_the_sum_is_the_timeline_or_more(pin: dict[str, object], recompute: str) -> None:
-    """More by the gradients, which come into being when activations go, and by little else."""
+    """More by the gradients, which come into being when activations go, and by little else; but for the parameters of
+    the next layer, which are gathered ahead."""
     plan = plan_of(residual_mlp(layers=6, batch=4096), cluster(4), {**pin, "recompute": recompute})
     assert plan.assignment is not None
     found = usage(plan.assignment)
     gradients = sum(held.bytes for held in found.left if held.use == "gradients")
     hidden = 4096 // 4 * 1024 * 4  # the widest tensor of a layer, its samples on as many ranks as there are
-    assert found.peak_bytes <= plan.certificate.peak_bytes <= found.peak_bytes + gradients + 2 * hidden
+    ahead = 4 * (2 * 256 * 1024 + 256 + 1024) if "zero" in pin else 0
+    assert found.peak_bytes - ahead <= plan.certificate.peak_bytes <= found.peak_bytes + gradients + 2 * hidden
