@@ -73,7 +73,8 @@ def test_a_sum_over_ranks_is_made_beside_its_terms() -> None:
 @pytest.mark.parametrize("pin", [{"data": 4}, {"data": 4, "zero": 3}, {"data": 2, "tensor": 2}], ids=str)
 def test_the_sum_is_the_timeline_or_more(pin: dict[str, object], recompute: str) -> None:
     """More by the gradients, which come into being when activations go, and by little else; but for the parameters of
-    the next layer, which are gathered ahead."""
+    the next layer, which are gathered ahead.
+    """
     plan = plan_of(residual_mlp(layers=6, batch=4096), cluster(4), {**pin, "recompute": recompute})
     assert plan.assignment is not None
     found = usage(plan.assignment)
