@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from planner.conversion import local_bytes
-from planner.formulate import Space
+from planner.conversion import Phase, Step, local_bytes, passes, together_on
+from planner.formulate import NOT_BROUGHT, Space, Together
 from planner.graph import Node, Ref
 from planner.layout import MICRO, Axis, Layout
 from planner.ops import OPS
@@ -32,24 +32,35 @@ class ClosedSpace(Space):
         """Operations of backward for each of forward: two products for one; flash attention scores once more."""
         return Fraction(5, 2) if node.op == ATTENTION else Fraction(2)
 
-    def collective_s(self, kind: str, axis: Axis, bytes_in: int) -> float:
+    def collective_s(self, kind: str, axis: Axis, bytes_in: int, together: Together = NOT_BROUGHT) -> float:
         if axis.name == MICRO:  # only sums cross from micro-batch to micro-batch; they are added up as they come
             return growing(0.0, 3 * (axis.size - 1) / self._bandwidth, bytes_in)
-        return smallest(growing(*term, bytes_in) for term in self.cost.collective_terms(kind, axis))
+        terms = self.cost.collective_terms(kind, axis)
+        least_s = min(term.latency_s for term in terms)
+        share_s = least_s / max(1, together.parameters)
+        return smallest(
+            growing(share_s + (latency_s - least_s) / together.times, seconds_per_byte, bytes_in)
+            for latency_s, seconds_per_byte in terms
+        )
 
     def conversion_s(self, ref: Ref, source: Layout, target: Layout) -> tuple[float, float]:
         tensor, device = self.graph.type_of(ref), self.cost.cluster.device
         forward_s: float = 0.0
         backward_s: float = 0.0
+        together = self.together(ref)
+
+        def copied_s(step: Step, phase: Phase) -> float:
+            sizes = [local_bytes(tensor, layout, self.mesh) for layout in (step.before, step.after)]
+            often = passes(step.rule, phase, together_on(self.mesh.axes[step.axis], together.parameters))
+            each = (growing(0.0, n / self._bandwidth, size) for size, n in zip(sizes, often, strict=True) if n)
+            return sum(each, device.launch_overhead_s) if any(often) else 0.0
+
         for step in self.table(ref).route(source, target) if source != target else ():
-            if step.rule not in ("I>R", "R>I"):
-                touched = sum(local_bytes(tensor, layout, self.mesh) for layout in (step.before, step.after))
-                copied_s = growing(device.launch_overhead_s, 1 / self._bandwidth, touched)
-                forward_s += copied_s
-                backward_s += copied_s if tensor.grad else 0.0
+            forward_s += copied_s(step, "forward")
+            backward_s += copied_s(step, "backward") if tensor.grad else 0.0
             axis = self.mesh.axes[step.axis]
             for call in step.collectives(tensor, self.mesh):
-                called_s = self.collective_s(call.kind, axis, call.bytes_in)
+                called_s = self.collective_s(call.kind, axis, call.bytes_in, together)
                 forward_s += called_s if call.phase == "forward" else 0.0
                 backward_s += called_s if call.phase == "backward" else 0.0
         return forward_s, backward_s
@@ -60,20 +71,20 @@ class ClosedSpace(Space):
         tensors = zip((*self.graph.input_types(node), *node.results), (*choice.operands, *choice.results), strict=True)
         sizes = [local_bytes(tensor, layout, self.mesh) for tensor, layout in tensors]
 
-        def memory_s(passes: Passes) -> float:
-            pairs = zip(sizes, passes, strict=True)
-            return sum(growing(0.0, often / self._bandwidth, size) for size, often in pairs if often)
+        def memory_s(often: Passes) -> float:
+            pairs = zip(sizes, often, strict=True)
+            return sum(growing(0.0, each / self._bandwidth, size) for size, each in pairs if each)
 
         flops = self._whole_flops(node) if traffic.runs else 0
         besides_s = memory_s(traffic.besides) + traffic.starts * device.launch_overhead_s
         found = []
-        for is_backward, passes in enumerate((traffic.forward, traffic.backward)):
+        for is_backward, often in enumerate((traffic.forward, traffic.backward)):
             share = device.attention_efficiency[is_backward] if attends else device.matmul_efficiency
             rate = device.peak(node.results[0].dtype if node.results else "float32") * share
             heavier = float(self.heavier(node)) if is_backward else 1.0
             arithmetic_s = growing(0.0, heavier / rate / self._sharing(choice), flops)
-            starts_s = device.launch_overhead_s * any(passes)
-            found.append(largest((arithmetic_s, memory_s(passes))) + starts_s + is_backward * besides_s)
+            starts_s = device.launch_overhead_s * any(often)
+            found.append(largest((arithmetic_s, memory_s(often))) + starts_s + is_backward * besides_s)
         return found[0], found[1] if any(tensor.grad for tensor in node.results) else 0.0
 
     def _whole_flops(self, node: Node) -> int:

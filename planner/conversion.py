@@ -12,11 +12,12 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from planner.graph import TensorType
-from planner.layout import Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
+from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
 from planner.problem import Floats, Ints
 
 # (from, to) -> (collective forward, collective backward). "S>S" is a shard moving to another dim.
@@ -86,6 +87,11 @@ def _collectives(rule: str, axis: Axis, before: int, after: int, grad: bool) -> 
     return tuple(calls)
 
 
+def together_on(axis: Axis, together: int) -> int:
+    """How many parameters one call on an axis brings: nothing is called among turns, nor where there is one rank."""
+    return 0 if axis.size == 1 or axis.name == MICRO else together
+
+
 Route = tuple[Step, ...]
 PriceOf = Callable[[str, Axis, Ints], Floats]
 
@@ -110,7 +116,30 @@ _RULES = tuple(STEPS)
 _KINDS = ("", *sorted({kind for kinds in STEPS.values() for kind in kinds if kind}))
 _FORWARD = np.array([_KINDS.index(STEPS[rule][0]) for rule in _RULES])
 _BACKWARD = np.array([_KINDS.index(STEPS[rule][1]) for rule in _RULES])
-_MOVES = np.array([rule not in ("I>R", "R>I") for rule in _RULES])
+
+
+class Passes(NamedTuple):
+    """How often a step passes over a rank's part before and after it in memory, beside its call: read or written."""
+
+    before: int
+    after: int
+
+
+Phase = Literal["forward", "backward"]
+PHASES: tuple[Phase, Phase] = ("forward", "backward")
+
+
+def passes(rule: str, phase: Phase, together: int) -> Passes:
+    """What a step copies, forward or backward.
+
+    Args:
+        together: parameters that one call brings; 0: the value is no parameter that is brought.
+    """
+    if together and rule == "I>R":  # gradients are put behind one another
+        return Passes(0, 2) if phase == "backward" else Passes(0, 0)
+    if together and rule == "S>R":  # parts are put behind one another, and what comes into shape; gradients into parts
+        return Passes(0, 2) if phase == "backward" else Passes(2, 2) if together > 1 else Passes(1, 1)
+    return Passes(0, 0) if rule in ("I>R", "R>I") else Passes(1, 1)
 
 
 def _rule_number(src: LocalType, dst: LocalType, grad: bool) -> int:
@@ -156,12 +185,18 @@ def _steps(
     return src, after[src, to], rule[src, to]
 
 
+def _passes_of_all(phase: Phase, together: int) -> Ints:
+    """Those of every rule."""
+    return np.array([passes(rule, phase, together) for rule in _RULES])
+
+
 class ConversionTable:
     """All conversions of one tensor type on one mesh.
 
     Args:
         first: the local types on the first axis, where they are not all that are possible.
         first_is_last: nothing else changes any more once the first axis is replicated.
+        together: see :func:`passes`.
 
     Attributes:
         layouts: every layout considered, valid for the shape.
@@ -179,6 +214,7 @@ class ConversionTable:
         launch_s: float,
         first: Collection[LocalType] | None = None,
         first_is_last: bool = False,
+        together: int = 0,
     ):
         self.tensor, self.mesh = tensor, mesh
         types: list[LocalType] = [R, P, *sorted(shards)] if not tensor.grad else [R, I, P, *sorted(shards)]
@@ -199,9 +235,14 @@ class ConversionTable:
             silent = np.zeros(count)
             prices = np.stack([silent if axis.size == 1 or not kind else price(kind, axis, held) for kind in _KINDS])
             src, dst, rules = _steps(self.layouts, number, tuple(types), tensor.grad, first_is_last)
-            moved = np.where(_MOVES[rules], launch_s + touch_s_per_byte * (held[src] + held[dst]), 0.0)
-            forward[src, dst] = prices[_FORWARD[rules], src] + moved
-            backward[src, dst] = prices[_BACKWARD[rules], dst] + moved if tensor.grad else 0.0
+            there, back = (_passes_of_all(phase, together_on(axis, together))[rules].T for phase in PHASES)
+
+            def moved_s(times: Ints, src: Ints = src, dst: Ints = dst) -> Floats:
+                copied_s = touch_s_per_byte * (times[0] * held[src] + times[1] * held[dst])
+                return np.where(times.any(axis=0), launch_s + copied_s, 0.0)
+
+            forward[src, dst] = prices[_FORWARD[rules], src] + moved_s(there)
+            backward[src, dst] = prices[_BACKWARD[rules], dst] + moved_s(back) if tensor.grad else 0.0
         self._via = np.full((count, count), -1)
         _close(forward, backward, self._via)
         self.forward_s: Floats = forward

@@ -31,6 +31,7 @@ from planner.recompute import NOTHING, Level, Recompute
 from planner.rules import Inner, Rule
 from planner.skeleton import Flow, Skeleton
 from planner.skeleton import Role as Role
+from planner.skeleton import Together as Together
 from planner.strategy import Allow, Choice, Strips, axis_ways, choices_of, leaf_layouts, rule_of, shards_of
 from planner.traffic import Traffic
 
@@ -39,6 +40,8 @@ Mask = NDArray[np.bool_]
 Tier = Literal["device", "host", "either", "disk"]
 Update = Literal["after", "backward"]
 BUCKET_BYTES = 25 * 2**20
+NOT_BROUGHT = Together(0, 1.0)
+"""Of what is no parameter that one operator of one block reads."""
 OVERLAP = {"nccl": 0.9, "gloo": 0.0}
 """Share of backward work that can hide gradient communication, where a cluster does not say. Gloo communicates on the
 cores that compute."""
@@ -393,22 +396,37 @@ class Space:
         is_summed_first = turns is not None and tensor.grad and is_param and self.brings_once
         # A parameter that comes with each of them is priced for one.
         parts = self.mesh.micro_batches if is_param and not self.brings_once else 1
-        key = (tensor, shards, turns, is_summed_first, parts)
+        together = self.together(ref)
+        key = (tensor, shards, turns, is_summed_first, parts, together)
         if key not in self._prices.tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
 
             def price(kind: str, axis: Axis, bytes_in: Ints) -> Floats:
                 if axis.name != MICRO:
-                    return self.cost.collective_s(kind, axis, bytes_in)
+                    if together is NOT_BROUGHT:
+                        return self.cost.collective_s(kind, axis, bytes_in)
+                    start_s = self.cost.collective_s(kind, axis, 0.0)
+                    whole_s = self.cost.collective_s(kind, axis, bytes_in * together.times)
+                    return start_s / together.parameters + (whole_s - start_s) / together.times
                 # Nothing but sums crosses from micro-batch to micro-batch; they are added up as they come, in place.
                 each_s = 3 * touch if kind == "all_reduce" else math.inf
                 return np.asarray((axis.size - 1) / parts * each_s * np.maximum(bytes_in, 1), np.float64)
 
             self._prices.tables[key] = ConversionTable(
-                tensor, self.mesh, shards, price, touch, launch, turns, is_summed_first
+                tensor, self.mesh, shards, price, touch, launch, turns, is_summed_first, together.parameters
             )
         return self._prices.tables[key]
+
+    def together(self, ref: Ref) -> Together:
+        """Parameters that are brought in one call with this one, itself included; each has its share of the call.
+
+        The shares are equal in what a call takes however small it is, and by bytes in the rest. Of a cluster that was
+        not measured each pays for a call of its own: what a call there is stated to take is the wire's part alone.
+        """
+        if self.cost.cluster.calibration is None:
+            return NOT_BROUGHT
+        return self.skeleton.together.get(self.role_of[ref.node], NOT_BROUGHT)
 
     def _turns(self, ref: Ref) -> frozenset[LocalType]:
         """The local types that a value has over micro-batches where it is made and where it is read."""

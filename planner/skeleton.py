@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 from planner.again import Again, Backward
 from planner.charges import Charges, Places
@@ -26,6 +26,13 @@ from planner.working import Working, working
 Role = tuple[object, ...]
 Flow = tuple[Role, Role, Ref, tuple[int, ...]]
 """Source role, reader role, representative value, operand positions."""
+
+
+class Together(NamedTuple):
+    """Parameters that one call of a block brings: how many, and how often as large as one of them all are."""
+
+    parameters: int
+    times: float
 
 
 class Skeleton:
@@ -126,6 +133,27 @@ class Skeleton:
         """The relay role of a value, if it has one."""
         relay = ("relay", self.role_of[ref.node], ref.index)
         return relay if relay in self.relays else None
+
+    @cached_property
+    def together(self) -> dict[Role, Together]:
+        """Role of a parameter that one operator of one block reads -> those of its block that are like it.
+
+        They are brought in one call as far as they are stored and used alike (:meth:`Assignment.chunks`), and are
+        priced as if they all were.
+        """
+        found: dict[Role, Together] = {}
+        for first, *_ in self.folded.kinds:
+            alike: dict[object, list[Ref]] = {}
+            for ref in first.block.inputs:
+                if self.graph.by_name[ref.node].op == "param" and self.relay_of(ref) is None:
+                    tensor = self.graph.type_of(ref)
+                    alike.setdefault((tensor.dtype, tensor.grad), []).append(ref)
+            for refs in alike.values():
+                whole = sum(self.graph.type_of(ref).size_bytes for ref in refs)
+                for ref in refs:
+                    size = self.graph.type_of(ref).size_bytes
+                    found[self.role_of[ref.node]] = Together(len(refs), whole / size if size else 1.0)
+        return found
 
     def runs_again(self, role: Role, recompute: Recompute) -> int:
         """How many members of an operator's role run again in backward."""

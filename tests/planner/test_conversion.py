@@ -5,9 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from planner.conversion import STEPS, Collective, ConversionTable, Step
-from planner.graph import TensorType
+from planner.calibration import Calibration
+from planner.conversion import STEPS, Collective, ConversionTable, Step, passes
+from planner.cost import CostModel
+from planner.fold import fold
+from planner.formulate import BUCKET_BYTES, NOT_BROUGHT, Space, Training, rules_of
+from planner.graph import Ref, TensorType
 from planner.layout import I, Mesh, P, R, Shard, local_shape
+from tests.planner.plans import cluster, residual_mlp
 
 TENSOR = TensorType((8, 4), "float32", grad=True)
 
@@ -100,3 +105,55 @@ def test_partial_sums_are_never_made_up():
 def test_the_major_axis_is_gathered_after_the_minor_one():
     route = table(Mesh.of(a=2, b=2)).route((Shard(0), Shard(0)), (R, R))
     assert [step.axis for step in route] == [1, 0]
+
+
+def measured_cluster():
+    """A call takes 5 ms however small it is."""
+    curves = [
+        {"kind": kind, "size": 4, "bytes": [2**12, 2**23], "seconds": [0.005, 0.015]}
+        for kind in ("all_reduce", "all_gather", "reduce_scatter")
+    ]
+    facts = {"format": "autopar-calibration", "version": 1, "device": "cpu", "ranks": 4, "launch_s": 1e-5}
+    return cluster(4).calibrated(Calibration.from_dict({**facts, "collectives": curves}))
+
+
+@pytest.mark.parametrize(
+    "source, kind", [((I,), "all_reduce"), ((Shard(0),), "reduce_scatter")], ids=["sums", "shards"]
+)
+def test_parameters_that_one_call_brings_pay_for_one_call_together(source, kind):
+    """A block has weights and biases of several sizes; what they pay besides is that they are copied into one piece."""
+    graph, mesh, cost = residual_mlp(), Mesh.of(data=4), CostModel(measured_cluster())
+    space = Space(fold(graph), mesh, cost, Training(), rules_of(graph))
+    layer = next(i.block for i in space.folded.instances if i.block.path.startswith("layers"))
+    refs = [ref for ref in layer.inputs if graph.by_name[ref.node].op == "param"]
+    sizes = {ref: graph.type_of(ref).size_bytes for ref in refs}
+    assert len(refs) == 4 and len(set(sizes.values())) > 1
+    copied_s = 2 * cost.compute_s(0.0, BUCKET_BYTES, "float32", 0) / BUCKET_BYTES
+    start_s = cost.compute_s(0.0, 0, "float32", 1)
+    shares, stated = [], Space(fold(graph), mesh, CostModel(cluster(4)), Training(), rules_of(graph))
+    for ref in refs:
+        found = space.table(ref)
+        back_s = found.backward_s[found.index[source], found.index[(R,)]]
+        shares.append(back_s - start_s - copied_s * sizes[ref])
+    assert sum(shares) == pytest.approx(cost.collective_s(kind, mesh.axes[0], sum(sizes.values())))
+    assert min(shares) >= cost.collective_s(kind, mesh.axes[0], 0) / len(refs)
+    assert all(stated.together(ref) == NOT_BROUGHT for ref in refs)
+
+
+def test_values_that_are_no_parameters_pay_for_calls_of_their_own():
+    graph, mesh, cost = residual_mlp(), Mesh.of(data=4), CostModel(measured_cluster())
+    space = Space(fold(graph), mesh, cost, Training(), rules_of(graph))
+    value = next(Ref(node.name) for node in graph.nodes if node.op == "aten.linear.default")
+    found, size = space.table(value), graph.type_of(value).size_bytes
+    there_s = found.forward_s[found.index[(P,)], found.index[(I,)]]
+    moved_s = (
+        cost.compute_s(0.0, 0, "float32", 1) + 2 * size * cost.compute_s(0.0, BUCKET_BYTES, "float32", 0) / BUCKET_BYTES
+    )
+    assert there_s == pytest.approx(cost.collective_s("all_reduce", mesh.axes[0], size) + moved_s)
+
+
+def test_what_is_copied_beside_a_call():
+    assert passes("I>R", "forward", 3) == passes("I>R", "backward", 0) == (0, 0)
+    assert passes("I>R", "backward", 3) == passes("S>R", "backward", 1) == (0, 2)
+    assert passes("S>R", "forward", 3) == (2, 2)
+    assert passes("S>R", "forward", 1) == passes("S>R", "forward", 0) == passes("P>S", "backward", 3) == (1, 1)
