@@ -34,6 +34,7 @@ from autopar.garbage import no_garbage
 from autopar.marks import NotFoldable, writes_in_place
 from autopar.nominate import storage_of
 from autopar.program import Program, expand
+from autopar.regions import detach_ungraded
 from autopar.repeats import Repeats
 from autopar.undo import Before
 from planner.errors import CaptureError, InputError
@@ -231,6 +232,7 @@ def _capture_whole(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kw
         with _caches_off(model), _masks_not_read(), _undone(whole):
             raise failure(model, whole, args, kwargs, error) from error
     if _mutates(exported):
+        detach_ungraded(exported)
         with warnings.catch_warnings():  # of torch about its own copying
             warnings.simplefilter("ignore", FutureWarning)
             exported = exported.run_decompositions({})

@@ -17,7 +17,7 @@ _STATIC = (int, float, bool, str, complex, type(None))
 EACH_ITS_OWN = {"aten.broadcast_tensors.default", "aten.meshgrid.default", "aten.meshgrid.indexing"}
 """Operators of which each result comes from one operand alone, and with it its gradient."""
 
-_SHAPE_ONLY = re.compile(r"aten\.(detach|(zeros|ones|full|empty|rand|randn|randint)_like|new_\w+)\.")
+SHAPE_ONLY = re.compile(r"aten\.(detach|(zeros|ones|full|empty|rand|randn|randint)_like|new_\w+)\.")
 """Operators that take from their operand its shape alone, or whose result has no gradient by definition."""
 
 
@@ -33,7 +33,7 @@ def shares_of(inputs: list[int], results: list[int]) -> tuple[int, ...]:
 
 def is_differentiable(op: str, value: torch.Tensor) -> bool:
     """Whether a result may have a gradient, if an operand has."""
-    return (value.is_floating_point() or value.is_complex()) and not _SHAPE_ONLY.match(op)
+    return (value.is_floating_point() or value.is_complex()) and not SHAPE_ONLY.match(op)
 
 
 def values_of(node: torch.fx.Node, value: Any) -> list[torch.Tensor]:

@@ -324,11 +324,11 @@ class Sums(Gradients):
         self._home: Tensor | None = None
 
     def made(self, grads: Mapping[str, Tensor | None]) -> None:
-        """Add what a backward made."""
+        """Add what a backward made; the first is copied, since autograd may have given others the same memory."""
         for name, grad in grads.items():
             if grad is not None:
                 leaf = self._parameters.leaves[name]
-                leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+                leaf.grad = grad.clone() if leaf.grad is None else leaf.grad.add_(grad)
 
     def leave(self) -> tuple[dict[str, Tensor], Any]:
         """What is on its way home, all of it summed up."""

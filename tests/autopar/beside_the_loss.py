@@ -33,6 +33,37 @@ class Several(nn.Module):
         return {"power": sum(powers), "loss": x.square().mean() + 0.1 * sum(powers), "logits": self.head(x)}
 
 
+class Tables(nn.Module):
+    """Two tables that are added up, and read by blocks at both ends: autograd finds one gradient for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.kinds = (nn.Parameter(torch.randn(16)) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for number, layer in enumerate(self.layers):
+            x = x + layer(x)
+            if number == 0:
+                x = x + (self.places + self.kinds)
+        return {"loss": x.square().mean(), "size": (x.detach() * self.places * self.kinds).mean().detach()}
+
+
+def adds_up_apart() -> None:
+    """Gradients of micro-batches, where those of two parameters came in one memory."""
+    torch.manual_seed(0)
+    original = Tables().double()
+    pmodel = autopar.parallelize(
+        copy.deepcopy(original),
+        ClusterSpec.local(1, cores=2, host_memory_bytes="1 GiB"),
+        example_kwargs=batch(0),
+        pin={"micro_batches": 4, "offload": "host"},
+    )
+    for module in (pmodel, original):
+        module(**batch(1))["loss"].backward()
+    same_gradients(pmodel, original)
+
+
 def batch(seed: int) -> Batch:
     return {"x": torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))}
 

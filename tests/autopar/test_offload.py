@@ -84,6 +84,10 @@ def test_outputs_beside_the_loss_are_carried(pool: LocalProcesses, pin: dict[str
     pool.run(beside_the_loss.trains, pin, ranks=2)
 
 
+def test_gradients_in_one_memory_add_up_apart(pool: LocalProcesses) -> None:
+    pool.run(beside_the_loss.adds_up_apart, ranks=1)
+
+
 def test_what_stays_on_the_device_is_trained_there(pool: LocalProcesses) -> None:
     pin = {"data": 2, "zero": 0, "offload": "auto", "recompute": "none"}
     least = carried.plan_of("functional-gpt", {**pin, "offload": "host"}, 2).timetable
