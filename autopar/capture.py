@@ -274,7 +274,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _export(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    with warnings.catch_warnings(), _caches_off(model), _masks_not_read(), carrying(whole), without_torchs_notes():
+    with warnings.catch_warnings(), _caches_off(model), _masks_not_read(), carrying(model), without_torchs_notes():
         warnings.simplefilter("ignore")
         return torch.export.export(whole, args, kwargs, strict=False)
 

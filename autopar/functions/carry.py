@@ -1,7 +1,7 @@
 """Carry: calls of ``torch.autograd.Function``s as operators of the captured graph.
 
-A graph holds the forward of what is traced; training would derive that. So while a model that trains is captured, every
-Function that it applies is called as an operator, :class:`Carried`, one for each Function and each choice of its
+A graph holds the forward of what is traced; training would derive that. So while a model is captured, every Function
+that it applies with gradients is called as an operator, :class:`Carried`, one for each Function and each choice of its
 arguments that are no tensors. The emitted program calls the same operator on local tensors, and that applies the
 Function: its own forward, context and backward.
 """
@@ -24,10 +24,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.facts import PLAIN
 from autopar.functions.declared import DECLARED, Declared
+from autopar.functions.outside import Watching, belonging
 from planner.errors import CaptureError, InputError
 
 NAMESPACE = "autopar_function"
@@ -133,7 +133,7 @@ class Carried:
 
     def run(self, *tensors: Tensor) -> list[Tensor]:
         """The operator."""
-        is_unseen = _TRAINS.get() is not None or self.declared is not None or self.is_opaque
+        is_unseen = _IS_CAPTURED.get() or self.declared is not None or self.is_opaque
         if is_unseen and any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
             return list(_Nothing.apply(self, *tensors))
         if is_unseen and any(hasattr(t, "_local_tensors") for t in tensors):
@@ -160,7 +160,7 @@ class Carried:
             return results, [r.is_floating_point() for r in results]
         try:
             alone = [t.detach() for t in tensors]
-            with torch.no_grad(), _Refusing(self.name):
+            with torch.no_grad(), _Refusing(self.name, tensors):
                 found = self.apply(alone)
             if [t._version for t in tensors] == versions:
                 with torch.enable_grad():
@@ -192,25 +192,12 @@ class Carried:
         return self.run(*tensors)
 
 
-class _Refusing(TorchDispatchMode):
-    """Refuses what a Function may not do while its forward runs: draw random numbers, or find parameters by itself."""
+class _Refusing(Watching):
+    """Refuses what a Function may not do while its forward runs: draw random numbers, or find what is the model's."""
 
-    def __init__(self, name: str):
-        super().__init__()
-        self._name = name
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def check(self, func: Any, tensors: list[Tensor]) -> None:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise draws(self._name, func)
-        for tensor in pytree.tree_leaves((args, kwargs)):
-            if isinstance(tensor, nn.Parameter):
-                raise CaptureError(
-                    f"{self._name} reads a parameter of shape {tuple(tensor.shape)} that is not among its arguments: "
-                    "pass it, since a plan would go on with its first values, and autograd gives it no gradient"
-                )
-        return func(*args, **(kwargs or {}))
+            raise draws(self.name, func)
 
 
 def draws(name: str, op: object) -> CaptureError:
@@ -243,7 +230,7 @@ def around(mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
 
 # ---- while a model is captured ---------------------------------------------------------------------------------------
 
-_TRAINS: ContextVar[bool | None] = ContextVar("_TRAINS", default=None)
+_IS_CAPTURED: ContextVar[bool] = ContextVar("_IS_CAPTURED", default=False)
 
 
 class _Instead:
@@ -258,22 +245,24 @@ class _Instead:
 def carrying(model: nn.Module) -> Iterator[None]:
     """While inside, calls of Functions are recorded as operators.
 
-    Those that torch brings are its own concern, and what does not train needs no backward, unless it was declared.
+    Those that torch brings are its own concern, and what runs under ``no_grad`` needs no backward, unless it was
+    declared. Without dropout, in eval mode, gradients are asked for as well.
     ``apply`` gets other code, since models hold on to it (``gelu = GeLU.apply``), where no assignment reaches.
     """
-    token, before = _TRAINS.set(model.training), _APPLY.__code__
+    token, before = _IS_CAPTURED.set(True), _APPLY.__code__
     _APPLY.__code__ = _Instead.__dict__["apply"].__code__
     try:
-        yield
+        with belonging(model):
+            yield
     finally:
         _APPLY.__code__ = before
-        _TRAINS.reset(token)
+        _IS_CAPTURED.reset(token)
 
 
 def called(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``cls.apply(*args, **kwargs)`` in a model that is captured."""
     tensors = [arg for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, Tensor)]
-    trains = bool(_TRAINS.get()) and torch.is_grad_enabled() and any(t.is_floating_point() for t in tensors)
+    trains = torch.is_grad_enabled() and any(t.is_floating_point() for t in tensors)
     if cls.__module__.startswith(("torch.", "autopar.")) or not tensors or not (trains or cls in DECLARED):
         return apply(cls, *args, **kwargs)
     bound = list(args)

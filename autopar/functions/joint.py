@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.functions.carry import Carried, draws
+from autopar.functions.outside import Watching
 from autopar.operators import arguments, shares_of, storages_of, tensor_type, values_of
 from planner.errors import CaptureError
 from planner.graph import Graph, Node, Ref
@@ -86,7 +87,7 @@ def trace(carried: Carried, operands: Sequence[Operand], left_out: frozenset[int
 
     Raises:
         NotTraced: it cannot be traced.
-        CaptureError: it draws random numbers.
+        CaptureError: it draws random numbers, or finds parameters or buffers by itself.
     """
     try:
         with alone(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
@@ -144,14 +145,15 @@ class _Trace:
         inputs, gradients = list(tensors[: len(self.inputs)]), tensors[len(self.inputs) :]
         for place in self.trained:
             inputs[place] = inputs[place].detach().requires_grad_()
-        results = self.carried.apply(inputs)
         mode = get_proxy_mode()
         assert mode is not None
-        self.names.update(node.name for node in mode.tracer.graph.nodes)
         found: Sequence[Tensor | None] = [None] * len(self.trained)
-        if self.given and self.trained:
-            roots, wanted = [results[place] for place in self.given], [inputs[place] for place in self.trained]
-            found = torch.autograd.grad(roots, wanted, list(gradients), allow_unused=True)
+        with _Arguments(self.carried.name, tensors):
+            results = self.carried.apply(inputs)
+            self.names.update(node.name for node in mode.tracer.graph.nodes)
+            if self.given and self.trained:
+                roots, wanted = [results[place] for place in self.given], [inputs[place] for place in self.trained]
+                found = torch.autograd.grad(roots, wanted, list(gradients), allow_unused=True)
         self.has_gradient = [gradient is not None for gradient in found]
         return [*results, *(gradient for gradient in found if gradient is not None)]
 
@@ -211,11 +213,26 @@ class _Trace:
         )
 
 
+class _Arguments(Watching):
+    """Allows arguments alone, and what is made of them and of numbers that the code writes (``lift_fresh``)."""
+
+    def check(self, func: Any, tensors: list[Tensor]) -> None:
+        if func is torch.ops.aten.lift_fresh.default:
+            return
+        for tensor in tensors:
+            if not isinstance(tensor, FakeTensor):
+                raise _reads(tensor)
+
+
+def _reads(tensor: Tensor) -> NotTraced:
+    return NotTraced(f"it reads a tensor of shape {tuple(tensor.shape)} that is not among its arguments")
+
+
 def _literal(tensor: Tensor) -> Tensor:
     """The tensor that a graph holds for a number that the code writes."""
     value = tensor.constant if isinstance(tensor, FakeTensor) else tensor
     if value is None or value.ndim or value.requires_grad:
-        raise NotTraced(f"it reads a tensor of shape {tuple(tensor.shape)} that is not among its arguments")
+        raise _reads(tensor)
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -594,3 +595,89 @@ def test_what_cannot_be_carried_is_refused(use: Callable[[Tensor, Tensor], Tenso
     model, batch = net(use)
     with pytest.raises(CaptureError, match=message):
         capture(model, None, batch, fold=fold)
+
+
+# ---- what it finds by itself -----------------------------------------------------------------------------------------
+
+
+def _finding(forward: Callable[[Tensor, Any], Tensor], backward: Callable[[Tensor, Any], Tensor]) -> type[Function]:
+    """A Function that is given no tensor but the first, and finds others in what else it is given."""
+
+    class Finding(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, found: Any) -> Tensor:
+            ctx.found = found
+            return forward(x, found)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return backward(gradient, ctx.found), None
+
+    return Finding
+
+
+def _written(x: Tensor, found: nn.Module) -> Tensor:
+    found.get_buffer("most").fill_(3.0)
+    return x * 2
+
+
+def _same(tensor: Tensor, _: Any) -> Tensor:
+    return tensor * 2
+
+
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize(
+    "forward, backward, message",
+    [
+        (lambda x, found: x * found.most, _same, r"reads a buffer \(most\) of shape \(1,\) .* pass it to apply"),
+        (lambda x, found: x * found.view, _same, r"Finding reads a buffer \(most\) of shape \(\)"),
+        (_written, _same, r"Finding writes into a buffer \(most\) of shape \(1,\)"),
+        (_same, lambda g, found: g * found.most, r"Finding reads a buffer \(most\) of shape \(1,\)"),
+        (_same, lambda g, found: g * found.layers[0].weight.detach(), r"reads a parameter \(layers.0.weight\)"),
+        (_same, _written, r"Finding writes into a buffer \(most\) of shape \(1,\)"),
+    ],
+)
+def test_what_is_the_models_must_be_an_argument(
+    forward: Callable[..., Tensor], backward: Callable[..., Tensor], message: str, fold: bool
+) -> None:
+    """The parallel module has its own: the original's would be read for ever."""
+    cls = _finding(forward, backward)
+    model, batch = net(lambda x, weight: cls.apply(x, model))
+    model.register_buffer("most", torch.ones(1))
+    model.view = model.get_buffer("most")[0]
+    with pytest.raises(CaptureError, match=message):
+        capture(model, None, batch, fold=fold)
+
+
+@pytest.mark.parametrize(
+    "forward, backward, shape",
+    [
+        (lambda x, found: x * found.zero, _same, ()),
+        (_same, lambda g, found: g + found.zero, ()),
+        (_same, lambda g, found: g * found.zero.item(), ()),
+        (_same, lambda g, found: g * found.one, (1,)),
+    ],
+)
+def test_other_tensors_from_outside_are_no_numbers(
+    forward: Callable[..., Tensor], backward: Callable[..., Tensor], shape: tuple[int, ...]
+) -> None:
+    """They may change, from zero too: nothing is proved."""
+    cls, outside = _finding(forward, backward), SimpleNamespace(zero=torch.tensor(0.0), one=torch.ones(1))
+    (node, *_) = functions(*net(lambda x, weight: cls.apply(x, outside)))
+    assert (node["factors"], node["terms"]) == ((), False)
+    assert node["why"] == f"it reads a tensor of shape {shape} that is not among its arguments"
+
+
+def test_numbers_that_it_writes_are_numbers() -> None:
+    cls = _finding(_same, lambda g, found: g * torch.tensor(3.0))
+    (node, *_) = functions(*net(lambda x, weight: cls.apply(x, None)))
+    assert (node["factors"], node["terms"]) == (EVERY, True)
+
+
+def test_gradients_are_its_own_in_eval_mode() -> None:
+    """Dropout is off, which says nothing about gradients; under no_grad nothing has a backward."""
+    model, batch = net("scale")
+    assert functions(model.eval(), batch)
+    verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2})
+    with torch.no_grad():
+        assert not functions(model, batch)

@@ -1,0 +1,86 @@
+"""Outside: what a Function reads or writes that is not among its arguments.
+
+The parallel module has parameters and buffers of its own. A Function that finds those of the original by itself would
+read them for ever, whatever training makes of them, so it is refused wherever it is seen to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.errors import CaptureError
+
+_Memory = dict[int, tuple[str, Tensor]]
+"""What lies where. Tensors are held, since what is made after them would lie there otherwise."""
+
+_CAPTURED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_BEFORE: ContextVar[_Memory | None] = ContextVar("_BEFORE", default=None)
+
+
+@contextlib.contextmanager
+def belonging(model: nn.Module) -> Iterator[None]:
+    """Know what belongs to a model: from now on what it has, and inside what it has now, for which others stand in."""
+    _CAPTURED.add(model)
+    token = _BEFORE.set(_memory(model))
+    try:
+        yield
+    finally:
+        _BEFORE.reset(token)
+
+
+class Watching(TorchDispatchMode):
+    """Refuses what a Function may not touch while it runs: parameters that it finds by itself, and a model's buffers.
+
+    Args:
+        name: the Function's.
+        tensors: its arguments.
+
+    Raises:
+        CaptureError: it does.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[Tensor]):
+        super().__init__()
+        self.name = name
+        given = {*map(_storage, tensors)}
+        memory = [_BEFORE.get() or {}, *map(_memory, list(_CAPTURED))]
+        self._memory = {at: what for found in memory for at, what in found.items() if at not in given}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in found:
+            belongs, _ = self._memory.get(_storage(tensor), ("", None))
+            if belongs or isinstance(tensor, nn.Parameter):
+                raise CaptureError(
+                    f"{self.name} {'writes into' if func._schema.is_mutable else 'reads'} a "
+                    f"{belongs or 'parameter'} of shape {tuple(tensor.shape)} that is not among its arguments: pass it "
+                    "to apply() as an argument, and write to it outside, since a plan would go on with the original's "
+                    "values, and autograd gives it no gradient"
+                )
+        self.check(func, found)
+        return func(*args, **(kwargs or {}))
+
+    def check(self, func: Any, tensors: list[Tensor]) -> None:
+        """Refuse more, given an operator and the tensors that it takes."""
+
+
+def _memory(model: nn.Module) -> _Memory:
+    tensors = [(f"buffer ({name})", t) for name, t in model.named_buffers()]
+    tensors += [(f"parameter ({name})", t) for name, t in model.named_parameters()]
+    return {_storage(t): (what, t) for what, t in tensors if t.layout == torch.strided}
+
+
+def _storage(tensor: Tensor) -> int:
+    """Names the memory; 0 for tensors that have none."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
