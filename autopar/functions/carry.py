@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.facts import PLAIN
 from autopar.functions.declared import DECLARED, Declared
@@ -81,6 +82,7 @@ class Carried:
         self.tensors = sum(isinstance(arg, _Hole) for arg in args)
         self.spec: tuple[tuple[Any, ...], bool] | None = None
         self.is_opaque = False
+        self._devices: list[torch.device] = []
         self._known: dict[object, tuple[list[tuple[tuple[int, ...], torch.dtype]], list[bool]]] = {}
         self.title = re.sub(r"\W", "_", cls.__qualname__.rpartition("<locals>.")[2])
         name = f"{self.title}__{next(_NUMBERS)}"
@@ -134,7 +136,7 @@ class Carried:
     def run(self, *tensors: Tensor) -> list[Tensor]:
         """The operator."""
         is_unseen = _IS_CAPTURED.get() or self.declared is not None or self.is_opaque
-        if is_unseen and any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
+        if any(t.is_meta or (is_unseen and isinstance(t, FakeTensor)) for t in tensors):
             return list(_Nothing.apply(self, *tensors))
         if is_unseen and any(hasattr(t, "_local_tensors") for t in tensors):
             from autopar.functions.ranks import EachRank  # simulations alone need it
@@ -158,6 +160,14 @@ class Carried:
             if self.spec is None:
                 self.spec = tuple(map(_Hole, range(len(results)))), len(results) > 1
             return results, [r.is_floating_point() for r in results]
+        # Code that makes tensors of its own makes them for the devices that it was captured for.
+        if any(isinstance(t, FakeTensor) for t in tensors):
+            self._devices = [t.device for t in tensors]
+        elif any(device.type != "meta" for device in self._devices):
+            with torch._C.DisableTorchFunction(), _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+                placed = zip(tensors, self._devices, strict=True)
+                found, trained = self.shapes([torch.empty(t.shape, dtype=t.dtype, device=at) for t, at in placed])
+            return [tensors[0].new_empty(t.shape, dtype=t.dtype) for t in found], trained
         try:
             alone = [t.detach() for t in tensors]
             with torch.no_grad(), _Refusing(self.name, tensors):

@@ -597,6 +597,24 @@ def test_what_cannot_be_carried_is_refused(use: Callable[[Tensor, Tensor], Tenso
         capture(model, None, batch, fold=fold)
 
 
+class Ramp(Function):
+    """Makes a tensor for the device that is the default, as much code does that runs on one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * torch.arange(x.shape[-1], dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.arange(gradient.shape[0], dtype=gradient.dtype)[:, None, None]
+
+
+@pytest.mark.parametrize("pin", [{"data": 2}, {"tensor": 2}], ids=str)
+def test_a_function_may_make_tensors_on_the_default_device(pin: dict[str, object]) -> None:
+    model, batch = net(lambda x, weight: Ramp.apply(x) / WIDE, layers=1)
+    verify(model, ClusterSpec.local(2), example_kwargs=batch, pin=pin)
+
+
 # ---- what it finds by itself -----------------------------------------------------------------------------------------
 
 
