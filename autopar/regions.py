@@ -40,7 +40,8 @@ def detach_ungraded(exported: ExportedProgram) -> None:
                     "writes does not know where: compute what is to have a gradient outside of torch.no_grad()"
                 )
             for inside, outside in zip(operands, reads, strict=True):
-                if (graded is None or outside in graded) and _is_written(inside):
+                is_made = not isinstance(outside, fx.Node) or outside.op != "placeholder"  # others are refused by name
+                if is_made and (graded is None or outside in graded) and _is_written(inside):
                     raise CaptureError(
                         f"the model writes under torch.no_grad() into {outside}, which has a gradient, and torch "
                         "leaves that as it was: write to a copy (x = x.detach().clone(), or torch.where), or outside "
