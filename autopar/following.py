@@ -25,6 +25,7 @@ from autopar.facts import ATOMS, FACTS, HISTORY, PLAIN
 from autopar.marks import AGAIN, ENTER, LEAF, LEAVE, NotFoldable, mark, node_of, track, writes_in_place
 from autopar.nominate import Submodule, first_with, storage_of, tensor_kind
 from autopar.recall import Recall, Watch
+from autopar.same import Same
 from autopar.standins import StandIns, translated
 
 MAX_KINDS = 16
@@ -149,7 +150,7 @@ class Call:
             first_with(memory),
             self.grad,
             self.ambient,
-            tuple(map(_Same, _get_current_function_mode_stack())),
+            tuple(map(Same, _get_current_function_mode_stack())),
         )
         self.record = Record(number, key, memory)
         fresh = not any(map(standins.is_rebound, submodule.tensors)) and standins.memory.isdisjoint(memory)
@@ -240,7 +241,7 @@ class Call:
         if isinstance(value, Tensor):
             if id(value) not in self.foreign:
                 self.foreign[id(value)] = value, node_of(self.tracer, self.standins.real(value))
-            return _Same(value)
+            return Same(value)
         if kind is tuple or kind is list or kind is torch.Size:
             return kind, *map(self._encode, value)
         if kind is dict:
@@ -249,12 +250,12 @@ class Call:
             return _Exactly(value)
         if kind is slice:
             return kind, self._encode(value.start), self._encode(value.stop), self._encode(value.step)
-        return _Same(value) if isinstance(value, (enum.Enum, type)) else _Unlike()
+        return Same(value) if isinstance(value, (enum.Enum, type)) else _Unlike()
 
     def _decode(self, code: Any) -> Any:
         """The argument that :meth:`_encode` was given, for this call."""
         if not isinstance(code, tuple):
-            return code.value if isinstance(code, (_Same, _Exactly)) else code
+            return code.value if isinstance(code, (Same, _Exactly)) else code
         kind, *parts = code
         if kind is Tensor:
             return self.values[parts[0]]
@@ -514,19 +515,6 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 # --- what is compared ------------------------------------------------------------------------------------
-
-
-class _Same:
-    """An object, equal only to itself."""
-
-    def __init__(self, value: object):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 class _Exactly:

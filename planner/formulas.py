@@ -27,7 +27,7 @@ from planner.pipeline.simulate import critical
 from planner.predict import Calls, collectives, seconds_by_use, sorted_calls
 from planner.scale import OtherSizes
 from planner.seconds import Atom, Formula, Number, Pick, added, formula_of, rest, size_formula, times, undominated
-from planner.turns import Staged
+from planner.turns import Staged, moments
 
 Symbols = tuple[sympy.Symbol, sympy.Symbol]
 
@@ -124,7 +124,7 @@ def formulas(sizes: OtherSizes) -> Formulas:
     assignment = scale.symbolic(ClosedSpace)
     staged = scale.restage(assignment)
     found = _in_one_turn(assignment) if staged is None else _in_turns(assignment, staged)
-    moments = undominated(map(size_formula, scale.moments))
+    peaks = undominated(map(size_formula, found.moments))
     planned = scale.followed.batch, scale.followed.sequence
     batch, sequence = sympy.symbols("b s", positive=True, integer=True)
     symbols: Symbols = (batch, sequence)
@@ -144,7 +144,7 @@ def formulas(sizes: OtherSizes) -> Formulas:
         held("optimizer"),
         held("gathered"),
         held("activations"),
-        _pick(sympy.Max, moments, symbols),
+        _pick(sympy.Max, peaks, symbols),
         _expression(found.flops, symbols),
         tuple(_call(call, count, symbols) for call, count in sorted_calls(found.collectives)),
         of("compute"),
@@ -163,9 +163,14 @@ def _call(call: Collective, count: int, symbols: Symbols) -> tuple[str, str, str
 
 @dataclass(frozen=True)
 class _Grown:
-    """A step whose numbers know how they grow: those of :class:`Formulas`, by use where there are several."""
+    """A step whose numbers know how they grow: those of :class:`Formulas`, by use where there are several.
+
+    Attributes:
+        moments: bytes of every moment; the largest is the peak.
+    """
 
     held: Mapping[str, int]
+    moments: Iterable[int]
     flops: Formula
     collectives: Calls
     seconds: Mapping[str, float]
@@ -181,6 +186,7 @@ def _in_one_turn(assignment: Assignment) -> _Grown:
             flops = added(flops, _flops(assignment, node, len(names), again))
     return _Grown(
         {**_by_use(memory.left), "activations": _by_use(memory.kept).get("activations", 0)},
+        dict.fromkeys(total for _, total in memory.moments),
         flops,
         collectives(assignment),
         seconds_by_use(assignment),
@@ -201,6 +207,7 @@ def _in_turns(assignment: Assignment, staged: Staged) -> _Grown:
     recomputing = replace(assignment, recompute=staged.recompute(assignment.space.folded))
     return _Grown(
         staged.memory_bytes,
+        dict.fromkeys(moments(assignment, staged)),
         _flops_in_turns(assignment, staged),
         collectives(recomputing, staged.cut.bounds),
         _seconds_in_turns(staged),

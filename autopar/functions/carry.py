@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autopar.facts import PLAIN
 from autopar.functions.declared import DECLARED, Declared
 from autopar.functions.outside import Watching, belonging
+from autopar.same import Same
 from planner.errors import CaptureError, InputError
 
 NAMESPACE = "autopar_function"
@@ -305,19 +306,6 @@ def _is_recorded() -> bool:
 # ---- arguments that are no tensors -----------------------------------------------------------------------------------
 
 
-class _Same:
-    """An object, equal only to itself."""
-
-    def __init__(self, value: object):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 def _code(value: Any) -> object:
     """An argument as something to compare: numbers with their types, what may change by identity."""
     if type(value) in PLAIN or isinstance(value, (enum.Enum, type)):
@@ -326,7 +314,7 @@ def _code(value: Any) -> object:
         return type(value), *map(_code, value)
     if type(value) is dict:
         return dict, *((_code(k), _code(v)) for k, v in value.items())
-    return _Same(value)
+    return Same(value)
 
 
 def _text(value: Any, numbers: dict[int, int]) -> str:

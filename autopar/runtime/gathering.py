@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# Torch 2.13 has another name for this, and warns of the old one.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Torch 2.13 has other names for these two, and warns of the old ones.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Gathering:
@@ -49,7 +50,7 @@ class Gathering:
             flat = [part.detach().reshape(-1) for part in self._parts]
             own = flat[0] if len(flat) == 1 else torch.cat(flat)
             every = own.new_empty(self._axis.size() * own.numel())
-            self._underway = own, every, _all_gather(every, own, group=self._axis, async_op=True)
+            self._underway = own, every, all_gather(every, own, group=self._axis, async_op=True)
 
     def rows(self) -> Tensor:
         """Every rank's parts behind one another, a row each; the next block's are on their way from here on.

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.buckets import Buckets
 from autopar.runtime.conversions import convert, local_type, open_strips
-from autopar.runtime.gathering import Gathering
+from autopar.runtime.gathering import Gathering, reduce_scatter
 from planner.layout import Shard
 
 
@@ -120,15 +120,11 @@ class _Gather(torch.autograd.Function):
         for form, grad, rows in zip(ctx.forms, grads, every.split(sizes, 1), strict=True):
             form.fill(rows, grad)
         own = every.new_empty(sum(sizes))
-        work = _reduce_scatter(own, every.view(-1), group=ctx.axis, async_op=found is not None)
+        work = reduce_scatter(own, every.view(-1), group=ctx.axis, async_op=found is not None)
         if found is not None:
             found[0].sent.put(work, every)
         parts = (part.view(form.part) for part, form in zip(own.split(sizes), ctx.forms, strict=True))
         return None, None, None, *(None if g is None else part for part, g in zip(parts, grads, strict=True))
-
-
-# Torch 2.13 has another name for this, and warns of the old one.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Form:

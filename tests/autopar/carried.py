@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -191,17 +192,21 @@ def adds_up_as_without(name: str, document: dict[str, Any], plain: dict[str, Any
         torch.testing.assert_close(found[key], grad, rtol=1e-5, atol=1e-6)
 
 
+def compare(model: nn.Module, pmodel: nn.Module, run: Callable[[nn.Module], Any]) -> None:
+    """Gradients of a run on both."""
+    for m in (model, pmodel):
+        m.zero_grad()
+        run(m)
+    same_gradients(pmodel, model)
+
+
 def goes_other_ways(document: dict[str, Any]) -> None:
     """Steps that are not forward, backward, update; each computes what the original computes."""
     model, batch = model_of("mlp")
     pmodel, carrier = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
     batches = [another("mlp", seed) for seed in range(3)]
 
-    def both(run: Callable[[nn.Module], Any]) -> None:
-        for m in (model, pmodel):
-            m.zero_grad()
-            run(m)
-        same_gradients(pmodel, model)
+    both = functools.partial(compare, model, pmodel)
 
     def accumulates(m: nn.Module) -> None:
         for each in batches:
@@ -297,11 +302,7 @@ def goes_on_in_turns(document: dict[str, Any]) -> None:
     pmodel, carrier = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
     batches = [another("mlp", seed) for seed in range(3)]
 
-    def both(run: Callable[[nn.Module], Any]) -> None:
-        for m in (model, pmodel):
-            m.zero_grad()
-            run(m)
-        same_gradients(pmodel, model)
+    both = functools.partial(compare, model, pmodel)
 
     def evaluates_between(m: nn.Module) -> None:
         with torch.no_grad():

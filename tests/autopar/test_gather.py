@@ -151,8 +151,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         return call
 
-    monkeypatch.setattr(gathering, "_all_gather", watched("gather", gathering._all_gather))
-    monkeypatch.setattr(parameters, "_reduce_scatter", watched("reduce", parameters._reduce_scatter))
+    monkeypatch.setattr(gathering, "all_gather", watched("gather", gathering.all_gather))
+    monkeypatch.setattr(parameters, "reduce_scatter", watched("reduce", gathering.reduce_scatter))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -126,14 +127,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
 @pytest.fixture(scope="module")
 def plans() -> Callable[[str], Plan]:
     """The plans above, each made once."""
-    made: dict[str, Plan] = {}
-
-    def plan(name: str) -> Plan:
-        if name not in made:
-            made[name] = PLANS[name]()
-        return made[name]
-
-    return plan
+    return functools.cache(lambda name: PLANS[name]())
 
 
 each_plan = pytest.mark.parametrize("name", PLANS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,14 +57,7 @@ PIPELINES = ("two stages", "tied over four", "stages on GPUs")
 
 @pytest.fixture(scope="module")
 def plans() -> Callable[[str], Plan]:
-    made: dict[str, Plan] = {}
-
-    def plan(name: str) -> Plan:
-        if name not in made:
-            made[name] = PLANS[name]()
-        return made[name]
-
-    return plan
+    return functools.cache(lambda name: PLANS[name]())
 
 
 def decided(plan: Plan) -> Assignment:
