@@ -11,12 +11,13 @@ import math
 from fractions import Fraction
 
 from planner.conversion import Phase, Step, local_bytes, passes, together_on
-from planner.formulate import NOT_BROUGHT, Space, Together
+from planner.formulate import NOT_BROUGHT, Space
 from planner.graph import Node, Ref
 from planner.layout import MICRO, Axis, Layout
 from planner.ops import OPS
 from planner.pins import ATTENTION
 from planner.seconds import Formula, growing, largest, size_formula, smallest, times
+from planner.skeleton import Together
 from planner.strategy import Choice
 from planner.traffic import Passes
 
@@ -68,8 +69,7 @@ class ClosedSpace(Space):
     def _computed_s(self, node: Node, choice: Choice) -> tuple[float, float]:
         """Arithmetic or memory, whichever takes longer, with what backward runs besides."""
         device, attends, traffic = self.cost.cluster.device, node.op == ATTENTION, self.traffic(node)
-        tensors = zip((*self.graph.input_types(node), *node.results), (*choice.operands, *choice.results), strict=True)
-        sizes = [local_bytes(tensor, layout, self.mesh) for tensor, layout in tensors]
+        sizes = self._sizes(node, choice)
 
         def memory_s(often: Passes) -> float:
             pairs = zip(sizes, often, strict=True)

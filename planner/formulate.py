@@ -29,9 +29,8 @@ from planner.ops import OPS
 from planner.problem import Edge, Floats, Ints, Problem, Vertex
 from planner.recompute import NOTHING, Level, Recompute
 from planner.rules import Inner, Rule
-from planner.skeleton import Flow, Skeleton
+from planner.skeleton import Flow, Skeleton, Together
 from planner.skeleton import Role as Role
-from planner.skeleton import Together as Together
 from planner.strategy import Allow, Choice, Strips, axis_ways, choices_of, leaf_layouts, rule_of, shards_of
 from planner.traffic import Traffic
 
