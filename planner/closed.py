@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from planner.conversion import Phase, Step, local_bytes, passes, together_on
+from planner.conversion import BROUGHT, Phase, Step, local_bytes, passes, together_on
 from planner.formulate import NOT_BROUGHT, Space
 from planner.graph import Node, Ref
 from planner.layout import MICRO, Axis, Layout
@@ -61,7 +61,8 @@ class ClosedSpace(Space):
             backward_s += copied_s(step, "backward") if tensor.grad else 0.0
             axis = self.mesh.axes[step.axis]
             for call in step.collectives(tensor, self.mesh):
-                called_s = self.collective_s(call.kind, axis, call.bytes_in, together)
+                sharing = together if step.rule in BROUGHT else NOT_BROUGHT
+                called_s = self.collective_s(call.kind, axis, call.bytes_in, sharing)
                 forward_s += called_s if call.phase == "forward" else 0.0
                 backward_s += called_s if call.phase == "backward" else 0.0
         return forward_s, backward_s

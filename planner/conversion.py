@@ -35,6 +35,8 @@ STEPS: dict[str, tuple[str, str]] = {
     "I>P": ("", ""),
     "R>P": ("", ""),
 }
+BROUGHT = frozenset({"I>R", "S>R"})
+"""Steps that a block makes for several parameters in one call: to gather them, and to reduce their gradients."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ def together_on(axis: Axis, together: int) -> int:
 
 
 Route = tuple[Step, ...]
-PriceOf = Callable[[str, Axis, Ints], Floats]
+PriceOf = Callable[[str, Axis, Ints, bool], Floats]
+"""Seconds of a collective of a kind, on an axis, of bytes that each rank passes in; whether parameters share it."""
 
 
 def _letter(local_type: LocalType) -> str:
@@ -116,6 +119,7 @@ _RULES = tuple(STEPS)
 _KINDS = ("", *sorted({kind for kinds in STEPS.values() for kind in kinds if kind}))
 _FORWARD = np.array([_KINDS.index(STEPS[rule][0]) for rule in _RULES])
 _BACKWARD = np.array([_KINDS.index(STEPS[rule][1]) for rule in _RULES])
+_IS_BROUGHT = np.array([int(rule in BROUGHT) for rule in _RULES])
 
 
 class Passes(NamedTuple):
@@ -197,6 +201,8 @@ class ConversionTable:
         first: the local types on the first axis, where they are not all that are possible.
         first_is_last: nothing else changes any more once the first axis is replicated.
         together: see :func:`passes`.
+        is_brought: the value is a parameter that its block brings with others. One call reduces their gradients to
+            where they are stored; so none is gathered by itself to have its gradient summed whole.
 
     Attributes:
         layouts: every layout considered, valid for the shape.
@@ -215,6 +221,7 @@ class ConversionTable:
         first: Collection[LocalType] | None = None,
         first_is_last: bool = False,
         together: int = 0,
+        is_brought: bool = False,
     ):
         self.tensor, self.mesh = tensor, mesh
         types: list[LocalType] = [R, P, *sorted(shards)] if not tensor.grad else [R, I, P, *sorted(shards)]
@@ -230,10 +237,16 @@ class ConversionTable:
         backward = np.full((count, count), np.inf)
         np.fill_diagonal(forward, 0.0)
         np.fill_diagonal(backward, 0.0)
+        is_last = np.zeros((count, count), np.bool_)  # steps that nothing follows but others such
         held = self.held = np.array([local_bytes(tensor, layout, mesh) for layout in self.layouts], np.int64)
         for number, axis in enumerate(mesh.axes):
             silent = np.zeros(count)
-            prices = np.stack([silent if axis.size == 1 or not kind else price(kind, axis, held) for kind in _KINDS])
+            prices = np.stack(
+                [
+                    [silent if axis.size == 1 or not kind else price(kind, axis, held, is_shared) for kind in _KINDS]
+                    for is_shared in ((False, True) if together else (False,))
+                ]
+            )
             src, dst, rules = _steps(self.layouts, number, tuple(types), tensor.grad, first_is_last)
             there, back = (_passes_of_all(phase, together_on(axis, together))[rules].T for phase in PHASES)
 
@@ -241,10 +254,15 @@ class ConversionTable:
                 copied_s = touch_s_per_byte * (times[0] * held[src] + times[1] * held[dst])
                 return np.where(times.any(axis=0), launch_s + copied_s, 0.0)
 
-            forward[src, dst] = prices[_FORWARD[rules], src] + moved_s(there)
-            backward[src, dst] = prices[_BACKWARD[rules], dst] + moved_s(back) if tensor.grad else 0.0
-        self._via = np.full((count, count), -1)
-        _close(forward, backward, self._via)
+            is_shared = _IS_BROUGHT[rules] if together else 0
+            forward[src, dst] = prices[is_shared, _FORWARD[rules], src] + moved_s(there)
+            backward[src, dst] = prices[is_shared, _BACKWARD[rules], dst] + moved_s(back) if tensor.grad else 0.0
+            if is_brought:
+                is_last[src, dst] = rules == _RULES.index("S>I")
+        lasts = np.where(is_last, np.stack([forward, backward]), np.inf)
+        forward[is_last] = backward[is_last] = np.inf
+        self._via = _close(forward, backward)
+        self._before_last = _lengthen(forward, backward, lasts, len(mesh.axes))
         self.forward_s: Floats = forward
         self.backward_s: Floats = backward
 
@@ -258,22 +276,49 @@ class ConversionTable:
         return tuple(steps)
 
     def _hops(self, i: int, j: int) -> list[tuple[int, int]]:
+        assert np.isfinite(self.forward_s[i, j]), f"no conversion {self.layouts[i]} -> {self.layouts[j]}"
+        before = int(self._before_last[i, j])
+        return [*self._hops(i, before), (before, j)] if before >= 0 else self._closed(i, j)
+
+    def _closed(self, i: int, j: int) -> list[tuple[int, int]]:
         if i == j:
             return []
         middle = int(self._via[i, j])
-        assert np.isfinite(self.forward_s[i, j]), f"no conversion {self.layouts[i]} -> {self.layouts[j]}"
-        return [(i, j)] if middle < 0 else self._hops(i, middle) + self._hops(middle, j)
+        return [(i, j)] if middle < 0 else self._closed(i, middle) + self._closed(middle, j)
 
 
-def _close(forward: Floats, backward: Floats, via: np.ndarray) -> None:
-    """All-pairs cheapest routes by total seconds (Floyd–Warshall), in place; ``via`` records a middle layout."""
+def _close(forward: Floats, backward: Floats) -> Ints:
+    """All-pairs cheapest routes by total seconds (Floyd–Warshall), in place; a middle layout of each, or -1."""
+    middles = np.full(forward.shape, -1)
+    _shorten(forward, backward, middles, range(len(forward)), None)
+    return middles
+
+
+def _lengthen(forward: Floats, backward: Floats, lasts: Floats, axes: int) -> Ints:
+    """Routes that go on by steps which only others such follow, at most one on each axis, in place.
+
+    The layout before the last step of each, or -1.
+
+    Args:
+        lasts: seconds of such steps, forward and backward.
+    """
+    befores = np.full(forward.shape, -1)
+    froms = np.flatnonzero(np.isfinite(lasts[0]).any(1)).tolist()
+    for _ in range(axes if froms else 0):
+        _shorten(forward, backward, befores, froms, lasts)
+    return befores
+
+
+def _shorten(forward: Floats, backward: Floats, middles: Ints, through: Iterable[int], lasts: Floats | None) -> None:
+    """Take routes through a layout, and on from there by routes or by the steps given, where that is quicker."""
     all_ = np.stack([forward + backward, forward, backward])
+    onward = all_ if lasts is None else np.stack([lasts[0] + lasts[1], *lasts])
     enough = all_[0] * (1 - 1e-12) - 1e-18
-    for k in range(len(forward)):
-        through = all_[:, :, k, None] + all_[:, k, None]
-        better = through[0] < enough
+    for k in through:
+        longer = all_[:, :, k, None] + onward[:, k, None]
+        better = longer[0] < enough
         if better.any():
-            np.copyto(all_, through, where=better)
+            np.copyto(all_, longer, where=better)
             enough = all_[0] * (1 - 1e-12) - 1e-18
-            via[better] = k
+            middles[better] = k
     forward[:], backward[:] = all_[1:]

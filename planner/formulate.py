@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.conversion import ConversionTable, Route, Step, local_bytes
+from planner.conversion import BROUGHT, ConversionTable, Route, Step, local_bytes
 from planner.cost import CostModel
 from planner.fold import Block, Folded, Instance
 from planner.graph import Graph, Node, Ref
@@ -130,7 +130,7 @@ class Assignment:
         if self.space.graph.by_name[ref.node].op != "param" or self.space.relay_of(ref) is not None:
             return ()
         route = self.operand_route(node, position)
-        if any(step.rule not in ("I>R", "S>R") for step in route):
+        if any(step.rule not in BROUGHT for step in route):
             return ()
         return _by_axis(route) if all(step.rule == "I>R" for step in route) else route
 
@@ -395,15 +395,15 @@ class Space:
         is_summed_first = turns is not None and tensor.grad and is_param and self.brings_once
         # A parameter that comes with each of them is priced for one.
         parts = self.mesh.micro_batches if is_param and not self.brings_once else 1
-        together = self.together(ref)
-        key = (tensor, shards, turns, is_summed_first, parts, together)
+        together, is_brought = self.together(ref), self.role_of[ref.node] in self.skeleton.together
+        key = (tensor, shards, turns, is_summed_first, parts, together, is_brought)
         if key not in self._prices.tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
 
-            def price(kind: str, axis: Axis, bytes_in: Ints) -> Floats:
+            def price(kind: str, axis: Axis, bytes_in: Ints, is_shared: bool) -> Floats:
                 if axis.name != MICRO:
-                    if together is NOT_BROUGHT:
+                    if not is_shared:
                         return self.cost.collective_s(kind, axis, bytes_in)
                     start_s = self.cost.collective_s(kind, axis, 0.0)
                     whole_s = self.cost.collective_s(kind, axis, bytes_in * together.times)
@@ -413,7 +413,7 @@ class Space:
                 return np.asarray((axis.size - 1) / parts * each_s * np.maximum(bytes_in, 1), np.float64)
 
             self._prices.tables[key] = ConversionTable(
-                tensor, self.mesh, shards, price, touch, launch, turns, is_summed_first, together.parameters
+                tensor, self.mesh, shards, price, touch, launch, turns, is_summed_first, together.parameters, is_brought
             )
         return self._prices.tables[key]
 

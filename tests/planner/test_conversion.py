@@ -17,7 +17,7 @@ from tests.planner.plans import cluster, residual_mlp
 TENSOR = TensorType((8, 4), "float32", grad=True)
 
 
-def price(kind, axis, bytes_in):
+def price(kind, axis, bytes_in, is_shared):
     """Whole microseconds, so that sums are exact."""
     return {"all_reduce": 8, "all_gather": 3, "reduce_scatter": 4, "all_to_all": 2}[
         kind
@@ -81,11 +81,53 @@ def test_routes_are_legal_and_as_cheap_as_promised(mesh):
             # A slice can only be taken or joined where no minor axis cuts the same strips.
             assert not {step.src, step.dst} & set(at[step.axis + 1 :]) & {Shard(0), Shard(1)}
             for call in step.collectives(TENSOR, mesh):
-                seconds[call.phase] += price(call.kind, mesh.axes[step.axis], call.bytes_in)
+                seconds[call.phase] += price(call.kind, mesh.axes[step.axis], call.bytes_in, False)
             at = step.after
         assert at == dst
         assert seconds["forward"] == pytest.approx(found.forward_s[i, j], abs=1e-7)
         assert seconds["backward"] == pytest.approx(found.backward_s[i, j], abs=1e-7)
+
+
+def brought(mesh):
+    """Of a parameter, where to gather it and to sum all of its gradient by itself would be the quickest."""
+
+    def quick_sums(kind, axis, bytes_in, is_shared):
+        return price(kind, axis, bytes_in, is_shared) * (0.1 if kind == "all_reduce" else 1.0)
+
+    return ConversionTable(
+        TENSOR, mesh, (Shard(0), Shard(1)), quick_sums, touch_s_per_byte=0.0, launch_s=1e-8, is_brought=True
+    )
+
+
+def test_gradients_of_parameters_are_reduced_to_where_they_are_stored():
+    mesh = Mesh.of(a=2, b=2)
+    found = brought(mesh)
+    for src, dst in itertools.product(found.layouts, repeat=2):
+        if np.isfinite(found.forward_s[found.index[src], found.index[dst]]):
+            rules = [step.rule for step in found.route(src, dst)]
+            gathered = [number for number, rule in enumerate(rules) if rule == "S>I"]
+            assert all(rule == "S>I" for rule in rules[gathered[0] :]) if gathered else True
+    assert [step.rule for step in found.route((Shard(0), I), (R, I))] == ["S>R"]
+    assert [step.rule for step in found.route((Shard(0), Shard(1)), (I, I))] == ["S>I", "S>I"]
+
+
+def test_only_calls_that_parameters_share_are_priced_as_shared():
+    def halved(kind, axis, bytes_in, is_shared):
+        return price(kind, axis, bytes_in, is_shared) / (1 + is_shared)
+
+    mesh, both = Mesh.of(a=4), {}
+    for together in (0, 3):
+        table = ConversionTable(TENSOR, mesh, (Shard(0),), halved, 0.0, 0.0, together=together)
+        both[together] = {
+            (src, dst): table.forward_s[table.index[src,], table.index[dst,]]
+            + table.backward_s[table.index[src,], table.index[dst,]]
+            for src, dst in ((Shard(0), R), (Shard(0), I), (I, R))
+        }
+    assert {pair: both[0][pair] / both[3][pair] for pair in both[0]} == {
+        (Shard(0), R): 2.0,
+        (Shard(0), I): 1.0,
+        (I, R): 2.0,
+    }
 
 
 def test_routes_obey_the_triangle_inequality():
