@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.functions.carry import carried_in
 from autopar.localize import Call, local_form
 from autopar.runtime.conversions import convert
 from autopar.runtime.entering import enter_block
@@ -383,7 +384,9 @@ def module_of(holder: dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphMod
     used = {str(node.target).split(".")[0] for node in graph.nodes if node.op in ("get_attr", "call_module")}
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node.target is enter_block)
     graph.lint()
-    return fx.GraphModule({key: value for key, value in holder.items() if key in used}, graph, name)
+    module = fx.GraphModule({key: value for key, value in holder.items() if key in used}, graph, name)
+    module.meta["functions"] = carried_in(graph)  # it owns them: torch knows no more than their operators
+    return module
 
 
 def _local_text(layout: Layout, axis: int, sizes: tuple[int, ...]) -> str:

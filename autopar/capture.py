@@ -29,7 +29,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from autopar.assigned import assigned, buffers, written_in_place
 from autopar.failure import failure, on_values, reads_values, without_torchs_notes
 from autopar.flatten import flatten
-from autopar.functions.carry import carrying
+from autopar.functions.applying import Applied, carrying
+from autopar.functions.carry import Carried
 from autopar.garbage import no_garbage
 from autopar.marks import NotFoldable, writes_in_place
 from autopar.nominate import storage_of
@@ -56,6 +57,8 @@ class Captured:
         input_names: aligned with the flattened inputs: a placeholder's name, or ``None`` for a static value.
         training: whether any module was in training mode.
         static_inputs: the static values, aligned with ``input_names``.
+        functions: the Functions whose operators the program calls; they are there as long as this is, or what is made
+            of it.
     """
 
     program: Program
@@ -66,6 +69,7 @@ class Captured:
     out_spec: pytree.TreeSpec
     training: bool
     static_inputs: tuple[Any, ...] = ()
+    functions: tuple[Carried, ...] = ()
 
     @cached_property
     def graph(self) -> torch.fx.Graph:
@@ -183,7 +187,7 @@ def capture(
     node = reads_values(captured.program)
     if node is not None:
         with _undone(whole):
-            raise on_values(model, node, lambda: _export(model, whole, args, kwargs))
+            raise on_values(model, node, lambda: _export(model, whole, args, kwargs, {}))
     return captured
 
 
@@ -194,11 +198,12 @@ def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], k
         CaptureError: the model cannot be captured at all.
         NotFoldable: it cannot be captured so, or would not be the same.
     """
+    applied: Applied = {}
     with _quick_tracing(), _undone(whole) as before:
         held = buffers(whole)
         try:
             repeats = Repeats(whole, before.outside)
-            exported = _export(model, repeats.opaque(whole), args, kwargs)
+            exported = _export(model, repeats.opaque(whole), args, kwargs, applied)
         except Exception as error:
             raise NotFoldable("the export failed") from error
         if before.has_new_tensors():
@@ -209,7 +214,7 @@ def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], k
         raise NotFoldable("the model writes in place")
     if _shares_memory(exported.constants.values(), itertools.chain(whole.parameters(), whole.buffers())):
         raise NotFoldable("a parameter is used in another form")
-    captured = _captured(exported, model, repeats)
+    captured = _captured(exported, model, repeats, applied)
     if reads_values(captured.program) is not None:
         raise NotFoldable("the model reads the values of tensors")
     return captured
@@ -223,9 +228,10 @@ def _shares_memory(constants: Iterable[Any], tensors: Iterable[torch.Tensor]) ->
 
 
 def _capture_whole(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    applied: Applied = {}
     try:
         with _undone(whole), written_in_place(whole):
-            exported = _export(model, whole, args, kwargs)
+            exported = _export(model, whole, args, kwargs, applied)
     except CaptureError:
         raise
     except Exception as error:
@@ -236,7 +242,7 @@ def _capture_whole(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kw
         with warnings.catch_warnings():  # of torch about its own copying
             warnings.simplefilter("ignore", FutureWarning)
             exported = exported.run_decompositions({})
-    return _captured(exported, model, Repeats())
+    return _captured(exported, model, Repeats(), applied)
 
 
 def _keeps_statistics(model: nn.Module) -> bool:
@@ -273,10 +279,13 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def _export(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    with warnings.catch_warnings(), _caches_off(model), _masks_not_read(), carrying(model), without_torchs_notes():
+def _export(
+    model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], applied: Applied
+) -> ExportedProgram:
+    with warnings.catch_warnings(), _caches_off(model), _masks_not_read(), without_torchs_notes():
         warnings.simplefilter("ignore")
-        return torch.export.export(whole, args, kwargs, strict=False)
+        with carrying(model, applied):
+            return torch.export.export(whole, args, kwargs, strict=False)
 
 
 @contextlib.contextmanager
@@ -339,7 +348,7 @@ def _mutates(exported: ExportedProgram) -> bool:
     return any(writes_in_place(node) for graph in graphs for node in graph.nodes)
 
 
-def _captured(exported: ExportedProgram, model: nn.Module, repeats: Repeats) -> Captured:
+def _captured(exported: ExportedProgram, model: nn.Module, repeats: Repeats, applied: Applied) -> Captured:
     """What the signature says of inputs and outputs, beside the program."""
     input_names: list[str | None] = []
     static_inputs: list[Any] = []
@@ -381,4 +390,5 @@ def _captured(exported: ExportedProgram, model: nn.Module, repeats: Repeats) -> 
         exported.call_spec.out_spec,
         any(module.training for module in model.modules()),
         tuple(static_inputs),
+        tuple(applied.values()),
     )

@@ -1,53 +1,44 @@
-"""Carry: calls of ``torch.autograd.Function``s as operators of the captured graph.
+"""Carry: a call of a ``torch.autograd.Function`` as an operator.
 
-A graph holds the forward of what is traced; training would derive that. So while a model is captured, every Function
-that it applies with gradients is called as an operator, :class:`Carried`, one for each Function and each choice of its
-arguments that are no tensors. The emitted program calls the same operator on local tensors, and that applies the
-Function: its own forward, context and backward.
+A captured graph calls the operator where the model applies the Function (:mod:`autopar.functions.applying`), and the
+emitted program calls the same one on local tensors. It applies the Function: its own forward, context and backward.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
-import inspect
 import itertools
 import re
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.facts import PLAIN
 from autopar.functions.declared import DECLARED, Declared
-from autopar.functions.outside import Watching, belonging
-from autopar.same import Same
+from autopar.functions.outside import Watching
+from autopar.functions.static import Hole, text
 from planner.errors import CaptureError, InputError
 
 NAMESPACE = "autopar_function"
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _NUMBERS = itertools.count()
-_APPLY = Function.__dict__["apply"].__func__
+APPLY = Function.__dict__["apply"].__func__
+"""The function behind every ``cls.apply``."""
 apply: Callable[..., Any] = types.FunctionType(
-    _APPLY.__code__, _APPLY.__globals__, "apply", _APPLY.__defaults__, _APPLY.__closure__
+    APPLY.__code__, APPLY.__globals__, "apply", APPLY.__defaults__, APPLY.__closure__
 )
-"""``apply(cls, *args)`` is ``cls.apply(*args)``, whatever :func:`carrying` does."""
-
-
-@dataclass(frozen=True)
-class _Hole:
-    """Where a tensor goes."""
-
-    place: int
+"""``apply(cls, *args)`` is ``cls.apply(*args)``, whatever ``APPLY`` does by now."""
+APPLIED: ContextVar[dict[tuple[object, ...], Carried] | None] = ContextVar("APPLIED", default=None)
+"""While a model is captured, the Functions that it applies (:mod:`autopar.functions.applying`)."""
 
 
 class _Nothing(Function):
@@ -68,29 +59,34 @@ class _Nothing(Function):
 class Carried:
     """A Function with its arguments but for the tensors.
 
+    It lives as long as something holds it: the captured model, or a program that calls its operator. The operator
+    stays known to torch and then does nothing.
+
     Attributes:
         cls: the Function.
-        args: of a call, with a :class:`_Hole` for every tensor.
+        args: of a call, with a :class:`Hole` for every tensor.
         title: its name, without what it was defined in.
         tensors: how many it takes.
         op: the operator ``(tensors...) -> tensors``, which applies it; its name ends in a number of this process.
         spec: how what it returns is nested, and what of that is no tensor; known once it ran.
         is_opaque: whether it runs on tensors with data only.
+        described: what was found out of it, by operands (:mod:`autopar.functions.describe`).
     """
 
     def __init__(self, cls: type[Function], args: Sequence[Any]):
         self.cls, self.args = cls, tuple(args)
-        self.tensors = sum(isinstance(arg, _Hole) for arg in args)
+        self.tensors = sum(isinstance(arg, Hole) for arg in args)
         self.spec: tuple[tuple[Any, ...], bool] | None = None
         self.is_opaque = False
+        self.described: dict[object, Any] = {}
         self._devices: list[torch.device] = []
         self._known: dict[object, tuple[list[tuple[tuple[int, ...], torch.dtype]], list[bool]]] = {}
         self.title = re.sub(r"\W", "_", cls.__qualname__.rpartition("<locals>.")[2])
         name = f"{self.title}__{next(_NUMBERS)}"
         _LIBRARY.define(f"{name}({', '.join(f'Tensor t{place}' for place in range(self.tensors))}) -> Tensor[]")
-        _LIBRARY.impl(name, self._with_gradients, "Autograd")
-        _LIBRARY.impl(name, self.run, "CompositeExplicitAutograd")
-        _LIBRARY.impl(name, self.run, "Meta")
+        _LIBRARY.impl(name, _weakly(self._with_gradients), "Autograd")
+        _LIBRARY.impl(name, _weakly(self.run), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _weakly(self.run), "Meta")
         self.op: torch._ops.OpOverload[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
         _BY_OP[self.op] = self
 
@@ -106,11 +102,11 @@ class Carried:
 
     def static(self, numbers: dict[int, int]) -> str:
         """Its arguments as text, the same in every process; ``numbers`` counts objects without a text of their own."""
-        return f"({', '.join(_text(arg, numbers) for arg in self.args)})"
+        return f"({', '.join(text(arg, numbers) for arg in self.args)})"
 
     def apply(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What the Function gives: its tensors in order."""
-        args = [tensors[arg.place] if isinstance(arg, _Hole) else arg for arg in self.args]
+        args = [tensors[arg.place] if isinstance(arg, Hole) else arg for arg in self.args]
         with _AROUND.get() or contextlib.nullcontext():
             returned = apply(self.cls, *args)
         leaves = returned if isinstance(returned, tuple) else (returned,)
@@ -122,7 +118,7 @@ class Carried:
         results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         places = itertools.count()
         self.spec = (
-            tuple(_Hole(next(places)) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            tuple(Hole(next(places)) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
             isinstance(returned, tuple),
         )
         return results
@@ -131,12 +127,12 @@ class Carried:
         """What the Function returned, for its tensors."""
         assert self.spec is not None, "it ran before it was called"
         leaves, several = self.spec
-        found = tuple(results[leaf.place] if isinstance(leaf, _Hole) else leaf for leaf in leaves)
+        found = tuple(results[leaf.place] if isinstance(leaf, Hole) else leaf for leaf in leaves)
         return found if several else found[0]
 
     def run(self, *tensors: Tensor) -> list[Tensor]:
         """The operator."""
-        is_unseen = _IS_CAPTURED.get() or self.declared is not None or self.is_opaque
+        is_unseen = APPLIED.get() is not None or self.declared is not None or self.is_opaque
         if any(t.is_meta or (is_unseen and isinstance(t, FakeTensor)) for t in tensors):
             return list(_Nothing.apply(self, *tensors))
         if is_unseen and any(hasattr(t, "_local_tensors") for t in tensors):
@@ -159,7 +155,7 @@ class Carried:
         if self.declared is not None:
             results = self.declared.empty(self.name, tensors)
             if self.spec is None:
-                self.spec = tuple(map(_Hole, range(len(results)))), len(results) > 1
+                self.spec = tuple(map(Hole, range(len(results)))), len(results) > 1
             return results, [r.is_floating_point() for r in results]
         # Code that makes tensors of its own makes them for the devices that it was captured for.
         if any(isinstance(t, FakeTensor) for t in tensors):
@@ -196,6 +192,10 @@ class Carried:
         self._known[key] = [(tuple(t.shape), t.dtype) for t in found], trained
         return [t.detach() for t in found], trained
 
+    def __deepcopy__(self, _: object) -> Carried:
+        """Itself: what calls its operator, and is copied, calls the same."""
+        return self
+
     def _with_gradients(self, *tensors: Tensor) -> list[Tensor]:
         if _is_recorded():
             with torch._C._AutoDispatchBelowAutograd():
@@ -219,14 +219,31 @@ def draws(name: str, op: object) -> CaptureError:
     )
 
 
-_BY_OP: dict[Any, Carried] = {}
-_BY_CALL: dict[tuple[object, ...], Carried] = {}
+def _weakly(method: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """A method that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        found = reference()
+        assert found is not None, "whatever calls an operator holds its Function"
+        return found(*tensors)
+
+    return run
+
+
+_BY_OP: weakref.WeakValueDictionary[Any, Carried] = weakref.WeakValueDictionary()
 _AROUND: ContextVar[contextlib.AbstractContextManager[Any] | None] = ContextVar("_AROUND", default=None)
 
 
 def carried_by(op: object) -> Carried | None:
     """The Function that an operator applies; ``None`` for other operators."""
     return _BY_OP.get(op)
+
+
+def carried_in(graph: fx.Graph) -> tuple[Carried, ...]:
+    """The Functions whose operators a graph calls."""
+    found = (carried_by(node.target) for node in graph.nodes if node.op == "call_function")
+    return tuple(dict.fromkeys(carried for carried in found if carried is not None))
 
 
 @contextlib.contextmanager
@@ -239,93 +256,9 @@ def around(mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
         _AROUND.reset(token)
 
 
-# ---- while a model is captured ---------------------------------------------------------------------------------------
-
-_IS_CAPTURED: ContextVar[bool] = ContextVar("_IS_CAPTURED", default=False)
-
-
-class _Instead:
-    def apply(cls, *args, **kwargs):  # type: ignore[no-untyped-def]
-        __class__  # type: ignore[name-defined]  # noqa: B018  # of as many free variables as what it stands for
-        from autopar.functions.carry import called
-
-        return called(cls, args, kwargs)  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def carrying(model: nn.Module) -> Iterator[None]:
-    """While inside, calls of Functions are recorded as operators.
-
-    Those that torch brings are its own concern, and what runs under ``no_grad`` needs no backward, unless it was
-    declared. Without dropout, in eval mode, gradients are asked for as well.
-    ``apply`` gets other code, since models hold on to it (``gelu = GeLU.apply``), where no assignment reaches.
-    """
-    token, before = _IS_CAPTURED.set(True), _APPLY.__code__
-    _APPLY.__code__ = _Instead.__dict__["apply"].__code__
-    try:
-        with belonging(model):
-            yield
-    finally:
-        _APPLY.__code__ = before
-        _IS_CAPTURED.reset(token)
-
-
-def called(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``cls.apply(*args, **kwargs)`` in a model that is captured."""
-    tensors = [arg for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, Tensor)]
-    trains = torch.is_grad_enabled() and any(t.is_floating_point() for t in tensors)
-    if cls.__module__.startswith(("torch.", "autopar.")) or not tensors or not (trains or cls in DECLARED):
-        return apply(cls, *args, **kwargs)
-    bound = list(args)
-    if kwargs or cls.setup_context is not Function.setup_context:
-        found = inspect.signature(cls.forward).bind(*args, **kwargs)
-        found.apply_defaults()
-        bound = list(found.args)
-    if len(tensors) != sum(isinstance(arg, Tensor) for arg in bound):
-        raise CaptureError(
-            f"{cls.__module__}.{cls.__qualname__} is given tensors in a list or the like, to which autograd passes no "
-            "gradient: pass each as an argument of its own"
-        )
-    places = itertools.count()
-    template = [_Hole(next(places)) if isinstance(arg, Tensor) else arg for arg in bound]
-    key = (cls, *(arg if isinstance(arg, _Hole) else _code(arg) for arg in template))
-    if key not in _BY_CALL:
-        _BY_CALL[key] = Carried(cls, template)
-    carried = _BY_CALL[key]
-    return carried.nested(carried.op(*(arg for arg in bound if isinstance(arg, Tensor))))
-
-
 def _is_recorded() -> bool:
     """Whether a mode below autograd looks at operators."""
     return any(
         torch._C._get_dispatch_mode(key) is not None
         for key in (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
     )
-
-
-# ---- arguments that are no tensors -----------------------------------------------------------------------------------
-
-
-def _code(value: Any) -> object:
-    """An argument as something to compare: numbers with their types, what may change by identity."""
-    if type(value) in PLAIN or isinstance(value, (enum.Enum, type)):
-        return type(value), repr(value) if isinstance(value, (float, complex)) else value
-    if type(value) in (tuple, list):
-        return type(value), *map(_code, value)
-    if type(value) is dict:
-        return dict, *((_code(k), _code(v)) for k, v in value.items())
-    return Same(value)
-
-
-def _text(value: Any, numbers: dict[int, int]) -> str:
-    if isinstance(value, _Hole):
-        return "_"
-    if type(value) in PLAIN:
-        return repr(value)
-    if isinstance(value, (enum.Enum, type)):
-        return str(value)
-    if type(value) in (tuple, list):
-        return f"[{', '.join(_text(v, numbers) for v in value)}]"
-    if type(value) is dict:
-        return f"{{{', '.join(f'{_text(k, numbers)}: {_text(v, numbers)}' for k, v in value.items())}}}"
-    return f"<{type(value).__name__} {numbers.setdefault(id(value), len(numbers))}>"

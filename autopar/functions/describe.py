@@ -83,19 +83,17 @@ class Description:
         return self._checked.get(key, "")
 
 
-_KNOWN: dict[tuple[Carried, tuple[Operand, ...], Declared | None], Description] = {}
-
-
 def describe(carried: Carried, operands: Sequence[Operand], results: Sequence[TensorType]) -> Description:
     """What is known of a Function on such operands.
 
     Raises:
         CaptureError: they are not what was declared.
     """
-    key = carried, tuple(operands), carried.declared
-    if key not in _KNOWN:
-        _KNOWN[key] = _describe(carried, tuple(operands), tuple(results))
-    return _KNOWN[key]
+    key, known = (tuple(operands), carried.declared), carried.described
+    if key not in known:
+        known[key] = _describe(carried, tuple(operands), tuple(results))
+    found: Description = known[key]
+    return found
 
 
 def _describe(carried: Carried, operands: tuple[Operand, ...], results: tuple[TensorType, ...]) -> Description:

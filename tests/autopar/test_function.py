@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,7 @@ from autopar.api import plan_traced, trace
 from autopar.capture import capture
 from autopar.functions.declared import DECLARED
 from autopar.lower import lower
+from autopar.rewrite import rewrite
 from autopar.typecheck import typecheck
 from autopar.verification import locate, reference, simulate, verify
 from benchmarks.memory import observed_peak
@@ -421,6 +425,52 @@ def test_functions_of_one_name_are_told_apart() -> None:
     assert [node.op for node in nodes] == ["function.Scaled", "function.Scaled#2", *["function.Scale"] * 3]
     assert [node["static"] for node in nodes[2:]] == ["(_, 0.5)", "(_, 0.5)", "(_, 0.25)"]
     verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2})
+
+
+class Held(nn.Module):
+    """What a Function is given beside tensors."""
+
+    by = 3.0
+
+
+class Takes(Function):
+    """Takes an object; decides on values where that says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: Held) -> Tensor:
+        ctx.held = held
+        return x * held.by
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.held.by > 3:
+            return gradient if bool((gradient > 100).any()) else 2 * gradient, None
+        return gradient * ctx.held.by, None
+
+
+def test_what_is_known_of_a_function_belongs_to_the_program() -> None:
+    """What was given to it goes with the last program that calls it, and no other model finds what was found out."""
+    held = Held()
+    gone = weakref.ref(held)
+    model, batch = net(lambda x, weight, held=held: Takes.apply(x, held), layers=1)
+    traced = trace(model, None, batch)
+    (node,) = nodes_of(traced.graph)
+    held.by = 4.0
+    (later,) = functions(model, batch)
+    assert (bool(node["factors"]), node["why"], later["why"]) == (True, "", "it decides on the values of tensors")
+    plan = plan_traced(traced, ClusterSpec.local(1), Pins.parse({}), Training())
+    assert plan.assignment is not None
+    program = copy.deepcopy(rewrite(traced.captured, plan.assignment, {}, torch.device("cpu")).module)
+    expected = model(**batch).detach()
+    parameters = {**dict(model.named_parameters()), **batch}
+    inputs = [parameters[leaf.target if leaf.kind == "param" else leaf.name] for leaf in traced.captured.program.leaves]
+    del held, model, traced, plan, node, later
+    gc.collect()
+    assert torch.equal(program(*inputs)[0].detach(), expected)
+    assert gone() is not None
+    del program
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_it_keeps_is_counted() -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from autopar.functions.carry import Carried, _Hole
+from autopar.functions.carry import Carried
 from autopar.functions.describe import Factor, Seat, describe
 from autopar.functions.joint import Operand
+from autopar.functions.static import Hole
 from autopar.operators import tensor_type
 
 torch.manual_seed(0)
@@ -115,7 +116,7 @@ def test_what_is_proved_holds_in_numbers(name: str) -> None:
     operands, forward, backward, count = CASES[name]
     cls = made(forward, backward)
     step = Step(cls, operands)
-    carried = Carried(cls, [_Hole(place) for place in range(len(operands))])
+    carried = Carried(cls, [Hole(place) for place in range(len(operands))])
     kinds = [Operand(tuple(t.shape), t.dtype, t.device, True) for t in operands]
     found = describe(carried, kinds, [tensor_type("result", t, True) for t in step.results])
     assert len(found.factors) == count
