@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar import walk
 from planner.errors import CaptureError
 
 Place = tuple[str, nn.Module, str]
@@ -22,7 +23,7 @@ def buffers(model: nn.Module) -> dict[Place, Tensor]:
     """Every buffer that a model holds."""
     return {
         (path, module, name): buffer
-        for path, module in model.named_modules()
+        for path, module in walk.modules(model)
         for name, buffer in module._buffers.items()
         if buffer is not None
     }

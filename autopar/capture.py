@@ -26,6 +26,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
 
+from autopar import walk
 from autopar.assigned import assigned, buffers, written_in_place
 from autopar.failure import failure, on_values, reads_values, without_torchs_notes
 from autopar.flatten import flatten
@@ -212,7 +213,7 @@ def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], k
             raise NotFoldable("the model assigns to buffers")
     if _mutates(exported):
         raise NotFoldable("the model writes in place")
-    if _shares_memory(exported.constants.values(), itertools.chain(whole.parameters(), whole.buffers())):
+    if _shares_memory(exported.constants.values(), (t for _, t in (*walk.parameters(whole), *walk.buffers(whole)))):
         raise NotFoldable("a parameter is used in another form")
     captured = _captured(exported, model, repeats, applied)
     if reads_values(captured.program) is not None:
@@ -247,7 +248,7 @@ def _capture_whole(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kw
 
 def _keeps_statistics(model: nn.Module) -> bool:
     """Whether the forward writes running statistics, which only a whole graph follows."""
-    return any(isinstance(m, _NormBase) and m.training and m.track_running_stats for m in model.modules())
+    return any(isinstance(m, _NormBase) and m.training and m.track_running_stats for _, m in walk.modules(model))
 
 
 def _example_inputs(
@@ -301,15 +302,24 @@ def _undone(model: nn.Module) -> Iterator[Before]:
 @contextlib.contextmanager
 def _caches_off(model: nn.Module) -> Iterator[None]:
     """Transformers configurations ask for key-value caches by default; training graphs have none."""
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in found if getattr(config, "use_cache", False)}
-    for config in configs.values():
+    found = [_config(module) for _, module in walk.modules(model)]
+    each = {id(config): config for config in found if config is not None}
+    configs = [config for config in each.values() if getattr(config, "use_cache", False)]
+    for config in configs:
         config.use_cache = False
     try:
         yield
     finally:
-        for config in configs.values():
+        for config in configs:
             config.use_cache = True
+
+
+def _config(module: nn.Module) -> Any:
+    """What a module calls its configuration, if it has one."""
+    held, kind = vars(module).get("config"), type(module)
+    if held is None and (hasattr(kind, "config") or kind.__getattr__ is not nn.Module.__getattr__):
+        return getattr(module, "config", None)
+    return held
 
 
 @contextlib.contextmanager
@@ -388,7 +398,7 @@ def _captured(exported: ExportedProgram, model: nn.Module, repeats: Repeats, app
         tuple(input_names),
         exported.call_spec.in_spec,
         exported.call_spec.out_spec,
-        any(module.training for module in model.modules()),
+        any(module.training for _, module in walk.modules(model)),
         tuple(static_inputs),
         tuple(applied.values()),
     )

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 
+from autopar import walk
 from autopar.functions.ungraded import cut_ungraded
 from autopar.lookups import drop_lookups_of_everything
 from autopar.marks import AGAIN, ENTER, LEAF, LEAVE, NotFoldable
@@ -32,7 +33,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     """Every name of every parameter and buffer -> the first name of the same tensor (tied weights share one)."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tensors = [*walk.parameters(model, once=False), *walk.buffers(model, once=False)]
     for name, tensor in tensors:
         names[name] = first.setdefault(id(tensor), name)
     return names
@@ -104,8 +105,8 @@ class _Leaves:
         self.literals = literals
         canonical = canonical_names(model)
         kinds = [
-            *((name, tensor, "param") for name, tensor in model.named_parameters()),
-            *((name, tensor, "buffer") for name, tensor in model.named_buffers()),
+            *((name, tensor, "param") for name, tensor in walk.parameters(model)),
+            *((name, tensor, "buffer") for name, tensor in walk.buffers(model)),
         ]
         self._stored: list[Leaf] = []
         self._consts: list[Leaf] = []

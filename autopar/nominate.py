@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from autopar import walk
+
 
 @dataclass(frozen=True)
 class Submodule:
@@ -33,9 +35,9 @@ def nominate(model: nn.Module) -> list[list[Submodule]]:
     """Submodules below ``model`` of equal structure, largest first; none lies within another."""
     keys: dict[int, object] = {}
     numbers: dict[object, int] = {}
-    for module in reversed(list(model.modules())):
+    for _, module in reversed(walk.modules(model)):
         keys[id(module)] = numbers.setdefault(_structure(module, keys), len(numbers))
-    count = Counter(keys[id(module)] for module in model.modules())
+    count = Counter(keys.values())
     groups: dict[tuple[object, tuple[int, ...]], list[Submodule]] = {}
     seen: set[int] = {id(model)}
 
@@ -77,7 +79,7 @@ def storage_of(tensor: Tensor) -> int:
 
 def _submodule(path: str, module: nn.Module) -> Submodule | None:
     """What is known of a submodule before it is called; ``None`` if it holds another one twice."""
-    inner = [(name, m) for name, m in module.named_modules(remove_duplicate=False) if m is not module]
+    inner = walk.modules(module, once=False)[1:]
     if len({id(m) for _, m in inner}) < len(inner):
         return None
     held = [t for m in (module, *(m for _, m in inner)) for t in _own(m).values() if t is not None]

@@ -13,8 +13,9 @@ order in which the model computed it: blocks stay whole, and random numbers are 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
@@ -30,6 +31,7 @@ class _Operator:
         node, call: which node of the call's body it is.
         reads: names of its operands, in the order of its arguments.
         path: the module that calls it.
+        is_free: whether no parameter reaches it, and it draws nothing at random.
     """
 
     name: str
@@ -37,6 +39,11 @@ class _Operator:
     call: Call
     reads: tuple[str, ...]
     path: str
+    is_free: bool
+
+
+_Unit = _Operator | Call
+"""An operator, or a call of which none is free."""
 
 
 def in_order(program: Program) -> Program:
@@ -50,42 +57,72 @@ def in_order(program: Program) -> Program:
     leaving = [*program.outputs, *(name for _, name in program.updates)]
     read = {name: next(moment) for name in reversed(leaving) if name is not None}
     for at in reversed(range(len(stretches))):
-        is_run, operators = stretches[at]
+        is_run, units = stretches[at]
         if is_run:
-            stretches[at] = is_run, operators = True, _depth_first(operators, read)
-        read.update((name, next(moment)) for operator in reversed(operators) for name in reversed(operator.reads))
-    ordered = [operator for _, operators in stretches for operator in operators]
+            stretches[at] = is_run, units = True, _depth_first(units, read)
+        read.update((name, next(moment)) for unit in reversed(units) for name in reversed(_reads(unit)))
+    ordered = [unit for _, units in stretches for unit in units]
     return replace(program, calls=tuple(_calls(ordered)))
 
 
-def _stretches(program: Program) -> list[tuple[bool, Sequence[_Operator]]]:
-    """The operators in order, cut into runs (true) and what is between them."""
-    operators = [operator for call in program.calls for operator in _operators(call)]
-    free = {leaf.name for leaf in program.leaves if leaf.kind != "param"}
-    for operator in operators:
-        if free.issuperset(operator.reads) and not operator.node.is_impure():
-            free.add(operator.name)
+def _stretches(program: Program) -> list[tuple[bool, Sequence[Any]]]:
+    """All units in order, cut into runs (true), which are operators, and what is between them."""
+    units = list(_units(program))
     # A module that parameters reach begins and ends between runs, so that none leaves a block for another.
     within = {""}
-    for path in {operator.path for operator in operators if operator.name not in free}:
-        parts = path.split(".")
-        within.update(".".join(parts[: end + 1]) for end in range(len(parts)))
+    for path in (path for unit in units for path in _paths_reached(unit)):
+        while path not in within:
+            within.add(path)
+            path = path.rpartition(".")[0]
 
     def module(path: str) -> str:
         return path if path in within else module(path.rpartition(".")[0])
 
-    def run(operator: _Operator) -> str | None:
-        return module(operator.path) if operator.name in free else None
+    def run(unit: _Unit) -> str | None:
+        return module(unit.path) if isinstance(unit, _Operator) and unit.is_free else None
 
-    return [(key is not None, tuple(found)) for key, found in itertools.groupby(operators, run)]
+    return [(key is not None, tuple(found)) for key, found in itertools.groupby(units, run)]
 
 
-def _operators(call: Call) -> Iterator[_Operator]:
-    body = call.body
-    names = dict(zip((*body.operands, *body.nodes), (*call.operands, *call.names), strict=True))
-    for node, name in zip(body.nodes, call.names, strict=True):
-        reads = tuple(names[operand] for operand in node.all_input_nodes)
-        yield _Operator(name, node, call, reads, call.module_path(module_path(node)))
+def _units(program: Program) -> Iterator[_Unit]:
+    free = {leaf.name for leaf in program.leaves if leaf.kind != "param"}
+    known: dict[tuple[Body, tuple[bool, ...]], frozenset[fx.Node]] = {}
+    for call in program.calls:
+        body = call.body
+        if not body.nodes:
+            continue
+        key = body, tuple([name in free for name in call.operands])
+        if key not in known:
+            known[key] = _free(*key)
+        if not known[key]:
+            yield call
+            continue
+        names = dict(zip((*body.operands, *body.nodes), (*call.operands, *call.names), strict=True))
+        free.update(names[node] for node in known[key])
+        for node, name in zip(body.nodes, call.names, strict=True):
+            reads = tuple(names[operand] for operand in node.all_input_nodes)
+            yield _Operator(name, node, call, reads, call.module_path(module_path(node)), node in known[key])
+
+
+def _free(body: Body, operands: Sequence[bool]) -> frozenset[fx.Node]:
+    """The nodes of a body that are free where these of its operands are."""
+    free = {node for node, is_free in zip(body.operands, operands, strict=True) if is_free}
+    for node in body.nodes:
+        if free.issuperset(node.all_input_nodes) and not node.is_impure():
+            free.add(node)
+    return frozenset(free.intersection(body.nodes))
+
+
+def _paths_reached(unit: _Unit) -> Iterable[str]:
+    """The modules of what is not free."""
+    if isinstance(unit, Call):
+        return map(unit.module_path, unit.body.paths)
+    return () if unit.is_free else (unit.path,)
+
+
+def _reads(unit: _Unit) -> tuple[str, ...]:
+    """What a unit reads, in order of first use; names that it makes itself are read by no other."""
+    return unit.operands if isinstance(unit, Call) else unit.reads
 
 
 def _depth_first(run: Sequence[_Operator], read: Mapping[str, int]) -> tuple[_Operator, ...]:
@@ -108,13 +145,13 @@ def _depth_first(run: Sequence[_Operator], read: Mapping[str, int]) -> tuple[_Op
     return tuple(done.values())
 
 
-def _calls(operators: Sequence[_Operator]) -> Iterator[Call]:
-    """Calls that hold the operators in this order: of the bodies there are, or where a run was changed, of parts."""
+def _calls(units: Sequence[_Unit]) -> Iterator[Call]:
+    """Calls that hold the units in this order: of the bodies there are, or where a run was changed, of parts."""
     parts: dict[tuple[Body, tuple[fx.Node, ...]], Body] = {}
-    for call, found in itertools.groupby(operators, lambda operator: operator.call):
-        part = tuple(found)
+    for call, found in itertools.groupby(units, _call_of):
+        part = [unit for unit in found if isinstance(unit, _Operator)]
         nodes = tuple(operator.node for operator in part)
-        if nodes == call.body.nodes:
+        if not part or nodes == call.body.nodes:
             yield call
             continue
         body = parts.setdefault((call.body, nodes), Body(nodes))
@@ -125,3 +162,7 @@ def _calls(operators: Sequence[_Operator]) -> Iterator[Call]:
             operands=tuple(names[operand] for operand in body.operands),
             names=tuple(operator.name for operator in part),
         )
+
+
+def _call_of(unit: _Unit) -> Call:
+    return unit.call if isinstance(unit, _Operator) else unit

@@ -6,6 +6,8 @@ Only the user's own code is followed, from the methods of the model's modules on
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -14,8 +16,11 @@ from typing import Any
 
 from torch import nn
 
+from autopar import walk
+
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _MISSING = object()
+_attributes, _hooks, _pre_hooks = map(operator.attrgetter, ("__dict__", "_forward_hooks", "_forward_pre_hooks"))
 _CODE = (FunctionType, MethodType, functools.partial, functools._lru_cache_wrapper)
 
 
@@ -36,9 +41,12 @@ class Outside:
         self.codes: dict[CodeType, CodeType | None] = {}
         seen: set[int] = set()
         pending: list[Any] = []
-        for module in model.modules():
-            held = (*vars(module).values(), *module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            pending += (type(module), *(value for value in held if isinstance(value, _CODE)))
+        modules = [module for _, module in walk.modules(model)]
+        pending += dict.fromkeys(map(type, modules))
+        for held in (map(_attributes, modules), map(_hooks, modules), map(_pre_hooks, modules)):
+            values = list(itertools.chain.from_iterable(each.values() for each in held if each))
+            kinds = {kind for kind in set(map(type, values)) if issubclass(kind, _CODE)}
+            pending += [value for value in values if type(value) in kinds]
         while pending:
             value = pending.pop()
             if id(value) not in seen:

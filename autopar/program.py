@@ -58,6 +58,11 @@ class Body:
         return {node: at for at, node in enumerate(self.nodes)}
 
     @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The modules whose forwards made the nodes, each once."""
+        return tuple(dict.fromkeys(map(module_path, self.nodes)))
+
+    @cached_property
     def stems(self) -> tuple[str, ...]:
         """What the name of each node begins with."""
         return tuple(_stem(node.target) for node in self.nodes)

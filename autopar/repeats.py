@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import _AttrProxy, get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
+from autopar import walk
 from autopar.following import Call, Record
 from autopar.marks import NotFoldable
 from autopar.nominate import Submodule, nominate
@@ -170,7 +171,7 @@ class _Opaque(nn.Module):
 
 def _show_modules(tracer: Any, model: nn.Module) -> Any:
     """Tell the tracer the model's modules by name, as it would have found them; what to call in the model's place."""
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in walk.modules(model, once=False):
         path = f"{_ROOT}.{name}" if name else _ROOT
         if module in tracer.submodule_paths:
             tracer.enable_attr_proxy = True

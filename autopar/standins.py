@@ -18,6 +18,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from autopar import walk
 from autopar.facts import FACTS, HISTORY
 from autopar.marks import LEAF, NotFoldable, mark, node_of, track
 from autopar.nominate import storage_of
@@ -67,7 +68,7 @@ class StandIns:
         context = TracingContext.try_get()
         assert context is not None and context.fake_mode is not None, "models are traced on fake tensors"
         self._fake_mode = context.fake_mode
-        self._held = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        self._held = {id(tensor): tensor for _, tensor in (*walk.parameters(model), *walk.buffers(model))}
         self._real: dict[int, Tensor] = {}
         self._shown: dict[int, Tensor] = {}
 

@@ -8,11 +8,12 @@ installed libraries keep there is not.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -77,30 +78,26 @@ class Held:
 
     def changed(self) -> list[tuple[Any, Any]]:
         """Those that hold something else by now, with what they held."""
-        filled = [(held, copy) for held, copy in self.filled if _differs(held, copy)]
-        return [*filled, *((held, ()) for held in self.empty if held)]
+        filled = [] if _are_same(self.filled) else [(held, copy) for held, copy in self.filled if _differs(held, copy)]
+        return [*filled, *((held, ()) for held in filter(None, self.empty))]
 
 
 def _below(values: Iterable[Any]) -> list[Any]:
     """Every container that can be changed among some values and below them; attributes of objects are one."""
     found: dict[int, Any] = {}
-    pending = [list(values)]
-    while pending:
-        for value in pending.pop():
-            held = value
-            if type(value) not in _CONTAINERS:
-                if type(value) in _PLAIN or isinstance(value, _NOT_STATE):
-                    continue
-                held = getattr(value, "__dict__", None)
-            if type(held) in _CONTAINERS and id(held) not in found:
-                found[id(held)] = held
-                if held:
-                    pending.append(_items(held))
+    level = list(values)
+    while level:
+        each = list(dict(zip(map(id, level), level, strict=True)).values())
+        others = [value for value in each if type(value) not in _CONTAINERS and type(value) not in _PLAIN]
+        attributes = [getattr(value, "__dict__", None) for value in others if not isinstance(value, _NOT_STATE)]
+        fresh = [held for held in (*each, *attributes) if type(held) in _CONTAINERS and id(held) not in found]
+        found.update(zip(map(id, fresh), fresh, strict=True))
+        level = [*itertools.chain.from_iterable(map(_items, filter(None, fresh)))]
     return [held for held in found.values() if type(held) is not tuple]
 
 
 def _items(held: Any) -> Any:
-    return held.values() if type(held) in _MAPPINGS else held
+    return held.values() if _is_mapping(held) else held
 
 
 def _differs(held: Any, copy: Any) -> bool:
@@ -109,5 +106,24 @@ def _differs(held: Any, copy: Any) -> bool:
         return True
     if type(held) is set:
         return bool(held != copy)
-    same_keys = type(held) not in _MAPPINGS or all(map(operator.is_, held, copy))
+    same_keys = not _is_mapping(held) or all(map(operator.is_, held, copy))
     return not (same_keys and all(map(operator.is_, _items(held), _items(copy))))
+
+
+def _are_same(pairs: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether no container of many differs from its copy: all at once, since most of the time none does."""
+    held, copies = [held for held, _ in pairs], [copy for _, copy in pairs]
+    return (
+        list(map(len, held)) == list(map(len, copies))
+        and _hold_the_same(map(_items, held), map(_items, copies))
+        and _hold_the_same(filter(_is_mapping, held), filter(_is_mapping, copies))
+    )
+
+
+def _hold_the_same(held: Iterable[Any], copies: Iterable[Any]) -> bool:
+    chained = itertools.chain.from_iterable
+    return all(map(operator.is_, chained(held), chained(copies)))
+
+
+def _is_mapping(held: Any) -> bool:
+    return type(held) in _MAPPINGS

@@ -17,20 +17,21 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar import walk
 from planner.errors import CaptureError
 
-_Memory = dict[int, tuple[str, Tensor]]
-"""What lies where. Tensors are held, since what is made after them would lie there otherwise."""
+_Tensors = list[tuple[str, Tensor]]
+"""What a model has. Tensors are held, since what is made after them would lie in their memory otherwise."""
 
 _CAPTURED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_BEFORE: ContextVar[_Memory | None] = ContextVar("_BEFORE", default=None)
+_BEFORE: ContextVar[_Tensors | None] = ContextVar("_BEFORE", default=None)
 
 
 @contextlib.contextmanager
 def belonging(model: nn.Module) -> Iterator[None]:
     """Know what belongs to a model: from now on what it has, and inside what it has now, for which others stand in."""
     _CAPTURED.add(model)
-    token = _BEFORE.set(_memory(model))
+    token = _BEFORE.set(_tensors(model))
     try:
         yield
     finally:
@@ -52,8 +53,9 @@ class Watching(TorchDispatchMode):
         super().__init__()
         self.name = name
         given = {*map(_storage, tensors)}
-        memory = [_BEFORE.get() or {}, *map(_memory, list(_CAPTURED))]
-        self._memory = {at: what for found in memory for at, what in found.items() if at not in given}
+        held = [_BEFORE.get() or [], *map(_tensors, list(_CAPTURED))]
+        lying = [(_storage(t), (what, t)) for found in held for what, t in found if t.layout == torch.strided]
+        self._memory = {at: found for at, found in lying if at not in given}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -75,10 +77,9 @@ class Watching(TorchDispatchMode):
         """Refuse more, given an operator and the tensors that it takes."""
 
 
-def _memory(model: nn.Module) -> _Memory:
-    tensors = [(f"buffer ({name})", t) for name, t in model.named_buffers()]
-    tensors += [(f"parameter ({name})", t) for name, t in model.named_parameters()]
-    return {_storage(t): (what, t) for what, t in tensors if t.layout == torch.strided}
+def _tensors(model: nn.Module) -> _Tensors:
+    buffers = [(f"buffer ({name})", t) for name, t in walk.buffers(model)]
+    return buffers + [(f"parameter ({name})", t) for name, t in walk.parameters(model)]
 
 
 def _storage(tensor: Tensor) -> int:
