@@ -27,24 +27,22 @@ def lower(captured: Captured) -> Graph:
         CaptureError: an operator returns something that is not a tensor, or a size is symbolic.
     """
     program = captured.program
-    nodes: list[Node] = []
+    made: dict[str, Node] = {}
     refs: dict[str, Ref] = {}
-    grads: dict[Ref, bool] = {}
     templates: dict[tuple[Body, tuple[bool, ...]], _Template] = {}
     for leaf in program.leaves:
         tensor = tensor_type(leaf.name, leaf.value, leaf.kind == "param" and leaf.value.requires_grad)
-        nodes.append(Node(leaf.name, leaf.kind, (), (tensor,), target=leaf.target))
+        made[leaf.name] = Node(leaf.name, leaf.kind, (), (tensor,), target=leaf.target)
         refs[leaf.name] = Ref(leaf.name)
-        grads[refs[leaf.name]] = tensor.grad
     functions = _Functions()
     for call in program.calls:
         operands = [refs[name] for name in call.operands]
-        key = (call.body, tuple(grads[ref] for ref in operands))
+        key = (call.body, tuple([made[name].results[index].grad for name, index in operands]))
         if key not in templates:
             templates[key] = _lower_body(call.body, key[1], functions)
-        _instantiate(templates[key], call, operands, nodes, refs, grads)
+        made.update((node.name, node) for node in _instantiate(templates[key], call, operands, refs))
     graph = Graph(
-        tuple(nodes),
+        tuple(made.values()),
         tuple(refs[name] for name in captured.outputs if name is not None),
         tuple((buffer, refs[name]) for buffer, name in captured.updates),
         captured.named_loss,
@@ -62,38 +60,33 @@ class _Template:
 
     Attributes:
         steps: for every fx node, either an operator as a planner node, or the result of one that it picks.
+        paths: the modules of the operators, each once.
         nodes: of the operators in the first call, by step; grows as that is made.
     """
 
     steps: tuple[_Operator | _Pick, ...]
+    paths: tuple[str, ...]
     nodes: dict[int, Node] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A tensor inside a template: result ``index`` of step ``step``; of operand ``step`` where ``outside``."""
+    """A tensor inside a template: result ``index`` of what is at ``place`` among its operands, then its steps."""
 
-    step: int
+    place: int
     index: int
-    outside: bool
-
-    def among(self, values: Sequence[Ref], operands: int) -> Ref:
-        """Itself in a call: ``values`` are its operands, ``operands`` in number, then the first result of each step."""
-        ref = values[self.step if self.outside else operands + self.step]
-        return ref if self.index == 0 else Ref(ref.node, self.index)
 
 
 @dataclass(frozen=True)
 class _Operator:
     """A planner node but for its name and its operands, for which its arguments hold :class:`_Value`.
 
-    ``inputs`` are all of these in order, ``holes`` the places of the arguments that hold any.
+    ``inputs`` are all of these in order: place and index.
     """
 
     op: str
     args: tuple[tuple[str, object], ...]
-    inputs: tuple[_Value, ...]
-    holes: tuple[int, ...]
+    inputs: tuple[tuple[int, int], ...]
     results: tuple[TensorType, ...]
     path: str
     shares: tuple[int, ...]
@@ -107,22 +100,21 @@ class _Pick:
 
 
 def _lower_body(body: Body, grads: Sequence[bool], functions: _Functions) -> _Template:
-    values = {node: _Value(at, 0, True) for at, node in enumerate(body.operands)}
+    values = {node: _Value(at, 0) for at, node in enumerate(body.operands)}
     has_grad: dict[_Value, bool] = dict(zip(values.values(), grads, strict=True))
     storages = {value: storages_of(node)[0] for node, value in values.items()}
     steps: list[_Operator | _Pick] = []
-    for at, node in enumerate(body.nodes):
+    for place, node in enumerate(body.nodes, len(body.operands)):
         if node.target is operator.getitem:
             source = values[node.args[0]]  # type: ignore[index]
             index = node.args[1]
             assert isinstance(index, int)
-            values[node] = _Value(source.step, index, source.outside)
+            values[node] = _Value(source.place, index)
             has_grad.setdefault(values[node], has_grad.get(source, False))
             storages.setdefault(values[node], storages_of(node)[0])
             steps.append(_Pick(values[node]))
             continue
         args = arguments(node, values)
-        holes = tuple(place for place, (_, value) in enumerate(args) if _inputs(value))
         inputs = tuple(ref for _, value in args for ref in _inputs(value))
         grad = any(has_grad[ref] for ref in inputs) and not node.meta.get("no_grad", False)
         op = str(node.target)
@@ -142,11 +134,12 @@ def _lower_body(body: Body, grads: Sequence[bool], functions: _Functions) -> _Te
             results = tuple(replace(t, grad=t.grad and i not in found.untrained) for i, t in enumerate(results))
         own = storages_of(node)
         shares = shares_of([storages[ref] for ref in inputs], own)
-        steps.append(_Operator(op, args, inputs, holes, results, module_path(node), shares))
-        storages.update({_Value(at, i, False): storage for i, storage in enumerate(own)})
-        values[node] = _Value(at, 0, False)
-        has_grad.update({_Value(at, i, False): t.grad for i, t in enumerate(results)})
-    return _Template(tuple(steps))
+        reads = tuple((value.place, value.index) for value in inputs)
+        steps.append(_Operator(op, args, reads, results, module_path(node), shares))
+        storages.update({_Value(place, i): storage for i, storage in enumerate(own)})
+        values[node] = _Value(place, 0)
+        has_grad.update({_Value(place, i): t.grad for i, t in enumerate(results)})
+    return _Template(tuple(steps), body.paths)
 
 
 class _Functions:
@@ -169,42 +162,34 @@ class _Functions:
         return carried.static(self._objects)
 
 
-def _instantiate(
-    template: _Template,
-    call: Call,
-    operands: Sequence[Ref],
-    nodes: list[Node],
-    refs: dict[str, Ref],
-    grads: dict[Ref, bool],
-) -> None:
-    """Add one call's nodes, and what they are called."""
-    values = [*operands, *map(Ref, call.names)]
-    paths: dict[str, str] = {}
+def _instantiate(template: _Template, call: Call, operands: Sequence[Ref], refs: dict[str, Ref]) -> Iterator[Node]:
+    """One call's nodes; notes what they are called."""
+    own = [Ref(name) for name in call.names]
+    values = [*operands, *own]
+    refs.update(zip(call.names, own, strict=True))
+    paths = {path: call.module_path(path) for path in template.paths}
     for number, (name, step) in enumerate(zip(call.names, template.steps, strict=True)):
         if isinstance(step, _Pick):
-            refs[name] = step.value.among(values, len(operands))
+            ref = values[step.value.place]
+            refs[name] = ref if step.value.index == 0 else Ref(ref.node, step.value.index)
             continue
-        if step.path not in paths:
-            paths[step.path] = call.module_path(step.path)
-        inputs = tuple([value.among(values, len(operands)) for value in step.inputs])
-        args, remaining = list(step.args), iter(inputs)
-        for place in step.holes:
-            args[place] = (args[place][0], _filled(args[place][1], remaining))
-        first, path = template.nodes.get(number), paths[step.path]
+        inputs = tuple(
+            [values[place] if index == 0 else Ref(values[place].node, index) for place, index in step.inputs]
+        )
+        first = template.nodes.get(number)
         if first is None:
-            first = Node(name, step.op, tuple(args), step.results, path, shares=step.shares)
-            template.nodes[number] = first
-            nodes.append(first)
+            remaining = iter(inputs)
+            args = tuple([(key, _filled(value, remaining)) for key, value in step.args])
+            node = Node(name, step.op, args, step.results, paths[step.path], shares=step.shares)
+            template.nodes[number] = node
+            yield node
         else:
-            nodes.append(first.copy(name, tuple(args), inputs, path))
-        refs[name] = values[len(operands) + number]
-        for index, result in enumerate(step.results):
-            grads[Ref(name, index)] = result.grad
+            yield first.copy(name, inputs, paths[step.path])
 
 
 def _filled(value: object, inputs: Iterator[Ref]) -> object:
     """An argument with its values in place."""
-    if type(value) is _Value:
+    if isinstance(value, _Value):
         return next(inputs)
     return tuple([_filled(each, inputs) for each in value]) if type(value) is tuple else value
 

@@ -89,9 +89,13 @@ class Charges:
     def _find_forms(self) -> Iterator[int]:
         """A number for every instance, the same for those of one kind that share memory alike inside."""
         numbers: dict[object, int] = {}
+        known: dict[object, int] = {}  # copies of a node hold one object
         for instance in self.folded.instances:
-            key = (instance.kind, tuple([node.shares for node in instance.block.nodes]))
-            yield numbers.setdefault(key, len(numbers))
+            shares = [node.shares for node in instance.block.nodes]
+            same = (instance.kind, *map(id, shares))
+            if same not in known:
+                known[same] = numbers.setdefault((instance.kind, tuple(shares)), len(numbers))
+            yield known[same]
 
     def _walk(self, recompute: Recompute) -> Iterator[Paid]:
         chains: dict[Ref, tuple[Ref, ...]] = {}

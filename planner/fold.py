@@ -11,6 +11,7 @@ depth. Repeats are found in the graph itself, whether or not modules mark them:
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
@@ -172,30 +173,34 @@ def split(folded: Folded, places: Iterable[tuple[int, int]]) -> Folded:
 def _group(text: Text, spans: Sequence[tuple[int, int]]) -> list[int]:
     """A number per span; equal numbers mean equal forms."""
     stored = {node.name for node in text.graph.leaves if node.op in STORED}
-    readers: Counter[Ref] = Counter()
-    for start, end in spans:
-        readers.update({ref for node in text.nodes[start:end] for ref in node.inputs if ref.node in stored})
-    shared = {ref for ref, count in readers.items() if count > 1}
+    wired = [_wiring(text, start, end) for start, end in spans]
+    readers = Counter(ref for _, outside in wired for ref in outside if ref.node in stored)
     forms: dict[object, int] = {}
-    return [forms.setdefault(_form(text, start, end, shared), len(forms)) for start, end in spans]
+    found = []
+    for (start, end), (wiring, outside) in zip(spans, wired, strict=True):
+        shared = tuple([ref if readers[ref] > 1 else None for ref in outside])
+        found.append(forms.setdefault((text.tokens[start:end], wiring, shared), len(forms)))
+    return found
 
 
-def _form(text: Text, start: int, end: int, shared: set[Ref]) -> object:
-    """What two spans must have equal to be one kind; equality of forms is isomorphism in this order.
+def _wiring(text: Text, start: int, end: int) -> tuple[tuple[int, ...], tuple[Ref, ...]]:
+    """Where the operands of a span's nodes come from, and what it reads from outside, in order of first use.
 
-    Per node: its token and, for each operand, the local position and result number of its producer, or
-    the number of the outside value in order of first use, with its identity if it is stored and shared.
+    Two spans of one kind have equal tokens, node by node, and equal wiring, and what they read that is stored and
+    shared is one: equality of these is isomorphism in this order. An operand is the local position and result number
+    of its producer, or the number of an outside value.
     """
     outside: dict[Ref, int] = {}
-    wiring: list[object] = []
+    wiring: list[int] = []
+    position = text.position
     for node in text.nodes[start:end]:
         for ref in node.inputs:
-            producer = text.position.get(ref.node, -1)
+            producer = position.get(ref[0], -1)
             if producer >= start:
-                wiring += (producer - start, ref.index)
+                wiring += (producer - start, ref[1])
             else:
-                wiring += (~outside.setdefault(ref, len(outside)), ref if ref in shared else None)
-    return text.tokens[start:end], tuple(wiring)
+                wiring.append(~outside.setdefault(ref, len(outside)))
+    return tuple(wiring), tuple(outside)
 
 
 def _merge_singles(
@@ -225,30 +230,27 @@ def _merge_singles(
 def _blocks(text: Text, spans: Sequence[tuple[int, int]], kinds: Sequence[int]) -> list[Block]:
     """The blocks of some spans; those of one kind have their outputs at the positions of all of them."""
     reads: dict[int, list[tuple[int, int]]] = {}
-    leaving: dict[int, set[tuple[int, int]]] = {kind: set() for kind in kinds}
-    spans_from = [start for start, _ in spans]
     for (start, end), kind in zip(spans, kinds, strict=True):
         if kind not in reads:
             reads[kind] = _outside(text, start, text.nodes[start:end])
-    for ref, last in text.last_use.items():
+    inputs = [
+        tuple([text.nodes[start + at].inputs[place] for at, place in reads[kind]])
+        for (start, _), kind in zip(spans, kinds, strict=True)
+    ]
+    leaving: dict[int, set[tuple[int, int]]] = {kind: set() for kind in kinds}
+    spans_from = [start for start, _ in spans]
+    for ref in itertools.chain(text.leaving, *inputs):
         at = text.position.get(ref.node)
         if at is not None:
             number = bisect_right(spans_from, at) - 1
-            if last >= spans[number][1]:
-                leaving[kinds[number]].add((at - spans[number][0], ref.index))
+            leaving[kinds[number]].add((at - spans_from[number], ref.index))
     outputs = {kind: sorted(places) for kind, places in leaving.items()}
     blocks = []
-    for (start, end), kind in zip(spans, kinds, strict=True):
+    for (start, end), kind, entering in zip(spans, kinds, inputs, strict=True):
         nodes = text.nodes[start:end]
-        paths = dict.fromkeys(node.path for node in nodes if node.path)
-        blocks.append(
-            Block(
-                nodes,
-                tuple([nodes[at].inputs[place] for at, place in reads[kind]]),
-                tuple([Ref(nodes[at].name, index) for at, index in outputs[kind]]),
-                ".".join(shared_path(path.split(".") for path in paths)),
-            )
-        )
+        left = tuple([Ref(nodes[at].name, index) for at, index in outputs[kind]])
+        paths = dict.fromkeys([node.path for node in nodes if node.path])
+        blocks.append(Block(nodes, entering, left, ".".join(shared_path(path.split(".") for path in paths))))
     return blocks
 
 
@@ -271,8 +273,9 @@ def _pattern(instances: Sequence[Instance]) -> str:
     Nodes that follow the most frequent beginning up to ``*`` decide: a window's last nodes may lie in
     the next module, which is another kind of module after the last instance.
     """
-    columns = zip(*(instance.block.nodes for instance in instances), strict=True)
-    paths = [_starred([node.path for node in column]) for column in columns if column[0].path]
+    columns = list(zip(*([node.path for node in instance.block.nodes] for instance in instances), strict=True))
+    starred = {column: _starred(column) for column in set(columns) if column[0]}
+    paths = [starred[column] for column in columns if column[0]]
     stems = Counter(path[: path.index("*") + 1] for path in paths if "*" in path)
     stem = max(stems, key=stems.__getitem__, default=())
     name = ".".join(shared_path(path for path in paths if path[: len(stem)] == stem))

@@ -324,7 +324,7 @@ class Space:
 
     def is_read(self, ref: Ref) -> bool:
         """Whether anything reads a value."""
-        return ref in self.skeleton.readers
+        return self.skeleton.readers(ref) > 0
 
     def is_undone(self, instance: Instance) -> bool:
         """Whether backward passes an instance of a block."""
@@ -908,11 +908,8 @@ def rules_of(graph: Graph, folded: Folded | None = None) -> dict[str, Rule]:
     """The factor rule of every operator of the graph; those of equal blocks are found once if it is ``folded``."""
     cache: dict[object, Rule] = {}
     found: dict[str, Rule] = {}
-    twins = [(first, other) for first, *others in (folded.kinds if folded else ()) for other in others]
-    skipped = {node.name for _, other in twins for node in other.block.nodes}
-    for node in graph.nodes:
-        if node.is_leaf or node.name in skipped:
-            continue
+    kinds = [[instance.block.nodes for instance in kind] for kind in folded.kinds] if folded else [[graph.operators]]
+    for node in (node for first, *_ in kinds for node in first):
         static = tuple((name, value) for name, value in node.args if not _holds_ref(value))
         repeats = tuple(node.inputs.index(ref) for ref in node.inputs)
         pattern = tuple((name, _pattern(value)) for name, value in node.args)
@@ -920,9 +917,10 @@ def rules_of(graph: Graph, folded: Folded | None = None) -> dict[str, Rule]:
         if key not in cache:
             cache[key] = rule_of(graph, node)
         found[node.name] = cache[key]
-    for first, other in twins:
-        for node, twin in zip(first.block.nodes, other.block.nodes, strict=True):
-            found[twin.name] = found[node.name]
+    for first, *others in kinds:
+        rules = [found[node.name] for node in first]
+        for other in others:
+            found.update(zip([node.name for node in other], rules, strict=True))
     return found
 
 

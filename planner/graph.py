@@ -7,11 +7,13 @@ Leaves are nodes too, with the operators ``input``, ``param``, ``buffer`` and ``
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import networkx as nx
 
@@ -20,6 +22,7 @@ ITEM_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 
+_NAME = operator.attrgetter("name")
 LEAVES = frozenset({"input", "param", "buffer", "const"})
 
 
@@ -89,27 +92,45 @@ class Node:
     def is_leaf(self) -> bool:
         return self.op in LEAVES
 
-    @property
-    def first(self) -> Node:
-        """The node of which this one is a copy, or itself: what does not depend on values is found for that once."""
-        first: Node = self.__dict__.get("_first", self)
-        return first
-
-    def copy(self, name: str, args: tuple[tuple[str, object], ...], inputs: tuple[Ref, ...], path: str) -> Node:
-        """The same operator once more, on ``inputs``; ``args`` differ from its own in these alone."""
+    def copy(self, name: str, inputs: tuple[Ref, ...], path: str) -> Node:
+        """The same operator once more, on ``inputs``."""
         found = object.__new__(Node)
         found.__dict__.update(
             name=name,
             op=self.op,
-            args=args,
             results=self.results,
             path=path,
             target="",
             shares=self.shares,
-            _first=self.first,
+            first=self.first,
             inputs=inputs,
         )
         return found
+
+    if TYPE_CHECKING:
+
+        @property
+        def first(self) -> Node:
+            """The node that this is a copy of, or itself: what does not depend on values is found for that once."""
+
+    else:
+
+        def __getattr__(self, name: str) -> object:
+            """``first`` where this is no copy; ``args`` where it is, since few ask for them."""
+            if name == "first":
+                return self
+            if name != "args" or "first" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            inputs = iter(self.inputs)
+            args = self.__dict__["args"] = tuple((name, _with(value, inputs)) for name, value in self.first.args)
+            return args
+
+
+def _with(value: object, inputs: Iterator[Ref]) -> object:
+    """An argument with the next of ``inputs`` in the place of each of its tensors."""
+    if isinstance(value, Ref):
+        return next(inputs)
+    return tuple([_with(each, inputs) for each in value]) if isinstance(value, tuple) else value
 
 
 def _refs(values: object) -> Iterator[Ref]:
@@ -135,11 +156,11 @@ class Graph:
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
-        return {node.name: node for node in self.nodes}
+        return dict(zip(map(_NAME, self.nodes), self.nodes, strict=True))
 
     @cached_property
     def position(self) -> dict[str, int]:
-        return {node.name: i for i, node in enumerate(self.nodes)}
+        return dict(zip(map(_NAME, self.nodes), itertools.count(), strict=False))
 
     def type_of(self, ref: Ref) -> TensorType:
         return self.by_name[ref.node].results[ref.index]
@@ -180,16 +201,19 @@ class Graph:
         by_name = self.by_name
         for node in reversed(self.nodes):
             if node.name in reached:
-                for ref in node.inputs:
-                    name, index = ref
-                    if ref not in found and by_name[name].results[index].grad:
-                        found.add(ref)
-                        reached.add(name)
+                used = [ref for ref in node.inputs if by_name[ref[0]].results[ref[1]].grad]
+                found.update(used)
+                reached.update([name for name, _ in used])
         return frozenset(found)
 
     @cached_property
     def leaves(self) -> tuple[Node, ...]:
-        return tuple(node for node in self.nodes if node.is_leaf)
+        return tuple([node for node in self.nodes if node.op in LEAVES])
+
+    @cached_property
+    def operators(self) -> tuple[Node, ...]:
+        """The nodes that are no leaves."""
+        return tuple([node for node in self.nodes if node.op not in LEAVES])
 
     def check(self) -> None:
         """Assert that names are unique, references resolve, and every use follows its definition."""

@@ -27,7 +27,7 @@ from planner.errors import PlanError, ScheduleError
 from planner.files import write_text
 from planner.fold import Folded, fold, fold_off, relabel
 from planner.formulate import Assignment, Role, Space, rules_of
-from planner.graph import Graph, Ref
+from planner.graph import Graph, Node, Ref
 from planner.layout import Layout, format_layout
 from planner.levels import Stated, read_amounts, read_by_number
 from planner.memory import usage
@@ -246,23 +246,25 @@ def _save(path: Path, text: str) -> None:
 
 def fingerprint(graph: Graph) -> str:
     """A hash of what is computed: operators, arguments, shapes, dtypes and names of leaves."""
-    hasher = hashlib.sha256()
-    number: dict[str, int] = {}
-    known: dict[int, tuple[str, str]] = {}
-    for i, node in enumerate(graph.nodes):
-        number[node.name] = i
-        first = node.first
-        if id(first) not in known:
-            said = [(k, v) for k, v in node.args if not (k in FOUND_OUT and node.op.startswith(PREFIX))]
-            static = tuple((k, str(v)) for k, v in said if not _mentions_nodes(v))
-            known[id(first)] = f"({node.op!r}, {node.target!r}, {static!r}, ", f", {node.results!r})"
-        before, after = known[id(first)]
-        inputs = tuple([(number[name], index) for name, index in node.inputs])
-        hasher.update(f"{before}{inputs}{after}".encode())
+    number = {node.name: at for at, node in enumerate(graph.nodes)}
+    firsts = [node.first for node in graph.nodes]
+    said = {at: _said(first) for at, first in dict(zip(map(id, firsts), firsts, strict=True)).items()}
+    texts = [said[id(first)] for first in firsts]
+    read = [each for node in graph.nodes for name, index in node.inputs for each in (number[name], index)]
+    hasher = hashlib.sha256(("".join(texts) % tuple(read)).encode())
     hasher.update(repr([(number[ref.node], ref.index) for ref in graph.outputs]).encode())
     if graph.roots != replace(graph, named_loss=None).roots:
         hasher.update(repr(graph.roots).encode())
     return hasher.hexdigest()[:16]
+
+
+def _said(node: Node) -> str:
+    """What a fingerprint takes of a node, with holes for the numbers and indices of what it reads."""
+    args = [(k, v) for k, v in node.args if not (k in FOUND_OUT and node.op.startswith(PREFIX))]
+    static = tuple((k, str(v)) for k, v in args if not _mentions_nodes(v))
+    before, after = f"({node.op!r}, {node.target!r}, {static!r}, ", f", {node.results!r})"
+    holes = ", ".join(["(%d, %d)"] * len(node.inputs)) + ("," if len(node.inputs) == 1 else "")
+    return f"{before.replace('%', '%%')}({holes}){after.replace('%', '%%')}"
 
 
 def _mentions_nodes(value: object) -> bool:
@@ -277,8 +279,14 @@ def model_facts(graph: Graph, name: str, mode: str = "train") -> dict[str, Any]:
 
 def coverage(graph: Graph) -> dict[str, int]:
     """Operators without a row, and Functions that must run in full, with the reason -> how often they occur."""
-    found = Counter(n.op for n in graph.nodes if not n.is_leaf and n.op not in OPS)
-    found.update(f"{short_op(n.op)} ({why})" for n in graph.nodes if (why := reason(n)))
+    times = Counter([id(node.first) for node in graph.operators])
+    found: Counter[str] = Counter()
+    for first in {id(node.first): node.first for node in graph.operators}.values():
+        why = reason(first)
+        if first.op not in OPS:
+            found[first.op] += times[id(first)]
+        if why:
+            found[f"{short_op(first.op)} ({why})"] += times[id(first)]
     return dict(sorted(found.items()))
 
 

@@ -108,12 +108,10 @@ def calls_by_block(assignment: Assignment, bounds: Sequence[int] = ()) -> dict[i
         calls = found.setdefault(instance.kind, Counter())
         for call, count in (_block_calls(assignment, instance) + _calls_again(assignment, instance, level)).items():
             calls[call] += count * times
-    for leaf in space.graph.leaves:
-        if space.is_read(Ref(leaf.name)):
-            ref = Ref(leaf.name)
-            backward = ref in space.graph.differentiated
-            calls = _route_calls(assignment, ref, assignment.relay_route(ref), backward)
-            found[None].update({call: count * stages[leaf.name] for call, count in calls.items()})
+    for leaf in filter(space.is_read, space.skeleton.relayed_leaves):
+        backward = leaf in space.graph.differentiated
+        calls = _route_calls(assignment, leaf, assignment.relay_route(leaf), backward)
+        found[None].update({call: count * stages[leaf.node] for call, count in calls.items()})
     for position, ref in enumerate(space.leaving):
         backward = position in space.graph.roots
         found[None].update(_route_calls(assignment, ref, assignment.output_route(position), backward))
@@ -121,8 +119,8 @@ def calls_by_block(assignment: Assignment, bounds: Sequence[int] = ()) -> dict[i
 
 
 def _stages_reading(assignment: Assignment, bounds: Sequence[int]) -> dict[str, int]:
-    """Leaf -> how many stages read it, each for itself; 1 where a value is read by none or there is one stage."""
-    readers: dict[str, set[int]] = {leaf.name: set() for leaf in assignment.space.graph.leaves}
+    """Leaf with a relay -> how many stages read it, each for itself; 1 where none does or there is one stage."""
+    readers: dict[str, set[int]] = {leaf.node: set() for leaf in assignment.space.skeleton.relayed_leaves}
     for stage, (low, high) in enumerate(pairwise(bounds)):
         for instance in assignment.space.folded.instances[low:high]:
             for ref in instance.block.inputs:
@@ -161,8 +159,8 @@ def conversions(assignment: Assignment) -> list[tuple[Conversion, int]]:
             produced, delivered = assignment.produced(ref), assignment.delivered(ref)
             add(Conversion(ref, produced, delivered, f"result {ref.index}"), times)
 
-    for leaf in space.graph.leaves:
-        deliver(Ref(leaf.name), 1)
+    for leaf in space.skeleton.relayed_leaves:
+        deliver(leaf, 1)
     for instance, _, times in _alike(assignment):
         for node in instance.block.nodes:
             for index in range(len(node.results)):

@@ -94,20 +94,38 @@ class Skeleton:
         """The same value of its role's first member."""
         return Ref(self.members[self.role_of[ref.node]][0], ref.index)
 
-    @cached_property
-    def readers(self) -> dict[Ref, int]:
+    def readers(self, ref: Ref) -> int:
         """How many distinct readers a value has, outputs included."""
-        users = self.graph.users.items()
-        count = {ref: len({node.name for node, _ in each}) if len(each) > 1 else 1 for ref, each in users}
-        for ref in self.leaving:
-            count[ref] = count.get(ref, 0) + 1
-        return count
+        return self._crossing[ref] + self._within[self.role_of[ref.node], ref.index]
+
+    @cached_property
+    def _crossing(self) -> Counter[Ref]:
+        """How many operators of other blocks, and outputs, read a value; all operators where it is a leaf."""
+        found = Counter(self.leaving)
+        for instances in self.folded.kinds:
+            reading = Counter(ref for node in instances[0].block.nodes for ref in dict.fromkeys(node.inputs))
+            times = [reading[ref] for ref in instances[0].block.inputs]
+            for instance in instances:
+                for ref, count in zip(instance.block.inputs, times, strict=True):
+                    found[ref] += count
+        return found
+
+    @cached_property
+    def _within(self) -> Counter[tuple[Role, int]]:
+        """How many operators of its own block read a result of an operator's role."""
+        return Counter(
+            (self.role_of[name], index)
+            for first, *_ in self.folded.kinds
+            for node in first.block.nodes
+            for name, index in set(node.inputs).difference(first.block.inputs)
+        )
 
     @cached_property
     def relays(self) -> dict[Role, Ref]:
         """Relay role -> a representative value. A role has a relay when any of its members has several readers."""
-        several = [ref for ref, count in self.readers.items() if count > 1]
+        several = [ref for ref in self._crossing if self.readers(ref) > 1]
         delivered = {(self.role_of[name], index) for name, index in (*several, *self._delivered)}
+        delivered.update(value for value, count in self._within.items() if count > 1)
         found: dict[Role, Ref] = {}
         for role, names in self.members.items():
             for index in range(len(self.graph.by_name[names[0]].results)):
@@ -116,18 +134,19 @@ class Skeleton:
         return found
 
     @cached_property
+    def relayed_leaves(self) -> tuple[Ref, ...]:
+        """The leaves that have a relay."""
+        relayed = {relay[1] for relay in self.relays}
+        return tuple([Ref(leaf.name) for leaf in self.graph.leaves if self.role_of[leaf.name] in relayed])
+
+    @cached_property
     def relay_readers(self) -> dict[Role, tuple[tuple[Role, int], ...]]:
         """Relay role -> the (role, operand position) of all who read any of its values."""
-        return {
-            relay: tuple(
-                {
-                    (self.role_of[node.name], position): None
-                    for name in self.members[self.role_of[ref.node]]
-                    for node, position in self.graph.users.get(Ref(name, ref.index), ())
-                }
-            )
-            for relay, ref in self.relays.items()
-        }
+        found: dict[Role, dict[tuple[Role, int], None]] = {relay: {} for relay in self.relays}
+        for source, head, _, positions in self.flows:
+            if source in found and head[0] == "op":
+                found[source].update(dict.fromkeys((head, position) for position in positions))
+        return {relay: tuple(readers) for relay, readers in found.items()}
 
     def relay_of(self, ref: Ref) -> Role | None:
         """The relay role of a value, if it has one."""
@@ -293,8 +312,7 @@ class Skeleton:
 
     def traffic(self, node: Node, on_host: bool) -> Traffic:
         """What an operator passes over, see :mod:`planner.traffic`; the same for all members of its role."""
-        number, at = self.seat[node.name]
-        kind = self.folded.instances[number].kind
+        _, kind, at = cast(tuple[str, int, int], self.role_of[node.name])
         if (kind, at, on_host) not in self._traffic:
             first = self.folded.kinds[kind][0].block.nodes[at]
             last = self._read_last(kind)
@@ -342,7 +360,7 @@ def _roles(folded: Folded) -> tuple[dict[str, Role], dict[Role, list[str]]]:
     own: dict[int, list[Role]] = {}
     for number, instance in enumerate(folded.instances):
         roles = own.setdefault(instance.kind, [("op", instance.kind, at) for at in range(len(instance.block.nodes))])
-        role_of.update(zip((node.name for node in instance.block.nodes), roles, strict=True))
+        role_of.update(zip([node.name for node in instance.block.nodes], roles, strict=True))
         for slot, ref in enumerate(instance.block.inputs):
             reading.setdefault(ref.node, []).append((number, instance.kind, slot))
     outputs = {ref.node for ref in folded.graph.outputs}
@@ -353,6 +371,11 @@ def _roles(folded: Folded) -> tuple[dict[str, Role], dict[Role, list[str]]]:
         else:
             role_of[node.name] = ("leaf", node.name)
     members: dict[Role, list[str]] = {}
-    for node in folded.graph.nodes:
-        members.setdefault(role_of[node.name], []).append(node.name)
-    return role_of, members
+    for kind, instances in enumerate(folded.kinds):
+        names = [[node.name for node in instance.block.nodes] for instance in instances]
+        members.update(zip(own[kind], map(list, zip(*names, strict=True)), strict=True))
+    for leaf in folded.graph.leaves:
+        members.setdefault(role_of[leaf.name], []).append(leaf.name)
+    firsts = {names[0] for names in members.values()}
+    in_order = [role_of[node.name] for node in folded.graph.nodes if node.name in firsts]
+    return role_of, {role: members[role] for role in in_order}

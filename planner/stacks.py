@@ -31,31 +31,33 @@ SMALL = 8
 class Text:
     """The non-leaf nodes as a sequence: positions below count these nodes only.
 
-    ``last_use`` maps a value to the position of its last reader, or to ``len(nodes)`` if it leaves the
-    model; unread values are absent. ``paths`` are those of :func:`module_paths`.
+    ``leaving`` are the values that leave the model.
     """
 
     graph: Graph
     nodes: tuple[Node, ...]
     position: dict[str, int]
-    last_use: dict[Ref, int]
+    leaving: tuple[Ref, ...]
+
+    @cached_property
+    def last_use(self) -> dict[Ref, int]:
+        """The position of a value's last reader, ``len(nodes)`` if it leaves the model; unread values are absent."""
+        read = ((ref, position) for position, node in enumerate(self.nodes) for ref in node.inputs)
+        return {**dict(read), **dict.fromkeys(self.leaving, len(self.nodes))}
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
         return _tokens(self.graph)
 
-    @cached_property
-    def paths(self) -> tuple[tuple[str, ...], ...]:
-        return module_paths(self.nodes)
+    def path(self, at: int) -> tuple[str, ...]:
+        """As :func:`module_paths` have it."""
+        return next((tuple(node.path.split(".")) for node in reversed(self.nodes[: at + 1]) if node.path), ())
 
 
 def read(graph: Graph) -> Text:
     """A graph as a text."""
-    nodes = tuple(node for node in graph.nodes if not node.is_leaf)
-    last_use = {ref: position for position, node in enumerate(nodes) for ref in node.inputs}
-    last_use.update({ref: len(nodes) for ref in (*graph.outputs, *(ref for _, ref in graph.updates))})
-    position = {node.name: at for at, node in enumerate(nodes)}
-    return Text(graph, nodes, position, last_use)
+    position = {node.name: at for at, node in enumerate(graph.operators)}
+    return Text(graph, graph.operators, position, (*graph.outputs, *(ref for _, ref in graph.updates)))
 
 
 def module_paths(nodes: Iterable[Node]) -> tuple[tuple[str, ...], ...]:
@@ -78,19 +80,19 @@ def shared_path(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
 def _tokens(graph: Graph) -> tuple[int, ...]:
     """A number per non-leaf node; equal numbers mean equal nodes (views copy alike) up to which values they read."""
     numbers: dict[object, int] = {}
-    known: dict[int, tuple[int, tuple[int, ...]]] = {}
+    known: dict[int, tuple[int | None, tuple[int, ...]]] = {}
     types: dict[str, tuple[int, ...]] = {}
     tokens = []
 
     def number(value: object) -> int:
         return numbers.setdefault(value, len(numbers))
 
-    def looked_at(node: Node) -> tuple[int, tuple[int, ...]]:
-        """The node's own number, and those of its results as operands."""
+    def looked_at(node: Node) -> tuple[int | None, tuple[int, ...]]:
+        """The node's own number, ``None`` for a leaf, and those of its results as operands."""
         results = tuple(map(number, node.results))
         arguments = tuple((name, static(value)) for name, value in node.args)
         if node.is_leaf:
-            return -1, tuple(number((node.op, arguments, result)) for result in results)
+            return None, tuple(number((node.op, arguments, result)) for result in results)
         copies = tuple(place < 0 for place in node.shares)
         return number((node.op, arguments, results, copies)), results
 
@@ -100,8 +102,9 @@ def _tokens(graph: Graph) -> tuple[int, ...]:
         if found is None:
             found = known[id(first)] = looked_at(first)
         own, types[node.name] = found
-        if not node.is_leaf:
-            tokens.append(number((own, *[types[name][index] for name, index in node.inputs])))
+        if own is not None:
+            token = (own, *[types[name][index] for name, index in node.inputs])
+            tokens.append(numbers.setdefault(token, len(numbers)))
     return tuple(tokens)
 
 
@@ -251,7 +254,7 @@ def _place(text: Text, run: Run, known: set[tuple[int, ...]], minimum: int) -> _
     values, size = np.cumsum(values), np.cumsum(size)
 
     def rank(offset: int) -> tuple[int, int, int]:
-        before, after = text.paths[middle + offset - 1], text.paths[middle + offset]
+        before, after = text.path(middle + offset - 1), text.path(middle + offset)
         return int(values[offset]), int(size[offset]), len(shared_path([before, after]))
 
     offsets = [offset for offset in range(period) if (length - offset) // period >= minimum]

@@ -45,7 +45,7 @@ def test_copies_are_nodes_like_others() -> None:
     for node in graph.nodes:
         first = firsts.setdefault((node.op, node.results), node)
         is_copy = first is not node and not node.is_leaf
-        nodes.append(first.copy(node.name, node.args, node.inputs, node.path) if is_copy else node)
+        nodes.append(first.copy(node.name, node.inputs, node.path) if is_copy else node)
     copied = replace(graph, nodes=tuple(nodes))
     copied.check()
     assert any(node.first is not node for node in copied.nodes)
