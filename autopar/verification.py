@@ -12,7 +12,7 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from autopar.calls import count_collectives, count_messages, differences
 from autopar.capture import LossFn, _caches_off, _example_inputs, _WithLoss, path_name
 from autopar.compare import first_divergence, reference_values
 from autopar.exact import exact, twin, widen, widened
+from autopar.functions.carry import Carried
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.step import Step
 from autopar.simulate import DivergedError, Simulation
@@ -426,8 +427,20 @@ def _agree(ref: Reference, assignment: Assignment, rtol: float, seed: int, in_tu
             f"the {where} differs from the model's by {worst:.2g}, relative ({rtol:.0e} is allowed){located()}"
         )
     if agreement.miscounted:
-        raise VerificationError("communication is not as predicted:\n  " + "\n  ".join(agreement.miscounted))
+        lines = "\n  ".join(("communication is not as predicted:", *agreement.miscounted))
+        raise VerificationError(lines + _unseen(ref.traced.captured.functions))
     return agreement
+
+
+def _unseen(functions: Sequence[Carried]) -> str:
+    """The Functions that are taken to keep all tensors, and what to do about it; ``""`` if there are none."""
+    names = [each.name for each in functions if any(known.is_unseen for known in each.described.values())]
+    if not names:
+        return ""
+    return (
+        f"\n  of {', '.join(names)} it is not known what backward asks for, so all that floats was counted: give "
+        "autopar.register an example=, which shows it"
+    )
 
 
 def space_on(

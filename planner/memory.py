@@ -32,7 +32,7 @@ from planner.graph import Node, Ref, TensorType
 from planner.heap import BEFORE, USES, Direction, Heap, Held, Place, Storage
 from planner.layout import MICRO, Shard
 from planner.ops import OPS
-from planner.ops.function import kept, works
+from planner.ops.function import holds, kept, works
 from planner.ops.table import OWN
 from planner.runs import Skip, Wiring, skips
 from planner.tape import Frame, Tape, Target, Value
@@ -591,7 +591,7 @@ class _Step:
         saves = row.saved(node, types) if row is not None else tuple(f"in{i}" for i in range(len(operands)))
         tensors = {f"in{i}": value.storage for i, value in enumerate(operands)}
         if self.is_away and not all(
-            _is_index(word, types) for word in saves
+            _is_index(word, types) for word in (*saves, *holds(node))
         ):  # then autograd saves whatever it computes with
             self._reads_again(tensors.values())
         tensors |= {f"out{i}": storage for i, storage in enumerate(storages)}
@@ -608,6 +608,9 @@ class _Step:
                         tape.saved.append(heap.new(node.name, "activations", copied_bytes))
             elif word in tensors:
                 tape.saved.append(heap.hold(tensors[word]))
+        for word in holds(node):
+            tape.saved.append(heap.hold(tensors[word]))
+            tape.holds.append(tensors[word])
         more = row.works + works(node) if row is not None else 0
         tape.works = more * max(operands[0].bytes, sizes[0]) if operands else 0
         passes = row.passes if row is not None else ()

@@ -20,6 +20,7 @@ class Tape:
         block: the number of the block that made it.
         incoming: the gradient of each result, as far as it has arrived.
         saved: storages held until the node has run.
+        holds: those of them that stay where a block recomputes.
         again: storages that it needs and that its block makes again for it.
         targets: where the gradients of its operands go.
         works: bytes that it needs while it runs.
@@ -34,6 +35,7 @@ class Tape:
     block: int
     incoming: list[Storage | None]
     saved: list[Storage] = field(default_factory=list)
+    holds: list[Storage] = field(default_factory=list)
     again: list[tuple[Frame, Storage]] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     works: int = 0
@@ -117,7 +119,8 @@ class Frame:
     def gives_up(self, heap: Heap, tapes: list[Tape]) -> None:
         """The block returns: what its nodes of backward saved goes where it can be made again; its sources stay."""
         for tape in tapes:
-            for storage in [each for each in tape.saved if each in self.made and each not in self.kept]:
+            stay = {*self.kept, *tape.holds}
+            for storage in [each for each in tape.saved if each in self.made and each not in stay]:
                 tape.saved.remove(storage)
                 tape.again.append((self, storage))
                 self.uses[storage] += 1

@@ -6,11 +6,12 @@ next to it in size, times a number: so what is said holds for slices, and at oth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from autopar.functions.carry import Carried
 from autopar.functions.joint import Joint, Operand
-from autopar.functions.peak import backward_bytes
+from autopar.functions.keeping import Kept, kept
 from planner.graph import Ref, TensorType
 from planner.layout import Shard
 from planner.ops import OPS
@@ -18,12 +19,25 @@ from planner.ops.signature import is_floating
 from planner.strategy import rule_of
 
 
-def unknown(operands: Sequence[Operand], results: Sequence[TensorType]) -> dict[str, object]:
-    """Of a kernel that nobody sees into: it reads and writes its tensors once, and keeps what floats."""
-    saves = [f"in{place}" for place, operand in enumerate(operands) if operand.dtype.is_floating_point]
-    saves += [f"out{place}" for place, result in enumerate(results) if is_floating(result)]
+def unseen(operands: Sequence[Operand], results: Sequence[TensorType], kept: Kept | None) -> dict[str, object]:
+    """Of a kernel that nobody sees into: it reads and writes its tensors once.
+
+    Args:
+        kept: what it keeps; of ``None`` nothing is known, and it may be all that floats.
+    """
+    if kept is None:
+        floating = [f"in{place}" for place, operand in enumerate(operands) if operand.dtype.is_floating_point]
+        kept = Kept((*floating, *(f"out{place}" for place, result in enumerate(results) if is_floating(result))))
     count = len(operands) + len(results)
-    return {"saves": tuple(saves), "kept": (), "flops": 0.0, "moves": ((1.0,) * count, (2.0,) * count), "works": 0}
+    first = max(math.prod(operands[0].shape) * operands[0].dtype.itemsize, results[0].size_bytes, 1)
+    return {
+        "saves": kept.saves,
+        "holds": kept.holds,
+        "kept": kept.others,
+        "flops": 0.0,
+        "moves": ((1.0,) * count, (2.0,) * count),
+        "works": round(kept.works / first),
+    }
 
 
 def costs(
@@ -48,14 +62,16 @@ def costs(
         row = OPS.get(node.op)
         if row is not None and not later:
             flops += row.flops(node, graph.input_types(node), rule_of(graph, node))
-    saves, kept = _saved(joint, like)
+    reads, others = _read(joint, like)
+    seen = kept(carried, operands)
     sizes = [graph.type_of(ref).size_bytes for ref in (joint.operands[0], joint.results[0])]
     return {
-        "saves": saves,
-        "kept": kept,
+        "saves": seen.saves,
+        "holds": tuple(dict.fromkeys(word for word in (*seen.holds, *reads) if word not in seen.saves)),
+        "kept": others,
         "flops": flops / (graph.type_of(joint.results[0]).numel or 1),
         "moves": tuple(map(tuple, passes)),
-        "works": round(backward_bytes(carried, operands) / (max(sizes) or 1)),
+        "works": round(seen.works / (max(sizes) or 1)),
     }
 
 
@@ -83,7 +99,7 @@ class _Like:
         return [ref in shards for shards in self._cuts]
 
 
-def _saved(joint: Joint, like: _Like) -> tuple[tuple[str, ...], tuple[tuple[int, float], ...]]:
+def _read(joint: Joint, like: _Like) -> tuple[tuple[str, ...], tuple[tuple[int, float], ...]]:
     """Words for the operands and results that backward reads, and what else it does."""
     graph = joint.graph
     root: dict[Ref, Ref] = {}
@@ -102,6 +118,6 @@ def _saved(joint: Joint, like: _Like) -> tuple[tuple[str, ...], tuple[tuple[int,
         for ref in node.inputs
         if root[ref] not in given and root[ref].node not in joint.backward
     )
-    saves = tuple(dict.fromkeys(words[ref] for ref in read if ref in words))
+    reads = tuple(dict.fromkeys(words[ref] for ref in read if ref in words))
     others = (ref for ref in read if ref not in words and graph.by_name[ref.node].op != "const")
-    return saves, tuple(map(like.of, others))
+    return reads, tuple(map(like.of, others))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from planner.errors import CaptureError
+
+if TYPE_CHECKING:  # it carries Functions, which may be declared
+    from autopar.functions.keeping import Kept
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class Declared:
         operands, results: a name for every dim of every tensor; equal names are one factor.
         whole: names that must not be sharded.
         dtypes: of the results; ``None`` is that of the first operand.
+        kept: what it keeps for its backward, as an example showed; ``None`` without one.
     """
 
     text: str
@@ -28,6 +33,7 @@ class Declared:
     results: tuple[tuple[str, ...], ...]
     whole: frozenset[str]
     dtypes: tuple[torch.dtype | None, ...]
+    kept: Kept | None = None
 
     def sizes(self, name: str, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """The size of every name.

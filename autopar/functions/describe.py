@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.functions.carry import Carried
-from autopar.functions.costs import costs, unknown
+from autopar.functions.costs import costs, unseen
 from autopar.functions.declared import Declared
 from autopar.functions.joint import Joint, NotTraced, Operand, trace
+from autopar.functions.keeping import Kept, kept
 from autopar.functions.proof import Followed, Proof, Refuted, difference
 from planner.graph import TensorType
 from planner.layout import P, R, Shard
@@ -54,6 +55,7 @@ class Description:
         untrained: results that it does not differentiate.
         joint: of the whole; ``None`` if it could not be traced.
         factors: of the node, in order.
+        is_unseen: whether it is not known what it keeps, so that it is taken to keep all that floats.
     """
 
     carried: Carried
@@ -63,6 +65,7 @@ class Description:
     untrained: frozenset[int] = frozenset()
     joint: Joint | None = None
     factors: tuple[Factor, ...] = ()
+    is_unseen: bool = False
     _checked: dict[object, str] = field(default_factory=dict)
 
     def difference(self, cuts: Sequence[tuple[Seats, int]]) -> str:
@@ -118,16 +121,26 @@ def _describe(carried: Carried, operands: tuple[Operand, ...], results: tuple[Te
         ungraded = frozenset(place for place in asked if joint.gradients[place] is None)
         untrained = frozenset(place for place, given in enumerate(joint.given) if given is None)
     cuts = [factor.followed.shards for factor in factors if factor.followed is not None]
+    known = _kept(carried, operands) if joint is None else None
     arguments = {
         "factors": tuple(factor.seats for factor in factors),
         "strided": tuple(factor.strided for factor in factors),
         "same": tuple(factor.same for factor in factors),
         "linear": linear,
         "terms": terms,
-        **(unknown(operands, results) if joint is None else costs(carried, operands, joint, cuts)),
+        **(unseen(operands, results, known) if joint is None else costs(carried, operands, joint, cuts)),
         "why": why,
     }
-    return Description(carried, operands, tuple(arguments.items()), ungraded, untrained, joint, factors)
+    is_unseen = joint is None and known is None
+    return Description(carried, operands, tuple(arguments.items()), ungraded, untrained, joint, factors, is_unseen)
+
+
+def _kept(carried: Carried, operands: tuple[Operand, ...]) -> Kept | None:
+    """What a Function keeps that cannot be traced; ``None`` where nobody knows."""
+    try:
+        return kept(carried, operands)
+    except Exception:
+        return None if carried.declared is None else carried.declared.kept
 
 
 def _others(carried: Carried, operands: tuple[Operand, ...], joint: Joint) -> Iterable[Joint]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from autopar.functions.declared import DECLARED, Declared
+from autopar.functions.keeping import Kept, observed
 from planner.errors import CaptureError, InputError
 
 
@@ -33,7 +35,8 @@ def register(
         whole: names along which it may not be sharded: what it normalizes over, what it is a window of.
         dtypes: of the results; ``None``, or left out, is that of the first operand.
         example: arguments of ``function.apply``. If they are given, the signature is checked: forward and backward of
-            the whole are compared with those of slices, name by name.
+            the whole are compared with those of slices, name by name; and what it keeps for backward is seen, which is
+            all that floats otherwise.
 
     Raises:
         InputError: no Function, a signature that cannot be read, or one that does not hold for the example.
@@ -43,6 +46,7 @@ def register(
     declared = _read(function.__qualname__, signature, whole, dtypes)
     if example is not None:
         check(function, declared, example)
+        declared = replace(declared, kept=_kept(function, example))
     DECLARED[function] = declared
 
 
@@ -125,13 +129,25 @@ def _step(
 ) -> _Step:
     """One step; without gradients ``given``, forward alone."""
     operands = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
-    rest = iter(operands)
-    returned = function.apply(*[next(rest) if isinstance(arg, Tensor) else arg for arg in example])
-    results = [t for t in (returned if isinstance(returned, tuple) else (returned,)) if isinstance(t, Tensor)]
+    results = _applied(function, example, operands)
     pairs = [(t, g) for t, g in zip(results, given or [], strict=False) if t.requires_grad and g is not None]
     if pairs:
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
     return _Step([t.detach() for t in results], [t.grad for t in operands])
+
+
+def _applied(function: type[Function], example: Sequence[Any], operands: Sequence[Tensor]) -> list[Tensor]:
+    """Results for other tensors than those of the example."""
+    rest = iter(operands)
+    returned = function.apply(*[next(rest) if isinstance(arg, Tensor) else arg for arg in example])
+    return [t for t in (returned if isinstance(returned, tuple) else (returned,)) if isinstance(t, Tensor)]
+
+
+def _kept(function: type[Function], example: Sequence[Any]) -> Kept:
+    """What it keeps of an example."""
+    tensors = [arg for arg in example if isinstance(arg, Tensor)]
+    apply = partial(_applied, function, example)
+    return observed(apply, [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors])
 
 
 def _part(tensor: Tensor, labels: Sequence[str], label: str, part: int, parts: int) -> Tensor:

@@ -58,14 +58,14 @@ def saved_places(node: Node, operands: tuple[TensorType, ...], *, own: bool = Fa
     An operator without a row may need them all.
 
     Args:
-        own: count what it keeps besides these, where that is large, like its first operand.
+        own: count what it keeps besides these, where that is large, like its first operand; and what it never lets go.
     """
     row, first = OPS.get(node.op), len(operands)
     count = first + len(node.results)
     if row is None:
         return tuple(range(count))
     places: dict[int, None] = {}
-    for word in row.saved(node, operands):
+    for word in (*row.saved(node, operands), *(function.holds(node) if own else ())):
         if word.startswith(("in", "out")):
             places[int(word[2:]) if word.startswith("in") else first + int(word[3:])] = None
         elif own and word in ("own", "mask"):

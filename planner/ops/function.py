@@ -9,8 +9,10 @@ found it out or the user declared it. None of them is a size, so that the node m
 * ``same``: for each factor, the results that lack it and are the same on every rank, not terms of a sum.
 * ``linear``: sets of operands in which it is jointly linear, as in :class:`planner.rules.Rule`.
 * ``terms``: whether its backward is linear in the gradients that it is given, so that it may be given terms of them.
-* ``saves``, ``kept``: tensors that its backward needs; what it keeps besides, as pairs of a tensor (a place among
-  operands, then results) and bytes for each of its elements.
+* ``saves``, ``holds``: operands and results that autograd saves for its backward; those that its own code holds, which
+  are never let go and made again.
+* ``kept``: what it keeps besides, as pairs of a tensor (a place among operands, then results) and bytes for each of its
+  elements.
 * ``flops``: forward operations for each element of the first result.
 * ``moves``: passes over each of its operands and results, forward and backward, that it comes to.
 * ``works``: as in :class:`planner.ops.table.Row`.
@@ -32,7 +34,7 @@ PREFIX = "function."
 """What names of these operators begin with."""
 
 FOUND_OUT = frozenset(
-    {"factors", "strided", "same", "linear", "terms", "saves", "kept", "flops", "moves", "works", "why"}
+    {"factors", "strided", "same", "linear", "terms", "saves", "holds", "kept", "flops", "moves", "works", "why"}
 )
 """Arguments that follow from the Function, its other arguments and its operands."""
 
@@ -111,6 +113,12 @@ def kept(word: str, node: Node) -> tuple[int, float] | None:
     """What a word of ``saves`` keeps besides operands and results, as in ``kept``; ``None`` for another word."""
     every: Any = node["kept"]
     return every[int(word.removeprefix("kept"))] if word.startswith("kept") else None
+
+
+def holds(node: Node) -> tuple[str, ...]:
+    """Words for operands and results that the code of a Function holds until its backward ran."""
+    found: Any = node["holds"]
+    return found if node.op.startswith(PREFIX) else ()
 
 
 def works(node: Node) -> int:

@@ -26,7 +26,7 @@ from autopar.typecheck import typecheck
 from autopar.verification import locate, reference, simulate, verify
 from benchmarks.memory import observed_peak
 from planner.cluster import ClusterSpec
-from planner.errors import CaptureError, InputError, PlanError
+from planner.errors import CaptureError, InputError, PlanError, VerificationError
 from planner.formulate import Training
 from planner.graph import Graph, Node
 from planner.pins import Pins
@@ -479,6 +479,97 @@ def test_what_it_keeps_is_counted() -> None:
     plan = plan_traced(traced, ClusterSpec.local(2), Pins.parse({"data": 2}), Training())
     assert plan.assignment is not None
     assert plan.predicted.peak_bytes == pytest.approx(observed_peak(model, traced, plan.assignment), rel=0.05)
+
+
+# ---- what it keeps ----
+
+
+def _keeping(saves: bool, holds: bool, asks: bool, on_values: bool) -> type[Function]:
+    """A Function that lets autograd save its result, and holds its operand itself."""
+
+    class Keeping(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            result = x.tanh()
+            if saves:
+                ctx.save_for_backward(result)
+            if holds:
+                ctx.x = x
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            found = gradient * ctx.saved_tensors[0] if asks else 2 * gradient
+            found = found * ctx.x if holds else found
+            return found if on_values and bool((gradient > 100).any()) else found / 2
+
+    return Keeping
+
+
+class Shift(nn.Module):
+    """Parameters that nothing but the Function asks for again."""
+
+    def __init__(self, use: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.shift, self.use = nn.Parameter(torch.randn(WIDTH)), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.use(x + self.shift)
+
+
+def _shifts(use: Callable[[Tensor], Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Shift(use) for _ in range(5)), Mean()), {"input": torch.randn(BATCH, LENGTH, WIDTH)}
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    "saves, holds, asks, on_values",
+    [
+        (False, False, False, True),
+        (True, False, True, True),
+        (False, True, False, True),
+        (False, True, False, False),
+        (True, True, True, False),
+        (True, False, False, False),
+    ],
+)
+def test_what_backward_asks_for_is_made_again_and_nothing_else(
+    saves: bool, holds: bool, asks: bool, on_values: bool
+) -> None:
+    cls = _keeping(saves, holds, asks, on_values)
+    model, batch = _shifts(cls.apply)
+    (node, *_) = functions(model, batch)
+    assert (node["why"] != "") == on_values
+    assert node["saves"] == (("out0",) if asks else ())
+    assert node["holds"] == (*(saves and not asks) * ("out0",), *holds * ("in0",))
+    verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2, "zero": 3, "recompute": "full"})
+
+
+def test_what_a_kernel_keeps_is_seen_in_its_example(registered: None) -> None:
+    model, batch = _shifts(lambda x: Blind.apply(x))
+    pin = {"data": 2, "zero": 3, "recompute": "full"}
+    autopar.register(Blind, "b s h -> b s h")
+    with pytest.raises(VerificationError, match=r"predicted 4, observed 0\n  of .*Blind it is not known .* example="):
+        verify(model, ClusterSpec.local(2), example_kwargs=batch, pin=pin)
+    autopar.register(Blind, "b s h -> b s h", example=(torch.randn(2, 3, 4),))
+    verify(model, ClusterSpec.local(2), example_kwargs=batch, pin=pin)
+
+
+class Blind(Function):
+    """A kernel that keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _with_data(3 * x, x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _with_data(2 * gradient, gradient)
 
 
 # ---- what is declared ------------------------------------------------------------------------------------------------
