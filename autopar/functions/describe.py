@@ -18,6 +18,8 @@ from autopar.functions.declared import Declared
 from autopar.functions.joint import Joint, NotTraced, Operand, trace
 from autopar.functions.keeping import Kept, kept
 from autopar.functions.proof import Followed, Proof, Refuted, difference
+from autopar.functions.reach import refuse_reach
+from planner.errors import CaptureError
 from planner.graph import TensorType
 from planner.layout import P, R, Shard
 from planner.ops.signature import is_floating
@@ -90,7 +92,7 @@ def describe(carried: Carried, operands: Sequence[Operand], results: Sequence[Te
     """What is known of a Function on such operands.
 
     Raises:
-        CaptureError: they are not what was declared.
+        CaptureError: they are not what was declared, or it may find a model's tensors by itself.
     """
     key, known = (tuple(operands), carried.declared), carried.described
     if key not in known:
@@ -136,10 +138,20 @@ def _describe(carried: Carried, operands: tuple[Operand, ...], results: tuple[Te
 
 
 def _kept(carried: Carried, operands: tuple[Operand, ...]) -> Kept | None:
-    """What a Function keeps that cannot be traced; ``None`` where nobody knows."""
+    """What a Function keeps that cannot be traced; ``None`` where nobody knows.
+
+    Raises:
+        CaptureError: it finds a model's tensors by itself, or might where it cannot be watched.
+    """
     try:
-        return kept(carried, operands)
+        found = kept(carried, operands)
+        if not found.is_whole:
+            refuse_reach(carried)
+        return found
+    except CaptureError:
+        raise
     except Exception:
+        refuse_reach(carried)
         return None if carried.declared is None else carried.declared.kept
 
 

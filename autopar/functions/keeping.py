@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.functions.carry import Carried
 from autopar.functions.joint import Operand, alone
+from autopar.functions.outside import Watching
+from planner.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -31,23 +33,27 @@ class Kept:
             let go and made again.
         others: what else there is, as pairs of the operand or result next in size, and bytes for each of its elements.
         works: bytes of the tensors that backward makes, at the fullest of its moments, but for the gradients it gives.
+        is_whole: whether backward ran to its end.
     """
 
     saves: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
     others: tuple[tuple[int, float], ...] = ()
     works: int = 0
+    is_whole: bool = True
 
 
 def kept(carried: Carried, operands: Sequence[Operand]) -> Kept:
     """What it keeps of tensors without data.
 
     Raises:
+        CaptureError: it reads parameters or buffers that it finds by itself.
         Exception: whatever its forward raises, if that does not run on them.
     """
     with alone(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         inputs = [torch.empty(o.shape, dtype=o.dtype, device=o.device, requires_grad=o.trained) for o in operands]
-        return observed(carried.apply, inputs)
+        with Watching(carried.name, inputs):
+            return observed(carried.apply, inputs)
 
 
 def observed(apply: Callable[[Sequence[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor]) -> Kept:
@@ -76,6 +82,8 @@ def observed(apply: Callable[[Sequence[Tensor]], Sequence[Tensor]], inputs: Sequ
         try:
             found = torch.autograd.grad(roots, wanted, given, allow_unused=True)
             is_over = True
+        except CaptureError:
+            raise
         except Exception:  # what it decides on is not known; then it is taken to ask for what it saved
             found = ()
     gives = sum(t.numel() * t.element_size() for t in found if t is not None)
@@ -84,7 +92,7 @@ def observed(apply: Callable[[Sequence[Tensor]], Sequence[Tensor]], inputs: Sequ
     every = {_storage(t): t for t in (*packed, *held)}
     holds = [words[storage] for storage in every if storage in words and words[storage] not in saves]
     others = [_like(t, [*inputs, *results]) for storage, t in every.items() if storage not in words]
-    return Kept(tuple(saves), tuple(holds), tuple(others), max(0, peak.bytes - gives))
+    return Kept(tuple(saves), tuple(holds), tuple(others), max(0, peak.bytes - gives), is_over)
 
 
 def _like(tensor: Tensor, measures: Sequence[Tensor]) -> tuple[int, float]:

@@ -52,17 +52,15 @@ class Watching(TorchDispatchMode):
     def __init__(self, name: str, tensors: Sequence[Tensor]):
         super().__init__()
         self.name = name
-        given = {*map(_storage, tensors)}
-        held = [_BEFORE.get() or [], *map(_tensors, list(_CAPTURED))]
-        lying = [(_storage(t), (what, t)) for found in held for what, t in found if t.layout == torch.strided]
-        self._memory = {at: found for at, found in lying if at not in given}
+        given = {*map(storage_of, tensors)}
+        self._memory = {at: found for at, found in belongings().items() if at not in given}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in found:
-            belongs, _ = self._memory.get(_storage(tensor), ("", None))
+            belongs, _ = self._memory.get(storage_of(tensor), ("", None))
             if belongs or isinstance(tensor, nn.Parameter):
                 raise CaptureError(
                     f"{self.name} {'writes into' if func._schema.is_mutable else 'reads'} a "
@@ -77,11 +75,17 @@ class Watching(TorchDispatchMode):
         """Refuse more, given an operator and the tensors that it takes."""
 
 
+def belongings() -> dict[int, tuple[str, Tensor]]:
+    """What lies where of the models that were captured and are still there."""
+    held = [_BEFORE.get() or [], *map(_tensors, list(_CAPTURED))]
+    return {storage_of(t): (what, t) for found in held for what, t in found if t.layout == torch.strided}
+
+
 def _tensors(model: nn.Module) -> _Tensors:
     buffers = [(f"buffer ({name})", t) for name, t in walk.buffers(model)]
     return buffers + [(f"parameter ({name})", t) for name, t in walk.parameters(model)]
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """Names the memory; 0 for tensors that have none."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0

@@ -808,6 +808,50 @@ def test_what_is_the_models_must_be_an_argument(
         capture(model, None, batch, fold=fold)
 
 
+def _decided(gradient: Tensor, found: Any) -> Tensor:
+    return gradient * found.most if bool((gradient > 100).any()) else gradient
+
+
+def _named(gradient: Tensor, _: Any) -> Tensor:
+    return gradient * MODELS[0].most if bool((gradient > 100).any()) else gradient
+
+
+def _asked(gradient: Tensor, _: Any) -> Tensor:
+    return gradient.clamp(-1, 1) if bool((gradient > 100).any()) else gradient
+
+
+MODELS: list[nn.Module] = []
+
+
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize(
+    "backward, given, message",
+    [
+        (_decided, True, r"decides on the values .* it is given something that holds a (parameter|buffer) \("),
+        (_asked, True, r"it is given something that holds a (parameter|buffer) .* Pass to apply\(\) the tensors"),
+        (_named, False, r"its code names something that holds a (parameter|buffer) \("),
+        (lambda g, found: g * ELSEWHERE.weight.sum() if bool(g.any()) else g, False, r"names .* parameter of shape"),
+        (lambda g, found: g * found.zero * found.most, True, r"Finding reads a buffer \(most\) of shape \(1,\)"),
+        (_asked, False, ""),
+    ],
+)
+def test_what_cannot_be_watched_must_not_reach_the_models(
+    backward: Callable[..., Tensor], given: bool, message: str, fold: bool
+) -> None:
+    """Where backward decides on values, what comes after is not seen."""
+    cls = _finding(_same, backward)
+    model, batch = net(lambda x, weight: cls.apply(x, model if given else None))
+    model.register_buffer("most", torch.ones(1))
+    model.zero = torch.tensor(0.0)
+    MODELS[:] = [model]
+    if not message:
+        assert functions(model, batch, fold)[0]["why"] == "it decides on the values of tensors"
+        return
+    with pytest.raises(CaptureError, match=message):
+        capture(model, None, batch, fold=fold)
+    MODELS.clear()
+
+
 @pytest.mark.parametrize(
     "forward, backward, shape",
     [
