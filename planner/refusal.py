@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
+
 from planner.division import Division
 from planner.errors import ClusterError, InfeasibleError, PinError
-from planner.graph import Graph
+from planner.formulate import Space
+from planner.graph import Graph, Node
 from planner.lean import Lean
 from planner.looks import Look, Setting
+from planner.names import short_op
+from planner.ops import OPS
+from planner.ops.function import reason
+from planner.problem import Edge
 from planner.strategy import Choice
 
 
@@ -37,13 +44,57 @@ def check_turns(looks: list[Look], bounds_s: Mapping[Division, float]) -> None:
     Args:
         bounds_s: see :func:`planner.lean.bounds_s`.
     """
-    begun = [bounds_s[look.candidate.division] for look in looks if look.posed is not None]
-    if begun and all(map(math.isinf, begun)):
+    begun = [look for look in looks if look.posed is not None]
+    if begun and all(math.isinf(bounds_s[look.candidate.division]) for look in begun):
+        space = min(begun, key=lambda look: look.candidate.division.mesh.size).space
         raise PinError(
-            "no micro-batches can be cut from this model's batch: an operator mixes its samples (batch norm, a mean "
-            "over the batch) or must run on all of them at once (plan.coverage without micro-batches lists such), or "
-            "an input has another dim 0 than the others; pin 'micro_batches' 1"
+            f"no micro-batches can be cut from this model's batch: {_forbids(space)}, or pin 'micro_batches' 1"
         )
+
+
+def _forbids(space: Space) -> str:
+    """The first operator that does not run on one micro-batch after the other, and what to do about it."""
+    node = _first_to_forbid(space)
+    if node is None:
+        return "its operators ask for it in ways that go together with none, or inputs differ in dim 0"
+    likes = len(space.members[space.role_of[node.name]]) > 1
+    where = (f" in {node.path}" if node.path else "") + ", or one of its kind," * likes
+    if reason(node):
+        return (
+            f"{short_op(node.op)}{where} must run on all samples at once ({reason(node)}): say what its dims mean with "
+            "autopar.register, take it out of the model"
+        )
+    if node.op not in OPS:
+        return (
+            f"{short_op(node.op)}{where} is not in the op table, so it runs on all samples at once: add a row "
+            "(docs/adding_an_op.md), take it out of the model"
+        )
+    shapes = ", ".join(str(operand.shape) for operand in space.graph.input_types(node))
+    return (
+        f"{short_op(node.op)}{where} on operands of shapes {shapes} mixes samples, or reads what is known when all of "
+        "them are through (batch norm, a mean over the batch): compute it outside of the model"
+    )
+
+
+def _first_to_forbid(space: Space) -> Node | None:
+    """The first operator that has no way to run on what those before it can give; ``None`` if each by itself has."""
+    problem = space.problem(None)
+    possible = [np.isfinite(vertex.time_s) for vertex in problem.vertices]
+    reading: dict[int, list[Edge]] = {}
+    for edge in problem.edges:
+        reading.setdefault(edge.tail, []).append(edge)
+    waiting = list(range(len(possible)))
+    while waiting:
+        tail = waiting.pop()
+        for edge in reading.get(tail, ()):
+            left = possible[edge.head] & np.isfinite(edge.time_s)[possible[tail]].any(axis=0)
+            if possible[tail].any() and (left != possible[edge.head]).any():
+                possible[edge.head] = left
+                waiting.append(edge.head)
+    position = {node.name: at for at, node in enumerate(space.graph.nodes)}
+    without = (role for role, left in zip(space.roles, possible, strict=True) if not left.any())
+    names = [space.members[role][0] for role in without if role in space.members]
+    return space.graph.by_name[min(names, key=position.__getitem__)] if names else None
 
 
 def nothing_fits(setting: Setting, graph: Graph, looks: list[Look], leans: list[Lean]) -> InfeasibleError:

@@ -26,7 +26,7 @@ from autopar.typecheck import typecheck
 from autopar.verification import locate, reference, simulate, verify
 from benchmarks.memory import observed_peak
 from planner.cluster import ClusterSpec
-from planner.errors import CaptureError, InputError, PlanError, VerificationError
+from planner.errors import CaptureError, InputError, PinError, PlanError, VerificationError
 from planner.formulate import Training
 from planner.graph import Graph, Node
 from planner.pins import Pins
@@ -374,6 +374,13 @@ def test_what_cannot_be_proved_is_said() -> None:
     ((line, times),) = plan.coverage.items()
     assert (line, times) == ("OnValues (it decides on the values of tensors)", 2)
     assert "2 x OnValues" in str(plan) and "OnValues" in "".join(plan.blocks[0].ops)
+
+
+def test_one_that_runs_on_all_samples_forbids_micro_batches_by_name() -> None:
+    model, batch = net("on-values")
+    message = r"OnValues in layers.0.* \(it decides on the values of tensors\): .* autopar.register, .* or pin 'micro"
+    with pytest.raises(PinError, match=message):
+        autopar.plan(model, CLUSTER, example_kwargs=batch, pin={"micro_batches": 2})
 
 
 class Small(Function):

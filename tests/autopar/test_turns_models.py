@@ -423,7 +423,11 @@ REFUSED: list[tuple[str, Pin, str]] = [
     ("mean", pinned(2, 5), r"'micro_batches' is 5, which does not divide the batch of 28"),
     ("mean", pinned(2, 4, "1f2b"), r"'1f2b'; it is one of 'gpipe', '1f1b', 'interleaved_1f1b'"),
     ("counting", pinned(2, 1), r"the model changes seen in its forward, .*: plan without pipelines and micro_batches"),
-    ("perplexity", pinned(2, 4), r"no micro-batches can be cut from this model's batch"),
+    (
+        "perplexity",
+        pinned(2, 4),
+        r"no micro-batches can be cut from this model's batch: exp .* of shapes \(\) .*, or pin 'micro_batches' 1",
+    ),
     (
         "random",
         pinned(2, 4),

@@ -96,7 +96,7 @@ ROOMS["lean"] = {
     "offload",
     "looks",
 }
-ROOMS["refusal"] = {*BASE, "strategy", "division", "looks", "lean"}
+ROOMS["refusal"] = {*BASE, "ops", "problem", "strategy", "formulate", "division", "looks", "lean", "names"}
 ROOMS["search"] = {
     *ROOMS["looks"],
     "keep",
