@@ -7,6 +7,7 @@ wait behind the reduced gradients of that block, which are sent after it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ class Gathering:
     Args:
         parts: this rank's parts, all of one dtype.
         axis: the group of those that have the others.
-        previous: gatherings of the block before, which start this one in forward.
+        previous: gatherings of the block before, which start this one in forward if it is still there; they do not
+            hold it, since it may hold them: a forward that fails leaves nothing behind.
         again: those of the last block before that gathers again in backward, which this one starts there.
     """
 
@@ -38,11 +40,12 @@ class Gathering:
         again: Sequence[Gathering] = (),
     ):
         self._parts, self._axis = parts, axis
-        self._following: tuple[Gathering, ...] = ()
+        self._following: list[weakref.ref[Gathering]] | None = []  # none once forward asked for the rows
         self._again = tuple(again)
         self._underway: tuple[Tensor, Tensor, Any] | None = None
         for each in previous:
-            each._following = (*each._following, self)
+            assert each._following is not None, "blocks run in order"
+            each._following.append(weakref.ref(self))
 
     def start(self) -> None:
         """Send the parts, unless they are on their way."""
@@ -60,8 +63,9 @@ class Gathering:
         self.start()
         assert self._underway is not None
         (_, every, work), self._underway = self._underway, None
-        following, self._following = self._following, self._again
-        for each in following:
+        following, self._following = self._following, None
+        starts = self._again if following is None else [each for found in following if (each := found()) is not None]
+        for each in starts:
             each.start()
         work.wait()
         return every.view(self._axis.size(), -1)

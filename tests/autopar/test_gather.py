@@ -5,6 +5,8 @@ And when: what the next block needs is on its way before this one's gradients ar
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -213,6 +215,39 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(calls: Calls) -> None:
             assert all(map(torch.equal, gradients(), expected))
             assert calls == once
     assert len(expected) == 2 * 4 * LAYERS
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_forward_that_failed_holds_no_gathered_memory(
+    calls: Calls, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not until garbage is collected either."""
+    model, x = Residuals(), torch.randn(4, WIDTH)
+    plan = planned(model, x, data=2, zero=3, recompute=recompute)
+    assert plan.assignment is not None
+    alive: weakref.WeakSet[object] = weakref.WeakSet()
+
+    class Watched(gathering.Gathering):
+        def start(self) -> None:
+            alive.add(self)
+            super().start()
+
+    monkeypatch.setattr(parameters, "Gathering", Watched)
+    with Simulation(model, trace(model, (x,)).captured, plan.assignment) as simulation:
+        (inputs,) = simulation.inputs((x,), {})[0]
+        gc.collect()
+        gc.disable()
+        try:
+            for calls.fails in ("gather 0", "wait gather 1", "gather 3"):
+                calls.clear()
+                with pytest.raises(RuntimeError, match=calls.fails):
+                    simulation.module(inputs)
+                assert not alive
+            calls.fails = ""
+            simulation.module(inputs)
+            assert not alive
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("pin", [{}, {"recompute": "full"}, {"replicate": 2}], ids=str)
