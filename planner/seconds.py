@@ -1,8 +1,9 @@
 """Seconds: times that know how they grow: a number as planned, and the formula in batch and sequence behind it.
 
 :class:`Seconds` is to ``float`` what :class:`planner.polynomial.Size` is to ``int``: whatever adds up times adds up
-formulas as well. A formula is a sum of *atoms* with coefficients: powers of batch and sequence, and the largest or the
-smallest of several formulas.
+formulas as well, and what has no formula is an error; but ``math.fsum`` sees the numbers alone, so where times may have
+formulas it is given ``float(...)`` of each. A formula is a sum of *atoms* with coefficients: powers of batch and
+sequence, and the largest or the smallest of several formulas.
 """
 
 from __future__ import annotations
@@ -64,7 +65,27 @@ class Seconds(float):
     __rmul__ = __mul__
 
     def __truediv__(self, other: object) -> float:
-        return self * (1 / other) if isinstance(other, (int, float)) else NotImplemented
+        """By a plain number."""
+        if not isinstance(other, (int, float)) or isinstance(other, Seconds):
+            return NotImplemented
+        return self * (1 / other)
+
+    def __neg__(self) -> float:
+        return self * -1
+
+    def __pos__(self) -> float:
+        return self
+
+    def __abs__(self) -> float:
+        return largest((self, -self))
+
+    def _without(self, *_: object) -> Any:
+        raise TypeError(
+            f"what is made of {float(self):.3g} s here has no formula: take float(...) of it if the number will do"
+        )
+
+    __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _without
+    __pow__ = __rpow__ = __round__ = __floor__ = __ceil__ = __trunc__ = _without
 
 
 def growing(start_s: float, seconds_per_unit: float, size: float) -> Seconds:

@@ -220,7 +220,7 @@ def stage(
 def _even_s(pipeline: Pipeline, chain: Chain) -> float:
     """Seconds of a cut into stages of about equal work that saves everything."""
     blocks = blocks_of(chain)
-    total, done, bounds = math.fsum(block.work_s for block in blocks), 0.0, [0]
+    total, done, bounds = math.fsum(float(block.work_s) for block in blocks), 0.0, [0]
     for at, block in enumerate(blocks):
         left = len(blocks) - at
         wanted = pipeline.stages - len(bounds)

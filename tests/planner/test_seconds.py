@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner import seconds as seconds_room
 from planner.polynomial import batch_of, sequence_of
 from planner.seconds import Pick, Seconds, at_least_zero, formula_of, growing, largest, rest, smallest
 
@@ -32,6 +36,7 @@ TIMES = st.recursive(
         st.builds(lambda a, n: n * a, inner, st.integers(0, 5)),
         st.builds(lambda a, n: a / n, inner, st.integers(1, 5)),
         st.builds(lambda a, b: at_least_zero(a - b), inner, inner),
+        st.builds(lambda a, b: abs(-a - (+b)), inner, inner),
         st.builds(lambda *all_: largest(all_), inner, inner, inner),
         st.builds(lambda *all_: smallest(all_), inner, inner),
     ),
@@ -63,3 +68,23 @@ def test_rounding_is_left_out():
     left = rest(parts[0] + parts[1] + 1e-17, parts[1] + parts[0])
     assert isinstance(left, Seconds) and left.formula == {}
     assert dict(formula_of(rest(parts[1], parts[0]))) == pytest.approx({(0, 0): 0.2, (1, 0): 0.5})
+
+
+@pytest.mark.parametrize(
+    "made", [lambda s: s**2, lambda s: s * s, lambda s: 1 / s, lambda s: s / s, round, lambda s: s % 2]
+)
+def test_what_has_no_formula_is_an_error(made):
+    with pytest.raises(TypeError):
+        made(growing(1.0, 2.0, SIZES[0]))
+
+
+def test_plain_sums_are_made_of_plain_numbers():
+    """``math.fsum`` drops formulas and tells nobody."""
+    found = []
+    for path in Path(seconds_room.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        if any(isinstance(node, ast.ImportFrom) and node.module == "planner.seconds" for node in ast.walk(tree)):
+            calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+            found += [call.args[0] for call in calls if ast.unparse(call.func).endswith("fsum")]
+    assert found
+    assert all(isinstance(each, ast.GeneratorExp) and ast.unparse(each.elt).startswith("float(") for each in found)
