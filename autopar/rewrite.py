@@ -36,7 +36,7 @@ from planner.chunks import Chunk, chunks_of, parameters
 from planner.fold import Block, Instance
 from planner.formulate import Assignment
 from planner.graph import Ref
-from planner.heap import BEFORE
+from planner.heap import BEFORE, is_before
 from planner.recompute import Level
 
 
@@ -158,7 +158,7 @@ class Root:
         returns what they are at home.
         """
         body, at_home = self.body, {}
-        if CARRIER in self.groups and (chunks or number >= 0):
+        if CARRIER in self.groups and (chunks or not is_before(number)):
             refs = [Ref(name) for chunk in chunks for name in chunk.leaves]
             at_home = {ref: body.values[ref] for ref in refs}
             call = body.graph.call_function(enter_block, (body.attribute(CARRIER), number, tuple(at_home.values())))

@@ -7,12 +7,17 @@ from typing import Literal
 
 Direction = Literal["forward", "backward"]
 BEFORE = -1
-"""The number that stands for what is done before the first block, and undone after it."""
+"""The number that stands for what is done before the first block, and undone after it; one less for each stage."""
 Place = tuple[Direction, int]
 """A direction and the number of a block."""
 
 USES = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
 """What storages are used for."""
+
+
+def is_before(number: int) -> bool:
+    """Whether a number stands for what is done before the first block of a stage, and for no block."""
+    return number <= BEFORE
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from planner.exchange import crossing
 from planner.fold import Block, Instance
 from planner.formulate import Assignment, Chunk
 from planner.graph import Node, Ref, TensorType
-from planner.heap import BEFORE, USES, Direction, Heap, Held, Place, Storage
+from planner.heap import BEFORE, USES, Direction, Heap, Held, Place, Storage, is_before
 from planner.layout import MICRO, Shard
 from planner.ops import OPS
 from planner.ops.function import holds, kept, works
@@ -728,7 +728,7 @@ class _Step:
             tape.incoming[result] = heap.new("gradient of the loss", "temporary", size)
         skipped = list(self.kept)
         for tape in reversed([tape for tape in self.tapes if tape in reached]):
-            while skipped and BEFORE < tape.block < skipped[-1].end:
+            while skipped and not is_before(tape.block) and tape.block < skipped[-1].end:
                 self._undo_skipped(skipped.pop())
             self._undo(tape)
         for skip in reversed(skipped):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.carrier import Carrier
 from planner.errors import InputError
-from planner.heap import BEFORE
+from planner.heap import is_before
 
 
 class _Home(torch.autograd.Function):
@@ -60,7 +60,7 @@ class _Entering(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        if ctx.number <= BEFORE:
+        if is_before(ctx.number):
             ctx.carrier.enter(ctx.number, is_backward=True)
         ctx.carrier.made(ctx.number, grads)
         return None, None, *(None for _ in range(ctx.count))
@@ -123,7 +123,7 @@ def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple
         TimetableError: they cannot be on the device now, or not within the budget.
     """
     carrier.enter(number, is_backward=False)
-    if carrier.is_in_turns and number > BEFORE:
+    if carrier.is_in_turns and not is_before(number):
         return carrier.adding(number)
     return _Entering.apply(carrier, number, *parts) if parts else ()
 
