@@ -213,7 +213,7 @@ def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], k
             raise NotFoldable("the model assigns to buffers")
     if _mutates(exported):
         raise NotFoldable("the model writes in place")
-    if _shares_memory(exported.constants.values(), (t for _, t in (*walk.parameters(whole), *walk.buffers(whole)))):
+    if _shares_memory(exported.constants.values(), (t for held in walk.tensors(whole) for _, t in held)):
         raise NotFoldable("a parameter is used in another form")
     captured = _captured(exported, model, repeats, applied)
     if reads_values(captured.program) is not None:

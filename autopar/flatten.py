@@ -31,12 +31,9 @@ from planner.errors import CaptureError
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
     """Every name of every parameter and buffer -> the first name of the same tensor (tied weights share one)."""
+    parameters, buffers = walk.tensors(model, once=False)
     first: dict[int, str] = {}
-    names: dict[str, str] = {}
-    tensors = [*walk.parameters(model, once=False), *walk.buffers(model, once=False)]
-    for name, tensor in tensors:
-        names[name] = first.setdefault(id(tensor), name)
-    return names
+    return {name: first.setdefault(id(tensor), name) for name, tensor in (*parameters, *buffers)}
 
 
 def flatten(
@@ -103,11 +100,8 @@ class _Leaves:
         self.value_of: dict[fx.Node, str] = {}
         self.constants: dict[str, Tensor] = {}
         self.literals = literals
-        canonical = canonical_names(model)
-        kinds = [
-            *((name, tensor, "param") for name, tensor in walk.parameters(model)),
-            *((name, tensor, "buffer") for name, tensor in walk.buffers(model)),
-        ]
+        parameters, buffers = walk.tensors(model)
+        kinds = [(*each, "param") for each in parameters] + [(*each, "buffer") for each in buffers]
         self._stored: list[Leaf] = []
         self._consts: list[Leaf] = []
         self._inputs: list[Leaf] = []
@@ -132,7 +126,9 @@ class _Leaves:
                 self.value_of[node] = node.name
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                 original = str(spec.target)
-                self.value_of[node] = self._by_original[canonical[original]]
+                if original not in self._by_original:  # the same under another name
+                    original = canonical_names(model)[original]
+                self.value_of[node] = self._by_original[original]
             elif spec.kind == InputKind.CONSTANT_TENSOR:
                 value: Any = exported.constants[str(spec.target)]
                 parameter = next((t for _, t, _ in kinds if _is_the_same(t, value)), None)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,6 +32,21 @@ class Submodule:
     inner: tuple[tuple[str, nn.Module], ...]
     held: tuple[object, ...]
     ties: tuple[int, ...]
+
+    @cached_property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Itself and those below it."""
+        return self.module, *(module for _, module in self.inner)
+
+    @cached_property
+    def own(self) -> frozenset[int]:
+        """Its parameters and buffers by identity."""
+        return frozenset(map(id, self.tensors))
+
+    @property
+    def is_as_nominated(self) -> bool:
+        """Whether it still has the modules, parameters and buffers that it had."""
+        return who_holds_what(self.modules) == self.held
 
 
 def nominate(model: nn.Module) -> list[list[Submodule]]:
@@ -58,18 +76,19 @@ def nominate(model: nn.Module) -> list[list[Submodule]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def first_with(keys: list[int]) -> tuple[int, ...]:
+def first_with(keys: Sequence[Hashable]) -> tuple[int, ...]:
     """For each key, where it occurs first: two lists that repeat themselves alike give the same."""
-    first: dict[int, int] = {}
+    first: dict[Hashable, int] = {}
     return tuple(first.setdefault(key, at) for at, key in enumerate(keys))
 
 
-def who_holds_what(modules: Iterable[nn.Module]) -> tuple[object, ...]:
+def who_holds_what(modules: Sequence[nn.Module]) -> tuple[object, ...]:
     """For each module its class, and its parameters, buffers and modules by name and identity."""
-    return tuple(
-        (type(m), *((name, id(v)) for held in (m._parameters, m._buffers, m._modules) for name, v in held.items()))
-        for m in modules
-    )
+    held: list[dict[str, Any]] = []
+    for module in modules:
+        held += (module._parameters, module._buffers, module._modules)
+    names, values = itertools.chain.from_iterable(held), itertools.chain.from_iterable(each.values() for each in held)
+    return tuple(map(type, modules)), tuple(map(len, held)), tuple(names), tuple(map(id, values))
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -82,10 +101,11 @@ def _submodule(path: str, module: nn.Module) -> Submodule | None:
     inner = walk.modules(module, once=False)[1:]
     if len({id(m) for _, m in inner}) < len(inner):
         return None
-    held = [t for m in (module, *(m for _, m in inner)) for t in _own(m).values() if t is not None]
+    modules = [module, *(m for _, m in inner)]
+    held = [t for m in modules if m._parameters or m._buffers for t in _own(m).values() if t is not None]
     tensors = tuple({id(t): t for t in held}.values())
     ties = (*first_with(list(map(id, held))), *first_with(list(map(storage_of, tensors))))
-    return Submodule(path, module, tensors, tuple(inner), who_holds_what([module, *(m for _, m in inner)]), ties)
+    return Submodule(path, module, tensors, tuple(inner), who_holds_what(modules), ties)
 
 
 def _structure(module: nn.Module, keys: Mapping[int, object]) -> object:

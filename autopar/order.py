@@ -13,12 +13,13 @@ order in which the model computed it: blocks stay whole, and random numbers are 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
+from autopar.nominate import first_with
 from autopar.program import Body, Call, Program, module_path
 
 
@@ -43,7 +44,29 @@ class _Operator:
 
 
 _Unit = _Operator | Call
-"""An operator, or a call of which none is free."""
+"""An operator, or a call that is in order by itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """A body, given which of its operands are free.
+
+    Attributes:
+        free: the nodes that are.
+        places: of these in the body.
+        reached, unreached: the modules of the nodes that are not free, and of those that are, each once.
+    """
+
+    body: Body
+    free: frozenset[fx.Node]
+    places: tuple[int, ...]
+    reached: tuple[str, ...]
+    unreached: tuple[str, ...]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no run goes on in the calls before and after."""
+        return self.free.isdisjoint((self.body.nodes[0], self.body.nodes[-1]))
 
 
 def in_order(program: Program) -> Program:
@@ -52,80 +75,103 @@ def in_order(program: Program) -> Program:
     Args:
         program: without dead code.
     """
-    stretches = _stretches(program)
-    moment = itertools.count()
     leaving = [*program.outputs, *(name for _, name in program.updates)]
-    read = {name: next(moment) for name in reversed(leaving) if name is not None}
-    for at in reversed(range(len(stretches))):
-        is_run, units = stretches[at]
-        if is_run:
-            stretches[at] = is_run, units = True, _depth_first(units, read)
-        read.update((name, next(moment)) for unit in reversed(units) for name in reversed(_reads(unit)))
-    ordered = [unit for _, units in stretches for unit in units]
-    return replace(program, calls=tuple(_calls(ordered)))
+    elsewhere = {name for call in program.calls for name in call.operands}.union(leaving)
+    forms = list(_forms(program))
+    module = _modules(forms)
+    bodies: dict[object, Body] = {}
+    units: list[_Unit] = []
+    for call, form in forms:
+        if not form.free:
+            units.append(call)
+        elif form.is_closed and elsewhere.isdisjoint([call.names[at] for at in form.places]):
+            runs = first_with([module(call.module_path(path)) for path in form.unreached])
+            if (form, runs) not in bodies:
+                (bodies[form, runs],) = (found.body for found in _calls(_ordered(_operators(call, form), module, {})))
+            units.append(_rearranged(call, bodies[form, runs]))
+        else:
+            units += _operators(call, form)
+    read = {name: -at for at, name in reversed([*enumerate(leaving)]) if name is not None}
+    return replace(program, calls=tuple(_calls(_ordered(units, module, read))))
 
 
-def _stretches(program: Program) -> list[tuple[bool, Sequence[Any]]]:
-    """All units in order, cut into runs (true), which are operators, and what is between them."""
-    units = list(_units(program))
-    # A module that parameters reach begins and ends between runs, so that none leaves a block for another.
-    within = {""}
-    for path in (path for unit in units for path in _paths_reached(unit)):
-        while path not in within:
-            within.add(path)
-            path = path.rpartition(".")[0]
-
-    def module(path: str) -> str:
-        return path if path in within else module(path.rpartition(".")[0])
-
-    def run(unit: _Unit) -> str | None:
-        return module(unit.path) if isinstance(unit, _Operator) and unit.is_free else None
-
-    return [(key is not None, tuple(found)) for key, found in itertools.groupby(units, run)]
-
-
-def _units(program: Program) -> Iterator[_Unit]:
+def _forms(program: Program) -> Iterator[tuple[Call, _Form]]:
+    """Every call that has operators, with its form."""
     free = {leaf.name for leaf in program.leaves if leaf.kind != "param"}
-    known: dict[tuple[Body, tuple[bool, ...]], frozenset[fx.Node]] = {}
+    known: dict[tuple[Body, tuple[bool, ...]], _Form] = {}
     for call in program.calls:
-        body = call.body
-        if not body.nodes:
-            continue
-        key = body, tuple([name in free for name in call.operands])
-        if key not in known:
-            known[key] = _free(*key)
-        if not known[key]:
-            yield call
-            continue
-        names = dict(zip((*body.operands, *body.nodes), (*call.operands, *call.names), strict=True))
-        free.update(names[node] for node in known[key])
-        for node, name in zip(body.nodes, call.names, strict=True):
-            reads = tuple(names[operand] for operand in node.all_input_nodes)
-            yield _Operator(name, node, call, reads, call.module_path(module_path(node)), node in known[key])
+        if call.body.nodes:
+            key = call.body, tuple([name in free for name in call.operands])
+            if key not in known:
+                known[key] = _form(*key)
+            free.update([call.names[at] for at in known[key].places])
+            yield call, known[key]
 
 
-def _free(body: Body, operands: Sequence[bool]) -> frozenset[fx.Node]:
-    """The nodes of a body that are free where these of its operands are."""
+def _form(body: Body, operands: Sequence[bool]) -> _Form:
     free = {node for node, is_free in zip(body.operands, operands, strict=True) if is_free}
     for node in body.nodes:
         if free.issuperset(node.all_input_nodes) and not node.is_impure():
             free.add(node)
-    return frozenset(free.intersection(body.nodes))
+    own = free.intersection(body.nodes)
+    reached = dict.fromkeys(module_path(node) for node in body.nodes if node not in own)
+    unreached = dict.fromkeys(module_path(node) for node in body.nodes if node in own)
+    places = tuple(at for at, node in enumerate(body.nodes) if node in own)
+    return _Form(body, frozenset(own), places, tuple(reached), tuple(unreached))
 
 
-def _paths_reached(unit: _Unit) -> Iterable[str]:
-    """The modules of what is not free."""
-    if isinstance(unit, Call):
-        return map(unit.module_path, unit.body.paths)
-    return () if unit.is_free else (unit.path,)
+def _modules(forms: Sequence[tuple[Call, _Form]]) -> Callable[[str], str]:
+    """For a module the next one above it, or itself, that parameters reach.
+
+    Such a module begins and ends between runs, so that none leaves a block for another.
+    """
+    within = {""}
+    for call, form in forms:
+        for path in map(call.module_path, form.reached):
+            while path not in within:
+                within.add(path)
+                path = path.rpartition(".")[0]
+
+    def module(path: str) -> str:
+        return path if path in within else module(path.rpartition(".")[0])
+
+    return module
+
+
+def _operators(call: Call, form: _Form) -> Iterator[_Operator]:
+    body = call.body
+    names = dict(zip((*body.operands, *body.nodes), (*call.operands, *call.names), strict=True))
+    for node, name in zip(body.nodes, call.names, strict=True):
+        reads = tuple(names[operand] for operand in node.all_input_nodes)
+        yield _Operator(name, node, call, reads, call.module_path(module_path(node)), node in form.free)
+
+
+def _ordered(units: Iterable[_Unit], module: Callable[[str], str], read: dict[str, int]) -> list[_Unit]:
+    """Units with every run in the order of its readers.
+
+    Args:
+        read: names that are read after all units; the larger the number, the earlier for the first time.
+    """
+
+    def run(unit: _Unit) -> str | None:
+        return module(unit.path) if isinstance(unit, _Operator) and unit.is_free else None
+
+    moment, read = itertools.count(1), dict(read)
+    stretches: list[list[Any]] = []
+    grouped: list[tuple[str | None, list[Any]]] = [(key, list(found)) for key, found in itertools.groupby(units, run)]
+    for key, found in reversed(grouped):
+        stretch = found if key is None else _depth_first(found, read)
+        read.update((name, next(moment)) for unit in reversed(stretch) for name in reversed(_reads(unit)))
+        stretches.append(stretch)
+    return list(itertools.chain.from_iterable(reversed(stretches)))
 
 
 def _reads(unit: _Unit) -> tuple[str, ...]:
-    """What a unit reads, in order of first use; names that it makes itself are read by no other."""
+    """What a unit reads, in order of first use."""
     return unit.operands if isinstance(unit, Call) else unit.reads
 
 
-def _depth_first(run: Sequence[_Operator], read: Mapping[str, int]) -> tuple[_Operator, ...]:
+def _depth_first(run: Sequence[_Operator], read: Mapping[str, int]) -> list[_Operator]:
     """Every operator as late as the first to read it allows.
 
     Args:
@@ -142,27 +188,26 @@ def _depth_first(run: Sequence[_Operator], read: Mapping[str, int]) -> tuple[_Op
         else:
             pending.append(missing)
     assert len(done) == len(run), "the program has no dead code"
-    return tuple(done.values())
+    return list(done.values())
 
 
 def _calls(units: Sequence[_Unit]) -> Iterator[Call]:
     """Calls that hold the units in this order: of the bodies there are, or where a run was changed, of parts."""
     parts: dict[tuple[Body, tuple[fx.Node, ...]], Body] = {}
     for call, found in itertools.groupby(units, _call_of):
-        part = [unit for unit in found if isinstance(unit, _Operator)]
-        nodes = tuple(operator.node for operator in part)
-        if not part or nodes == call.body.nodes:
-            yield call
-            continue
-        body = parts.setdefault((call.body, nodes), Body(nodes))
-        names = {node: name for each in part for node, name in zip(each.node.all_input_nodes, each.reads, strict=True)}
-        yield replace(
-            call,
-            body=body,
-            operands=tuple(names[operand] for operand in body.operands),
-            names=tuple(operator.name for operator in part),
-        )
+        nodes = tuple(unit.node for unit in found if isinstance(unit, _Operator))
+        whole = not nodes or nodes == call.body.nodes
+        yield call if whole else _rearranged(call, parts.setdefault((call.body, nodes), Body(nodes)))
 
 
 def _call_of(unit: _Unit) -> Call:
     return unit.call if isinstance(unit, _Operator) else unit
+
+
+def _rearranged(call: Call, body: Body) -> Call:
+    """The call with some of its operators, in another order."""
+    if body is call.body:
+        return call
+    names = dict(zip((*call.body.operands, *call.body.nodes), (*call.operands, *call.names), strict=True))
+    operands, own = ([names[node] for node in nodes] for nodes in (body.operands, body.nodes))
+    return replace(call, body=body, operands=tuple(operands), names=tuple(own))

@@ -17,7 +17,7 @@ import os
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.facts import PLAIN
-from autopar.nominate import Submodule, who_holds_what
+from autopar.nominate import Submodule
 from autopar.outside import Outside, is_installed
 from autopar.undo import Held
 
@@ -65,7 +65,7 @@ class Watch:
     def __init__(
         self, submodule: Submodule, outside: Outside, inputs: Iterable[Tensor], leaves: list[Any], names: frozenset[str]
     ):
-        self.submodule, self.modules = submodule, [submodule.module, *(module for _, module in submodule.inner)]
+        self.submodule, self.modules = submodule, submodule.modules
         self.outside, self.leaves, self.names = outside, leaves, names
         self.read: set[tuple[int, str]] = set()
         self.is_seen = sys.getprofile() is None and not any(map(_has_slots, {type(m) for m in self.modules}))
@@ -99,16 +99,14 @@ class Watch:
             foreign: tensors that are neither the call's inputs nor its own.
             leaves: of its arguments, as they are now.
         """
-        found: list[tuple[int, str, object]] = []
-        for place, name in self.read:
-            if name not in _STRUCTURE:
-                found.append((place, name, vars(self.modules[place]).get(name, _MISSING)))
+        read = [(place, name) for place, name in self.read if name not in _STRUCTURE]
+        values = _values(self.modules, read)
         reach, known = self._reach, _Known(self.outside, self.names)
         if not (
             self.is_seen
             and list(map(id, leaves)) == list(map(id, self.leaves))
             and all(isinstance(leaf, Tensor) or type(leaf) in PLAIN for leaf in leaves)
-            and known.all([value for *_, value in found])
+            and known.all(values)
             and known.all(self.outside.now())
             and known.all(foreign)
             and all(map(known.has_plain, self._marks))
@@ -116,7 +114,7 @@ class Watch:
         ):
             return None
         others = [(other, dict(vars(other))) for other in known.others]
-        recall = Recall(self.submodule, found, leaves, self._marks, others, known.seen, self.names, reach)
+        recall = Recall(self.submodule, read, values, leaves, self._marks, others, known.seen, self.names, reach)
         return recall if recall.holds(self.submodule, inputs, leaves) else None
 
     def _looking(self, before: Callable[[Any, str], Any], places: dict[int, int]) -> Callable[[Any, str], Any]:
@@ -159,7 +157,8 @@ class Recall:
 
     Attributes:
         submodule: whose call it was.
-        read: what its code read: number of a module, name of an attribute, and the value.
+        read: what its code read: number of a module, and name of an attribute.
+        values: what it found there.
         leaves: of its arguments.
         marks: attributes of its parameters and buffers.
         others: tensors that it could find and was not given, and the user's classes, each with its attributes.
@@ -169,7 +168,8 @@ class Recall:
     """
 
     submodule: Submodule
-    read: list[tuple[int, str, object]]
+    read: list[tuple[int, str]]
+    values: list[object]
     leaves: list[Any]
     marks: list[dict[str, Any]]
     others: list[tuple[Tensor | type, dict[str, Any]]]
@@ -179,12 +179,10 @@ class Recall:
 
     def holds(self, submodule: Submodule, inputs: Iterable[Tensor], leaves: list[Any]) -> bool:
         """Whether a call of equal structure, whose tensors are of the same kinds, would do the same."""
-        if not _is_as_nominated(submodule):
-            return False
-        modules = [submodule.module, *(module for _, module in submodule.inner)]
-        attributes = list(map(vars, modules))
+        modules = submodule.modules
         return (
-            all(_equal(value, attributes[place].get(name, _MISSING)) for place, name, value in self.read)
+            submodule.is_as_nominated
+            and all(map(_equal, self.values, _values(modules, self.read)))
             and all(isinstance(a, Tensor) or _equal(a, b) for a, b in zip(self.leaves, leaves, strict=True))
             and all(map(_equal, self.marks, _marks(submodule.tensors)))
             and self.reached.isdisjoint(map(id, (*inputs, *submodule.tensors, *modules)))
@@ -293,9 +291,10 @@ def _has_slots(kind: type) -> bool:
     )
 
 
-def _is_as_nominated(submodule: Submodule) -> bool:
-    """Whether a submodule still has the modules, parameters and buffers with which it was nominated."""
-    return who_holds_what([submodule.module, *(module for _, module in submodule.inner)]) == submodule.held
+def _values(modules: Sequence[nn.Module], read: Sequence[tuple[int, str]]) -> list[object]:
+    """The attributes of these names, of modules of these numbers."""
+    attributes = list(map(vars, modules))
+    return [attributes[place].get(name, _MISSING) for place, name in read]
 
 
 def _marks(tensors: Iterable[Tensor]) -> list[dict[str, Any]]:
@@ -321,6 +320,8 @@ def _equal(a: Any, b: Any) -> bool:
         return bool(a == b) and (kind not in (float, complex) or repr(a) == repr(b))
     if kind not in _CONTAINERS or len(a) != len(b):
         return False
+    if not a:
+        return True
     if isinstance(a, dict):
         return all(map(_equal, a, b)) and all(map(_equal, a.values(), b.values()))
-    return not a if kind is set else all(map(_equal, a, b))
+    return kind is not set and all(map(_equal, a, b))

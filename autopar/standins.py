@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
@@ -68,7 +68,7 @@ class StandIns:
         context = TracingContext.try_get()
         assert context is not None and context.fake_mode is not None, "models are traced on fake tensors"
         self._fake_mode = context.fake_mode
-        self._held = {id(tensor): tensor for _, tensor in (*walk.parameters(model), *walk.buffers(model))}
+        self._held = {id(tensor): tensor for held in walk.tensors(model) for _, tensor in held}
         self._real: dict[int, Tensor] = {}
         self._shown: dict[int, Tensor] = {}
 
@@ -95,10 +95,10 @@ class StandIns:
         """What the code holds of a tensor that is traced."""
         return self._shown.get(id(tensor), tensor)
 
-    def is_traced(self, tensor: Tensor) -> bool:
-        """Whether the tracer knows a tensor that the code holds, or will when it is used."""
-        known = id(tensor) in self._held or id(tensor) in self._real
-        return known or node_of(self.tracer, tensor) is not None
+    def traced(self, tensor: Tensor) -> tuple[Tensor, fx.Node | None]:
+        """What is traced for a tensor that the code holds, and the node for it, if the tracer knows it."""
+        real = self.real(tensor)
+        return real, node_of(self.tracer, real)
 
     def is_rebound(self, tensor: Tensor) -> bool:
         """Whether another node than its own stands for a parameter by now: ``w.to(w.dtype)`` is ``w`` itself."""

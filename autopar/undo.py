@@ -25,6 +25,7 @@ from autopar.outside import Outside
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict})
 _CONTAINERS = _MAPPINGS | {list, set, deque, tuple}
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_VALUES = operator.methodcaller("values")
 _NOT_STATE = (Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -75,11 +76,22 @@ class Held:
         found = _below(values)
         self.filled = [(held, held.copy()) for held in found if held]
         self.empty = [held for held in found if not held]
+        mappings = [pair for pair in self.filled if type(pair[0]) in _MAPPINGS]
+        others = [pair for pair in self.filled if type(pair[0]) not in _MAPPINGS]
+        self._mappings, self._others = (([held for held, _ in p], [copy for _, copy in p]) for p in (mappings, others))
 
     def changed(self) -> list[tuple[Any, Any]]:
         """Those that hold something else by now, with what they held."""
-        filled = [] if _are_same(self.filled) else [(held, copy) for held, copy in self.filled if _differs(held, copy)]
+        is_same = _hold_the_same(*self._others) and _hold_the_same(*self._mappings)
+        is_same = is_same and _hold_the_same(*(list(map(_VALUES, held)) for held in self._mappings))
+        filled = [] if is_same else [(held, copy) for held, copy in self.filled if _differs(held, copy)]
         return [*filled, *((held, ()) for held in filter(None, self.empty))]
+
+
+def _hold_the_same(held: Sequence[Any], copies: Sequence[Any]) -> bool:
+    """Whether all of many containers hold what others do: all at once, since most of the time they do."""
+    each, other = itertools.chain.from_iterable(held), itertools.chain.from_iterable(copies)
+    return list(map(len, held)) == list(map(len, copies)) and all(map(operator.is_, each, other))
 
 
 def _below(values: Iterable[Any]) -> list[Any]:
@@ -87,17 +99,25 @@ def _below(values: Iterable[Any]) -> list[Any]:
     found: dict[int, Any] = {}
     level = list(values)
     while level:
-        each = list(dict(zip(map(id, level), level, strict=True)).values())
-        others = [value for value in each if type(value) not in _CONTAINERS and type(value) not in _PLAIN]
-        attributes = [getattr(value, "__dict__", None) for value in others if not isinstance(value, _NOT_STATE)]
-        fresh = [held for held in (*each, *attributes) if type(held) in _CONTAINERS and id(held) not in found]
-        found.update(zip(map(id, fresh), fresh, strict=True))
-        level = [*itertools.chain.from_iterable(map(_items, filter(None, fresh)))]
+        kinds = list(map(type, level))
+        objects = {kind for kind in set(kinds) if _keeps_attributes(kind)}
+        others = itertools.compress(level, map(objects.__contains__, kinds))
+        attributes = [getattr(value, "__dict__", None) for value in others]
+        here = [*itertools.compress(level, map(_CONTAINERS.__contains__, kinds))]
+        here += [held for held in attributes if type(held) in _CONTAINERS]
+        fresh = {at: held for at, held in zip(map(id, here), here, strict=True) if at not in found}
+        found.update(fresh)
+        level = [*itertools.chain.from_iterable(map(_items, filter(None, fresh.values())))]
     return [held for held in found.values() if type(held) is not tuple]
 
 
+def _keeps_attributes(kind: type) -> bool:
+    """Whether the attributes of a class's objects are state."""
+    return not (kind in _CONTAINERS or kind in _PLAIN or issubclass(kind, _NOT_STATE))
+
+
 def _items(held: Any) -> Any:
-    return held.values() if _is_mapping(held) else held
+    return held.values() if type(held) in _MAPPINGS else held
 
 
 def _differs(held: Any, copy: Any) -> bool:
@@ -106,24 +126,5 @@ def _differs(held: Any, copy: Any) -> bool:
         return True
     if type(held) is set:
         return bool(held != copy)
-    same_keys = not _is_mapping(held) or all(map(operator.is_, held, copy))
+    same_keys = type(held) not in _MAPPINGS or all(map(operator.is_, held, copy))
     return not (same_keys and all(map(operator.is_, _items(held), _items(copy))))
-
-
-def _are_same(pairs: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether no container of many differs from its copy: all at once, since most of the time none does."""
-    held, copies = [held for held, _ in pairs], [copy for _, copy in pairs]
-    return (
-        list(map(len, held)) == list(map(len, copies))
-        and _hold_the_same(map(_items, held), map(_items, copies))
-        and _hold_the_same(filter(_is_mapping, held), filter(_is_mapping, copies))
-    )
-
-
-def _hold_the_same(held: Iterable[Any], copies: Iterable[Any]) -> bool:
-    chained = itertools.chain.from_iterable
-    return all(map(operator.is_, chained(held), chained(copies)))
-
-
-def _is_mapping(held: Any) -> bool:
-    return type(held) in _MAPPINGS

@@ -30,26 +30,27 @@ def modules(model: nn.Module, *, once: bool = True) -> list[tuple[str, nn.Module
     return found
 
 
-def parameters(model: nn.Module, *, once: bool = True) -> list[tuple[str, Tensor]]:
-    """Every parameter by name, or by every name."""
-    return _tensors([(path, module._parameters) for path, module in modules(model, once=once)], once)
+def tensors(model: nn.Module, *, once: bool = True) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    """Every parameter, and every buffer, by its first name, or by all of them."""
+    found = modules(model, once=once)
+    return (
+        _named([(path, module._parameters) for path, module in found if module._parameters], once),
+        _named([(path, module._buffers) for path, module in found if module._buffers], once),
+    )
 
 
-def buffers(model: nn.Module, *, once: bool = True) -> list[tuple[str, Tensor]]:
-    """Every buffer by name, or by every name."""
-    return _tensors([(path, module._buffers) for path, module in modules(model, once=once)], once)
-
-
-def _tensors(held: Sequence[tuple[str, Mapping[str, Tensor | None]]], once: bool) -> list[tuple[str, Tensor]]:
+def _named(held: Sequence[tuple[str, Mapping[str, Tensor | None]]], once: bool) -> list[tuple[str, Tensor]]:
     named = [
         (f"{path}.{name}" if path else name, tensor)
-        for path, tensors in held
-        if tensors
-        for name, tensor in tensors.items()
+        for path, each in held
+        for name, tensor in each.items()
         if tensor is not None
     ]
-    if not once:
-        return named
+    return first_names(named) if once else named
+
+
+def first_names(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Each tensor by its first name."""
     first: dict[int, tuple[str, Tensor]] = {}
     for each in named:
         first.setdefault(id(each[1]), each)

@@ -82,8 +82,8 @@ def belongings() -> dict[int, tuple[str, Tensor]]:
 
 
 def _tensors(model: nn.Module) -> _Tensors:
-    buffers = [(f"buffer ({name})", t) for name, t in walk.buffers(model)]
-    return buffers + [(f"parameter ({name})", t) for name, t in walk.parameters(model)]
+    parameters, buffers = walk.tensors(model)
+    return [(f"buffer ({name})", t) for name, t in buffers] + [(f"parameter ({name})", t) for name, t in parameters]
 
 
 def storage_of(tensor: Tensor) -> int:
