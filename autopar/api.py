@@ -36,7 +36,7 @@ from planner.pins import Pins, filters
 from planner.pipeline.schedule import schedule
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restage, restore
 from planner.predict import predict, predict_in_turns
-from planner.search import check_time_limit, search
+from planner.search import GAP, check_gap, check_time_limit, search
 from planner.timetable import Timetable
 
 Progress = Callable[[str], None]
@@ -91,6 +91,7 @@ def plan(
     fold: Fold = "capture",
     pipelines: bool = False,
     time_limit_s: float = 60.0,
+    gap: float = GAP,
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan found for training ``model`` on ``cluster``; needs no device and no process group.
@@ -109,6 +110,8 @@ def plan(
             The graph is the same in all three, and what ``"capture"`` cannot follow is traced whole.
         pipelines: also look at pipeline stages and micro-batches, as where ``pin`` asks for them.
         time_limit_s: when to stop proving; the plan then carries the proven gap.
+        gap: part of a step that the proof may leave open: the plan is at most so much slower than the fastest; 0 proves
+            that it is the fastest, which may take a minute where memory is tight.
         progress: called with a line of text as the search advances.
 
     Raises:
@@ -118,7 +121,7 @@ def plan(
         InfeasibleError: no plan fits in memory.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
-    _check_search(fold, time_limit_s)
+    _check_search(fold, time_limit_s, gap)
     training = _training(optimizer_bytes_per_element)
     pins = Pins.parse(pin)
     _say(progress, f"capturing {type(model).__name__}")
@@ -131,6 +134,7 @@ def plan(
         fold=fold,
         pipelines=pipelines,
         time_limit_s=time_limit_s,
+        gap=gap,
         progress=progress,
     )
 
@@ -145,6 +149,7 @@ def plan_traced(
     fold: Fold = "capture",
     pipelines: bool = False,
     time_limit_s: float = 60.0,
+    gap: float = GAP,
     progress: Progress | None = None,
 ) -> Plan:
     """Plan a captured model; see :func:`plan`."""
@@ -158,6 +163,7 @@ def plan_traced(
         training,
         folding=fold != "off",
         time_limit_s=time_limit_s,
+        gap=gap,
         pipelines=pipelines,
         progress=progress,
     )
@@ -240,6 +246,7 @@ def parallelize(
     seed: int = 0,
     offload_path: str | os.PathLike[str] | None = None,
     time_limit_s: float = 60.0,
+    gap: float = GAP,
     progress: Progress | None = None,
 ) -> ParallelModule:
     """This rank's share of ``model``, ready to train; call it in every process that ``torchrun`` started.
@@ -249,7 +256,7 @@ def parallelize(
 
     Args:
         model, cluster, example_args, example_kwargs, loss_fn, pin, optimizer_bytes_per_element, pipelines,
-            time_limit_s: as in :func:`plan`; the last four are of the search, where no plan is given.
+            time_limit_s, gap: as in :func:`plan`; the last five are of the search, where no plan is given.
         plan: a plan to apply without searching, or the path of one's file.
         state_dict: the original model's full state dict, or the path of a safetensors file, of a directory of such
             files with their index, or of what :func:`autopar.save_checkpoint` wrote.
@@ -293,7 +300,7 @@ def parallelize(
         _say(progress, f"capturing {type(model).__name__}")
     traced = _traced_alike(model, example_args, example_kwargs, loss_fn)
     if plan is None:
-        plan = _plan_on_rank_0(traced, cluster, pins, training, pipelines, time_limit_s, progress)
+        plan = _plan_on_rank_0(traced, cluster, pins, training, pipelines, time_limit_s, gap, progress)
     assignment = assign(traced, plan)
     assignment, in_turns = staged(plan, assignment)
     stage_mesh = plan.mesh.in_turns(1)
@@ -385,14 +392,15 @@ def _plan_on_rank_0(
     training: Training,
     pipelines: bool,
     time_limit_s: float,
+    gap: float,
     progress: Progress | None,
 ) -> Plan:
     """Search once; an error is raised on every rank."""
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            limits: dict[str, Any] = {"pipelines": pipelines, "time_limit_s": time_limit_s, "progress": progress}
-            found = plan_traced(traced, cluster, pins, training, **limits)
+            limits: dict[str, Any] = {"pipelines": pipelines, "time_limit_s": time_limit_s, "gap": gap}
+            found = plan_traced(traced, cluster, pins, training, **limits, progress=progress)
             message = [found.to_dict()]
         except Exception as error:
             message = [error]
@@ -441,13 +449,14 @@ def check_arguments(
     Pins.parse(pin)
 
 
-def _check_search(fold: str, time_limit_s: float) -> None:
+def _check_search(fold: str, time_limit_s: float, gap: float) -> None:
     if fold not in get_args(Fold):
         raise InputError(
             f"fold is {fold!r}; it is 'capture' (trace and decide once per distinct block), 'graph' (trace the whole "
             "model, decide once per distinct block) or 'off' (decide for every operator)"
         )
     check_time_limit(time_limit_s)
+    check_gap(gap)
 
 
 def _training(optimizer_bytes_per_element: object) -> Training:

@@ -104,11 +104,16 @@ def plan(
         bool, typer.Option("--pipelines", help="Also look at pipeline stages and micro-batches.")
     ] = False,
     time_limit: TimeLimit = 60.0,
+    gap: Annotated[
+        float | None,
+        typer.Option(help="Part of a step that need not be proved; 0: prove the fastest.", show_default="0.001"),
+    ] = None,
 ) -> None:
     """Find the fastest plan for training a model; needs neither the cluster nor a GPU."""
     _check_writable(out, html, trace)
     with _status("reading the model") as say:
         from autopar import api, arguments
+        from planner.search import GAP
 
         where, pins = arguments.read_cluster(cluster), arguments.read_pins(pin or ())
         named = arguments.read_model(model, batch, seq, inputs or ())
@@ -120,6 +125,7 @@ def plan(
             optimizer_bytes_per_element=optimizer_bytes,
             pipelines=pipelines,
             time_limit_s=time_limit,
+            gap=GAP if gap is None else gap,
             progress=say,
         )
     typer.echo(str(found), nl=False)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 
 from ortools.math_opt.python import mathopt
+from ortools.math_opt.python.solve import StatusNotOk
 from ortools.math_opt.solvers.highs_pb2 import HighsOptionsProto
 
 TOLERANCE = 1e-9
@@ -15,8 +16,8 @@ TOLERANCE = 1e-9
 
 def run(
     program: mathopt.Model, *, gap: float, time_limit_s: float | None = None, node_limit: int | None = None
-) -> mathopt.SolveResult:
-    """Solve a program, or search until a limit.
+) -> mathopt.SolveResult | None:
+    """Solve a program, or search until a limit; ``None`` where HiGHS breaks off, which says nothing of the program.
 
     It runs on a thread of its own, so that an interrupt reaches the caller while HiGHS is at work.
 
@@ -32,13 +33,16 @@ def run(
         random_seed=0,
         highs=HighsOptionsProto(int_options={"threads": 1}, double_options=tolerances),
     )
-    outcome: Future[mathopt.SolveResult] = Future()
+    outcome: Future[mathopt.SolveResult | None] = Future()
 
     def work() -> None:
         try:
             outcome.set_result(mathopt.solve(program, mathopt.SolverType.HIGHS, params=parameters))
         except Exception as error:
-            outcome.set_exception(error)
+            if isinstance(error.__context__, StatusNotOk):  # torn down halfway, often at the time limit
+                outcome.set_result(None)
+            else:
+                outcome.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
     return outcome.result()

@@ -60,14 +60,15 @@ def lean_plans(setting: Setting, looks: list[Look]) -> list[Lean]:
     order = sorted(begun.values(), key=lambda look: look.candidate.peak_bytes)
 
     def light(problem: Problem) -> list[tuple[int, ...] | None]:
-        return [lightest(replace(problem, limit_bytes=most_bytes(problem)))]
+        lean = lightest(replace(problem, limit_bytes=most_bytes(problem)))
+        return [] if lean is None else [lower_bounds(almost_as_lean(problem, lean)).choices, lean]
 
     def leanest(problem: Problem) -> list[tuple[int, ...] | None]:
         lean = _solved(replace(problem, limit_bytes=0), until)
-        limit_bytes = math.ceil(SLACK * evaluate(problem, lean).peak_bytes)
-        return [lean, _solved(replace(problem, limit_bytes=limit_bytes), until)]
+        return [_solved(almost_as_lean(problem, lean), until), lean]
 
-    steps = [(look, look.ladder.steps[bend]) for look in order for bend in reversed(look.ladder.bends)]
+    rungs = itertools.zip_longest(*([(look, bend) for bend in reversed(look.ladder.bends)] for look in order))
+    steps = [(each[0], each[0].ladder.steps[each[1]]) for rung in rungs for each in rung if each is not None]
     for pick, (look, recompute) in itertools.product((light, leanest), steps):
         if found and time.monotonic() > until:
             break
@@ -80,6 +81,11 @@ def lean_plans(setting: Setting, looks: list[Look]) -> list[Lean]:
                 best = Best(look.space, choices, recompute, evaluate(problem, choices))
                 found[key] = _in_turns(setting, best) if division.in_turns else _in_one_turn(best)
     return [lean for lean in found.values() if lean is not None]
+
+
+def almost_as_lean(problem: Problem, lean: tuple[int, ...]) -> Problem:
+    """The problem with little more memory than an assignment needs: the fastest in that converts less."""
+    return replace(problem, limit_bytes=math.ceil(SLACK * evaluate(problem, lean).peak_bytes))
 
 
 def _solved(problem: Problem, until: float) -> tuple[int, ...]:

@@ -111,8 +111,9 @@ class Best:
 class Setting:
     """What all candidates of a search share.
 
-    ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``seconds`` adds up where
-    time goes; ``known`` holds the labels that were found, ``posed`` the last space of each division.
+    ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
+    step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
+    ``posed`` the last space of each division.
     """
 
     cost: CostModel
@@ -124,6 +125,7 @@ class Setting:
     progress: Progress | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     spare_bytes: int = 0
+    gap: float = 0.0
     known: dict[str, Labels] = field(default_factory=dict)
     posed: dict[Division, Space] = field(default_factory=dict)
 
@@ -504,6 +506,11 @@ def close(look: Look, best: Best | None) -> Look:
 def _target_s(best: Best) -> float:
     """Only plans below this are worth looking for: half of what counts as proved, so that reaching it proves."""
     return best.evaluation.time_s * (1 - PROVED / 2)
+
+
+def is_near(setting: Setting, look: Look, best: Best | None) -> bool:
+    """Whether a look need not be searched: it is bounded, and none of its plans can be faster by more than the gap."""
+    return look.is_priced and best is not None and look.candidate.bound_s >= best.evaluation.time_s * (1 - setting.gap)
 
 
 def is_reached(bound_s: float, best: Best | None) -> bool:

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from planner.apart import apart, may_differ, together_again
 from planner.cluster import ClusterSpec
@@ -38,6 +39,7 @@ from planner.looks import (
     better,
     close,
     cut_well,
+    is_near,
     is_reached,
     look_closer,
 )
@@ -45,17 +47,21 @@ from planner.memory import Usage, usage
 from planner.offload import WorkingSet, largest_working_set, offloaded_s
 from planner.pins import Pins
 from planner.problem import Evaluation
-from planner.recompute import Ladder, ladder, named
+from planner.recompute import NOTHING, Ladder, ladder, named
 from planner.refusal import check_divisible, check_turns, nothing_fits
 from planner.seams import finer
 from planner.skeleton import Skeleton
 from planner.turns import Staged
 from planner.words import in_seconds
 
+GAP = 0.001
+"""Part of a step that a plan's proof leaves open where nobody asks for another: to close it takes most of the time."""
 NEAR = 2.0
 """Shapes at most so many doublings from the best plan's are looked at before others; see :meth:`Division.distance`."""
 ROOM = (0.75, 0.5, 0.25, 0.0)
 """Parts of what a plan takes beside model data to which it is brought down, so that more of that stays."""
+LEAST_ROOM = 0.02
+"""Part of a device's memory that a plan may leave empty without another search for one that takes it."""
 TRIES = 2
 """So many limits are tried between one at which a plan was found that does not fit and one at which none was."""
 
@@ -65,9 +71,7 @@ class Searched:
     """The result of a search.
 
     Attributes:
-        assignment: the best plan's decisions.
-        staged: how they run on a pipeline, or in turns; its cut says what is made again, not the assignment.
-        evaluation: what they cost, by the one definition of cost.
+        best: the best plan.
         candidates: every mesh, best first; what is only bounded stands at its bound.
         status, gap: ``optimal`` with gap 0 when every candidate was solved or bounded away, among plans that
             decide equal blocks alike where the model has more than :data:`APART_OPERATORS` operators.
@@ -75,14 +79,27 @@ class Searched:
         memory: of the plan followed statement by statement; ``None`` in turns.
     """
 
-    assignment: Assignment
-    staged: Staged | None
-    evaluation: Evaluation
+    best: Best
     candidates: tuple[Candidate, ...]
     status: str
     gap: float
     seconds: Mapping[str, float]
     memory: Usage | None = None
+
+    @cached_property
+    def assignment(self) -> Assignment:
+        """The best plan's decisions."""
+        return self.best.space.assignment(self.best.choices, self.best.recompute)
+
+    @property
+    def staged(self) -> Staged | None:
+        """How they run on a pipeline, or in turns; its cut says what is made again, not the assignment."""
+        return self.best.staged
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """What they cost, by the one definition of cost."""
+        return self.best.evaluation
 
     @property
     def recomputing(self) -> Assignment:
@@ -129,6 +146,7 @@ def search(
     folding: bool = True,
     max_axes: int = 2,
     time_limit_s: float = 60.0,
+    gap: float = 0.0,
     pipelines: bool = False,
     progress: Progress | None = None,
 ) -> Searched:
@@ -140,13 +158,17 @@ def search(
     an operator has up to a thousand ways to run, and to bound a mesh takes about ten times as long as with two.
     The same graph, cluster and pins give the same plan in every process, unless the time limit cuts the search short.
 
+    Args:
+        gap: what is bounded is not searched where no plan can be faster by more than this part of the best plan's time.
+
     Raises:
-        InputError: the time limit is not positive.
+        InputError: the time limit is not positive, or the gap is no part.
         PinError: the pins do not fit the model or the cluster.
         ClusterError: the model cannot be divided among so many devices at all.
         InfeasibleError: nothing fits in memory; says by how much, and what would.
     """
     check_time_limit(time_limit_s)
+    check_gap(gap)
     start = time.monotonic()
     training = replace(training, tier=pins.tier, update=pins.update)
     if training.tier != "device":
@@ -172,10 +194,12 @@ def search(
         levels = with_levels_between(levels, skeleton, cost)
     elif pins.keep:
         levels = keeping(levels, skeleton, pins.keep)
-    setting = Setting(cost, training, rules, pins, levels, start + time_limit_s, progress)
+    setting = Setting(cost, training, rules, pins, levels, start + time_limit_s, progress, gap=gap)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
     found = _followed(setting, skeleton, graph, plain, turned)
-    return found if training.tier != "either" else _leaving_room(setting, skeleton, graph, plain, turned, found)
+    if training.tier == "either":
+        return _leaving_room(setting, skeleton, graph, plain, turned, found)
+    return _taking_room(setting, skeleton, graph, plain, turned, found)
 
 
 def _followed(
@@ -210,6 +234,36 @@ def _followed(
                 return _leanest(setting, skeleton, graph, nothing)
             tries, limit = tries - 1, math.floor((below + above) / 2)
         setting = replace(setting, spare_bytes=usable - limit)
+
+
+def _taking_room(
+    setting: Setting,
+    skeleton: Skeleton,
+    graph: Graph,
+    plain: tuple[Division, ...],
+    turned: tuple[Division, ...],
+    found: Searched,
+) -> Searched:
+    """The plan found, or a faster one that fits only when it is followed.
+
+    The search adds up bytes that are not all alive at once. Where that makes it recompute, the plan followed leaves
+    room, and the search goes on with so much more memory: a sum and what it is off by change little from plan to plan.
+    """
+    usable = setting.cost.cluster.device.usable_bytes
+    if setting.training.tier != "device" or setting.pins.recompute is not None or found.best.recompute == NOTHING:
+        return found
+    room = usable - found.peak_bytes
+    for _ in range(TRIES):
+        if found.staged is not None or room < LEAST_ROOM * usable or setting.is_late():
+            break
+        limit = found.evaluation.peak_bytes + room
+        more = _search(replace(setting, spare_bytes=usable - limit), skeleton, graph, plain, turned, found.best)
+        if isinstance(more, _Nothing) or more.best is found.best:
+            break
+        more = more.followed()
+        fits = more.peak_bytes <= usable
+        found, room = (more, usable - more.peak_bytes) if fits else (found, room // 2)
+    return found
 
 
 def _leaving_room(
@@ -264,12 +318,23 @@ def check_time_limit(seconds: float) -> None:
         raise InputError(f"time_limit_s is {seconds!r}; give seconds, more than 0")
 
 
+def check_gap(gap: float) -> None:
+    """Raises :class:`InputError` unless ``gap`` is a number from 0 to below 1."""
+    if isinstance(gap, bool) or not isinstance(gap, (int, float)) or not 0 <= gap < 1:
+        raise InputError(f"gap is {gap!r}; give the part of a step that need not be proved, at least 0 and below 1")
+
+
 def _search(
-    setting: Setting, skeleton: Skeleton, graph: Graph, plain: tuple[Division, ...], turned: tuple[Division, ...]
+    setting: Setting,
+    skeleton: Skeleton,
+    graph: Graph,
+    plain: tuple[Division, ...],
+    turned: tuple[Division, ...],
+    known: Best | None = None,
 ) -> Searched | _Nothing:
-    """The fastest plan within the setting's memory, over divisions of one turn and others."""
+    """The fastest plan within the setting's memory, over all divisions; ``known`` if none is faster."""
     rungs = ladder(skeleton.folded, setting.levels)
-    best, looks = _explore(setting, skeleton, (*plain, *turned), rungs, None)
+    best, looks = _explore(setting, skeleton, (*plain, *turned), rungs, known)
     rows, proofs = _rows(looks), looks
     if plain and may_differ(skeleton.folded):
         best, row, closer = _explore_apart(setting, skeleton, plain, rungs, best)
@@ -291,9 +356,7 @@ def _searched(setting: Setting, best: Best, rows: list[Candidate], bounds: Itera
     gap = (time_s - bound_s) / time_s if time_s else 0.0
     rows.sort(key=lambda c: (c.status == "infeasible", min(c.objective_s, max(c.bound_s, time_s)), c.objective_s))
     return Searched(
-        best.space.assignment(best.choices, best.recompute),
-        best.staged,
-        best.evaluation,
+        best,
         tuple(rows),
         "optimal" if gap <= PROVED else "feasible",
         gap if gap > PROVED else 0.0,
@@ -368,7 +431,7 @@ def _explore(
         look = min(begun or waiting, key=lambda look: _turn(look, first, best))
         waiting.remove(look)
         is_left_out = is_late and look.is_dear and len(closed) + 1 < len(divisions)
-        if is_left_out or is_reached(look.candidate.bound_s, best):
+        if is_left_out or is_near(setting, look, best) or is_reached(look.candidate.bound_s, best):
             closed.append(close(look, best))
             continue
         for each in look_closer(setting, skeleton, look, best):

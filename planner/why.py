@@ -22,7 +22,7 @@ from planner.formulate import Assignment, Role
 from planner.looks import PROVED
 from planner.pins import Pins
 from planner.problem import evaluate
-from planner.search import Searched, check_time_limit, search
+from planner.search import GAP, Searched, check_time_limit, search
 from planner.words import in_bytes, in_seconds
 
 MEMORY = "memory"
@@ -238,8 +238,15 @@ class _Recipe:
             cluster = cluster.model_copy(update={"device": device})
         space = self.assignment.space
         try:
-            pins, limit_s = Pins.parse(pin), self.time_limit_s
-            return search(space.graph, cluster, pins, space.training, time_limit_s=limit_s, pipelines=space.in_turns)
+            return search(
+                space.graph,
+                cluster,
+                Pins.parse(pin),
+                space.training,
+                time_limit_s=self.time_limit_s,
+                gap=GAP,
+                pipelines=space.in_turns,
+            )
         except (PinError, InfeasibleError) as error:
             return error
 

@@ -63,9 +63,20 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
 
 
 def lightest(problem: Problem) -> tuple[int, ...] | None:
-    """An assignment that holds little, whether it fits or not; ``None`` when every assignment is forbidden."""
-    end = _end(problem)
-    return None if end is None else end.leanest.choices
+    """An assignment of low peak, whether it fits or not; ``None`` when every assignment is forbidden.
+
+    What holds least may need much for a moment; so it is found again among choices that need less.
+    """
+    end, found, least_bytes = _end(problem), None, math.inf
+    while end is not None:
+        leanest = end.leanest
+        totals = leanest.totals
+        if totals.peak_bytes < least_bytes:
+            found, least_bytes = leanest.choices, totals.peak_bytes
+        most = min(totals.transient_bytes, least_bytes - leanest.bound)
+        kept = restrict(end.model, [values < most for values in end.model.transient])
+        end = _end_of(drop_forbidden(kept)) if kept is not None else None
+    return found
 
 
 @dataclass(frozen=True)
@@ -164,7 +175,10 @@ def _end(problem: Problem) -> _End | None:
     kept = None
     if problem.limit_bytes is not None:
         kept = restrict(model, [values <= problem.limit_bytes for values in model.transient])
-    left = (None if kept is None else drop_forbidden(kept)) or drop_forbidden(model)
+    return _end_of((None if kept is None else drop_forbidden(kept)) or drop_forbidden(model))
+
+
+def _end_of(left: Model | None) -> _End | None:
     if left is None:
         return None
     own = max((float(values.min()) for values in left.transient), default=0.0)

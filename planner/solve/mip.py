@@ -83,6 +83,8 @@ def solve_mip(model: Model, floor_bytes: float, target_s: float, time_limit_s: f
     program.minimize(step)
 
     result = highs.run(program, gap=_GAP, time_limit_s=max(_LEAST_S, time_limit_s))
+    if result is None:
+        return Outcome(None, -math.inf)
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         return Outcome(None, math.inf)

@@ -243,15 +243,14 @@ def _search(groups: Sequence[_Group], room: Sequence[int], thorough: bool) -> tu
             sure = [each for each in fixed if abs(values[number] - each) < SURE]
             take.lower_bound, take.upper_bound = (sure[0], sure[0]) if sure else (0.0, 1.0)
         result = highs.run(program.model, gap=GAP, node_limit=NODES_OF_PART if fixed else NODES)
-        reason = result.termination.reason
-        is_answer = reason in ANSWERS and result.has_primal_feasible_solution()
-        if is_answer and result.objective_value() * program.unit_s > saved_s:
+        if result is None or result.termination.reason not in ANSWERS or not result.has_primal_feasible_solution():
+            stopped = stopped if fixed else "solver"
+            continue
+        if result.objective_value() * program.unit_s > saved_s:
             best, saved_s = _taken(result, program.takes), result.objective_value() * program.unit_s
         if not fixed:
-            ended: Stopped = "proved" if reason == mathopt.TerminationReason.OPTIMAL else "nodes"
-            stopped = ended if is_answer else "solver"
-            if is_answer:
-                most_s = min(most_s, _searched(result, len(program.takes)) * program.unit_s)
+            stopped = "proved" if result.termination.reason == mathopt.TerminationReason.OPTIMAL else "nodes"
+            most_s = min(most_s, _searched(result, len(program.takes)) * program.unit_s)
         if saved_s >= most_s - GAP * abs(most_s):
             break
     return best, most_s, stopped

@@ -155,6 +155,8 @@ def test_a_loss_function_needs_a_model_that_names_its_inputs():
         ({"time_limit_s": -1}, InputError, "more than 0"),
         ({"time_limit_s": "60"}, InputError, "time_limit_s is '60'; give seconds"),
         ({"time_limit_s": None}, InputError, "time_limit_s is None; give seconds"),
+        ({"gap": "0.1 %"}, InputError, "gap is '0.1 %'; give the part"),
+        ({"gap": 1.0}, InputError, "below 1"),
         ({"optimizer_bytes_per_element": -8}, InputError, "at least 0"),
     ],
 )

@@ -67,3 +67,5 @@ def test_bounds_hold_for_every_assignment(problem: Problem) -> None:
     if bounds.choices is not None:
         assert evaluate(problem, bounds.choices).feasible
     assert light is not None or not allowed
+    if light is not None and problem.limit_bytes is not None and not any(v.spans for v in problem.vertices):
+        assert evaluate(problem, light).peak_bytes == min(found.peak_bytes for found in allowed)

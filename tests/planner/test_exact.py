@@ -43,6 +43,7 @@ def only_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = SimpleNamespace(peak_at="", peak_bytes=0)
     monkeypatch.setattr("planner.search.usage", lambda assignment: nothing)
     monkeypatch.setattr("planner.search.fastest_that_fits", lambda leans, usable_bytes: None)
+    monkeypatch.setattr("planner.search.LEAST_ROOM", math.inf)
 
 
 def random_cluster(rng: random.Random, levels: tuple[int, ...]) -> ClusterSpec:

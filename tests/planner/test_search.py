@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -26,6 +27,15 @@ from planner.pins import Pins
 from planner.problem import Problem, evaluate
 from planner.search import search
 from planner.solve import solve
+
+
+@contextlib.contextmanager
+def by_the_sum_alone():
+    """Take no plan that fits only when it is followed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("planner.search.fastest_that_fits", lambda leans, usable_bytes: None)
+        patch.setattr("planner.search.LEAST_ROOM", math.inf)
+        yield
 
 
 def chain(layers: int, width: int = 8, batch: int = 8, relu: bool = True) -> Graph:
@@ -173,7 +183,8 @@ def test_what_is_bounded_away_could_not_have_been_better(rates, devices, share):
     limit = int(free.evaluation.peak_bytes * share)
     spec = spec.model_copy(update={"device": spec.device.model_copy(update={"memory_bytes": limit})})
     try:
-        found = search(graph, spec, Pins(), Training(), folding=False)
+        with by_the_sum_alone():
+            found = search(graph, spec, Pins(), Training(), folding=False)
     except InfeasibleError:
         return
     assert found.status == "optimal" and found.gap == 0
@@ -213,6 +224,39 @@ def test_a_time_limit_leaves_a_plan_and_a_bound():
 def test_a_time_limit_that_is_none(limit):
     with pytest.raises(InputError, match=r"time_limit_s is .*more than 0"):
         search(chain(1), cluster(), Pins(), Training(), time_limit_s=limit)
+
+
+@pytest.mark.parametrize("gap", [-0.1, 1.0, math.nan, "0.1", True])
+def test_a_gap_that_is_none(gap):
+    with pytest.raises(InputError, match=r"gap is .*at least 0 and below 1"):
+        search(chain(1), cluster(), Pins(), Training(), gap=gap)
+
+
+def test_a_proof_may_leave_a_gap():
+    """What it leaves is told, and no plan is below it; without a gap nothing is left."""
+    graph, spec = chain(6, width=1024, batch=64), cluster(8)
+    needed = search(graph, spec, Pins(), Training()).evaluation.peak_bytes
+    tight = spec.model_copy(update={"device": spec.device.model_copy(update={"memory_bytes": int(0.97 * needed)})})
+    with by_the_sum_alone():
+        best, found = (search(graph, tight, Pins(), Training(), gap=gap) for gap in (0.0, 0.3))
+    assert best.status == "optimal" and best.gap == 0
+    assert 0 < found.gap <= 0.3 and found.status == "feasible"
+    assert found.bound_s <= best.evaluation.time_s * (1 + 1e-6) <= found.evaluation.time_s * (1 + 2e-6)
+
+
+def test_a_plan_takes_the_room_that_it_has_when_it_is_followed():
+    """The sum counts all gradients beside all activations; followed, one leaves as the other comes."""
+    graph, spec = chain(6, width=1024, batch=64), cluster(8)
+    needed = search(graph, spec, Pins(), Training()).evaluation.peak_bytes
+    memory = int(0.99 * needed)
+    tight = spec.model_copy(update={"device": spec.device.model_copy(update={"memory_bytes": memory})})
+    with by_the_sum_alone():
+        first = search(graph, tight, Pins(), Training())
+    found = search(graph, tight, Pins(), Training())
+    assert found.evaluation.time_s < first.evaluation.time_s * 0.999
+    assert found.evaluation.peak_bytes > memory  # by the sum
+    assert found.memory is not None and found.memory.peak_bytes <= memory
+    assert found.bound_s <= found.evaluation.time_s
 
 
 def test_devices_that_nothing_divides_by():
