@@ -215,9 +215,12 @@ class _Splitter:
             self.calls.append(Call(body, tuple(self.value_of[node] for node in body.operands), names))
         return body
 
-    def _again(self, node: fx.Node, number: int, output: int, inputs: Sequence[fx.Node]) -> None:
+    def _again(self, node: fx.Node, number: int, output: int, places: Sequence[int], others: Sequence[fx.Node]) -> None:
         called = self.repeats.occurrences[number]
         first = self.traced[called.like]
+        inputs = list(first.inputs)
+        for place, other in zip(places, others, strict=True):
+            inputs[place] = other
         if number not in self.copied:
             names = self.copied[number] = {n: f"again{number}_{n.name}" for n in first.body.nodes}
             operands = tuple(self._instead(o, first, called.submodule, inputs) for o in first.body.operands)

@@ -42,6 +42,7 @@ class Record:
         number: of the call.
         key: what the next call of this kind must have equal from the start.
         memory: what each input lies in.
+        input_nodes: what computes each.
         calls: functions called, with their arguments, the module in which, and whether with gradients.
         results: what each gave.
         stacks: the modules in which each was called, from the submodule on.
@@ -53,6 +54,7 @@ class Record:
     number: int
     key: tuple[object, ...]
     memory: list[int]
+    input_nodes: list[fx.Node | None]
     calls: list[tuple[object, ...]] = field(default_factory=list)
     results: list[object] = field(default_factory=list)
     stacks: list[tuple[tuple[str, Any], ...]] = field(default_factory=list)
@@ -160,7 +162,7 @@ class Call:
             self.ambient,
             tuple(map(Same, _get_current_function_mode_stack())),
         )
-        self.record = Record(number, key, memory)
+        self.record = Record(number, key, memory, self.input_nodes)
         fresh = not any(map(standins.is_rebound, submodule.tensors)) and standins.memory.isdisjoint(memory)
         self.faithful = fresh and self.path == submodule.path
         self.candidates = [r for r in records if r.key == key] if self.faithful else []
@@ -450,9 +452,11 @@ class Call:
         given = [self.standins.real(value).untyped_storage() for value in self.inputs]
         memory = dict(zip(first.memory, given, strict=True))
         made = {number: first.outputs[number].another(memory) for number in leaving}
+        pairs = zip(self.input_nodes, first.input_nodes, strict=True)
+        others = {place: node for place, (node, theirs) in enumerate(pairs) if node is not theirs}
         rebound = {number: self.standins.real(self.values[number]) for number in first.rebound}
         for number, tensor in {**made, **rebound}.items():
-            node = mark(self.tracer, AGAIN, (self.number, number, self.input_nodes), tensor)
+            node = mark(self.tracer, AGAIN, (self.number, number, [*others], [*others.values()]), tensor)
             track(self.tracer, tensor, node)
         self.standins.copied = True
         return made

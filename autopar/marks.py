@@ -14,11 +14,13 @@ from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_slot, set
 _LIBRARY = torch.library.Library("autopar_capture", "DEF")
 _LIBRARY.define("enter(int call, Tensor[] inputs) -> ()")
 _LIBRARY.define("leave(int call, int[] values, Tensor[] outputs) -> ()")
-_LIBRARY.define("again(int call, int output, Tensor[] inputs) -> Tensor")
+_LIBRARY.define("again(int call, int output, int[] places, Tensor[] inputs) -> Tensor")
 _LIBRARY.define("leaf(int tensor) -> Tensor")
 _OPS: Any = torch.ops.autopar_capture
 ENTER, LEAVE, AGAIN, LEAF = _OPS.enter.default, _OPS.leave.default, _OPS.again.default, _OPS.leaf.default
-"""A traced call begins and ends; a value of a call like an earlier one; a parameter or buffer of the model."""
+"""A traced call begins and ends; a value of a call like an earlier one, and the inputs, by place, for which it has
+other nodes; a parameter or buffer of the model.
+"""
 
 
 class NotFoldable(BaseException):

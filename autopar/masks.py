@@ -47,8 +47,9 @@ def simplify_masks(program: Program, tensors: Mapping[str, Tensor], limits: Limi
         limits: how much work a mask is worth.
     """
     masked = {body: _masks(body) for body in dict.fromkeys(call.body for call in program.calls)}
+    lengths = {node: _lengths(node) for found in masked.values() for node in found}
     asked = {
-        (call, node): _Question(_name(call, mask), *_lengths(node))
+        (call, node): _Question(_name(call, mask), *lengths[node])
         for call in program.calls
         for node, mask in masked[call.body].items()
     }
@@ -103,9 +104,9 @@ def _answers(
 
 def _makers(program: Program, names: Set[str]) -> tuple[fx.Graph, dict[str, fx.Node]]:
     """What values are made of, written out as one graph, and its nodes by the names that the program has for them."""
-    maker = {
-        name: (call, node) for call in program.calls for name, node in zip(call.names, call.body.nodes, strict=True)
-    }
+    maker: dict[str, Call] = {}
+    for call in program.calls:
+        maker.update(dict.fromkeys(call.names, call))
     needed: set[str] = set()
     pending = list(names)
     while pending:
@@ -113,7 +114,8 @@ def _makers(program: Program, names: Set[str]) -> tuple[fx.Graph, dict[str, fx.N
         if name not in needed:
             needed.add(name)
             if name in maker:
-                call, node = maker[name]
+                call = maker[name]
+                node = call.body.nodes[call.names.index(name)]
                 pending.extend(_name(call, operand) for operand in node.all_input_nodes)
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
@@ -121,10 +123,12 @@ def _makers(program: Program, names: Set[str]) -> tuple[fx.Graph, dict[str, fx.N
         if leaf.name in needed:
             made[leaf.name] = graph.placeholder(leaf.name)
             made[leaf.name].meta["val"] = leaf.value
-    for name, (call, node) in maker.items():
-        if name in needed:
-            operands = {operand: made[_name(call, operand)] for operand in node.all_input_nodes}
-            made[name] = graph.node_copy(node, operands.__getitem__)
+    for call in program.calls:
+        for name in () if needed.isdisjoint(call.names) else call.names:
+            if name in needed:
+                node = call.body.nodes[call.names.index(name)]
+                operands = {operand: made[_name(call, operand)] for operand in node.all_input_nodes}
+                made[name] = graph.node_copy(node, operands.__getitem__)
     return graph, made
 
 

@@ -10,7 +10,7 @@ import builtins
 import itertools
 import keyword
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -138,22 +138,21 @@ def _trim(body: Body, read: frozenset[int]) -> tuple[Body, tuple[int, ...]]:
 def named(program: Program) -> Program:
     """Number the nodes by kind in execution order, so that names do not say how the model was captured."""
     taken = {leaf.name for leaf in program.leaves}
-    count: Counter[str] = Counter()
+    count: defaultdict[str, int] = defaultdict(int)
     renamed: dict[str, str] = {}
 
     def name_of(stem: str) -> str:
         while True:
             number = count[stem]
-            count[stem] += 1
+            count[stem] = number + 1
             name = f"{stem}_{number}" if number else stem
-            is_pythons = not number and (keyword.iskeyword(name) or hasattr(builtins, name))
-            if name not in taken and not is_pythons:
+            if name not in taken and (number or not (keyword.iskeyword(name) or hasattr(builtins, name))):
                 return name
 
     calls = []
     for call in program.calls:
         names = tuple(map(name_of, call.body.stems))
-        operands = tuple(renamed.get(name, name) for name in call.operands)
+        operands = tuple([renamed.get(name, name) for name in call.operands])
         renamed.update(zip(call.names, names, strict=True))
         calls.append(replace(call, operands=operands, names=names))
     outputs = tuple(None if name is None else renamed.get(name, name) for name in program.outputs)

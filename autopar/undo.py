@@ -105,9 +105,10 @@ def _below(values: Iterable[Any]) -> list[Any]:
         attributes = [getattr(value, "__dict__", None) for value in others]
         here = [*itertools.compress(level, map(_CONTAINERS.__contains__, kinds))]
         here += [held for held in attributes if type(held) in _CONTAINERS]
-        fresh = {at: held for at, held in zip(map(id, here), here, strict=True) if at not in found}
-        found.update(fresh)
-        level = [*itertools.chain.from_iterable(map(_items, filter(None, fresh.values())))]
+        known = len(found)
+        found.update(zip(map(id, here), here, strict=True))
+        fresh = itertools.islice(found.values(), known, None)
+        level = [*itertools.chain.from_iterable(map(_items, filter(None, fresh)))]
     return [held for held in found.values() if type(held) is not tuple]
 
 

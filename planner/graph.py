@@ -95,16 +95,9 @@ class Node:
     def copy(self, name: str, inputs: tuple[Ref, ...], path: str) -> Node:
         """The same operator once more, on ``inputs``."""
         found = object.__new__(Node)
-        found.__dict__.update(
-            name=name,
-            op=self.op,
-            results=self.results,
-            path=path,
-            target="",
-            shares=self.shares,
-            first=self.first,
-            inputs=inputs,
-        )
+        first = self.__dict__.get("first", self)
+        held = {"name": name, "op": self.op, "results": self.results, "path": path, "target": "", "shares": self.shares}
+        found.__dict__.update(held, first=first, inputs=inputs)
         return found
 
     if TYPE_CHECKING:

@@ -248,7 +248,9 @@ def fingerprint(graph: Graph) -> str:
     """A hash of what is computed: operators, arguments, shapes, dtypes and names of leaves."""
     number = {node.name: at for at, node in enumerate(graph.nodes)}
     firsts = [node.first for node in graph.nodes]
-    said = {at: _said(first) for at, first in dict(zip(map(id, firsts), firsts, strict=True)).items()}
+    each = dict(zip(map(id, firsts), firsts, strict=True))
+    results = {found: repr(found) for found in {first.results for first in each.values()}}
+    said = {at: _said(first, results[first.results]) for at, first in each.items()}
     texts = [said[id(first)] for first in firsts]
     read = [each for node in graph.nodes for name, index in node.inputs for each in (number[name], index)]
     hasher = hashlib.sha256(("".join(texts) % tuple(read)).encode())
@@ -258,11 +260,11 @@ def fingerprint(graph: Graph) -> str:
     return hasher.hexdigest()[:16]
 
 
-def _said(node: Node) -> str:
+def _said(node: Node, results: str) -> str:
     """What a fingerprint takes of a node, with holes for the numbers and indices of what it reads."""
     args = [(k, v) for k, v in node.args if not (k in FOUND_OUT and node.op.startswith(PREFIX))]
     static = tuple((k, str(v)) for k, v in args if not _mentions_nodes(v))
-    before, after = f"({node.op!r}, {node.target!r}, {static!r}, ", f", {node.results!r})"
+    before, after = f"({node.op!r}, {node.target!r}, {static!r}, ", f", {results})"
     holes = ", ".join(["(%d, %d)"] * len(node.inputs)) + ("," if len(node.inputs) == 1 else "")
     return f"{before.replace('%', '%%')}({holes}){after.replace('%', '%%')}"
 
