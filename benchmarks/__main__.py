@@ -37,6 +37,7 @@ DEPTH_CASES = tuple(plan_time.Case(layers, 1, 8, "narrow", 512) for layers in (1
 PLAN_CASES = (
     *(plan_time.Case(layers, nodes, 8 * nodes) for nodes in (1, 32, 128) for layers in (2, 8, 32)),
     *DEPTH_CASES,
+    *(plan_time.Case(32, 1, 8, memory=memory) for memory in ("60 GiB", "40 GiB", "24 GiB", "20 GiB")),
     *(plan_time.Case(126, 2048, 2048, "405B", 8192, pipelines=True, time_limit_s=limit) for limit in (5, 8, 30)),
 )
 REPEATS = 3
@@ -102,7 +103,7 @@ def plans() -> None:
         {
             "shape": r.case.shape,
             "layers": str(r.case.layers),
-            "devices": str(8 * r.case.nodes),
+            "devices": f"{8 * r.case.nodes} of {r.case.memory}",
             "sequences": str(r.case.batch),
             **{f"{phase} s": f"{r.seconds[phase]:.2f}" if phase in r.seconds else "" for phase in plan_time.PHASES},
             "to plan s": f"{r.total_s:.2f}",

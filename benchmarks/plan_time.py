@@ -39,7 +39,8 @@ PHASES = ("capture", "fold", "build", "solve", "rewrite")
 class Case:
     """A number of layers, for a number of nodes of eight H100, with one global batch of sequences.
 
-    With ``pipelines``, which cannot be rewritten yet, stages and micro-batches are searched too.
+    With ``pipelines``, which cannot be rewritten yet, stages and micro-batches are searched too. ``memory`` is that of
+    each device, where it has less than an H100.
     """
 
     layers: int
@@ -49,6 +50,7 @@ class Case:
     sequence: int = SEQUENCE
     pipelines: bool = False
     time_limit_s: float = 60.0
+    memory: str = "80 GiB"
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Planned:
 def measure(case: Case) -> Planned:
     """Plan once."""
     model, batch = llama(case.layers, case.batch, case.sequence, case.shape)
-    cluster = ClusterSpec.preset("dgx-h100", nodes=case.nodes)
+    cluster = ClusterSpec.preset("dgx-h100", nodes=case.nodes).to_dict()
+    cluster = ClusterSpec.from_dict({**cluster, "device": {**cluster["device"], "memory_bytes": case.memory}})
     wall, cpu = time.perf_counter(), time.process_time()
     traced = trace(model, example_kwargs=batch)
     plan = plan_traced(
