@@ -32,6 +32,7 @@ from autopar.capture import Captured
 from autopar.runtime.entering import enter_block, leave_block
 from autopar.runtime.parameters import gather_ahead
 from autopar.runtime.recompute import recompute
+from planner.asked import brought_again
 from planner.chunks import Chunk, chunks_of, parameters
 from planner.fold import Block, Instance
 from planner.formulate import Assignment
@@ -149,7 +150,7 @@ class Root:
 
     def _gathers_again(self, instance: Instance, level: Level) -> list[int]:
         """The chunks of an instance that backward gathers again, by their number."""
-        brought = self.assignment.brought_again(instance, level)
+        brought = brought_again(self.assignment, instance, level)
         chunks = self.assignment.chunks(instance.block)
         return [number for number in self.assignment.ahead(instance.block) if not brought.isdisjoint(chunks[number])]
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from planner.again import shares
+from planner.asked import brought_again
 from planner.conversion import Route, Step, local_bytes
 from planner.exchange import crossing
 from planner.fold import Block, Instance
@@ -390,7 +391,7 @@ class _Step:
         self.frame = Frame(instance.block, self.space.skeleton.again(instance.kind, level), self.before)
         outputs = self._block(instance, inputs)
         self.frame.gives_up(self.heap, self.tapes[before:])
-        if self.frame.gathers and self.assignment.brought_again(instance, level):
+        if self.frame.gathers and brought_again(self.assignment, instance, level):
             self.before = self.frame
         if self.is_away:
             self._reads_again(self.frame.held)

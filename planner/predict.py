@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from planner.asked import brought_again, is_asked
 from planner.conversion import Collective, Route
 from planner.exchange import Exchange, exchanges
 from planner.fold import Instance
@@ -249,7 +250,7 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
     """Calls that one instance of a block makes again in backward, to recompute."""
     space = assignment.space
     calls: Calls = Counter()
-    if level == "none" or not space.is_undone(instance):
+    if not is_asked(assignment, instance, level):
         return calls
     again = space.skeleton.again(instance.kind, level)
 
@@ -275,7 +276,7 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
             if on.size > 1 and on.name != MICRO and inner.phase == "forward":
                 bytes_in = space.inner_bytes(space.rules[node.name], choice, inner)
                 calls[Collective(inner.kind, on.name, bytes_in, "backward")] += space.mesh.micro_batches
-    brought = assignment.brought_again(instance, level)
+    brought = brought_again(assignment, instance, level)
     for chunk in assignment.chunks(instance.block):
         if not brought.isdisjoint(chunk):
             repeat(_chunk_calls(assignment, chunk, backward=False))

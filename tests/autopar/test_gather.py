@@ -25,6 +25,7 @@ from autopar.runtime import gathering, parameters
 from autopar.runtime.mesh import part_of
 from autopar.runtime.parameters import _Form, gather_parameters
 from autopar.simulate import Simulation, fake_process_group
+from autopar.verification import verify
 from planner.cluster import ClusterSpec
 from planner.formulate import Training
 from planner.layout import Mesh, Shard
@@ -259,3 +260,22 @@ def test_nothing_is_gathered_for_a_block_that_backward_does_not_reach(
     torch.manual_seed(0)
     model, x = Residuals(**form), torch.randn(4, WIDTH)
     autopar.verify(model, planned(model, x, data=2, zero=3, **pin), example_args=(x,))
+
+
+class Headed(Residuals):
+    """With a head beside the loss, in whose block the loss is too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        loss, y = super().forward(x)
+        return loss, self.head(y)
+
+
+def test_a_block_that_is_asked_for_nothing_gathers_nothing_again() -> None:
+    """Backward passes the head's block and needs nothing of what the head gave up."""
+    torch.manual_seed(0)
+    pin = {"data": 2, "zero": 3, "recompute": "full"}
+    verify(Headed(), ClusterSpec.local(2), example_args=(torch.randn(4, WIDTH),), pin=pin)

@@ -61,9 +61,10 @@ ROOMS: dict[str, set[str]] = {
     },
     "pins": {*BASE, "rules", "ops", "mesh", "pipeline", "strategy", "recompute", "formulate"},
     "runs": {"graph", "stacks", "formulate"},
+    "asked": {"graph", "ops", "fold", "recompute", "formulate"},
     "heap": set(),
     "tape": {"again", "fold", "heap"},
-    "memory": {*BASE, "fold", "conversion", "again", "formulate", "ops", "runs", "heap", "tape", "exchange"},
+    "memory": {*BASE, "fold", "conversion", "again", "formulate", "ops", "runs", "heap", "tape", "exchange", "asked"},
     "words": set(),
     "exchange": {"graph", "fold", "conversion", "formulate"},
     "timeline": {"errors", "files", "pipeline", "words"},
@@ -75,7 +76,7 @@ ROOMS["chain"] = {*BASE, "conversion", "exchange", "fold", "formulate", "ops", "
 ROOMS["turns"] = {"errors", "fold", "formulate", "heap", "pipeline", "problem", "recompute", "chain", "seconds"}
 ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}
 ROOMS["predict"] = {*BASE, "fold", "cost", "conversion", "strategy", "recompute", "formulate", "memory", "exchange"}
-ROOMS["predict"] |= {"words", "turns", "seconds"}
+ROOMS["predict"] |= {"words", "turns", "seconds", "asked"}
 ROOMS["chunks"] = {"graph", "conversion", "formulate", "heap", "memory"}
 ROOMS["rank_step"] = {"cluster", "graph", "layout", "conversion", "formulate", "heap", "memory", "pipeline"}
 ROOMS["rank_step"] |= {"exchange", "chain", "turns", "recompute", "timetable", "chunks"}
