@@ -31,7 +31,7 @@ from planner.errors import ClusterError, InputError, PinError, PlanError
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
 from planner.memory import usage
-from planner.offload import offloaded
+from planner.offload import offloaded, saved_bytes
 from planner.pins import Pins, filters
 from planner.pipeline.schedule import schedule
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restage, restore
@@ -226,7 +226,7 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     rules = rules_of(traced.graph)
     pins = Pins.parse(plan.pin)
     kept, stages = filters(pins, traced.graph, rules, plan.mesh), 1 if plan.pipeline is None else plan.pipeline.ranks
-    training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update)
+    training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations)
     space = Space(folded, plan.mesh, CostModel(plan.cluster), training, rules, *kept, stages=stages)
     return restore(plan, space, facts)
 
@@ -309,11 +309,10 @@ def parallelize(
     make_part = part_maker(model, traced.captured, stage_mesh, rank, device, state_dict, seed)
     if in_turns is not None:
         in_turns = replace(in_turns, pipeline=pipeline)
-    disk = None
-    if tier == "disk" and offload_path is not None:
+    disk, table = None, None if not plan.timetables else plan.timetables[0 if pipeline is None else pipeline.rank]
+    if tier == "disk" and offload_path is not None and table is not None:
         own = None if in_turns is None else in_turns.blocks
-        disk = open_disk(offload_path, home_bytes(assignment, chunks_of(assignment, own)))
-    table = None if not plan.timetables else plan.timetables[0 if pipeline is None else pipeline.rank]
+        disk = open_disk(offload_path, home_bytes(assignment, chunks_of(assignment, own)) + saved_bytes(table))
     return build(model, traced.captured, assignment, mesh, rank, make_part, seed, in_turns, table, disk)
 
 

@@ -15,7 +15,7 @@ from autopar.body import CARRIER, STATE
 from autopar.capture import Captured
 from autopar.flatten import canonical_names
 from autopar.rewrite import rewrite
-from autopar.runtime.carrier import Carried, Carrier
+from autopar.runtime.carrier import Carried, CarriedSaved, Carrier
 from autopar.runtime.disk import Disk
 from autopar.runtime.mail import Between, Pipeline, Within
 from autopar.runtime.mesh import groups_of
@@ -27,12 +27,13 @@ from autopar.runtime.step import Leaving, Step, Tie, Trainers
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from autopar.stages import Outline, stages_of
-from planner.chunks import before, chunks_of, gradients, moments_of, of_turn, parameters
+from planner.chunks import SAVED, before, chunks_of, gradients, moments_of, of_turn, parameters, saved_item
 from planner.errors import PlanError
 from planner.exchange import ties
 from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
+from planner.memory import usage
 from planner.pipeline.schedule import Schedule
 from planner.timetable import Timetable, Use
 
@@ -162,26 +163,46 @@ def _carrier(
             entered = tuple(before(s) for s, own in stages.items() if any(n in own for n in chunk.readers))
         carried.append(Carried(parameters(chunk), chunk.bytes, starts, entered, item, trained))
         sizes |= {parameters(chunk): chunk.bytes} | ({item: chunk.gradient_bytes} if item else {})
+    saved = _carried_saved(assignment)
+    sizes |= {each.name: sum(each.sizes) for each in saved}
     entering = {number for each in carried for number in each.entered}
     entering.update(number for own in stages.values() for number in own)
     count = 1 if in_turns is None else len(in_turns.bounds) - 1
     moments = {n: names for n, names in moments_of(assignment, count).items() if n in entering}
     own = {each.name for each in carried}
     for action, name in (done for entry in table.entries for done in entry.actions()):
-        if action in (("evict", "make") if name in own else () if in_turns is not None else ("fetch",)):
+        others = () if in_turns is not None or name.startswith(SAVED) else ("fetch",)
+        if action in (("evict", "make") if name in own else others):
             raise PlanError(
                 f"the plan's timetable has {action} {name}, but parameters are only fetched, and gradients only made "
                 "and evicted: it was edited; make another with autopar.evaluate(model, plan, example_kwargs=batch)"
             )
     turns = (None,) if in_turns is None else range(assignment.space.mesh.micro_batches)
     wanted = (of_turn(name, turn) for name, _ in moments.values() for turn in turns)
-    if items != sizes or any(moment not in places for moment in wanted):
+    is_fit = items == sizes and all(moment in places for moment in wanted)
+    if not is_fit or any(_moments_of(each, table) != _needing(each, moments) for each in saved):
         raise PlanError(
             "the plan's timetable is of other chunks or blocks than its layouts make: one of them was edited; make "
             "another with autopar.evaluate(model, plan, example_kwargs=batch)"
         )
     _check_updates(table, carried)
-    return Carrier(table, carried, moments, device, disk, in_turns is not None)
+    return Carrier(table, carried, moments, device, disk, in_turns is not None, saved)
+
+
+def _carried_saved(assignment: Assignment) -> list[CarriedSaved]:
+    """What blocks save for backward and may leave in between."""
+    found = usage(assignment).saved if assignment.space.training.activations else ()
+    return [CarriedSaved(saved_item(assignment, each), each.sizes, each.left, each.savers) for each in found]
+
+
+def _needing(saved: CarriedSaved, moments: Mapping[int, tuple[str, str]]) -> list[str]:
+    """The moments in which it must be on the device."""
+    return [moments[saved.left][0], *(moments[number][1] for number in reversed(saved.savers))]
+
+
+def _moments_of(saved: CarriedSaved, table: Timetable) -> list[str]:
+    """The moments in which a timetable has it on the device."""
+    return [use.moment for use in table.trace.item[saved.name].uses]
 
 
 def _check_updates(table: Timetable, carried: Iterable[Carried]) -> None:

@@ -7,7 +7,7 @@ is decided here: operators run as the assignment says, and conversions are the r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from keyword import iskeyword
@@ -39,6 +39,7 @@ from planner.formulate import Assignment
 from planner.graph import Ref
 from planner.heap import BEFORE, is_before
 from planner.recompute import Level
+from planner.runs import Wiring
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Root:
         self._names = program_names(assignment)
         carrier = groups.get(CARRIER)
         self.chunks = [] if carrier is None else [c for c in chunks_of(assignment) if carrier.carries(parameters(c))]
+        self._wiring = Wiring(assignment) if carrier is not None and carrier.lets_saved_leave else None
         self._made: dict[tuple[object, ...], str] = {}
         self._before: tuple[fx.Node | None, tuple[fx.Node, ...]] = (None, ())
         self._again: tuple[fx.Node, ...] = ()
@@ -126,7 +128,8 @@ class Root:
             call = graph.call_module(name, inputs)
         else:
             programs = (self.body.attribute(name), self.body.attribute(_again(name)))
-            call = graph.call_function(recompute, (*programs, *inputs))
+            holder: dict[str, Any] = {"holder": self.body.attribute(CARRIER)} if self._wiring is not None else {}
+            call = graph.call_function(recompute, (*programs, *inputs), holder)
         if gatherings:
             self._before = call, tuple(gatherings.values())
             again = tuple(gatherings[chunk] for chunk in self._gathers_again(instance, level))
@@ -175,9 +178,20 @@ class Root:
             reached = self.assignment.space.graph.differentiated
             apart = tuple(place for place, ref in enumerate(refs) if ref not in reached)
             args = (body.attribute(CARRIER), number, values, *((apart,) if apart else ()))
-            call = body.graph.call_function(leave_block, args)
+            needed: dict[str, Any] = (
+                {} if self._wiring is None else {"needed": tuple(self._needed_after(number, self._wiring))}
+            )
+            call = body.graph.call_function(leave_block, args, needed)
             for place, ref in enumerate(refs):
                 body.values[ref] = body.graph.call_function(getitem, (call, place))
+
+    def _needed_after(self, number: int, wiring: Wiring) -> Iterator[fx.Node]:
+        """What was made before the next block, by blocks or for several of them, and is read later."""
+        leaving = {*self.assignment.space.leaving}
+        for ref, last in wiring.last.items():
+            is_made = wiring.made[ref] <= number if ref in wiring.made else bool(self.assignment.relay_route(ref))
+            if is_made and (last > number or ref in leaving):
+                yield self.body.values[ref]
 
     def _program(self, block: Block, kind: int, level: Level) -> str:
         """Emit a distinct block; returns its name."""

@@ -14,9 +14,12 @@ from planner.formulate import Assignment
 from planner.graph import Ref
 from planner.heap import BEFORE
 from planner.memory import enters_before, readers_of
+from planner.saved import Saved
 
 ALIGN_BYTES = 64
 """Parameters begin at multiples of it in their chunk."""
+SAVED = "saved "
+"""What items of activations begin with."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,12 @@ def parameters(chunk: Chunk) -> str:
 def gradients(chunk: Chunk) -> str:
     """The item of a chunk's gradients."""
     return f"gradients {chunk.name}"
+
+
+def saved_item(assignment: Assignment, saved: Saved) -> str:
+    """The item of what blocks save for backward."""
+    of = "" if saved.savers == (saved.left,) else f" of {', '.join(map(str, saved.savers))}"
+    return f"{SAVED}{label(assignment, saved.left)}{of}"
 
 
 def update(chunk: Chunk) -> str:

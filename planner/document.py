@@ -13,11 +13,12 @@ from typing import Any
 
 from planner.account import account
 from planner.certificate import Certificate, certify
+from planner.chunks import SAVED
 from planner.cluster import ClusterSpec
 from planner.detail import Account
 from planner.division import Division
 from planner.errors import PlanError
-from planner.formulate import Assignment, Training
+from planner.formulate import Activations, Assignment, Training
 from planner.graph import Ref
 from planner.layout import Mesh
 from planner.pipeline.schedule import schedule
@@ -136,6 +137,14 @@ class Document:
     def timetable(self) -> Timetable | None:
         """That of the first rank, which is the only one where there is no pipeline."""
         return self.timetables[0] if self.timetables else None
+
+    @property
+    def activations(self) -> Activations:
+        """Of how many blocks what they save for backward may leave: as pinned, or all that the timetable has."""
+        pinned = self.pin.get("activations")
+        if pinned is not None:
+            return 0 if pinned == "none" else pinned
+        return "all" if any(item.name.startswith(SAVED) for t in self.timetables for item in t.trace.items) else 0
 
     @cached_property
     def certificate(self) -> Certificate:

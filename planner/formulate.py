@@ -38,6 +38,8 @@ AllowLeaf = Callable[[Node, Layout], bool]
 Mask = NDArray[np.bool_]
 Tier = Literal["device", "host", "either", "disk"]
 Update = Literal["after", "backward"]
+Activations = int | Literal["all"]
+"""Of how many blocks, the first ones, what is saved for backward may leave the device."""
 BUCKET_BYTES = 25 * 2**20
 NOT_BROUGHT = Together(0, 1.0)
 """Of what is no parameter that one operator of one block reads."""
@@ -62,11 +64,13 @@ class Training:
             either is the host.
         update: when the host updates what is at home there: after all of backward, or in backward, each block as soon
             as its gradients are complete. To the search it is after.
+        activations: of how many blocks what is saved for backward may leave for where model data is at home.
     """
 
     optimizer_bytes_per_element: int = 8
     tier: Tier = "device"
     update: Update = "after"
+    activations: Activations = 0
 
     @property
     def on_disk(self) -> bool:

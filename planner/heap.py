@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,18 +40,27 @@ class Held:
 
 
 class Storage:
-    """A piece of memory with a count of who holds it, and the block and direction in which it was made."""
+    """A piece of memory with a count of who holds it, the block and direction in which it was made, and its number
+    among all that were made.
+    """
 
-    __slots__ = ("bytes", "held", "holders", "made")
+    __slots__ = ("bytes", "held", "holders", "made", "number")
 
-    def __init__(self, held: Held, made: Place):
-        self.held, self.holders, self.made, self.bytes = held, 1, made, held.all_bytes
+    def __init__(self, held: Held, made: Place, number: int):
+        self.held, self.holders, self.made, self.bytes, self.number = held, 1, made, held.all_bytes, number
 
 
 class Heap:
-    """All storages that are alive, and the fullest moment so far."""
+    """All storages that are alive, and the fullest moment so far.
 
-    def __init__(self) -> None:
+    Args:
+        away: numbers of storages -> the block from whose forward on they are not counted: they are in a chunk then.
+    """
+
+    def __init__(self, away: Mapping[int, int] | None = None) -> None:
+        self._away = away or {}
+        self._going: dict[int, list[Storage]] = {}
+        self._count = 0
         self.alive: dict[Storage, None] = {}
         self.total = self.peak = 0
         self.peak_at = "before the step"
@@ -64,6 +74,9 @@ class Heap:
     def enter(self, direction: Direction, number: int) -> None:
         """A block runs from here on."""
         self._block = direction, number
+        for storage in self._going.pop(number, ()):
+            self.total -= storage.bytes
+            storage.bytes = 0
         self.by_block[self._block] = max(self.by_block.get(self._block, 0), self.total)
 
     def moment(self, what: str) -> None:
@@ -84,7 +97,13 @@ class Heap:
         return [self._add(replace(held, times=times)) for held in like]
 
     def _add(self, held: Held) -> Storage:
-        storage = Storage(held, self._block)
+        storage = Storage(held, self._block, self._count)
+        self._count += 1
+        goes = self._away.get(storage.number)
+        if goes is not None and self._block == ("forward", goes):
+            storage.bytes = 0
+        elif goes is not None:
+            self._going.setdefault(goes, []).append(storage)
         self.alive[storage] = None
         self._changes.append(storage)
         self.total += storage.bytes

@@ -36,6 +36,7 @@ from planner.ops import OPS
 from planner.ops.function import holds, kept, works
 from planner.ops.table import OWN
 from planner.runs import Skip, Wiring, skips
+from planner.saved import Saved, Saves, first_of
 from planner.tape import Frame, Tape, Target, Value
 
 SHOWN = 20
@@ -64,6 +65,7 @@ class Usage:
         saved_bytes: of what is held between forward and backward, without leaves.
         read_again: the leaves whose own memory backward of a block may read, by its number; where parameters are at
             home on the host.
+        saved: what blocks save that may leave in between, where the plan lets it; then ``by_block`` is without it.
     """
 
     peak_bytes: int
@@ -76,6 +78,7 @@ class Usage:
     leaf_bytes: int
     saved_bytes: int
     read_again: Mapping[int, frozenset[str]]
+    saved: tuple[Saved, ...] = ()
 
     def __str__(self) -> str:
         """The fullest moment and what fills it, largest first."""
@@ -131,6 +134,8 @@ def usage(assignment: Assignment, blocks: range | None = None) -> Usage:
             all.
     """
     wiring = Wiring(assignment)
+    if assignment.space.training.activations:
+        return _Step(wiring, [], blocks).leaving()
     found = [each for each in skips(wiring, ENDS) if blocks is None or _is_inside(each, blocks)]
     try:
         return _Step(wiring, found, blocks).usage()
@@ -161,12 +166,18 @@ def _are_parameters(values: Iterable[Value]) -> bool:
 
 
 class _Step:
-    def __init__(self, wiring: Wiring, skips: list[Skip], blocks: range | None = None):
+    def __init__(
+        self,
+        wiring: Wiring,
+        skips: list[Skip],
+        blocks: range | None = None,
+        away: Mapping[int, int] | None = None,
+    ):
         self.blocks = blocks or range(len(wiring.instances))
         self.assignment, self.space, self.wiring, self.skips = wiring.assignment, wiring.space, wiring, skips
         self.instances = self.space.folded.instances
         self.graph, self.mesh = self.space.graph, self.space.mesh
-        self.heap = Heap()
+        self.heap, self.saves = Heap(away), Saves() if self.space.training.activations else None
         self.tapes: list[Tape] = []
         self.frame: Frame | None = None
         self.parts: dict[Ref, Storage] = {}
@@ -180,6 +191,7 @@ class _Step:
         self.leaves: dict[Storage, str] = {}
         self.kept: dict[Skip, list[Storage]] = {}
         self.read_again: dict[int, frozenset[str]] = {}
+        self.holding: list[Storage] = []
 
     def usage(self) -> Usage:
         heap = self.heap
@@ -204,11 +216,13 @@ class _Step:
             self.number = number
             heap.enter("forward", number)
             instance = self.instances[number]
-            inputs = {ref: values[ref] for ref in instance.block.inputs}
+            inputs, before = {ref: values[ref] for ref in instance.block.inputs}, len(self.tapes)
             values.update(self._recomputing(instance, self.space.skeleton.numbers[number][1], inputs))
             for ref in dropped.get(number, ()):
                 if ref in values:
                     heap.drop(values.pop(ref).storage)
+            if self.saves is not None:
+                self._note_saved(self.saves, instance, inputs, self.tapes[before:])
             number += 1
         self.number = BEFORE
         leaving = {at: self._output(at, values) for at in self._leaving_here()}
@@ -234,6 +248,23 @@ class _Step:
             saved_bytes,
             self.read_again,
         )
+
+    def leaving(self) -> Usage:
+        """:meth:`usage`, and what of all that is saved may leave; ``by_block`` is what is beside that."""
+        found = self.usage()
+        assert self.saves is not None
+        saved = first_of(self.saves.found, self.space.training.activations)
+        away = {number: each.left for each in saved for number in each.storages}
+        return replace(found, by_block=_Step(self.wiring, [], self.blocks, away).usage().by_block, saved=saved)
+
+    def _note_saved(self, saves: Saves, instance: Instance, inputs: Mapping[Ref, Value], tapes: Iterable[Tape]) -> None:
+        """Note what an instance, whose forward is over, has saved."""
+        own = [*(storage for tape in tapes for storage in tape.saved), *self.holding]
+        saves.add(self.number, own)
+        made = (Ref(node.name, at) for node in instance.block.nodes for at, t in enumerate(node.results) if t.grad)
+        if any(ref not in self.graph.differentiated for ref in made):
+            saves.stay((*own, *(value.storage for value in inputs.values())))
+        saves.left(self.number)
 
     def _reads_again(self, storages: Iterable[Storage]) -> None:
         """Note that backward of this block reads the memory of leaves among these."""
@@ -385,12 +416,14 @@ class _Step:
     def _recomputing(self, instance: Instance, nth: int, inputs: dict[Ref, Value]) -> dict[Ref, Value]:
         """Run one instance at its level of recomputation."""
         level = self.assignment.recompute.level(instance.kind, nth)
+        self.holding = []
         if level == "none":
             return self._block(instance, inputs)
         before = len(self.tapes)
         self.frame = Frame(instance.block, self.space.skeleton.again(instance.kind, level), self.before)
         outputs = self._block(instance, inputs)
         self.frame.gives_up(self.heap, self.tapes[before:])
+        self.holding = self.frame.held
         if self.frame.gathers and brought_again(self.assignment, instance, level):
             self.before = self.frame
         if self.is_away:
@@ -598,6 +631,7 @@ class _Step:
         tensors |= {f"out{i}": storage for i, storage in enumerate(storages)}
         for word in saves:
             if word in OWN or kept(word, node) is not None:
+                before = len(tape.saved)
                 size = self._own_bytes(word, node, types, [*(value.bytes for value in operands), *sizes])
                 tape.saved.append(heap.new(node.name, "activations", size))
                 if self.frame is not None and self.frame.again.operators:
@@ -607,6 +641,9 @@ class _Step:
                         self.frame.draws(heap, tape.saved[-1], read, storages[0], copied_bytes)
                     else:  # the copies stay, and the operands are there for what is made again
                         tape.saved.append(heap.new(node.name, "activations", copied_bytes))
+                if self.saves is not None:
+                    copied = [value.storage for value in operands] if word == "scores" and size else []
+                    self.saves.stay((*tape.saved[before:], *copied))
             elif word in tensors:
                 tape.saved.append(heap.hold(tensors[word]))
         for word in holds(node):
@@ -638,7 +675,7 @@ class _Step:
             return sizes[0] if on_cpu else sizes[0] // item
         rows = sizes[0] // item // types[0].shape[-1]
         if word == "rows":
-            return 4 * rows
+            return max(4, item) * rows  # in float32 at the least
         return 3 * item * rows * types[1].shape[-2] if on_cpu else 0  # softmax, mask, and their product
 
     def _relayed(self, ref: Ref, value: Value) -> Value:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from planner.chunks import Chunk, gradients, home_bytes, parameters
+from planner.chunks import SAVED, Chunk, gradients, home_bytes, parameters
 from planner.errors import InfeasibleError
 from planner.formulate import Assignment
 from planner.memory import Usage, usage
@@ -103,8 +103,12 @@ def _ways(step: RankStep) -> list[_Way]:
     _check_home(step, min(moving))
     # Where nothing overlaps, the shortest step is the one that moves the fewest bytes.
     solve, budget_bytes = (shortest_step if step.overlaps else fewest_bytes), _budget_bytes(step)
-    fitting = (stays for stays, size in zip(choices, moving, strict=True) if size <= step.home.memory_bytes)
-    return [_Way(step, stays, solve(step.trace(stays), budget_bytes)) for stays in fitting]
+    fitting = [each for each in zip(choices, moving, strict=True) if each[1] <= step.home.memory_bytes]
+    ways = [_Way(step, stays, solve(step.trace(stays), budget_bytes)) for stays, _ in fitting]
+    saved = [saved_bytes(way.table) for way in ways]
+    needed = [size + more for (_, size), more in zip(fitting, saved, strict=True)]
+    _check_home(step, min(needed), min(saved))
+    return [way for way, size in zip(ways, needed, strict=True) if size <= step.home.memory_bytes]
 
 
 def _budget_bytes(step: RankStep) -> int:
@@ -128,16 +132,29 @@ def _may_stay(step: RankStep) -> list[tuple[Chunk, ...]]:
     return [tuple(ordered[:count]) for count in dict.fromkeys((0, *(int(most * share) for share in SHARES)))]
 
 
-def _check_home(step: RankStep, needed: int) -> None:
-    """Refuse a host's memory, or a disk, that does not hold what is at home there."""
+def _check_home(step: RankStep, needed: int, saved: int = 0) -> None:
+    """Refuse a host's memory, or a disk, that does not hold what is at home there.
+
+    Args:
+        saved: how many of the bytes are what leaves between forward and backward.
+    """
     has, on_disk = step.home.memory_bytes, step.assignment.space.training.on_disk
     if needed > has:
+        less = " and let the activations of fewer blocks leave (pin 'activations')" if saved else ""
         raise InfeasibleError(
             f"the {'disk' if on_disk else 'host'} has {has:,} bytes for each device ({in_bytes(has)}), and a "
-            f"device's part of parameters, gradients and optimizer state is {needed:,} bytes: shard them over more "
-            f"devices (pin 'zero' 2 or 3, or 'tensor'), or take {'larger disks' if on_disk else MORE}",
+            f"device's part of parameters, gradients and optimizer state is {needed - saved:,} bytes"
+            f"{f', of activations that leave {saved:,} more' if saved else ''}: shard them over more "
+            f"devices (pin 'zero' 2 or 3, or 'tensor'){less}, or take {'larger disks' if on_disk else MORE}",
             needed - has,
         )
+
+
+def saved_bytes(table: Timetable) -> int:
+    """Bytes of what blocks save that leave between forward and backward."""
+    return sum(
+        table.trace.item[name].bytes for entry in table.entries for name in entry.evict if name.startswith(SAVED)
+    )
 
 
 @dataclass(frozen=True)

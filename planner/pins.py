@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from planner.errors import PinError
-from planner.formulate import AllowLeaf, Tier, Update
+from planner.formulate import Activations, AllowLeaf, Tier, Update
 from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.mesh import BATCH, ROLES, batch_ranks
@@ -62,6 +62,8 @@ class Pins:
             many as makes the step shortest; on ``disk``; ``None``: on the device.
         update: when the host updates model data that is at home there: ``after`` all of backward, or in ``backward``,
             each block as soon as its gradients are complete.
+        activations: of how many blocks, the first ones, what is saved for backward may leave for where model data is
+            at home: a count or ``all``; ``None`` leaves it to the search.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class Pins:
     virtual_stages: int | None = None
     offload: str | None = None
     update: Update = "after"
+    activations: Activations | None = None
 
     @staticmethod
     def parse(pin: Mapping[str, object] | None) -> Pins:
@@ -87,7 +90,8 @@ class Pins:
         if pin is not None and not isinstance(pin, Mapping):
             raise PinError(f"pin is {pin!r}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
         pin = dict(pin or {})
-        known = {*SIZES, *COUNTS, "sequence_parallel", "zero", "recompute", "offload", "update", "layers", "schedule"}
+        known = {*SIZES, *COUNTS, "sequence_parallel", "zero", "recompute", "offload", "update", "activations"}
+        known |= {"layers", "schedule"}
         unknown = sorted(set(pin) - known)
         if unknown:
             raise PinError(
@@ -128,6 +132,7 @@ class Pins:
             )
         offload = None if offload in (None, "none") else str(offload)
         update = _update(pin.pop("update", None), offload)
+        activations = _activations(pin.pop("activations", None), offload)
         layers = pin.pop("layers", {})
         if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):
             raise PinError("pin 'layers' maps a module path (with * and ?) to {axis name: strategy}")
@@ -144,6 +149,7 @@ class Pins:
             counts["virtual_stages"],
             offload,
             update,
+            activations,
         )
 
     @property
@@ -181,6 +187,8 @@ class Pins:
             found["offload"] = self.offload
         if self.update != "after":
             found["update"] = self.update
+        if self.activations is not None:
+            found["activations"] = self.activations or "none"
         turns = {
             "pipeline": self.stages,
             "micro_batches": self.micro_batches,
@@ -222,6 +230,27 @@ def _update(value: object, offload: str | None) -> Update:
             "'offload' too"
         )
     return "backward"
+
+
+def _activations(value: object, offload: str | None) -> Activations | None:
+    """Of how many blocks what is saved may leave, if there is anywhere to go."""
+    if value is None:
+        return None
+    if value in ("none", "all"):
+        found: Activations = 0 if value == "none" else "all"
+    elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        found = value
+    else:
+        raise PinError(
+            f"pin 'activations' is {value!r}; it says of how many blocks what is saved for backward may leave the "
+            "device: 'all', 'none', or a whole number, of the first blocks"
+        )
+    if found and offload is None:
+        raise PinError(
+            f"pin 'activations' is {value!r}, but they leave for where model data is at home, and that is the device: "
+            "pin 'offload' 'host', 'auto' or 'disk' too"
+        )
+    return found
 
 
 def _schedule(schedule: object, virtual_stages: int | None) -> str | None:

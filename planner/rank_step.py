@@ -8,6 +8,8 @@ A step in turns is the actions of its schedule one after another: a micro-batch'
 of a stage. The first backward of a block makes its gradients, and the others add to them; where they have left the
 device meanwhile, they come back for it.
 
+What blocks save for backward may be items, too, where the plan lets it leave: made in forward, read in backward.
+
 A chunk that *stays* is on the device throughout, and is updated there; nothing of it is in the trace.
 """
 
@@ -29,6 +31,7 @@ from planner.chunks import (
     moments_of,
     of_turn,
     parameters,
+    saved_item,
     undone,
     update,
 )
@@ -139,8 +142,18 @@ class RankStep:
             items.append(Item(parameters(chunk), chunk.bytes, (*uses[parameters(chunk)], *ends)))
             if uses[gradients(chunk)]:
                 items.append(Item(gradients(chunk), chunk.gradient_bytes, (*uses[gradients(chunk)], Use(own))))
+        items += self._saved_items()
         link = Link(self.home.fetch_bytes_per_s, self.home.evict_bytes_per_s)
         return Trace(tuple(moments), tuple(items), {"host": link})
+
+    def _saved_items(self) -> list[Item]:
+        """What blocks save for backward and may leave in between; of a step in one turn."""
+        found = []
+        for saved in (each for usage in self.usages.values() for each in usage.saved):
+            back = (Use(self._names[number][1]) for number in reversed(saved.savers))
+            uses = (Use(self._names[saved.left][0], "w"), *back)
+            found.append(Item(saved_item(self.assignment, saved), saved.bytes, uses))
+        return found
 
     def _entered(self, action: Action, moves: Collection[Chunk]) -> Iterator[int]:
         """The numbers that an action enters, in order."""

@@ -62,6 +62,8 @@ ROOM = (0.75, 0.5, 0.25, 0.0)
 """Parts of what a plan takes beside model data to which it is brought down, so that more of that stays."""
 LEAST_ROOM = 0.02
 """Part of a device's memory that a plan may leave empty without another search for one that takes it."""
+ENDLESS = 2**50
+"""More bytes than any model takes."""
 TRIES = 2
 """So many limits are tried between one at which a plan was found that does not fit and one at which none was."""
 
@@ -170,7 +172,7 @@ def search(
     check_time_limit(time_limit_s)
     check_gap(gap)
     start = time.monotonic()
-    training = replace(training, tier=pins.tier, update=pins.update)
+    training = replace(training, tier=pins.tier, update=pins.update, activations=pins.activations or 0)
     if training.tier != "device":
         _check_offloads(cluster, pins, pipelines)
     plain = in_one_turn(cluster, pins, max_axes)
@@ -196,10 +198,28 @@ def search(
         levels = keeping(levels, skeleton, pins.keep)
     setting = Setting(cost, training, rules, pins, levels, start + time_limit_s, progress, gap=gap)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
-    found = _followed(setting, skeleton, graph, plain, turned)
+    found = _followed(_with_room(setting), skeleton, graph, plain, turned)
+    _check_leaving(found, pins)
     if training.tier == "either":
         return _leaving_room(setting, skeleton, graph, plain, turned, found)
     return _taking_room(setting, skeleton, graph, plain, turned, found)
+
+
+def _with_room(setting: Setting) -> Setting:
+    """The setting; with all the memory there is where what is saved may leave, since to the search it stays."""
+    if not setting.training.activations:
+        return setting
+    return replace(setting, spare_bytes=setting.cost.cluster.device.usable_bytes - ENDLESS)
+
+
+def _check_leaving(found: Searched, pins: Pins) -> None:
+    """Refuse a count of more blocks than save anything that may leave."""
+    blocks = 0 if found.memory is None else len({each.left for each in found.memory.saved})
+    if isinstance(pins.activations, int) and blocks < pins.activations:
+        raise PinError(
+            f"pin 'activations' is {pins.activations}, but {blocks} blocks save for backward what may leave the "
+            "device: pin that many, or 'all'"
+        )
 
 
 def _followed(
@@ -211,7 +231,7 @@ def _followed(
     searches again with a lower limit. What that excludes may fit, so that only what the first search proved is proved.
     Where it leaves nothing, the leanest plans are followed.
     """
-    usable, tries, bound_s = setting.limit_bytes, TRIES, math.inf
+    usable, tries, bound_s = setting.cost.cluster.device.usable_bytes, TRIES, math.inf
     nothing: _Nothing | None = None
     below, above = -math.inf, math.inf  # limits at which nothing was found, and from which on all that was does not fit
     while True:
@@ -308,6 +328,11 @@ def _check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
             "pin 'update' is 'backward', but a step in turns has its gradients before the loss's backward says by how "
             "much they are scaled, so that none can be used earlier: pin 'update' 'after', or leave out pipelines, "
             "'pipeline' and 'micro_batches'"
+        )
+    if (pipelines or pins.in_turns) and pins.activations:
+        raise PinError(
+            f"pin 'activations' is {pins.activations!r}, but in turns what is saved for backward does not leave the "
+            "device: leave it out, or pipelines, 'pipeline' and 'micro_batches'"
         )
     cluster.home(pins.tier == "disk")
 

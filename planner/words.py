@@ -22,7 +22,7 @@ MEMORY_USES = {
     "activations": "saved for backward, and the inputs",
     "temporary": "the largest operator's own",
     "stays": "parameters, gradients and optimizer state that stay there",
-    "chunks": "parameters and gradients that are on the device just then",
+    "chunks": "what moves and is on the device just then",
     "beside": "activations, gathered parameters, and what operators need",
 }
 

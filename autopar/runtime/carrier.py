@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from autopar.runtime.activations import Activations
 from autopar.runtime.disk import Disk
+from autopar.runtime.held import Held
 from autopar.runtime.recompute import memory_of
 from autopar.runtime.tiers import Arena, Chunk, Gradients, Link, Parameters, Sums
 from autopar.runtime.updating import AFTER, Updates, let_go, may_update
@@ -60,29 +62,45 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class _Saved:
-    """A tensor that autograd saved.
+class CarriedSaved:
+    """What blocks save for backward, in a chunk of its own.
 
     Attributes:
-        lost: the chunk in whose memory it is, if its backward has that not on the device; ``during``: when it was.
+        name: its item.
+        sizes: bytes of its storages.
+        left: the number of the block in whose forward it is left.
+        savers: the numbers of the blocks that save it.
     """
 
-    tensor: Tensor
-    lost: str | None = None
-    during: str = ""
+    name: str
+    sizes: tuple[int, ...]
+    left: int
+    savers: tuple[int, ...]
+
+
+class _Lost(Held):
+    """A tensor that autograd saved, and that is gone in backward.
+
+    Args:
+        name: the chunk in whose memory it is; ``during``: when it was saved.
+    """
+
+    __slots__ = ("_during", "_name")
+
+    def __init__(self, tensor: Tensor, name: str, during: str):
+        super().__init__(tensor)
+        self._name, self._during = name, during
 
     def read(self) -> Tensor:
-        """The tensor, for backward.
+        """Refuse to.
 
         Raises:
-            TimetableError: it is gone.
+            TimetableError: always.
         """
-        if self.lost is not None:
-            raise TimetableError(
-                f"backward reads some of {self.lost} that autograd saved in {self.during}, but there the timetable "
-                "does not have it on the device: plan without pin 'offload', and report this"
-            )
-        return self.tensor
+        raise TimetableError(
+            f"backward reads some of {self._name} that autograd saved in {self._during}, but there the timetable "
+            "does not have it on the device: plan without pin 'offload', and report this"
+        )
 
 
 class Carrier:
@@ -95,6 +113,7 @@ class Carrier:
         device: where the program computes.
         disk: where parameters and gradients are at home, if not in the host's memory.
         is_in_turns: whether a step is several micro-batches, whose gradients are added up.
+        saved: what leaves between forward and backward.
 
     Attributes:
         arena: what the device may hold of chunks.
@@ -111,6 +130,7 @@ class Carrier:
         device: torch.device,
         disk: Disk | None = None,
         is_in_turns: bool = False,
+        saved: Sequence[CarriedSaved] = (),
     ):
         self.table, self.arena, self.link = table, Arena(table.budget_bytes), Link(device, disk)
         self.bytes_moved: dict[str, int] = {}
@@ -120,7 +140,16 @@ class Carrier:
             each.name: Parameters(each.name, each.bytes, each.starts, device, self.arena, self.link) for each in carried
         }
         self._gradients: dict[str, Gradients] = {}
-        self._chunks: dict[str, Chunk] = {**self._parameters}
+        leaving = {name for entry in table.entries for name in entry.evict}
+        self._saved = {
+            (each.left, each.savers): Activations(
+                each.name, each.sizes, device, self.arena, self.link, each.name in leaving
+            )
+            for each in saved
+        }
+        self._held: dict[int, list[tuple[int, Held]]] = {}
+        self._leaves: frozenset[int] = frozenset()
+        self._chunks: dict[str, Chunk] = {**self._parameters, **{each.name: each for each in self._saved.values()}}
         self._blocks = {number: [each for each in carried if number in each.entered] for number in moments}
         self._chunk_of = {name: each for each in carried for name in each.starts}
         self._given: Mapping[str, DTensor] = {}
@@ -278,14 +307,17 @@ class Carrier:
     # ---- the first step ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """While the program runs; for the first time, no backward may read a parameter that it has not."""
-        hooks = nullcontext() if self._is_watched else saved_tensors_hooks(self._saved, _Saved.read)
+    def running(self, leaves: Sequence[Tensor]) -> Iterator[None]:
+        """While the program runs, given these; for the first time, no backward may read a parameter that it has not."""
+        pack = self.hold if self._is_watched else self._watched
+        is_watching = self._saved or not self._is_watched
+        self._leaves = frozenset(map(memory_of, leaves)) if self._saved else frozenset()
         try:
-            with hooks:
+            with saved_tensors_hooks(pack, Held.read) if is_watching else nullcontext():
                 yield
         finally:
-            self.token = None
+            self.token, self._number = None, None
+            self._held.clear()
         if not torch.is_grad_enabled():
             for chunk in self._parameters.values():  # then nothing else says when homes may be changed
                 self.link.settle(chunk.started)
@@ -296,15 +328,48 @@ class Carrier:
         chunks = self._parameters.values()
         return next((each for each in chunks if each.here is not None and memory_of(each.here) == memory), None)
 
-    def _saved(self, tensor: Tensor) -> _Saved:
+    def _watched(self, tensor: Tensor) -> Held:
         """What autograd saves; of what is detached afterwards, and so never read, parameters may be gone."""
         self._is_watched = True
         chunk = self._at_memory(tensor)
         if chunk is not None and self._number is not None:
             place = self.table.trace.place.get(self._moment(self._number, True))
             if place is None or chunk.name not in dict(self._uses(place)):
-                return _Saved(tensor.detach(), chunk.name, self._moment(self._number, False))
-        return _Saved(tensor.detach())  # a result would hold its node of backward, and that this
+                return _Lost(tensor, chunk.name, self._moment(self._number, False))
+        return self.hold(tensor)
+
+    # ---- what blocks save --------------------------------------------------------------------------------------
+
+    @property
+    def lets_saved_leave(self) -> bool:
+        """Whether anything that blocks save leaves between forward and backward."""
+        return bool(self._saved)
+
+    def hold(self, tensor: Tensor) -> Held:
+        """Hold a tensor for backward, which a block saves."""
+        held = Held(tensor)
+        if self._saved and self._number is not None:
+            self._held.setdefault(memory_of(tensor), []).append((self._number, held))
+        return held
+
+    def left(self, number: int, needed: Sequence[Tensor]) -> None:
+        """The forward of a block is over: what is saved and not needed any more may leave.
+
+        Args:
+            needed: what later blocks read, or leaves the model.
+        """
+        self._number = None
+        parameters = {memory_of(each.here) for each in self._parameters.values() if each.here is not None}
+        stays, needed_memory = parameters | self._leaves, set(map(memory_of, needed))
+        groups: dict[tuple[int, ...], list[list[Held]]] = {}
+        for memory in [each for each in self._held if each not in needed_memory]:
+            found = self._held.pop(memory)
+            if memory not in stays:
+                savers = tuple(sorted({saver for saver, _ in found}))
+                groups.setdefault(savers, []).append([held for _, held in found])
+        for savers, storages in groups.items():
+            if (number, savers) in self._saved:
+                self._saved[number, savers].hold(storages)
 
     def check_leaving(self, number: int, values: Sequence[Tensor]) -> None:
         """Raise :class:`TimetableError` if a block hands on the memory of parameters that are its own."""

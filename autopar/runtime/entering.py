@@ -129,18 +129,25 @@ def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple
 
 
 def leave_block(
-    carrier: Carrier, number: int, values: Sequence[Tensor], apart: Sequence[int] = ()
+    carrier: Carrier,
+    number: int,
+    values: Sequence[Tensor],
+    apart: Sequence[int] = (),
+    needed: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """What a block returns; backward enters the block where it comes to it.
 
     Args:
         apart: the places of values from which the loss is not computed. What made them must not be undone with the
             others: autograd would ask for what it saved, gradient or not.
+        needed: what of all that blocks made is read later, where the rest of what they saved may leave.
 
     Raises:
         TimetableError: a value shares the memory of parameters that are this block's own.
     """
     carrier.check_leaving(number, values)
+    if needed is not None:
+        carrier.left(number, needed)
     places = [place for place, value in enumerate(values) if value.requires_grad and place not in apart]
     left = _Leaving.apply(carrier, number, carrier.token, *(values[place] for place in places)) if places else ()
     found = dict(zip(places, left, strict=True))

@@ -354,8 +354,9 @@ class ParallelModule(nn.Module):
         flat = self._flatten(args, kwargs)
         inputs = {name: value for name, value in zip(self.interface.input_names, flat, strict=True) if name}
         held = self._held()
-        with nullcontext() if self.carrier is None else self.carrier.running():
-            results = self.program(*(self._leaf(leaf, inputs, held) for leaf in self.interface.leaves))
+        leaves = [self._leaf(leaf, inputs, held) for leaf in self.interface.leaves]
+        with nullcontext() if self.carrier is None else self.carrier.running(leaves):
+            results = self.program(*leaves)
         if self.carrier is not None:
             results = tuple(map(self.carrier.apart, results))
         if isinstance(self.program, Step) and torch.is_grad_enabled():

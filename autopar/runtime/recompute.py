@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from autopar.runtime.draws import draw, draw_attention
 from autopar.runtime.gathering import Gathering
+from autopar.runtime.held import Held, Holder
 from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState
 
@@ -32,17 +33,21 @@ Place = int | tuple[int, int]
 """A value to give up, by its number; or a tensor saved in a region of random numbers: the numbers of both."""
 
 
-def recompute(program: GraphModule, again: GraphModule, *inputs: Tensor | Gathering) -> Any:
+def recompute(
+    program: GraphModule, again: GraphModule, *inputs: Tensor | Gathering, holder: Holder | None = None
+) -> Any:
     """Run ``program`` and return its outputs.
 
     Args:
         program: returns (outputs, values to give up, values to keep).
         again: takes the values to keep, then all gatherings; returns the values to give up.
         inputs: what ``program`` takes: tensors, then gatherings.
+        holder: is told of what is held until backward, if that may leave the device.
     """
     if not torch.is_grad_enabled():
         return program(*inputs)[0]
     cells: list[_Cell] = []
+    hold: Callable[[Tensor], Held] = Held if holder is None else holder.hold
     state = _state_of(program)
 
     def pack(tensor: Tensor) -> _Cell:
@@ -52,7 +57,7 @@ def recompute(program: GraphModule, again: GraphModule, *inputs: Tensor | Gather
     with saved_tensors_hooks(pack, _Cell.unpack), state.random.recorded() as seeds:
         outputs, given_up, kept = program(*inputs)
     regions = _entered(program, again, seeds) if seeds else {}
-    frame = _Frame(again, given_up, kept, gatherings_of(inputs), state, regions)
+    frame = _Frame(again, given_up, [(hold(value), value) for value in kept], gatherings_of(inputs), state, regions)
     places: dict[int, Place] = {memory_of(value): place for place, value in reversed([*enumerate(given_up)])}
     stay = {memory_of(value) for value in kept}
     seen: Counter[int] = Counter()
@@ -63,6 +68,8 @@ def recompute(program: GraphModule, again: GraphModule, *inputs: Tensor | Gather
             seen[cell.region] += 1
         if place is not None and memory_of(cell.tensor) not in stay:
             cell.give_up(frame, place)
+        else:
+            cell.held = hold(cell.tensor)
     cells.clear()  # what autograd has saved keeps ``pack`` alive, and would keep all of the block's with it
     return outputs
 
@@ -91,10 +98,10 @@ def _entered(program: GraphModule, again: GraphModule, seeds: list[int]) -> dict
 class _Cell:
     """A tensor that autograd saved: itself, or where it will be found; ``region``: while drawing in that region."""
 
-    __slots__ = ("frame", "geometry", "place", "region", "saved")
+    __slots__ = ("frame", "geometry", "held", "place", "region")
 
     def __init__(self, tensor: Tensor, region: int | None):
-        self.saved: Tensor | None = tensor.detach()  # a result would hold its node of backward, and that this
+        self.held: Held | None = Held(tensor)
         self.region = region
         self.frame: _Frame | None = None
         self.place: Place = -1
@@ -102,13 +109,13 @@ class _Cell:
 
     @property
     def tensor(self) -> Tensor:
-        assert self.saved is not None
-        return self.saved
+        assert self.held is not None
+        return self.held.read()
 
     def give_up(self, frame: _Frame, place: Place) -> None:
         """Let go of the tensor; it will be a view of what the frame finds at ``place``."""
         self.geometry = _geometry(self.tensor)
-        self.frame, self.place, self.saved = frame, place, None
+        self.frame, self.place, self.held = frame, place, None
         frame.uses[place] += 1
 
     def unpack(self) -> Tensor:
@@ -131,15 +138,15 @@ class _Frame:
         self,
         again: GraphModule,
         given_up: Sequence[Tensor],
-        kept: Sequence[Tensor],
+        kept: Sequence[tuple[Held, Tensor]],
         gatherings: Sequence[Gathering],
         state: RunState,
         regions: Mapping[int, int],
     ):
         self.uses: Counter[Place] = Counter()
         self.regions = regions
-        self._again, self._versions = again, [value._version for value in kept]
-        self._kept = [(value.detach(), value.requires_grad) for value in kept]
+        self._again = again
+        self._kept = [(held, value.requires_grad, value._version) for held, value in kept]
         self._gatherings = gatherings
         self._geometries = [_geometry(value) for value in given_up]
         self._state, self._training, self._autocast = state, state.training, _autocast_now()
@@ -157,7 +164,8 @@ class _Frame:
         return made
 
     def _make(self) -> None:
-        if [value._version for value, _ in self._kept] != self._versions:
+        stayed = ((held.tensor, version) for held, _, version in self._kept)
+        if any(value is not None and value._version != version for value, version in stayed):
             raise RuntimeError(
                 "a tensor from which a block recomputes was changed in place between forward and backward: "
                 "call loss.backward() before optimizer.step(), or plan with pin={'recompute': 'none'}"
@@ -180,7 +188,7 @@ class _Frame:
 
     def _run(self) -> dict[Place, Tensor]:
         with torch.no_grad():
-            return dict(enumerate(self._again(*(value for value, _ in self._kept), *self._gatherings)))
+            return dict(enumerate(self._again(*(held.read() for held, *_ in self._kept), *self._gatherings)))
 
     def _drawn(self) -> dict[Place, Tensor]:
         """The same with random numbers: run as in forward, so that autograd saves what it saved then."""
@@ -195,7 +203,7 @@ class _Frame:
                 if place in self.uses:
                     found[place] = tensor.detach()
 
-        kept = [value.detach().requires_grad_(differs) for value, differs in self._kept]
+        kept = [held.read().detach().requires_grad_(differs) for held, differs, _ in self._kept]
         with torch.enable_grad(), saved_tensors_hooks(pack, _none), random.replayed(self.regions.items()):
             made = self._again(*kept, *self._gatherings)
         return found | {place: value.detach() for place, value in enumerate(made)}

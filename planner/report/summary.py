@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
+from planner.chunks import SAVED
 from planner.conversion import Collective
 from planner.detail import BlockDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
@@ -181,12 +182,14 @@ def offloads(document: Document) -> str:
     home = "on disk" if document.pin.get("offload") == "disk" else "on the host"
     count = sum(moment.on == "host" for table in tables for moment in table.trace.moments[:-1])
     early = f", and updates {count} of them in backward" if count else ""
-    if not chunks:
+    saved = sum(item.name.startswith(SAVED) for table in tables for item in table.trace.items)
+    entries = (entry for table in tables for entry in table.entries)
+    left = sum(name.startswith(SAVED) for entry in entries for name in entry.evict)
+    data = [f"parameters, gradients and optimizer state of {chunks} chunks at home {home}"] if chunks else []
+    data += [f"activations of {left} of {saved} blocks {home} between forward and backward"] if saved else []
+    if not data:
         return "nothing: all model data stays on the device"
-    return (
-        f"parameters, gradients and optimizer state of {chunks} chunks at home {home}; a step fetches "
-        f"{in_bytes(sizes['fetch'])} and evicts {in_bytes(sizes['evict'])}{early}"
-    )
+    return f"{'; '.join(data)}; a step fetches {in_bytes(sizes['fetch'])} and evicts {in_bytes(sizes['evict'])}{early}"
 
 
 def in_turns(document: Document) -> str:

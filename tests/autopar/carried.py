@@ -200,11 +200,11 @@ def compare(model: nn.Module, pmodel: nn.Module, run: Callable[[nn.Module], Any]
     same_gradients(pmodel, model)
 
 
-def goes_other_ways(document: dict[str, Any]) -> None:
+def goes_other_ways(name: str, document: dict[str, Any]) -> None:
     """Steps that are not forward, backward, update; each computes what the original computes."""
-    model, batch = model_of("mlp")
+    model, batch = model_of(name)
     pmodel, carrier = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
-    batches = [another("mlp", seed) for seed in range(3)]
+    batches = [another(name, seed) for seed in range(3)]
 
     both = functools.partial(compare, model, pmodel)
 
@@ -237,13 +237,13 @@ def goes_other_ways(document: dict[str, Any]) -> None:
 
     for run in (accumulates, fills_zeros, evaluates_between, gives_up_a_step):
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UserWarning)
             both(run)
     for run in (twice, two_at_once):
         with pytest.warns(UserWarning, match="another way than its timetable"):
             both(run)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         both(accumulates)
     held = [parameter.grad for parameter in pmodel.parameters()]
     before = [None if grad is None else whole_of(grad).clone() for grad in held]
@@ -287,12 +287,12 @@ def goes_other_ways(document: dict[str, Any]) -> None:
         loss_of(pmodel, batches[0])
 
 
-def runs_in_eval(document: dict[str, Any]) -> None:
-    model, batch = model_of("mlp")
+def runs_in_eval(name: str, document: dict[str, Any]) -> None:
+    model, batch = model_of(name)
     pmodel, carrier = parallel(copy.deepcopy(model).eval(), Plan.from_dict(document), batch)
     for seed in range(2):
         with torch.no_grad():
-            torch.testing.assert_close(loss_of(pmodel, another("mlp", seed)), loss_of(model, another("mlp", seed)))
+            torch.testing.assert_close(loss_of(pmodel, another(name, seed)), loss_of(model, another(name, seed)))
     assert carrier.arena.high_water_bytes <= carrier.arena.budget_bytes
 
 
@@ -371,7 +371,8 @@ class OnDevice(LiveBytes):
         self.carrier, self.fullest = carrier, 0
         super().__init__()
         parameters = carrier._parameters.values()
-        flats = (flat for each in parameters for flat in (each._home, each.here) if flat is not None)
+        flats = [flat for each in parameters for flat in (each._home, each.here) if flat is not None]
+        flats += [each._home for each in carrier._saved.values() if each._home is not None]
         for tensor in (*flats, *(each for chunk in parameters for each in chunk.kept.values()), *pmodel.buffers()):
             self._known[tensor.untyped_storage()._cdata] = 0
             weakref.finalize(tensor.untyped_storage(), self._drop, tensor.untyped_storage()._cdata)

@@ -106,7 +106,7 @@ def test_model_data_may_be_in_files(pool: LocalProcesses, tmp_path: Path) -> Non
 
 def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
     document = carried.plan_of("mlp", {"data": 2, "zero": 3}, 2).to_dict()
-    pool.run(carried.goes_other_ways, document, ranks=2)
+    pool.run(carried.goes_other_ways, "mlp", document, ranks=2)
 
 
 def test_steps_in_turns_go_on(pool: LocalProcesses) -> None:
@@ -145,7 +145,7 @@ def test_models_that_do_not_train_are_carried_too(pool: LocalProcesses) -> None:
     model, batch = carried.model_of("mlp")
     cluster = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")
     plan = autopar.plan(model.eval(), cluster, example_kwargs=batch, pin={"offload": "host"})
-    pool.run(carried.runs_in_eval, plan.to_dict(), ranks=1)
+    pool.run(carried.runs_in_eval, "mlp", plan.to_dict(), ranks=1)
 
 
 def test_what_does_not_fit_is_refused(pool: LocalProcesses) -> None:

@@ -64,6 +64,7 @@ ROOMS: dict[str, set[str]] = {
     "asked": {"graph", "ops", "fold", "recompute", "formulate"},
     "heap": set(),
     "tape": {"again", "fold", "heap"},
+    "saved": {"formulate", "heap"},
     "memory": {*BASE, "fold", "conversion", "again", "formulate", "ops", "runs", "heap", "tape", "exchange", "asked"},
     "words": set(),
     "exchange": {"graph", "fold", "conversion", "formulate"},
@@ -76,8 +77,9 @@ ROOMS["chain"] = {*BASE, "conversion", "exchange", "fold", "formulate", "ops", "
 ROOMS["turns"] = {"errors", "fold", "formulate", "heap", "pipeline", "problem", "recompute", "chain", "seconds"}
 ROOMS["division"] = {*BASE, "cluster", "cost", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}
 ROOMS["predict"] = {*BASE, "fold", "cost", "conversion", "strategy", "recompute", "formulate", "memory", "exchange"}
+ROOMS["memory"] |= {"saved"}
 ROOMS["predict"] |= {"words", "turns", "seconds", "asked"}
-ROOMS["chunks"] = {"graph", "conversion", "formulate", "heap", "memory"}
+ROOMS["chunks"] = {"graph", "saved", "conversion", "formulate", "heap", "memory"}
 ROOMS["rank_step"] = {"cluster", "graph", "layout", "conversion", "formulate", "heap", "memory", "pipeline"}
 ROOMS["rank_step"] |= {"exchange", "chain", "turns", "recompute", "timetable", "chunks"}
 ROOMS["offload"] = {"errors", "formulate", "memory", "predict", "turns", "timetable", "words", "chunks", "rank_step"}
@@ -116,7 +118,7 @@ ROOMS["detail"] = {"conversion"}
 ROOMS["names"] = {"graph", "formulate"}
 ROOMS["account"] = ROOMS["pins"] | {"conversion", "pins", "predict", "detail", "names"}
 ROOMS["document"] = {"errors", "layout", "cluster", "formulate", "division", "predict", "detail", "account"}
-ROOMS["document"] |= {"graph", "certificate", "pipeline", "timeline", "timetable", "turns"}
+ROOMS["document"] |= {"graph", "chunks", "certificate", "pipeline", "timeline", "timetable", "turns"}
 ROOMS["follow"] = {"errors", "graph", "rules", "strategy", "polynomial"}
 ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "memory", "predict", "follow", "turns"}
 ROOMS["capacity"] = {"errors", "polynomial", "scale"}

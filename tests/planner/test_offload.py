@@ -326,7 +326,7 @@ def test_the_report_says_what_moves(plans: Callable[[str], Plan]) -> None:
     assert "fullest in " in text and repr(plan).startswith("<Plan of ResidualMLP")
     page = plan.to_html()
     assert "waiting for what moves between device and host" in page
-    assert "parameters and gradients that are on the device just then" in page
+    assert "what moves and is on the device just then" in page
 
 
 def test_a_parameter_is_explained_as_at_home_on_the_host(plans: Callable[[str], Plan]) -> None:

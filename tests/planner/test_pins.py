@@ -58,6 +58,18 @@ def attention(length: int = 48) -> Graph:
         ({"offload": ["host"]}, r"pin 'offload' is \['host'\]"),
         ({"offload": "host", "update": "before"}, "pin 'update' is 'before'; the host updates parameters 'after' all"),
         ({"offload": "none", "update": "backward"}, "in which the host updates .* pin 'offload' too"),
+        (
+            {"offload": "host", "activations": -1},
+            "pin 'activations' is -1; it says of how many blocks .* 'all', 'none'",
+        ),
+        ({"offload": "host", "activations": True}, "pin 'activations' is True"),
+        ({"offload": "host", "activations": 1.5}, "pin 'activations' is 1.5"),
+        ({"offload": "host", "activations": "host"}, "pin 'activations' is 'host'"),
+        ({"activations": "all"}, "pin 'activations' is 'all', but they leave for .* pin 'offload' 'host'"),
+        (
+            {"offload": "none", "activations": 2},
+            "pin 'activations' is 2, but they leave for where model data is at home",
+        ),
         ({"micro_batches": "8"}, "pin 'micro_batches' is '8'"),
         ({"virtual_stages": True}, "pin 'virtual_stages' is True"),
         ({"schedule": "1f2b"}, "pin 'schedule' is '1f2b'; it is one of 'gpipe', '1f1b'"),
@@ -119,6 +131,9 @@ def test_pins_come_back_as_the_user_wrote_them() -> None:
     assert Pins.parse({"offload": "host"}).to_dict() == {"offload": "host"}
     early = {"offload": "host", "update": "backward"}
     assert Pins.parse(early).to_dict() == early
+    for value, found in (("all", "all"), ("none", "none"), (0, "none"), (3, 3)):
+        assert Pins.parse({"offload": "host", "activations": value}).to_dict()["activations"] == found
+    assert Pins.parse({"activations": "none"}).activations == 0
     assert Pins.parse({**early, "update": "after"}) == Pins.parse({"offload": "host"})
     assert [Pins.parse({"offload": where}).tier for where in (None, "none", "host")] == ["device", "device", "host"]
 
@@ -142,6 +157,8 @@ def test_pins_come_back_as_the_user_wrote_them() -> None:
             r"'update' is 'backward', but .*: pin 'update' 'after', or leave",
         ),
         ({"update": "backward"}, True, r"'update' is 'backward', but a step in turns .* leave out pipelines"),
+        ({"micro_batches": 2, "activations": 2}, False, r"'activations' is 2, but in turns .* leave it out, or pipel"),
+        ({"activations": "all"}, True, r"'activations' is 'all', but in turns .* does not leave the device"),
     ],
     ids=str,
 )

@@ -1,0 +1,149 @@
+"""Activations: chunks of what blocks save for backward, which may leave the device after forward.
+
+On the device a chunk is the storages that autograd saved, or others like them when it has come back; at home it is one
+memory. What backward asks for is made a tensor of its storage again (:class:`autopar.runtime.held.Held`).
+
+The step after, or a backward that does not follow the timetable, may find some of it still asked for: then what is not
+at home goes there before it leaves the device, and is read from there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.held import Held
+from autopar.runtime.tiers import Arena, Chunk, Link
+
+
+class Activations(Chunk):
+    """What some blocks save in one forward.
+
+    Args:
+        sizes: bytes of the storages that were planned to leave.
+        leaves: whether the timetable has it leave the device, so that it needs a home.
+    """
+
+    def __init__(self, name: str, sizes: Sequence[int], device: torch.device, arena: Arena, link: Link, leaves: bool):
+        super().__init__(name, sum(sizes), arena, link)
+        self._sizes, self._device = Counter(sizes), device
+        self._saved: _Saved | None = None
+        self._home = link.home(self.bytes, name) if leaves else None
+        self._at_home: weakref.ref[_Saved] | None = None
+
+    def hold(self, storages: Iterable[Sequence[Held]]) -> None:
+        """Take what was saved, of each storage all that is held of it: those of planned sizes, and of others (under
+        autocast all are smaller) what there is room for besides.
+        """
+        self.check_present("forward")
+        self._saved, planned, others = _Saved(self.link, self._device), self._sizes.copy(), []
+        for flat, held in ((_flat(each[0]), each) for each in storages):
+            if planned[flat.numel()]:
+                planned[flat.numel()] -= 1
+                self._saved.take(flat, held)
+            else:
+                others.append((flat, held))
+        for flat, held in sorted(others, key=lambda each: -each[0].numel()):
+            if self._saved.bytes + flat.numel() <= self.bytes:
+                self._saved.take(flat, held)
+
+    def _make(self) -> None:
+        self._saved = None
+
+    def _evict(self) -> None:
+        self.started = self._go_home()
+
+    def _go_home(self) -> Any:
+        """Start to copy what is there into memory that nobody reads any more."""
+        if self._saved is None:
+            return None
+        last = None if self._at_home is None else self._at_home()
+        if self._home is None or last is not None:
+            self._home = self.link.home(self.bytes, self.name)
+        self._at_home = weakref.ref(self._saved)
+        return self._saved.go(self._home)
+
+    def _drop(self) -> None:
+        if self._saved is None:
+            return
+        if self._saved.is_asked_for and self._saved.home is None:
+            self.link.wait(self._go_home())
+        self._saved.here = []
+        if self._saved.home is None:
+            self._saved = None
+
+    def _fetch(self) -> None:
+        if self._saved is not None:
+            self.started = self._saved.come()
+
+
+class _Saved:
+    """The storages of one forward.
+
+    Attributes:
+        here: the bytes of each, while they are on the device.
+        home: where they are when they are not.
+    """
+
+    def __init__(self, link: Link, device: torch.device):
+        self.here: list[Tensor] = []
+        self.home: Tensor | None = None
+        self._link, self._device = link, device
+        self._starts = [0]
+        self._asking: weakref.WeakSet[Held] = weakref.WeakSet()
+
+    @property
+    def bytes(self) -> int:
+        """Of all."""
+        return self._starts[-1]
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether backward may still read some of it."""
+        return len(self._asking) > 0
+
+    def take(self, flat: Tensor, held: Iterable[Held]) -> None:
+        """Take a storage, by its bytes, and all that is held of it."""
+        for each in held:
+            each.leave(self, len(self.here))
+            self._asking.add(each)
+        self.here.append(flat)
+        self._starts.append(self._starts[-1] + flat.numel())
+
+    def flat(self, number: int) -> Tensor:
+        """The bytes of a storage on the device."""
+        if self.here:
+            return self.here[number]
+        source = self._at_home()[number]
+        found = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
+        self._link.wait(self._link.start("fetch", [(found, source)]))
+        return found
+
+    def go(self, home: Tensor) -> Any:
+        """Start to copy all of it home."""
+        self.home = home
+        return self._link.start("evict", [*zip(self._at_home(), self.here, strict=True)])
+
+    def come(self) -> Any:
+        """Start to copy all of it to the device."""
+        homes = self._at_home()
+        self.here = [torch.empty(each.numel(), dtype=torch.uint8, device=self._device) for each in homes]
+        return self._link.start("fetch", [*zip(self.here, homes, strict=True)])
+
+    def _at_home(self) -> list[Tensor]:
+        """The bytes of each storage at home."""
+        assert self.home is not None
+        return [self.home[start:stop] for start, stop in pairwise(self._starts)]
+
+
+def _flat(held: Held) -> Tensor:
+    """The bytes of the storage of what is held."""
+    assert held.tensor is not None
+    storage = held.tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=held.tensor.device).set_(storage)

@@ -1,0 +1,100 @@
+"""What blocks save for backward leaves the device as planned, comes back in time, and nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.processes import LocalProcesses
+from planner.chunks import SAVED
+from planner.cluster import ClusterSpec
+from planner.errors import InfeasibleError
+from planner.plan import Plan
+from planner.timetable import fewest_bytes
+from tests.autopar import carried, saved
+from tests.autopar.models import MODELS
+
+CASES: list[tuple[str, dict[str, Any], int]] = [
+    ("gpt2", {"activations": "all"}, 1),
+    ("bert", {"activations": "all", "recompute": "selective", "data": 2, "zero": 0}, 2),
+    ("functional-gpt", {"activations": "all", "recompute": "full", "data": 2, "zero": 3}, 2),
+    ("gpt2", {"activations": 2, "tensor": 2, "recompute": "none"}, 2),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalProcesses]:
+    with LocalProcesses(2, ("torch", "tests.autopar.carried"), timeout_s=60) as processes:
+        yield processes
+
+
+def tight(plan: Plan) -> Plan:
+    """The same on the smallest device that will do."""
+    assert plan.timetable is not None
+    trace = plan.timetable.trace
+    return replace(plan, timetables=(fewest_bytes(trace, max(trace.needed_bytes)),))
+
+
+def leaving(plan: Plan) -> list[str]:
+    """What of all that is saved leaves."""
+    assert plan.timetable is not None
+    return [name for entry in plan.timetable.entries for name in entry.evict if name.startswith(SAVED)]
+
+
+@pytest.mark.parametrize("name, pin, ranks", CASES, ids=str)
+def test_any_timetable_computes_the_same(pool: LocalProcesses, name: str, pin: dict[str, Any], ranks: int) -> None:
+    plan = carried.plan_of(name, pin, ranks)
+    assert leaving(tight(plan)) and not leaving(plan)
+    shares = [0.0, random.Random(name).random() * 0.3]
+    pool.run(carried.trains_under_any_timetable, name, plan.to_dict(), shares, carried.trains_as_planned, ranks=ranks)
+
+
+def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
+    plan = tight(carried.plan_of("functional-gpt", {"activations": "all", "data": 2, "zero": 3}, 2))
+    pool.run(carried.goes_other_ways, "functional-gpt", plan.to_dict(), ranks=2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_device_holds_what_was_planned(pool: LocalProcesses, recompute: str) -> None:
+    pin = {"activations": "all", "recompute": recompute}
+    least = tight(carried.plan_of("gpt2", pin, 1)).timetable
+    assert least is not None
+    document = carried.plan_of("gpt2", pin, 1, memory_bytes=int(least.budget_bytes / 0.9) + 1).to_dict()
+    ((seen, planned),) = pool.run(carried.holds_no_more_than_planned, "gpt2", document, ranks=1)
+    assert planned * 0.85 <= seen <= planned * 1.05
+
+
+@pytest.mark.parametrize("name, autocast", [("gpt2", False), ("functional-gpt", True)])
+def test_dropout_and_autocast_compute_the_same_bits(pool: LocalProcesses, name: str, autocast: bool) -> None:
+    model, batch = MODELS[name].build()
+    cluster = ClusterSpec.local(1, "1 GiB", cores=2, host_memory_bytes="1 GiB")
+    pins: list[dict[str, Any]] = [{"offload": "host", "activations": "all"}, {}]
+    moving, plain = (autopar.plan(model, cluster, example_kwargs=batch, pin=pin) for pin in pins)
+    moving = tight(moving)
+    assert leaving(moving)
+    pool.run(saved.draws_as_without, name, moving.to_dict(), plain.to_dict(), autocast, ranks=1)
+
+
+def test_a_device_that_holds_a_block_s_trains(pool: LocalProcesses) -> None:
+    """One that is too small for all that is saved, and nothing is made again."""
+    pin = {"recompute": "none", "data": 2, "zero": 3}
+    least = tight(carried.plan_of("functional-gpt", {**pin, "activations": "all"}, 2)).timetable
+    assert least is not None
+    memory = int(least.budget_bytes / 0.9) + 1
+    with pytest.raises(InfeasibleError, match="largest working set"):
+        carried.plan_of("functional-gpt", {**pin, "activations": "none"}, 2, memory_bytes=memory)
+    plan = carried.plan_of("functional-gpt", {**pin, "activations": "all"}, 2, memory_bytes=memory)
+    assert leaving(plan)
+    pool.run(carried.trains_as_planned, "functional-gpt", plan.to_dict(), ranks=2)
+
+
+def test_a_timetable_that_has_it_leave_too_long_is_refused(pool: LocalProcesses) -> None:
+    model, batch = MODELS["functional-gpt"].build()
+    cluster = ClusterSpec.local(1, "1 GiB", cores=2, host_memory_bytes="1 GiB")
+    plan = autopar.plan(model, cluster, example_kwargs=batch, pin={"offload": "host", "activations": "all"})
+    pool.run(saved.refuses_what_comes_too_late, "functional-gpt", plan.to_dict(), ranks=1)
