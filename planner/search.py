@@ -214,8 +214,10 @@ def _with_room(setting: Setting) -> Setting:
 
 def _check_leaving(found: Searched, pins: Pins) -> None:
     """Refuse a count of more blocks than save anything that may leave."""
+    if not isinstance(pins.activations, int):
+        return
     blocks = 0 if found.memory is None else len({each.left for each in found.memory.saved})
-    if isinstance(pins.activations, int) and blocks < pins.activations:
+    if blocks < pins.activations:
         raise PinError(
             f"pin 'activations' is {pins.activations}, but {blocks} blocks save for backward what may leave the "
             "device: pin that many, or 'all'"
