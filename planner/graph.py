@@ -22,7 +22,7 @@ ITEM_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 
-_NAME = operator.attrgetter("name")
+_NAME, _NODE, _INDEX = operator.attrgetter("name"), operator.itemgetter(0), operator.itemgetter(1)
 LEAVES = frozenset({"input", "param", "buffer", "const"})
 
 
@@ -134,6 +134,17 @@ def _refs(values: object) -> Iterator[Ref]:
             yield from _refs(value)
 
 
+class Reads(NamedTuple):
+    """Every operand of every node, node by node: what is read, and where in the graph its maker and its reader are.
+
+    What nothing makes is made after all.
+    """
+
+    refs: list[Ref]
+    makers: list[int]
+    readers: list[int]
+
+
 @dataclass(frozen=True)
 class Graph:
     """Nodes in topological order, the results that leave the model, and buffer updates.
@@ -160,6 +171,14 @@ class Graph:
 
     def input_types(self, node: Node) -> tuple[TensorType, ...]:
         return tuple(self.type_of(ref) for ref in node.inputs)
+
+    @cached_property
+    def reads(self) -> Reads:
+        inputs = [node.inputs for node in self.nodes]
+        refs = list(itertools.chain.from_iterable(inputs))
+        names, nowhere = map(_NODE, refs), itertools.repeat(len(inputs))
+        readers = itertools.chain.from_iterable(map(itertools.repeat, itertools.count(), map(len, inputs)))
+        return Reads(refs, list(map(self.position.get, names, nowhere)), list(readers))
 
     @cached_property
     def users(self) -> dict[Ref, tuple[tuple[Node, int], ...]]:
@@ -190,13 +209,17 @@ class Graph:
     def differentiated(self) -> frozenset[Ref]:
         """Values whose gradient a training step computes: those that reach a root."""
         found = {self.outputs[i] for i in self.roots}
-        reached = {ref.node for ref in found}
-        by_name = self.by_name
-        for node in reversed(self.nodes):
-            if node.name in reached:
-                used = [ref for ref in node.inputs if by_name[ref[0]].results[ref[1]].grad]
-                found.update(used)
-                reached.update([name for name, _ in used])
+        is_reached = bytearray(len(self.nodes))
+        for ref in found:
+            is_reached[self.position[ref.node]] = True
+        refs, makers, readers = self.reads
+        grads = [[tensor.grad for tensor in node.results] for node in self.nodes]
+        has_grad = bytearray([grads[maker][index] for maker, (_, index) in zip(makers, refs, strict=True)])
+        for at in range(len(refs) - 1, -1, -1):
+            if has_grad[at] and is_reached[readers[at]]:
+                is_reached[makers[at]] = True
+        is_read = map(is_reached.__getitem__, readers)
+        found.update(itertools.compress(refs, map(operator.and_, has_grad, is_read)))
         return frozenset(found)
 
     @cached_property
@@ -210,15 +233,18 @@ class Graph:
 
     def check(self) -> None:
         """Assert that names are unique, references resolve, and every use follows its definition."""
-        seen: dict[str, int] = {}
-        for node in self.nodes:
-            assert node.name not in seen, f"two nodes are called {node.name}"
-            for name, index in node.inputs:
-                assert name in seen, f"{node.name} reads {Ref(name, index)}, which is not defined before it"
-                assert index < seen[name], f"{node.name} reads missing result {Ref(name, index)}"
-            seen[node.name] = len(node.results)
+        nodes, position = self.nodes, self.position
+        for at, node in enumerate(nodes) if len(position) < len(nodes) else ():
+            assert position[node.name] == at, f"two nodes are called {node.name}"
+        refs, makers, readers = self.reads
+        for at in itertools.compress(itertools.count(), map(operator.ge, makers, readers)):
+            raise AssertionError(f"{nodes[readers[at]].name} reads {refs[at]}, which is not defined before it")
+        results = [len(node.results) for node in nodes]
+        missing = map(operator.ge, map(_INDEX, refs), map(results.__getitem__, makers))
+        for at in itertools.compress(itertools.count(), missing):
+            raise AssertionError(f"{nodes[readers[at]].name} reads missing result {refs[at]}")
         for ref in (*self.outputs, *(ref for _, ref in self.updates)):
-            assert ref.node in seen, f"output {ref} is not defined"
+            assert ref.node in position, f"output {ref} is not defined"
 
     def digraph(self) -> nx.DiGraph[str]:
         """The graph as a networkx digraph over node names (for analysis and drawing)."""

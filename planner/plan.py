@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -246,15 +247,15 @@ def _save(path: Path, text: str) -> None:
 
 def fingerprint(graph: Graph) -> str:
     """A hash of what is computed: operators, arguments, shapes, dtypes and names of leaves."""
-    number = {node.name: at for at, node in enumerate(graph.nodes)}
     firsts = [node.first for node in graph.nodes]
     each = dict(zip(map(id, firsts), firsts, strict=True))
     results = {found: repr(found) for found in {first.results for first in each.values()}}
     said = {at: _said(first, results[first.results]) for at, first in each.items()}
     texts = [said[id(first)] for first in firsts]
-    read = [each for node in graph.nodes for name, index in node.inputs for each in (number[name], index)]
-    hasher = hashlib.sha256(("".join(texts) % tuple(read)).encode())
-    hasher.update(repr([(number[ref.node], ref.index) for ref in graph.outputs]).encode())
+    refs, makers, _ = graph.reads
+    read = tuple(itertools.chain.from_iterable(zip(makers, [index for _, index in refs], strict=True)))
+    hasher = hashlib.sha256(("".join(texts) % read).encode())
+    hasher.update(repr([(graph.position[ref.node], ref.index) for ref in graph.outputs]).encode())
     if graph.roots != replace(graph, named_loss=None).roots:
         hasher.update(repr(graph.roots).encode())
     return hasher.hexdigest()[:16]

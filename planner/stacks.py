@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -80,9 +81,6 @@ def shared_path(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
 def _tokens(graph: Graph) -> tuple[int, ...]:
     """A number per non-leaf node; equal numbers mean equal nodes (views copy alike) up to which values they read."""
     numbers: dict[object, int] = {}
-    known: dict[int, tuple[int | None, tuple[int, ...]]] = {}
-    types: dict[str, tuple[int, ...]] = {}
-    tokens = []
 
     def number(value: object) -> int:
         return numbers.setdefault(value, len(numbers))
@@ -96,16 +94,15 @@ def _tokens(graph: Graph) -> tuple[int, ...]:
         copies = tuple(place < 0 for place in node.shares)
         return number((node.op, arguments, results, copies)), results
 
-    for node in graph.nodes:
-        first = node.first
-        found = known.get(id(first))
-        if found is None:
-            found = known[id(first)] = looked_at(first)
-        own, types[node.name] = found
-        if own is not None:
-            token = (own, *[types[name][index] for name, index in node.inputs])
-            tokens.append(numbers.setdefault(token, len(numbers)))
-    return tuple(tokens)
+    firsts = [node.first for node in graph.nodes]
+    known = {at: looked_at(first) for at, first in dict(zip(map(id, firsts), firsts, strict=True)).items()}
+    nodes = [known[id(first)] for first in firsts]
+    refs, makers, _ = graph.reads
+    read = [nodes[maker][1][index] for maker, (_, index) in zip(makers, refs, strict=True)]
+    ends = itertools.accumulate([len(node.inputs) for node in graph.nodes], initial=0)
+    spans = zip(nodes, itertools.pairwise(ends), strict=True)
+    tokens = [(own, *read[start:end]) for (own, _), (start, end) in spans if own is not None]
+    return tuple([numbers.setdefault(token, len(numbers)) for token in tokens])
 
 
 def static(value: object) -> object:
