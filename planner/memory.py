@@ -649,6 +649,8 @@ class _Step:
         for word in holds(node):
             tape.saved.append(heap.hold(tensors[word]))
             tape.holds.append(tensors[word])
+            if self.saves is not None:
+                self.saves.stay([tensors[word]])
         more = row.works + works(node) if row is not None else 0
         tape.works = more * max(operands[0].bytes, sizes[0]) if operands else 0
         passes = row.passes if row is not None else ()

@@ -29,6 +29,7 @@ from planner.cluster import ClusterSpec
 from planner.errors import CaptureError, InputError, PinError, PlanError, VerificationError
 from planner.formulate import Training
 from planner.graph import Graph, Node
+from planner.memory import usage
 from planner.pins import Pins
 from tests.autopar.matrix import Recipe, decide
 
@@ -555,6 +556,17 @@ def test_what_backward_asks_for_is_made_again_and_nothing_else(
     assert node["saves"] == (("out0",) if asks else ())
     assert node["holds"] == (*(saves and not asks) * ("out0",), *holds * ("in0",))
     verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2, "zero": 3, "recompute": "full"})
+
+
+def test_what_its_context_holds_does_not_leave_the_device() -> None:
+    pins, saved = Pins.parse({"data": 1, "offload": "host", "activations": "all"}), []
+    for holds in (False, True):
+        model, batch = _shifts(_keeping(not holds, holds, not holds, False).apply)
+        plan = plan_traced(trace(model, None, batch), ClusterSpec.local(1), pins, Training())
+        assert plan.assignment is not None
+        saved.append([each.sizes for each in usage(plan.assignment).saved])
+    size = 4 * BATCH * LENGTH * WIDTH
+    assert saved == [[(size,)] * 6, [(size,)]], "five results and what the loss is the mean of; that alone"
 
 
 def test_what_a_kernel_keeps_is_seen_in_its_example(registered: None) -> None:
