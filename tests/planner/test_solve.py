@@ -192,7 +192,6 @@ def test_one_choice_of_many_neighbours_is_no_axis_too_many() -> None:
 
 def test_a_solver_that_breaks_off_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """OR-Tools raises then, by a fault of its own an AttributeError; what is known without it is the answer."""
-
     broken = []
 
     def break_off(*_: object, **__: object) -> None:
