@@ -12,18 +12,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar import walk
+from autopar.walk import Walk
 from planner.errors import CaptureError
 
 Place = tuple[str, nn.Module, str]
 """The module's name, the module, and the name of one of its buffers."""
 
 
-def buffers(model: nn.Module) -> dict[Place, Tensor]:
+def buffers(walk: Walk) -> dict[Place, Tensor]:
     """Every buffer that a model holds."""
     return {
         (path, module, name): buffer
-        for path, module in walk.modules(model)
+        for path, module in walk.modules
         for name, buffer in module._buffers.items()
         if buffer is not None
     }
@@ -44,7 +44,7 @@ def written_in_place(model: nn.Module) -> Iterator[None]:
     before: dict[Place, Tensor] = {}
 
     def remember(*_: Any) -> None:
-        before.update(buffers(model))
+        before.update(buffers(Walk(model)))
 
     def write(*_: Any) -> None:
         changed = assigned(before)

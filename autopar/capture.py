@@ -26,7 +26,6 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
 
-from autopar import walk
 from autopar.assigned import assigned, buffers, written_in_place
 from autopar.failure import failure, on_values, reads_values, without_torchs_notes
 from autopar.flatten import flatten
@@ -39,6 +38,7 @@ from autopar.program import Program, expand
 from autopar.regions import detach_ungraded
 from autopar.repeats import Repeats
 from autopar.undo import Before
+from autopar.walk import Walk
 from planner.errors import CaptureError, InputError
 
 LossFn = Callable[..., torch.Tensor]
@@ -176,23 +176,23 @@ def capture(
         if args:
             raise InputError("loss_fn needs the example inputs by name: pass example_kwargs instead of example_args")
         whole = _WithLoss(model, loss_fn)
-    device = _device_of(model)
+    walk, device = Walk(whole), _device_of(model)
     # Export takes one tensor passed twice (labels=input_ids) for one input; copies keep them apart.
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(device, copy=True), (args, kwargs))
-    if fold and not _keeps_statistics(model):
+    if fold and not _keeps_statistics(walk):
         # Where folding fails, capturing the whole either succeeds or says why in terms of the model alone.
         with contextlib.suppress(NotFoldable, CaptureError):
-            return _capture_folded(model, whole, args, kwargs)
+            return _capture_folded(model, walk, args, kwargs)
     with _quick_tracing():
-        captured = _capture_whole(model, whole, args, kwargs)
+        captured = _capture_whole(model, walk, args, kwargs)
     node = reads_values(captured.program)
     if node is not None:
-        with _undone(whole):
-            raise on_values(model, node, lambda: _export(model, whole, args, kwargs, {}))
+        with _undone(walk):
+            raise on_values(model, node, lambda: _export(model, walk, whole, args, kwargs, {}))
     return captured
 
 
-def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def _capture_folded(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Capture with the calls of equal submodules traced once.
 
     Raises:
@@ -200,11 +200,11 @@ def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], k
         NotFoldable: it cannot be captured so, or would not be the same.
     """
     applied: Applied = {}
-    with _quick_tracing(), _undone(whole) as before:
-        held = buffers(whole)
+    with _quick_tracing(), _undone(walk) as before:
+        held = buffers(walk)
         try:
-            repeats = Repeats(whole, before.outside)
-            exported = _export(model, repeats.opaque(whole), args, kwargs, applied)
+            repeats = Repeats(walk, before.outside)
+            exported = _export(model, walk, repeats.opaque(), args, kwargs, applied)
         except Exception as error:
             raise NotFoldable("the export failed") from error
         if before.has_new_tensors():
@@ -213,7 +213,7 @@ def _capture_folded(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], k
             raise NotFoldable("the model assigns to buffers")
     if _mutates(exported):
         raise NotFoldable("the model writes in place")
-    if _shares_memory(exported.constants.values(), (t for held in walk.tensors(whole) for _, t in held)):
+    if _shares_memory(exported.constants.values(), repeats.tensors_held):
         raise NotFoldable("a parameter is used in another form")
     captured = _captured(exported, model, repeats, applied)
     if reads_values(captured.program) is not None:
@@ -228,27 +228,28 @@ def _shares_memory(constants: Iterable[Any], tensors: Iterable[torch.Tensor]) ->
     return bool(found) and any(t.layout == torch.strided and storage_of(t) in memory for t in tensors)
 
 
-def _capture_whole(model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def _capture_whole(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    whole = walk.model
     applied: Applied = {}
     try:
-        with _undone(whole), written_in_place(whole):
-            exported = _export(model, whole, args, kwargs, applied)
+        with _undone(walk), written_in_place(whole):
+            exported = _export(model, walk, whole, args, kwargs, applied)
     except CaptureError:
         raise
     except Exception as error:
-        with _caches_off(model), _masks_not_read(), _undone(whole):
+        with _caches_off(model), _masks_not_read(), _undone(walk):
             raise failure(model, whole, args, kwargs, error) from error
     if _mutates(exported):
         detach_ungraded(exported)
         with warnings.catch_warnings():  # of torch about its own copying
             warnings.simplefilter("ignore", FutureWarning)
             exported = exported.run_decompositions({})
-    return _captured(exported, model, Repeats(), applied)
+    return _captured(exported, model, Repeats(walk), applied)
 
 
-def _keeps_statistics(model: nn.Module) -> bool:
+def _keeps_statistics(walk: Walk) -> bool:
     """Whether the forward writes running statistics, which only a whole graph follows."""
-    return any(isinstance(m, _NormBase) and m.training and m.track_running_stats for _, m in walk.modules(model))
+    return any(isinstance(m, _NormBase) and m.training and m.track_running_stats for _, m in walk.modules)
 
 
 def _example_inputs(
@@ -281,18 +282,19 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _export(
-    model: nn.Module, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], applied: Applied
+    model: nn.Module, walk: Walk, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], applied: Applied
 ) -> ExportedProgram:
-    with warnings.catch_warnings(), _caches_off(model), _masks_not_read(), without_torchs_notes():
+    """Export ``called``, which is the walk's model or calls it; ``model`` is the user's."""
+    with warnings.catch_warnings(), _caches_off(model, walk), _masks_not_read(), without_torchs_notes():
         warnings.simplefilter("ignore")
-        with carrying(model, applied):
-            return torch.export.export(whole, args, kwargs, strict=False)
+        with carrying(model, walk, applied):
+            return torch.export.export(called, args, kwargs, strict=False)
 
 
 @contextlib.contextmanager
-def _undone(model: nn.Module) -> Iterator[Before]:
+def _undone(walk: Walk) -> Iterator[Before]:
     """Leave the model as it was."""
-    before = Before(model)
+    before = Before(walk)
     try:
         yield before
     finally:
@@ -300,9 +302,10 @@ def _undone(model: nn.Module) -> Iterator[Before]:
 
 
 @contextlib.contextmanager
-def _caches_off(model: nn.Module) -> Iterator[None]:
+def _caches_off(model: nn.Module, walk: Walk | None = None) -> Iterator[None]:
     """Transformers configurations ask for key-value caches by default; training graphs have none."""
-    found = [_config(module) for _, module in walk.modules(model)]
+    modules = (walk or Walk(model)).modules
+    found = [_config(model), *(_config(module) for _, module in modules)]
     each = {id(config): config for config in found if config is not None}
     configs = [config for config in each.values() if getattr(config, "use_cache", False)]
     for config in configs:
@@ -398,7 +401,7 @@ def _captured(exported: ExportedProgram, model: nn.Module, repeats: Repeats, app
         tuple(input_names),
         exported.call_spec.in_spec,
         exported.call_spec.out_spec,
-        any(module.training for _, module in walk.modules(model)),
+        any(module.training for module in model.modules()),
         tuple(static_inputs),
         tuple(applied.values()),
     )

@@ -31,9 +31,8 @@ from planner.errors import CaptureError
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
     """Every name of every parameter and buffer -> the first name of the same tensor (tied weights share one)."""
-    parameters, buffers = walk.tensors(model, once=False)
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in (*parameters, *buffers)}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in walk.tensors(model)}
 
 
 def flatten(
@@ -100,8 +99,8 @@ class _Leaves:
         self.value_of: dict[fx.Node, str] = {}
         self.constants: dict[str, Tensor] = {}
         self.literals = literals
-        parameters, buffers = walk.tensors(model)
-        kinds = [(*each, "param") for each in parameters] + [(*each, "buffer") for each in buffers]
+        kinds = [(*each, "param") for each in repeats.walk.parameters]
+        kinds += [(*each, "buffer") for each in repeats.walk.buffers]
         self._stored: list[Leaf] = []
         self._consts: list[Leaf] = []
         self._inputs: list[Leaf] = []

@@ -45,7 +45,7 @@ def lower(captured: Captured) -> Graph:
         key = (call.body, tuple([made[name].results[index].grad for name, index in operands]))
         if key not in templates:
             templates[key] = _lower_body(call.body, key[1], functions)
-        made.update((node.name, node) for node in _instantiate(templates[key], call, operands, refs))
+        _instantiate(templates[key], call, operands, made, refs)
     graph = Graph(
         tuple(made.values()),
         tuple(refs[name] for name in captured.outputs if name is not None),
@@ -167,8 +167,10 @@ class _Functions:
         return carried.static(self._objects)
 
 
-def _instantiate(template: _Template, call: Call, operands: Sequence[Ref], refs: dict[str, Ref]) -> Iterator[Node]:
-    """One call's nodes; notes what they are called."""
+def _instantiate(
+    template: _Template, call: Call, operands: Sequence[Ref], made: dict[str, Node], refs: dict[str, Ref]
+) -> None:
+    """Add one call's nodes, and what they are called."""
     own = list(map(_FIRST_RESULT, zip(call.names, itertools.repeat(0))))
     values = [*operands, *own]
     refs.update(zip(call.names, own, strict=True))
@@ -182,14 +184,13 @@ def _instantiate(template: _Template, call: Call, operands: Sequence[Ref], refs:
             [values[place] if index == 0 else Ref(values[place].node, index) for place, index in step.inputs]
         )
         first = template.nodes.get(number)
-        if first is None:
-            remaining = iter(inputs)
-            args = tuple([(key, _filled(value, remaining)) for key, value in step.args])
-            node = Node(name, step.op, args, step.results, paths[step.path], shares=step.shares)
-            template.nodes[number] = node
-            yield node
-        else:
-            yield first.copy(name, inputs, paths[step.path])
+        if first is not None:
+            made[name] = first.copy(name, inputs, paths[step.path])
+            continue
+        remaining = iter(inputs)
+        args = tuple([(key, _filled(value, remaining)) for key, value in step.args])
+        node = Node(name, step.op, args, step.results, paths[step.path], shares=step.shares)
+        made[name] = template.nodes[number] = node
 
 
 def _filled(value: object, inputs: Iterator[Ref]) -> object:

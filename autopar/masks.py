@@ -63,7 +63,8 @@ def simplify_masks(program: Program, tensors: Mapping[str, Tensor], limits: Limi
             if key not in changed:
                 changed[key] = _without_masks(call.body, told)
             body, sources = changed[key]
-            call = replace(call, body=body, operands=tuple(_name(call, source) for source in sources))
+            values = dict(zip(call.body.operands, call.operands, strict=True))
+            call = replace(call, body=body, operands=tuple([values[source] for source in sources]))
         calls.append(call)
     return replace(program, calls=tuple(calls))
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar import walk
+from autopar.walk import Walk
+from autopar.walk import modules as modules_of
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ class Submodule:
         return who_holds_what(self.modules) == self.held
 
 
-def nominate(model: nn.Module) -> list[list[Submodule]]:
-    """Submodules below ``model`` of equal structure, largest first; none lies within another."""
+def nominate(walk: Walk) -> list[list[Submodule]]:
+    """Submodules of a model, of equal structure, largest first; none lies within another."""
     keys: dict[int, object] = {}
     numbers: dict[object, int] = {}
-    for _, module in reversed(walk.modules(model)):
+    for _, module in reversed(walk.modules):
         keys[id(module)] = numbers.setdefault(_structure(module, keys), len(numbers))
     count = Counter(keys.values())
     groups: dict[tuple[object, tuple[int, ...]], list[Submodule]] = {}
-    seen: set[int] = {id(model)}
+    seen: set[int] = {id(walk.model)}
 
     def visit(module: nn.Module, path: str) -> None:
         for name, child in module._modules.items():
@@ -72,7 +73,7 @@ def nominate(model: nn.Module) -> list[list[Submodule]]:
                 groups.setdefault((keys[id(child)], found.ties), []).append(found)
                 seen.update(id(m) for _, m in found.inner)
 
-    visit(model, "")
+    visit(walk.model, "")
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -98,7 +99,7 @@ def storage_of(tensor: Tensor) -> int:
 
 def _submodule(path: str, module: nn.Module) -> Submodule | None:
     """What is known of a submodule before it is called; ``None`` if it holds another one twice."""
-    inner = walk.modules(module, once=False)[1:]
+    inner = modules_of(module, once=False)[1:]
     if len({id(m) for _, m in inner}) < len(inner):
         return None
     modules = [module, *(m for _, m in inner)]

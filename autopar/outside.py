@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
-from torch import nn
-
-from autopar import walk
+from autopar.walk import Walk
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _MISSING = object()
 _attributes, _hooks, _pre_hooks = map(operator.attrgetter, ("__dict__", "_forward_hooks", "_forward_pre_hooks"))
+_VALUES = operator.methodcaller("values")
 _CODE = (FunctionType, MethodType, functools.partial, functools._lru_cache_wrapper)
 
 
@@ -31,7 +30,7 @@ class Outside:
         codes: of the functions that were found (``None``), and of those made inside them: the code that makes them.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, walk: Walk):
         self._globals: list[tuple[dict[str, Any], str, object]] = []
         self._cells: list[tuple[CellType, object]] = []
         self._attributes: list[tuple[type, str, object]] = []
@@ -41,10 +40,10 @@ class Outside:
         self.codes: dict[CodeType, CodeType | None] = {}
         seen: set[int] = set()
         pending: list[Any] = []
-        modules = [module for _, module in walk.modules(model)]
+        modules = [module for _, module in walk.modules]
         pending += dict.fromkeys(map(type, modules))
         for held in (map(_attributes, modules), map(_hooks, modules), map(_pre_hooks, modules)):
-            values = list(itertools.chain.from_iterable(each.values() for each in held if each))
+            values = list(itertools.chain.from_iterable(map(_VALUES, filter(None, held))))
             kinds = {kind for kind in set(map(type, values)) if issubclass(kind, _CODE)}
             pending += [value for value in values if type(value) in kinds]
         while pending:

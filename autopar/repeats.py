@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import _AttrProxy, get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
-from autopar import walk
 from autopar.following import Call, Record
 from autopar.marks import NotFoldable
 from autopar.nominate import Submodule, nominate
 from autopar.outside import Outside
 from autopar.recall import Watch
 from autopar.standins import StandIns
+from autopar.walk import Walk
+from autopar.walk import modules as modules_of
 
 WATCHED = 8
 """Calls of one group that are watched, so that later ones need not run."""
@@ -57,16 +58,18 @@ class Occurrence:
 
 
 class Repeats(TorchFunctionMode):
-    """The nominated submodules of a model (none without a model), and what became of their calls in its export.
+    """The nominated submodules of a model (none without ``outside``), and what became of their calls in its export.
 
     Attributes:
+        walk: over the model.
         occurrences: every call, by number.
     """
 
-    def __init__(self, model: nn.Module | None = None, outside: Outside | None = None):
+    def __init__(self, walk: Walk, outside: Outside | None = None):
         super().__init__()
         self._outside = outside
-        groups = nominate(model) if model is not None else []
+        self.walk = walk
+        groups = nominate(walk) if outside is not None else []
         self._nominated = {id(s.module): (s, group) for group, found in enumerate(groups) for s in found}
         self._records: list[list[Record]] = [[] for _ in groups]
         self._watched = [0 for _ in groups]
@@ -79,17 +82,22 @@ class Repeats(TorchFunctionMode):
         """Parameters and buffers that were used, by the number in their mark."""
         return [] if self._standins is None else self._standins.tensors
 
-    def opaque(self, model: nn.Module) -> nn.Module:
-        """A module that calls ``model``, to be exported in its place, once."""
-        return _Opaque(model, functools.partial(self._run, model))
+    @property
+    def tensors_held(self) -> list[Tensor]:
+        """Parameters and buffers of the model."""
+        return [tensor for _, tensor in (*self.walk.parameters, *self.walk.buffers)]
 
-    def _run(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def opaque(self) -> nn.Module:
+        """A module that calls the model, to be exported in its place, once."""
+        return _Opaque(self.walk.model, functools.partial(self._run))
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         mode = get_proxy_mode()
         assert mode is not None, "an opaque module is called only while it is exported"
         tracer: Any = mode.tracer
         with torch._C.DisableTorchFunction():
-            standins = self._standins = StandIns(model, tracer)
-            called = _show_modules(tracer, model)
+            standins = self._standins = StandIns(self.tensors_held, tracer)
+            called = _show_modules(tracer, self.walk.model)
         tracer.call_module = functools.partial(self._module_called, tracer.call_module)
         with self:
             result = called(*args, **kwargs)
@@ -171,7 +179,7 @@ class _Opaque(nn.Module):
 
 def _show_modules(tracer: Any, model: nn.Module) -> Any:
     """Tell the tracer the model's modules by name, as it would have found them; what to call in the model's place."""
-    for name, module in walk.modules(model, once=False):
+    for name, module in modules_of(model, once=False):
         path = f"{_ROOT}.{name}" if name else _ROOT
         if module in tracer.submodule_paths:
             tracer.enable_attr_proxy = True

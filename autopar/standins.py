@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from autopar import walk
 from autopar.facts import FACTS, HISTORY
 from autopar.marks import LEAF, NotFoldable, mark, node_of, track
 from autopar.nominate import storage_of
@@ -50,7 +49,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 class StandIns:
-    """Both sides of every tensor that has two, while ``model`` is traced by ``tracer``.
+    """Both sides of every tensor that has two, while a model is traced by ``tracer``, which has ``held``.
 
     Attributes:
         tensors: parameters and buffers of the model that were used, by the number in their mark.
@@ -59,7 +58,7 @@ class StandIns:
         through: whether functions are called as they are.
     """
 
-    def __init__(self, model: nn.Module, tracer: Any):
+    def __init__(self, held: Iterable[Tensor], tracer: Any):
         self.tracer = tracer
         self.tensors: list[Tensor] = []
         self.memory: set[int] = set()
@@ -68,7 +67,7 @@ class StandIns:
         context = TracingContext.try_get()
         assert context is not None and context.fake_mode is not None, "models are traced on fake tensors"
         self._fake_mode = context.fake_mode
-        self._held = {id(tensor): tensor for held in walk.tensors(model) for _, tensor in held}
+        self._held = {id(tensor): tensor for tensor in held}
         self._real: dict[int, Tensor] = {}
         self._shown: dict[int, Tensor] = {}
 

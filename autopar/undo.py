@@ -18,9 +18,10 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopar.outside import Outside
+from autopar.walk import Walk
 
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict})
 _CONTAINERS = _MAPPINGS | {list, set, deque, tuple}
@@ -39,9 +40,9 @@ class Before:
         outside: what the user's functions keep outside.
     """
 
-    def __init__(self, model: nn.Module):
-        self.outside = Outside(model)
-        self._own, self._others = Held([vars(model)]), Held(self.outside.now())
+    def __init__(self, walk: Walk):
+        self.outside = Outside(walk)
+        self._own, self._others = Held([vars(walk.model)]), Held(self.outside.now())
         numpy: Any = sys.modules.get("numpy")
         self._random = random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
 
@@ -108,7 +109,8 @@ def _below(values: Iterable[Any]) -> list[Any]:
         known = len(found)
         found.update(zip(map(id, here), here, strict=True))
         fresh = itertools.islice(found.values(), known, None)
-        level = [*itertools.chain.from_iterable(map(_items, filter(None, fresh)))]
+        filled = (held.values() if type(held) in _MAPPINGS else held for held in fresh if held)
+        level = [*itertools.chain.from_iterable(filled)]
     return [held for held in found.values() if type(held) is not tuple]
 
 

@@ -7,8 +7,31 @@ through a generator for every module above it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from torch import Tensor, nn
+
+
+class Walk:
+    """One walk over a model, for all who ask for as long as it has the same modules and tensors."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    @cached_property
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """As :func:`modules`."""
+        return modules(self.model)
+
+    @cached_property
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """Every parameter by its first name."""
+        return first_names(_named([(path, module._parameters) for path, module in self.modules]))
+
+    @cached_property
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """Every buffer by its first name."""
+        return first_names(_named([(path, module._buffers) for path, module in self.modules]))
 
 
 def modules(model: nn.Module, *, once: bool = True) -> list[tuple[str, nn.Module]]:
@@ -30,23 +53,21 @@ def modules(model: nn.Module, *, once: bool = True) -> list[tuple[str, nn.Module
     return found
 
 
-def tensors(model: nn.Module, *, once: bool = True) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-    """Every parameter, and every buffer, by its first name, or by all of them."""
-    found = modules(model, once=once)
-    return (
-        _named([(path, module._parameters) for path, module in found if module._parameters], once),
-        _named([(path, module._buffers) for path, module in found if module._buffers], once),
-    )
+def tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every parameter, then every buffer, by all of its names."""
+    found = modules(model, once=False)
+    held = [(path, module._parameters) for path, module in found]
+    return _named(held) + _named([(path, module._buffers) for path, module in found])
 
 
-def _named(held: Sequence[tuple[str, Mapping[str, Tensor | None]]], once: bool) -> list[tuple[str, Tensor]]:
-    named = [
+def _named(held: Sequence[tuple[str, Mapping[str, Tensor | None]]]) -> list[tuple[str, Tensor]]:
+    return [
         (f"{path}.{name}" if path else name, tensor)
         for path, each in held
+        if each
         for name, tensor in each.items()
         if tensor is not None
     ]
-    return first_names(named) if once else named
 
 
 def first_names(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -22,6 +22,7 @@ from autopar.functions.carry import APPLIED, APPLY, Carried, apply
 from autopar.functions.declared import DECLARED
 from autopar.functions.outside import belonging
 from autopar.functions.static import Hole, code
+from autopar.walk import Walk
 from planner.errors import CaptureError
 
 Applied = dict[tuple[object, ...], Carried]
@@ -37,7 +38,7 @@ class _Instead:
 
 
 @contextlib.contextmanager
-def carrying(model: nn.Module, applied: Applied) -> Iterator[None]:
+def carrying(model: nn.Module, walk: Walk, applied: Applied) -> Iterator[None]:
     """While inside, calls of Functions are recorded as operators; ``applied`` is given them, and owns them.
 
     Those that torch brings are its own concern, and what runs under ``no_grad`` needs no backward, unless it was
@@ -47,7 +48,7 @@ def carrying(model: nn.Module, applied: Applied) -> Iterator[None]:
     token, before = APPLIED.set(applied), APPLY.__code__
     APPLY.__code__ = _Instead.__dict__["apply"].__code__
     try:
-        with belonging(model):
+        with belonging(model, walk):
             yield
     finally:
         APPLY.__code__ = before

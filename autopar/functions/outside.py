@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar import walk
+from autopar.walk import Walk
 from planner.errors import CaptureError
 
 _Tensors = list[tuple[str, Tensor]]
@@ -28,10 +28,14 @@ _BEFORE: ContextVar[_Tensors | None] = ContextVar("_BEFORE", default=None)
 
 
 @contextlib.contextmanager
-def belonging(model: nn.Module) -> Iterator[None]:
-    """Know what belongs to a model: from now on what it has, and inside what it has now, for which others stand in."""
+def belonging(model: nn.Module, walk: Walk) -> Iterator[None]:
+    """Know what belongs to a model: from now on what it has, and inside what it has now, for which others stand in.
+
+    Args:
+        walk: over the model, or what stands in its place.
+    """
     _CAPTURED.add(model)
-    token = _BEFORE.set(_tensors(model))
+    token = _BEFORE.set(_tensors(walk))
     try:
         yield
     finally:
@@ -77,13 +81,13 @@ class Watching(TorchDispatchMode):
 
 def belongings() -> dict[int, tuple[str, Tensor]]:
     """What lies where of the models that were captured and are still there."""
-    held = [_BEFORE.get() or [], *map(_tensors, list(_CAPTURED))]
+    held = [_BEFORE.get() or [], *(_tensors(Walk(model)) for model in list(_CAPTURED))]
     return {storage_of(t): (what, t) for found in held for what, t in found if t.layout == torch.strided}
 
 
-def _tensors(model: nn.Module) -> _Tensors:
-    parameters, buffers = walk.tensors(model)
-    return [(f"buffer ({name})", t) for name, t in buffers] + [(f"parameter ({name})", t) for name, t in parameters]
+def _tensors(walk: Walk) -> _Tensors:
+    buffers = [(f"buffer ({name})", t) for name, t in walk.buffers]
+    return buffers + [(f"parameter ({name})", t) for name, t in walk.parameters]
 
 
 def storage_of(tensor: Tensor) -> int:

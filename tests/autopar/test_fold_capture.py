@@ -13,6 +13,7 @@ from autopar.capture import Captured, capture
 from autopar.lower import lower
 from autopar.nominate import nominate
 from autopar.verification import RTOL, reference, simulate, space_on
+from autopar.walk import Walk
 from planner.cluster import ClusterSpec
 from planner.errors import CaptureError, InputError
 from planner.graph import Graph
@@ -598,12 +599,12 @@ def test_branches_on_values_are_refused_with_the_models_own_line() -> None:
 
 def test_only_equal_and_outermost_submodules_are_nominated() -> None:
     towers = nn.ModuleList([Stack([Block(), Block()]), Stack([Block(), Block(), Block()])])
-    (group,) = nominate(towers)
+    (group,) = nominate(Walk(towers))
     assert [s.path for s in group] == ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1", "1.blocks.2"]
-    assert not nominate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    assert not nominate(Stack([Block(), TwoLinears(False), TwoLinears(True)]))
+    assert not nominate(Walk(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
+    assert not nominate(Walk(Stack([Block(), TwoLinears(False), TwoLinears(True)])))
     pair = nn.ModuleList([Stack([Block(), Block()]), Stack([Block(), Block()])])
-    assert [[s.path for s in group] for group in nominate(pair)] == [["0", "1"]]
+    assert [[s.path for s in group] for group in nominate(Walk(pair))] == [["0", "1"]]
 
 
 def test_modules_are_as_they_were_after_capture() -> None:
