@@ -9,6 +9,7 @@ from torch import nn
 from autopar.capture import capture
 from autopar.lower import lower
 from autopar.verification import verify
+from autopar.walk import Walk, modules, tensors
 from planner.cluster import ClusterSpec
 from planner.errors import CaptureError, InputError
 from planner.graph import Ref
@@ -267,3 +268,23 @@ def test_a_function_with_a_backward_of_its_own_is_an_operator_where_it_has_gradi
     assert "function.Halves" in ops(Halved()) & ops(Halved().eval())
     assert "function.Halves" not in ops(Halved(is_watched=False))
     assert Halves.apply.__func__.__code__ is before
+
+
+def test_walks_find_what_torchs_own_find() -> None:
+    model = nn.Sequential(Tied(), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
+    model.append(model[1])  # one module of two names
+    model.register_module("missing", None)
+    model.again = model[0].embed.weight
+    model[2].register_buffer("mean", model[1].running_mean)  # one buffer of two names
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    walk = Walk(model)
+    assert len(every) > len(walk.parameters) + len(walk.buffers)
+    assert walk.modules == [*model.named_modules()]
+    assert modules(model, once=False) == [*model.named_modules(remove_duplicate=False)]
+    assert _places(walk.parameters) == _places(model.named_parameters())
+    assert _places(walk.buffers) == _places(model.named_buffers())
+    assert _places(tensors(model)) == _places(every)
+
+
+def _places(named):
+    return [(name, id(tensor)) for name, tensor in named]

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from planner.fold import fold
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.plan import fingerprint
 from tests.planner.plans import residual_mlp
 
 WIDE, SCALAR = TensorType((4, 4), "float32", grad=True), TensorType((), "float32", grad=True)
+WEIGHT = Node("w", "param", (), (WIDE,))
+READER = Node("x", "aten.relu.default", (("self", Ref("w")),), (WIDE,))
 
 
 def graph(*outputs: str) -> Graph:
     """``w -> x -> loss`` and, aside, ``x -> side``."""
     nodes = (
-        Node("w", "param", (), (WIDE,)),
-        Node("x", "aten.relu.default", (("self", Ref("w")),), (WIDE,)),
+        WEIGHT,
+        READER,
         Node("side", "aten.neg.default", (("self", Ref("x")),), (WIDE,)),
         Node("loss", "aten.mean.default", (("self", Ref("x")),), (SCALAR,)),
     )
@@ -52,3 +56,28 @@ def test_copies_are_nodes_like_others() -> None:
     assert copied == graph
     assert fold(copied) == fold(graph)
     assert fingerprint(copied) == fingerprint(graph)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"),
+    [
+        ((WEIGHT, WEIGHT), "two nodes are called w"),
+        ((READER, WEIGHT), "x reads w, which is not defined before it"),
+        ((READER,), "x reads w, which is not defined before it"),
+        ((WEIGHT, Node("x", "aten.relu.default", (("self", Ref("w", 1)),), (WIDE,))), "x reads missing result w.1"),
+    ],
+)
+def test_a_graph_that_is_none_is_refused(nodes: tuple[Node, ...], why: str) -> None:
+    with pytest.raises(AssertionError, match=f"^{why}$"):
+        Graph(nodes, ()).check()
+
+
+def test_a_copy_has_the_arguments_of_its_first_on_its_own_inputs() -> None:
+    first = Node("cat", "aten.cat.default", (("tensors", (Ref("a"), Ref("b", 1))), ("dim", 1)), (WIDE,), "layers.0")
+    copy = first.copy("cat_1", (Ref("c", 2), Ref("d")), "layers.1")
+    again = copy.copy("cat_2", (Ref("e"), Ref("f")), "layers.2")
+    assert copy == Node("cat_1", first.op, (("tensors", (Ref("c", 2), Ref("d"))), ("dim", 1)), (WIDE,), "layers.1")
+    assert again["tensors"] == (Ref("e"), Ref("f"))
+    assert copy.first is again.first is first.first is first
+    with pytest.raises(AttributeError, match="'Node' object has no attribute 'argument'"):
+        _ = copy.argument  # type: ignore[attr-defined]
