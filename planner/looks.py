@@ -434,7 +434,7 @@ def _split(look: Look) -> list[Look]:
     nothing = replace(known, status="not tried", objective_s=math.inf)
     found = []
     for low, end in itertools.pairwise(sorted({*cuts, look.high + 1})):
-        part = replace(look, low=low, high=end - 1, is_priced=low == step == look.low)
+        part = replace(look, low=low, high=end - 1, is_priced=False)
         if low <= step < end:
             found.append(replace(part, candidate=known))
         else:

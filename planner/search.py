@@ -60,6 +60,8 @@ NEAR = 2.0
 """Shapes at most so many doublings from the best plan's are looked at before others; see :meth:`Division.distance`."""
 ROOM = (0.75, 0.5, 0.25, 0.0)
 """Parts of what a plan takes beside model data to which it is brought down, so that more of that stays."""
+FIRST = 0.5
+"""Part of the time after which proofs give way to a search for a plan that takes the room of the one found."""
 LEAST_ROOM = 0.02
 """Part of a device's memory that a plan may leave empty without another search for one that takes it."""
 ENDLESS = 2**50
@@ -198,7 +200,10 @@ def search(
         levels = keeping(levels, skeleton, pins.keep)
     setting = Setting(cost, training, rules, pins, levels, start + time_limit_s, progress, gap=gap)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
-    found = _followed(_with_room(setting), skeleton, graph, plain, turned)
+    first = _with_room(setting)
+    if not turned and _may_take_room(setting):
+        first = replace(first, deadline=start + FIRST * time_limit_s)
+    found = _followed(first, skeleton, graph, plain, turned)
     _check_leaving(found, pins)
     if training.tier == "either":
         return _leaving_room(setting, skeleton, graph, plain, turned, found)
@@ -258,6 +263,11 @@ def _followed(
         setting = replace(setting, spare_bytes=usable - limit)
 
 
+def _may_take_room(setting: Setting) -> bool:
+    """Whether what a plan makes again follows from the memory there is."""
+    return setting.training.tier == "device" and setting.pins.recompute is None
+
+
 def _taking_room(
     setting: Setting,
     skeleton: Skeleton,
@@ -272,7 +282,7 @@ def _taking_room(
     room, and the search goes on with so much more memory: a sum and what it is off by change little from plan to plan.
     """
     usable = setting.cost.cluster.device.usable_bytes
-    if setting.training.tier != "device" or setting.pins.recompute is not None or found.best.recompute == NOTHING:
+    if not _may_take_room(setting) or found.best.recompute == NOTHING:
         return found
     room = usable - found.peak_bytes
     for _ in range(TRIES):
