@@ -43,6 +43,8 @@ SHOWN = 20
 """So many tensors are listed at the fullest moment."""
 LARGEST = 5
 """So many tensors are named at the fullest moment."""
+EXACT = ("own", "mask")
+"""What operators keep besides operands and results and whose bytes are known to the last one."""
 ENDS = LARGEST
 """So many periods of a run are followed at either end: enough to see that they do the same, and for :data:`LARGEST`."""
 
@@ -641,7 +643,7 @@ class _Step:
                         self.frame.draws(heap, tape.saved[-1], read, storages[0], copied_bytes)
                     else:  # the copies stay, and the operands are there for what is made again
                         tape.saved.append(heap.new(node.name, "activations", copied_bytes))
-                if self.saves is not None:
+                if self.saves is not None and word not in EXACT:
                     copied = [value.storage for value in operands] if word == "scores" and size else []
                     self.saves.stay((*tape.saved[before:], *copied))
             elif word in tensors:

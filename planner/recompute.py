@@ -185,6 +185,15 @@ class Levels:
         """Those of a kind, each of which keeps less than the one before."""
         return (self.first[kind], *(level for mover, level in self.moves if mover == kind))
 
+    def of_kinds(self, kinds: Mapping[int, int]) -> Levels:
+        """The same for a folding that tells more blocks apart.
+
+        Args:
+            kinds: of every kind there, the one that it is here.
+        """
+        moves = ((kind, level) for mover, level in self.moves for kind in sorted(kinds) if kinds[kind] == mover)
+        return Levels(tuple(self.first[kinds[kind]] for kind in sorted(kinds)), tuple(moves))
+
     def computed(self, kind: int) -> tuple[Level, ...]:
         """Those of a kind that differ where parameters are gathered once a step, for all turns."""
         return tuple(dict.fromkeys("none" if level == "gathered" else level for level in self.of(kind)))

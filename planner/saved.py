@@ -4,9 +4,9 @@ A storage may leave when the forward of a block is over and nothing but backward
 for the first block in backward that saved it. Those that become free in the same block, and that the same blocks
 saved, leave together.
 
-Values of the program leave, whose bytes are known to the last one. What operators keep besides (masks, statistics of
-norms) stays, as do leaves, what leaves the model, and all of a block that also computes what the loss does not need, of
-which autograd saves more than is followed.
+Values of the program leave, and masks of dropout, whose bytes are known to the last one. What else operators keep
+(statistics of norms, what attention copies) stays, as do leaves, what leaves the model, and all of a block that also
+computes what the loss does not need, of which autograd saves more than is followed.
 """
 
 from __future__ import annotations

@@ -18,11 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from planner.amounts import fastest_amount
 from planner.apart import apart, may_differ, together_again
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.division import OUT_OF_TURN, Arithmetic, Division, dividing, in_one_turn, in_turns, seeds, stages_wanted
-from planner.errors import InputError, PinError
+from planner.errors import InfeasibleError, InputError, PinError
 from planner.fold import fold, fold_off
 from planner.formulate import Assignment, Training, rules_of
 from planner.graph import Graph
@@ -46,7 +47,7 @@ from planner.looks import (
 from planner.memory import Usage, usage
 from planner.offload import WorkingSet, largest_working_set, offloaded_s
 from planner.pins import Pins
-from planner.problem import Evaluation
+from planner.problem import Evaluation, evaluate
 from planner.recompute import NOTHING, Ladder, ladder, named
 from planner.refusal import check_divisible, check_turns, nothing_fits
 from planner.seams import finer
@@ -131,11 +132,11 @@ class Searched:
         """The largest of the plan; see :func:`planner.offload.largest_working_set`."""
         return largest_working_set(self.recomputing, self.memory, self.staged)
 
-    def followed(self) -> Searched:
+    def followed(self, memory: Usage | None = None) -> Searched:
         """The same with the plan followed: its own peak in the row of its division, where the search has only a sum."""
         if self.staged is not None:  # stage by stage, by whoever asks
             return self
-        memory = usage(self.assignment)
+        memory = memory or usage(self.assignment)
         division, peak_bytes = Division(1, self.assignment.space.mesh), memory.peak_bytes
         rows = [replace(row, peak_bytes=peak_bytes) if row.division == division else row for row in self.candidates]
         return replace(self, candidates=tuple(rows), memory=memory)
@@ -200,14 +201,78 @@ def search(
         levels = keeping(levels, skeleton, pins.keep)
     setting = Setting(cost, training, rules, pins, levels, start + time_limit_s, progress, gap=gap)
     setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
-    first = _with_room(setting)
+    if training.tier != "device":
+        return _elsewhere(setting, skeleton, graph, plain, turned)
+    first = setting
     if not turned and _may_take_room(setting):
         first = replace(first, deadline=start + FIRST * time_limit_s)
     found = _followed(first, skeleton, graph, plain, turned)
-    _check_leaving(found, pins)
-    if training.tier == "either":
-        return _leaving_room(setting, skeleton, graph, plain, turned, found)
     return _taking_room(setting, skeleton, graph, plain, turned, found)
+
+
+def _elsewhere(
+    setting: Setting, skeleton: Skeleton, graph: Graph, plain: tuple[Division, ...], turned: tuple[Division, ...]
+) -> Searched:
+    """The fastest plan with model data elsewhere, whether what blocks save leaves or stays."""
+    if not turned and setting.pins.activations is None:
+        return _staying_or_leaving(setting, skeleton, graph, plain)
+    found = _planned(setting, skeleton, graph, plain, turned)
+    _check_leaving(found, setting.pins)
+    return found
+
+
+def _planned(
+    setting: Setting, skeleton: Skeleton, graph: Graph, plain: tuple[Division, ...], turned: tuple[Division, ...]
+) -> Searched:
+    """The fastest plan that fits with model data elsewhere, by what the timetable says of a few."""
+    found = _followed(_with_room(setting), skeleton, graph, plain, turned)
+    if setting.training.activations:
+        return _with_amount(setting, skeleton, found)
+    return found if setting.training.tier != "either" else _leaving_room(setting, skeleton, graph, plain, turned, found)
+
+
+def _staying_or_leaving(setting: Setting, skeleton: Skeleton, graph: Graph, plain: tuple[Division, ...]) -> Searched:
+    """The faster plan of that in which what blocks save stays on the device and that in which it may leave.
+
+    Where all of it fits that is not looked for, unless model data may take its room.
+    """
+    stays: Searched | None = None
+    try:
+        stays = _planned(setting, skeleton, graph, plain, ())
+    except InfeasibleError:
+        if setting.is_late():
+            raise
+    if stays is not None and (setting.is_late() or not _is_short_of_room(setting, stays)):
+        return stays
+    setting = replace(setting, training=replace(setting.training, activations="all"))
+    try:
+        leaves = _planned(setting, skeleton, graph, plain, ())
+    except InfeasibleError:
+        if stays is None:
+            raise
+        return stays
+    if stays is None or offloaded_s(leaves.assignment, leaves.memory) < offloaded_s(stays.assignment, stays.memory):
+        return leaves
+    return stays.above(min(stays.bound_s, leaves.bound_s))
+
+
+def _is_short_of_room(setting: Setting, found: Searched) -> bool:
+    """Whether a plan makes anything again, or may have model data on the device."""
+    return bool(found.assignment.recompute.without_gathering()) or setting.training.tier == "either"
+
+
+def _with_amount(setting: Setting, skeleton: Skeleton, found: Searched) -> Searched:
+    """The same layouts with the amount of recomputation of the shortest step, as timetables say."""
+    space, choices = found.best.space, found.best.choices
+    kinds = {instance.kind: kind for instance, (kind, _) in zip(space.folded.instances, skeleton.numbers, strict=True)}
+    tried = fastest_amount(space, choices, ladder(space.folded, setting.levels.of_kinds(kinds)).steps)
+    if tried is None:
+        return found
+    recompute, memory = tried
+    best = Best(space, choices, recompute, evaluate(space.problem(None, recompute), choices))
+    rows = [row.costing(best.evaluation) if row.division == best.division else row for row in found.candidates]
+    plan = replace(found, best=best, candidates=tuple(rows), status="optimal", gap=0.0)
+    return plan.followed(memory).above(found.bound_s)
 
 
 def _with_room(setting: Setting) -> Setting:

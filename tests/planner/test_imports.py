@@ -83,6 +83,7 @@ ROOMS["chunks"] = {"graph", "saved", "conversion", "formulate", "heap", "memory"
 ROOMS["rank_step"] = {"cluster", "graph", "layout", "conversion", "formulate", "heap", "memory", "pipeline"}
 ROOMS["rank_step"] |= {"exchange", "chain", "turns", "recompute", "timetable", "chunks"}
 ROOMS["offload"] = {"errors", "formulate", "memory", "predict", "turns", "timetable", "words", "chunks", "rank_step"}
+ROOMS["amounts"] = {"errors", "formulate", "memory", "offload", "recompute"}
 ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
 ROOMS["looks"] = {*BASE, "rules", "cost", "problem", "solve", "strategy", "recompute", "skeleton", "formulate", "pins"}
 ROOMS["looks"] |= {"pipeline", "chain", "turns", "division", "certificate"}
@@ -109,6 +110,7 @@ ROOMS["search"] = {
     "memory",
     "offload",
     "looks",
+    "amounts",
     "apart",
     "lean",
     "refusal",
@@ -127,7 +129,7 @@ ROOMS["formulas"] = {*ROOMS["scale"], "heap", "conversion", "pipeline", "scale",
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
 ROOMS["encode"] |= {"timetable"}
 ROOMS["levels"] = {"errors", "again", "formulate", "recompute", "turns", "names", "document"}
-VIEWS = {*ROOMS} - {"keep", "search", "looks", "apart", "lean", "refusal", "highs"}
+VIEWS = {*ROOMS} - {"amounts", "keep", "search", "looks", "apart", "lean", "refusal", "highs"}
 ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}
 ROOMS["why"] = {

@@ -471,10 +471,11 @@ def test_no_limit_is_searched_twice_where_plans_need_more_than_the_search_counts
 
     monkeypatch.setattr(room, "_search", counted)
     graph, spec = residual_mlp(layers=2, width=256, batch=8), cluster()
-    need = largest_working_set(decided(offload(graph, spec)), usage(decided(offload(graph, spec)))).bytes
+    still = decided(offload(graph, spec, activations="none"))
+    need = largest_working_set(still, usage(still)).bytes
     found.clear()
     with pytest.raises(InfeasibleError):
-        offload(graph, with_usable(spec, need // 50 * 48))
+        offload(graph, with_usable(spec, need // 50 * 48), activations="none")
     plans = [each.assignment for each in found if isinstance(each, Searched)]
     assert plans and len({(each.recompute, tuple(each.chosen.items())) for each in plans}) == len(plans)
 
@@ -579,9 +580,10 @@ def test_a_plan_file_has_a_timetable_if_it_offloads(plans: Callable[[str], Plan]
 def test_what_is_made_again_leaves_room_for_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = residual_mlp(layers=8, width=256, batch=2048)
     sizes = ("80 MiB", "120 MiB")
-    with_room = [offload(graph, gpu(size), offload="auto").predicted for size in sizes]
+    pin = {"offload": "auto", "activations": "none"}
+    with_room = [offload(graph, gpu(size), **pin).predicted for size in sizes]
     monkeypatch.setattr("planner.search.ROOM", ())
-    without = [offload(graph, gpu(size), offload="auto").predicted for size in sizes]
+    without = [offload(graph, gpu(size), **pin).predicted for size in sizes]
     assert all(mine.step_time_s <= other.step_time_s for mine, other in zip(with_room, without, strict=True))
     assert with_room[1].step_time_s < 0.95 * without[1].step_time_s
     assert with_room[1].memory_bytes["stays"] > 10 * without[1].memory_bytes["stays"]

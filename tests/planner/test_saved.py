@@ -18,6 +18,7 @@ from planner.timetable import Use
 from tests.planner.plans import residual_mlp
 from tests.planner.test_offload import GRAPH, cluster, decided, gpu, offload, with_usable
 
+ALL = {"activations": "all"}
 WIDE, NARROW = 64 * 4 * 128 * 4, 64 * 128 * 4
 """Bytes of a layer's hidden values, and of what it adds them to."""
 
@@ -163,3 +164,41 @@ def test_a_host_too_small_for_what_leaves_is_refused_with_its_numbers() -> None:
         assert caught.value.excess_bytes == missing
         for part in (f"{data:,} bytes, of activations that leave {more:,} more", "fewer blocks leave"):
             assert part in str(caught.value)
+
+
+# ---- what the search chooses -----------------------------------------------------------------------------------------
+
+
+def test_it_leaves_where_that_is_faster_than_making_it_again() -> None:
+    graph = residual_mlp(layers=8, width=256, batch=2048)
+    stays, chosen, leaves = (offload(graph, gpu("60 MiB"), **pin) for pin in ({"activations": "none"}, {}, ALL))
+    assert stays.predicted.time_s["recompute"] > 0 and not leaving(stays)
+    assert leaving(chosen) and chosen.predicted == leaves.predicted and chosen.timetable == leaves.timetable
+    assert chosen.predicted.step_time_s < 0.96 * stays.predicted.step_time_s
+    assert chosen.predicted.peak_bytes <= chosen.cluster.device.usable_bytes and chosen.certificate.holds
+    assert chosen.activations == "all" and reprice(chosen, decided(chosen)) == chosen
+
+
+def test_it_leaves_where_nothing_else_fits() -> None:
+    graph, spec = residual_mlp(layers=8, width=256, batch=2048), gpu("40 MiB")
+    with pytest.raises(InfeasibleError):
+        offload(graph, spec, activations="none")
+    found = offload(graph, spec)
+    assert leaving(found) and found.search.status == "feasible" and 0 < found.search.gap < 1
+
+
+def test_it_stays_where_all_fits_and_where_the_host_has_no_room_for_it() -> None:
+    plenty = offload(spec=cluster())
+    assert not saved_in(plenty) and plenty.activations == 0
+    graph, spec = residual_mlp(layers=8, width=256, batch=2048), gpu("60 MiB")
+    stays = offload(graph, spec, activations="none")
+    assert spec.host is not None
+    host = spec.host.model_copy(update={"memory_bytes": home_bytes(decided(stays), chunks_of(decided(stays)))})
+    found = offload(graph, spec.model_copy(update={"host": host}))
+    assert not leaving(found) and found.predicted.step_time_s == stays.predicted.step_time_s
+
+
+def test_room_that_it_leaves_is_model_data_s() -> None:
+    graph = residual_mlp(layers=6, width=128, batch=1024)
+    stays, chosen = (offload(graph, gpu("20 MiB"), offload="auto", **pin) for pin in ({"activations": "none"}, {}))
+    assert leaving(chosen) and chosen.predicted.step_time_s < stays.predicted.step_time_s
