@@ -16,11 +16,27 @@ if TYPE_CHECKING:
     from autopar.functions.register import register
     from autopar.verification import verify
     from planner.cluster import ClusterSpec
+    from planner.errors import (
+        AutoparError,
+        CaptureError,
+        ClusterError,
+        InfeasibleError,
+        InputError,
+        PinError,
+        PlanError,
+    )
     from planner.plan import Plan
 
 _LAZY = {
+    "AutoparError": "planner.errors",
+    "CaptureError": "planner.errors",
+    "ClusterError": "planner.errors",
     "ClusterSpec": "planner.cluster",
+    "InfeasibleError": "planner.errors",
+    "InputError": "planner.errors",
+    "PinError": "planner.errors",
     "Plan": "planner.plan",
+    "PlanError": "planner.errors",
     "evaluate": "autopar.api",
     "export_safetensors": "autopar.checkpoint.export",
     "load_checkpoint": "autopar.checkpoint.load",
@@ -32,8 +48,15 @@ _LAZY = {
 }
 
 __all__ = [
+    "AutoparError",
+    "CaptureError",
+    "ClusterError",
     "ClusterSpec",
+    "InfeasibleError",
+    "InputError",
+    "PinError",
     "Plan",
+    "PlanError",
     "evaluate",
     "export_safetensors",
     "load_checkpoint",

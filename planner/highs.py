@@ -10,6 +10,8 @@ from ortools.math_opt.python import mathopt
 from ortools.math_opt.python.solve import StatusNotOk
 from ortools.math_opt.solvers.highs_pb2 import HighsOptionsProto
 
+LATE_S = 0.5
+"""How much later than its time limit HiGHS may end."""
 TOLERANCE = 1e-9
 """Of integrality and of rows; absolute, so the numbers of a program should be near one."""
 
@@ -19,7 +21,8 @@ def run(
 ) -> mathopt.SolveResult | None:
     """Solve a program, or search until a limit; ``None`` where HiGHS breaks off, which says nothing of the program.
 
-    It runs on a thread of its own, so that an interrupt reaches the caller while HiGHS is at work.
+    It runs on a thread of its own, so that an interrupt reaches the caller while HiGHS is at work. Where a program is
+    large HiGHS heeds its time limit late, by a minute at times: then it is left to itself.
 
     Args:
         gap: relative, between the solution and the bound at which the search ends.
@@ -45,4 +48,7 @@ def run(
                 outcome.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return outcome.result()
+    try:
+        return outcome.result(None if time_limit_s is None else time_limit_s + LATE_S)
+    except TimeoutError:
+        return None

@@ -23,9 +23,9 @@ from planner.problem import Problem, evaluate, most_bytes
 from planner.solve import lightest, lower_bounds, solve
 from planner.turns import THOROUGH, Staged, stage
 
-LEANEST_S = 2.0
+LEANEST_S = 5.0
 """How long the leanest plan of all is looked for when nothing fits; the leanest found is told."""
-SLACK = 1.05
+SLACKS = (1.05, 1.02, 1.15)
 """What is almost as lean counts so many times as much."""
 
 
@@ -61,11 +61,11 @@ def lean_plans(setting: Setting, looks: list[Look]) -> list[Lean]:
 
     def light(problem: Problem) -> list[tuple[int, ...] | None]:
         lean = lightest(replace(problem, limit_bytes=most_bytes(problem)))
-        return [] if lean is None else [lower_bounds(almost_as_lean(problem, lean)).choices, lean]
+        return [] if lean is None else [*(lower_bounds(each).choices for each in almost_as_lean(problem, lean)), lean]
 
     def leanest(problem: Problem) -> list[tuple[int, ...] | None]:
         lean = _solved(replace(problem, limit_bytes=0), until)
-        return [_solved(almost_as_lean(problem, lean), until), lean]
+        return [*(_solved(each, until) for each in almost_as_lean(problem, lean)), lean]
 
     rungs = itertools.zip_longest(*([(look, bend) for bend in reversed(look.ladder.bends)] for look in order))
     steps = [(each[0], each[0].ladder.steps[each[1]]) for rung in rungs for each in rung if each is not None]
@@ -83,9 +83,10 @@ def lean_plans(setting: Setting, looks: list[Look]) -> list[Lean]:
     return [lean for lean in found.values() if lean is not None]
 
 
-def almost_as_lean(problem: Problem, lean: tuple[int, ...]) -> Problem:
+def almost_as_lean(problem: Problem, lean: tuple[int, ...]) -> list[Problem]:
     """The problem with little more memory than an assignment needs: the fastest in that converts less."""
-    return replace(problem, limit_bytes=math.ceil(SLACK * evaluate(problem, lean).peak_bytes))
+    least = evaluate(problem, lean).peak_bytes
+    return [replace(problem, limit_bytes=math.ceil(slack * least)) for slack in SLACKS]
 
 
 def _solved(problem: Problem, until: float) -> tuple[int, ...]:

@@ -19,6 +19,9 @@ from planner.ops.function import reason
 from planner.problem import Edge
 from planner.strategy import Choice
 
+MANY = 64
+"""More than so many times the devices are no way out."""
+
 
 def check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:
     """Refuse a number of devices among which nothing of the model can be divided: each would do all the work."""
@@ -120,15 +123,21 @@ def nothing_fits(setting: Setting, graph: Graph, looks: list[Look], leans: list[
             f"({division}) needs {least.bytes:,} bytes of {limit:,}. {longer} decisions to narrow the search.",
             excess,
         )
-    params = sum(t.size_bytes for node in graph.leaves if node.op == "param" for t in node.results)
-    more = f"about {math.ceil(cluster.world_size * least.bytes / limit)} devices like these, or " if limit else "or "
+    held = [t for node in graph.leaves if node.op == "param" for t in node.results]
+    params = sum(t.size_bytes for t in held)
+    data = 2 * params + sum(math.prod(t.shape) for t in held) * setting.training.optimizer_bytes_per_element
+    times = math.ceil(least.bytes / limit) if limit else math.inf
+    others = [f"about {times * cluster.world_size} devices like these"] if times <= MANY else []
+    if data < limit * cluster.world_size:  # else no batch would fit
+        others.append("a smaller global batch")
+    more = "".join(f", or {each}" for each in others)
     pinned = " Relaxing the pins may also help." if setting.pins.to_dict() else ""
     return InfeasibleError(
-        f"no plan fits {cluster.name!r}: each of its {cluster.world_size} devices can use {limit:,} bytes, and the "
-        f"leanest plan found ({division}) needs {least.bytes:,}, {excess:,} too many "
+        f"no plan that fits {cluster.name!r} was found: each of its {cluster.world_size} devices can use {limit:,} "
+        f"bytes, and the leanest plan found ({division}) needs {least.bytes:,}, {excess:,} too many "
         f"(the parameters alone are {params:,} bytes in all, {setting.training.optimizer_bytes_per_element} more per "
-        f"element for the optimizer). What would fit: devices with memory_bytes of at least {needed:,}, "
-        f"{more}a smaller global batch.{pinned}",
+        f"element for the optimizer). What would fit: devices with memory_bytes of at least {needed:,}"
+        f"{more}.{pinned}",
         excess,
     )
 

@@ -28,7 +28,6 @@ _NARROW = 300  # labels kept by the first search
 _WIDER = ((3_000, 0.3), (30_000, 0.7), (300_000, 0.8))  # by later ones, if the last closed that part of the gap
 _AIMS = (*(0.0005 * 2**i for i in range(11)), math.inf)  # how far above the bound to search, relative to it
 _MAX_PAIRS = 200_000  # allowed in a mixed-integer program
-_PAIR_S = 1e-4  # of HiGHS for each of them before it heeds a time limit
 _SHRUNK = 0.9  # bound again once pruning left at most this part of the choices
 _SPLIT = 0.5  # part of the gap that a window's transient range may account for
 
@@ -233,8 +232,7 @@ def _close(bounded: Bounded, left: float, best: Best, deadline: float) -> float:
         bounded = again
         left = _search(bounded, best, width, deadline)
     model, floor = _wall_off(bounded, best.target_s), bounded.window.floor_bytes
-    pairs = _pairs_allowed(model)
-    if left < best.target_s and pairs <= _MAX_PAIRS and time.monotonic() + _PAIR_S * pairs <= deadline:
+    if left < best.target_s and _pairs_allowed(model) <= _MAX_PAIRS and time.monotonic() <= deadline:
         outcome = solve_mip(model, floor, best.target_s, deadline - time.monotonic())
         left = max(left, outcome.bound)
         if outcome.assignment is not None:
