@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,11 @@ CLUSTER = ClusterSpec.local(2)
 X = torch.randn(4, 6, WIDTH)
 
 
+def unnumbered(graph: torch.fx.Graph) -> str:
+    """The graph as text; the operator of a Function has another number in every capture."""
+    return re.sub(r"(\bautopar_function\.\w+?__)\d+\b", r"\1", str(graph))
+
+
 def both(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> tuple[Captured, Graph]:
     """Capture folded and whole, with equal global state; the graphs must be equal, names and all."""
     torch.manual_seed(0)
@@ -36,7 +42,7 @@ def both(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> tuple[Captured, G
     graph = lower(folded)
     assert graph == lower(whole)
     assert len(whole.program.calls) == 1
-    assert str(folded.graph) == str(whole.graph)
+    assert unnumbered(folded.graph) == unnumbered(whole.graph)
     return folded, graph
 
 
