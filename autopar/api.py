@@ -30,6 +30,7 @@ from planner.cost import CostModel
 from planner.errors import ClusterError, InputError, PinError, PlanError
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
+from planner.lookups import check_lookups
 from planner.memory import usage
 from planner.offload import offloaded, saved_bytes
 from planner.pins import Pins, filters
@@ -70,6 +71,7 @@ def trace(
     start = time.monotonic()
     captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
     graph = lower(captured)
+    check_lookups(graph)
     if loss_fn is not None and any(p.requires_grad for p in model.parameters()) and not graph.roots:
         raise InputError(
             "the loss that loss_fn returned depends on no parameter that is trained: compute it from the model's "
@@ -115,7 +117,8 @@ def plan(
         progress: called with a line of text as the search advances.
 
     Raises:
-        InputError, CaptureError: the model or its inputs cannot be captured; or it is to be trained in turns, and has
+        InputError, CaptureError: the model or its inputs cannot be captured; it looks up positions past the end of a
+            table; or it is to be trained in turns, and has
             no loss.
         PinError: the pins contradict each other, the model, or the cluster.
         InfeasibleError: no plan fits in memory.

@@ -141,6 +141,25 @@ def test_a_loss_function_needs_a_model_that_names_its_inputs():
         autopar.plan(Anything(), CLUSTER, example_kwargs={"x": X}, loss_fn=lambda out, batch: out)
 
 
+def test_more_positions_than_a_table_has():
+    """GPT-2's own way to count them, with an offset; a sequence that fits is planned."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(8, 4)
+
+        def forward(self, x):
+            return (x + self.table(torch.arange(0, x.shape[1]).unsqueeze(0) + 2)).sum()
+
+    def planned(length):
+        return autopar.plan(Positions(), CLUSTER, example_kwargs={"x": torch.randn(2, length, 4)})
+
+    assert planned(6).predicted.step_time_s > 0
+    with pytest.raises(InputError, match=r"looks up position 8 in table\.weight, which has 8 rows \(0 to 7\).*shorter"):
+        planned(7)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "what"),
     [

@@ -61,6 +61,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "pins": {*BASE, "rules", "ops", "mesh", "pipeline", "strategy", "recompute", "formulate"},
     "runs": {"graph", "stacks", "formulate"},
+    "lookups": {"errors", "graph"},
     "asked": {"graph", "ops", "fold", "recompute", "formulate"},
     "heap": set(),
     "tape": {"again", "fold", "heap"},

@@ -1,0 +1,55 @@
+"""Look-ups: positions that are counted past the end of a table, where a model would fail and no shape shows it."""
+
+from __future__ import annotations
+
+from planner.errors import InputError
+from planner.graph import Graph, Node, Ref
+
+_EMBEDDING = "aten.embedding.default"
+_COUNTING = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
+_KEEPING = frozenset(
+    f"aten.{op}"
+    for op in ("unsqueeze.default", "expand.default", "view.default", "clone.default", "to.dtype", "contiguous.default")
+)
+"""Operators whose result holds the values of their operand, each at least once."""
+
+
+def check_lookups(graph: Graph) -> None:
+    """Refuse a model that looks up more positions than a table has.
+
+    Raises:
+        InputError: names the table, its rows, and the position.
+    """
+    for node in graph.nodes:
+        if node.op == _EMBEDDING:
+            table = graph.by_name[node.inputs[0].node]
+            (rows, *_), indices = graph.type_of(node.inputs[0]).shape, node["indices"]
+            last = _last(graph, indices) if isinstance(indices, Ref) else None
+            if last is not None and last >= rows:
+                raise InputError(
+                    f"{node.path or 'the model'} looks up position {last} in {table.target or table.name}, which has "
+                    f"{rows} rows (0 to {rows - 1}): give example inputs of a shorter sequence, or a model with more"
+                )
+
+
+def _last(graph: Graph, ref: Ref) -> int | None:
+    """The largest of numbers that are counted, known from how they are made; ``None`` where they are not."""
+    node, past = graph.by_name[ref.node], 0
+    while node.op not in _COUNTING:
+        if len(node.inputs) != 1 or (node.op not in _KEEPING and node.op != "aten.add.Tensor"):
+            return None
+        if node.op == "aten.add.Tensor":
+            other, alpha = node["other"], node["alpha"]
+            if not isinstance(other, int) or not isinstance(alpha, int):
+                return None
+            past += other * alpha
+        node = graph.by_name[node.inputs[0].node]
+    return _counted(node, past)
+
+
+def _counted(node: Node, past: int) -> int | None:
+    named = dict(node.args)
+    start, end, step = named.get("start") or 0, named.get("end"), named.get("step") or 1
+    if not (isinstance(start, int) and isinstance(end, int) and isinstance(step, int)) or step < 1 or end <= start:
+        return None
+    return range(start, end, step)[-1] + past
