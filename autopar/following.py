@@ -565,7 +565,7 @@ def _flattened(value: Any, leaves: list[Any]) -> object:
     if kind is tuple or kind is list:
         return kind, *[_flattened(each, leaves) for each in value]
     if kind is dict:
-        return kind, tuple(value), *[_flattened(each, leaves) for each in value.values()]
+        return kind, tuple((type(key), key) for key in value), *[_flattened(each, leaves) for each in value.values()]
     found, spec = pytree.tree_flatten(value)
     leaves += found
     return _Spec(spec)

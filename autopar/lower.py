@@ -16,7 +16,17 @@ from autopar.capture import Captured
 from autopar.functions.carry import Carried, carried_by
 from autopar.functions.describe import describe
 from autopar.functions.joint import operands_of
-from autopar.operators import EACH_ITS_OWN, arguments, is_differentiable, shares_of, storages_of, tensor_type, values_of
+from autopar.operators import (
+    DROPOUT,
+    EACH_ITS_OWN,
+    arguments,
+    drops_nothing,
+    is_differentiable,
+    shares_of,
+    storages_of,
+    tensor_type,
+    values_of,
+)
 from autopar.program import Body, Call, module_path
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.ops.function import PREFIX
@@ -137,7 +147,7 @@ def _lower_body(body: Body, grads: Sequence[bool], functions: _Functions) -> _Te
             found = describe(carried, operands_of(node, [grad and has_grad[ref] for ref in inputs]), results)
             args = (*args, ("static", functions.static(carried)), *found.arguments)
             results = tuple(replace(t, grad=t.grad and i not in found.untrained) for i, t in enumerate(results))
-        own = storages_of(node)
+        own = [storages[inputs[0]]] if op == DROPOUT and drops_nothing(dict(args)) else storages_of(node)
         shares = shares_of([storages[ref] for ref in inputs], own)
         reads = tuple((value.place, value.index) for value in inputs)
         steps.append(_Operator(op, args, reads, results, module_path(node), shares))

@@ -14,6 +14,7 @@ from planner.graph import TensorType
 
 _STATIC = (int, float, bool, str, complex, type(None))
 
+DROPOUT = "aten.dropout.default"
 EACH_ITS_OWN = {"aten.broadcast_tensors.default", "aten.meshgrid.default", "aten.meshgrid.indexing"}
 """Operators of which each result comes from one operand alone, and with it its gradient."""
 
@@ -29,6 +30,11 @@ def storages_of(node: torch.fx.Node) -> list[int]:
 def shares_of(inputs: list[int], results: list[int]) -> tuple[int, ...]:
     """For each result the operand whose memory it lies in, -1 for none: so views that had to copy are known."""
     return tuple(inputs.index(storage) if storage in inputs else -1 for storage in results)
+
+
+def drops_nothing(dropout: Mapping[str, object]) -> bool:
+    """Whether dropout with these arguments gives its operand back, which traced it copies."""
+    return dropout["p"] == 0 or not dropout["train"]
 
 
 def is_differentiable(op: str, value: torch.Tensor) -> bool:

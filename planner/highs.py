@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from datetime import timedelta
 
 from ortools.math_opt.python import mathopt
-from ortools.math_opt.python.solve import StatusNotOk
 from ortools.math_opt.solvers.highs_pb2 import HighsOptionsProto
+from pybind11_abseil.status import StatusCode, StatusNotOk
 
 LATE_S = 0.5
 """How much later than its time limit HiGHS may end."""
@@ -42,7 +42,8 @@ def run(
         try:
             outcome.set_result(mathopt.solve(program, mathopt.SolverType.HIGHS, params=parameters))
         except Exception as error:
-            if isinstance(error.__context__, StatusNotOk):  # torn down halfway, often at the time limit
+            status = error.__context__  # not of a malformed program: of HiGHS torn down halfway, often by its limit
+            if isinstance(status, StatusNotOk) and status.status.code() != StatusCode.INVALID_ARGUMENT:
                 outcome.set_result(None)
             else:
                 outcome.set_exception(error)

@@ -107,7 +107,7 @@ def _ways(step: RankStep) -> list[_Way]:
     ways = [_Way(step, stays, solve(step.trace(stays), budget_bytes)) for stays, _ in fitting]
     saved = [saved_bytes(way.table) for way in ways]
     needed = [size + more for (_, size), more in zip(fitting, saved, strict=True)]
-    _check_home(step, min(needed), min(saved))
+    _check_home(step, *min(zip(needed, saved, strict=True)))
     return [way for way, size in zip(ways, needed, strict=True) if size <= step.home.memory_bytes]
 
 

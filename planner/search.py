@@ -48,7 +48,7 @@ from planner.memory import Usage, usage
 from planner.offload import WorkingSet, largest_working_set, offloaded_s
 from planner.pins import Pins
 from planner.problem import Evaluation, evaluate
-from planner.recompute import NOTHING, Ladder, ladder, named
+from planner.recompute import Ladder, ladder, named
 from planner.refusal import check_divisible, check_turns, nothing_fits
 from planner.seams import finer
 from planner.skeleton import Skeleton
@@ -345,9 +345,11 @@ def _taking_room(
 
     The search adds up bytes that are not all alive at once. Where that makes it recompute, the plan followed leaves
     room, and the search goes on with so much more memory: a sum and what it is off by change little from plan to plan.
+    So it does where the first part of the time did not do for the proof.
     """
     usable = setting.cost.cluster.device.usable_bytes
-    if not _may_take_room(setting) or found.best.recompute == NOTHING:
+    is_done = not found.best.recompute and found.gap <= setting.gap
+    if is_done or not _may_take_room(setting):
         return found
     room = usable - found.peak_bytes
     for _ in range(TRIES):
@@ -355,9 +357,12 @@ def _taking_room(
             break
         limit = found.evaluation.peak_bytes + room
         more = _search(replace(setting, spare_bytes=usable - limit), skeleton, graph, plain, turned, found.best)
-        if isinstance(more, _Nothing) or more.best is found.best:
+        if isinstance(more, _Nothing):
             break
-        more = more.followed()
+        if more.best is found.best:  # none is faster, with more memory even
+            proves_more = limit >= usable and more.gap < found.gap
+            return replace(found, status=more.status, gap=more.gap) if proves_more else found
+        more = more.followed() if limit >= usable else more.followed().above(found.bound_s)
         fits = more.peak_bytes <= usable
         found, room = (more, usable - more.peak_bytes) if fits else (found, room // 2)
     return found

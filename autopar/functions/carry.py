@@ -60,7 +60,7 @@ class Carried:
     """A Function with its arguments but for the tensors.
 
     It lives as long as something holds it: the captured model, or a program that calls its operator. The operator
-    stays known to torch and then does nothing.
+    stays known to torch, and is not to be called any more.
 
     Attributes:
         cls: the Function.

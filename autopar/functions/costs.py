@@ -6,7 +6,6 @@ next to it in size, times a number: so what is said holds for slices, and at oth
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from autopar.functions.carry import Carried
@@ -29,14 +28,13 @@ def unseen(operands: Sequence[Operand], results: Sequence[TensorType], kept: Kep
         floating = [f"in{place}" for place, operand in enumerate(operands) if operand.dtype.is_floating_point]
         kept = Kept((*floating, *(f"out{place}" for place, result in enumerate(results) if is_floating(result))))
     count = len(operands) + len(results)
-    first = max(math.prod(operands[0].shape) * operands[0].dtype.itemsize, results[0].size_bytes, 1)
     return {
         "saves": kept.saves,
         "holds": kept.holds,
         "kept": kept.others,
         "flops": 0.0,
         "moves": ((1.0,) * count, (2.0,) * count),
-        "works": round(kept.works / first),
+        "works": round(kept.works),
     }
 
 
@@ -64,14 +62,13 @@ def costs(
             flops += row.flops(node, graph.input_types(node), rule_of(graph, node))
     reads, others = _read(joint, like)
     seen = kept(carried, operands)
-    sizes = [graph.type_of(ref).size_bytes for ref in (joint.operands[0], joint.results[0])]
     return {
         "saves": seen.saves,
         "holds": tuple(dict.fromkeys(word for word in (*seen.holds, *reads) if word not in seen.saves)),
         "kept": others,
         "flops": flops / (graph.type_of(joint.results[0]).numel or 1),
         "moves": tuple(map(tuple, passes)),
-        "works": round(seen.works / (max(sizes) or 1)),
+        "works": round(seen.works),
     }
 
 

@@ -32,14 +32,15 @@ class Kept:
         holds: those that the context holds by itself (``ctx.x = x``), or that backward does not ask for: they are never
             let go and made again.
         others: what else there is, as pairs of the operand or result next in size, and bytes for each of its elements.
-        works: bytes of the tensors that backward makes, at the fullest of its moments, but for the gradients it gives.
+        works: bytes of the tensors that backward makes, at the fullest of its moments, but for the gradients it gives,
+            for each byte of the first operand or result, whichever is larger.
         is_whole: whether backward ran to its end.
     """
 
     saves: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
     others: tuple[tuple[int, float], ...] = ()
-    works: int = 0
+    works: float = 0.0
     is_whole: bool = True
 
 
@@ -92,7 +93,8 @@ def observed(apply: Callable[[Sequence[Tensor]], Sequence[Tensor]], inputs: Sequ
     every = {_storage(t): t for t in (*packed, *held)}
     holds = [words[storage] for storage in every if storage in words and words[storage] not in saves]
     others = [_like(t, [*inputs, *results]) for storage, t in every.items() if storage not in words]
-    return Kept(tuple(saves), tuple(holds), tuple(others), max(0, peak.bytes - gives), is_over)
+    first = max(1, *(t.numel() * t.element_size() for t in (inputs[0], results[0])))
+    return Kept(tuple(saves), tuple(holds), tuple(others), max(0, peak.bytes - gives) / first, is_over)
 
 
 def _like(tensor: Tensor, measures: Sequence[Tensor]) -> tuple[int, float]:

@@ -29,15 +29,16 @@ class Held:
         tensor: itself, while nothing else has its memory.
     """
 
-    __slots__ = ("__weakref__", "_bits", "_geometry", "_memory", "_number", "tensor")
+    __slots__ = ("__weakref__", "_bits", "_geometry", "_memory", "_number", "_version", "tensor")
 
     def __init__(self, tensor: Tensor):
         self.tensor: Tensor | None = tensor.detach()  # a result would hold its node of backward, and that this
+        self._version = tensor._version
 
     def leave(self, memory: Memory, number: int) -> None:
         """Let go of the tensor: its elements are in a storage of ``memory``."""
-        tensor = self.tensor
-        assert tensor is not None
+        assert self.tensor is not None
+        tensor = self._unwritten(self.tensor)
         self._geometry = tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
         self._bits = tensor.is_conj(), tensor.is_neg()
         self._memory, self._number, self.tensor = memory, number, None
@@ -45,10 +46,19 @@ class Held:
     def read(self) -> Tensor:
         """The tensor, on the device."""
         if self.tensor is not None:
-            return self.tensor
+            return self._unwritten(self.tensor)
         flat, (dtype, size, stride, offset) = self._memory.flat(self._number), self._geometry
         found = torch.empty(0, dtype=dtype, device=flat.device)
         found.set_(flat.untyped_storage(), offset, size, stride)
         is_conj, is_neg = self._bits
         found = torch._conj(found) if is_conj else found
         return torch._neg_view(found) if is_neg else found
+
+    def _unwritten(self, tensor: Tensor) -> Tensor:
+        """The tensor, if nobody has written to it; autograd looks only where nothing holds for it."""
+        if tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that backward needs was written to in place after forward, "
+                f"{tensor._version - self._version} times: write to a copy of what the model returned (clone)"
+            )
+        return tensor

@@ -483,3 +483,18 @@ def handles_odd_models() -> None:
         pmodel.get_parameter("still.weight").requires_grad_(True)
         with pytest.raises(InputError, match=r"still.weight requires a gradient, but the plan makes none"):
             pmodel(x=x)
+
+
+def writes_to_what_is_saved(activations: str) -> None:
+    """One rank: a result that backward reads is written to in place, which autograd refuses without offload too."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Sigmoid())
+    batch = {"input": torch.randn(8, 16)}
+    cluster = ClusterSpec.local(1, "1 GiB", cores=2, host_memory_bytes="1 GiB")
+    pin = {"recompute": "none", "offload": "host", "activations": activations}
+    pmodel = autopar.parallelize(model, cluster, example_kwargs=batch, pin=pin)
+    for _ in range(2):
+        result = pmodel(**batch)
+        with torch.no_grad():
+            result.mul_(2)
+        with pytest.raises(RuntimeError, match=r"in ?place"):
+            result.sum().backward()

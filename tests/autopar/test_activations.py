@@ -24,6 +24,7 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("bert", {"activations": "all", "recompute": "selective", "data": 2, "zero": 0}, 2),
     ("functional-gpt", {"activations": "all", "recompute": "full", "data": 2, "zero": 3}, 2),
     ("gpt2", {"activations": 2, "tensor": 2, "recompute": "none"}, 2),
+    ("shared-layers", {"activations": "all", "recompute": "none"}, 1),
 ]
 
 
@@ -98,3 +99,8 @@ def test_a_timetable_that_has_it_leave_too_long_is_refused(pool: LocalProcesses)
     cluster = ClusterSpec.local(1, "1 GiB", cores=2, host_memory_bytes="1 GiB")
     plan = autopar.plan(model, cluster, example_kwargs=batch, pin={"offload": "host", "activations": "all"})
     pool.run(saved.refuses_what_comes_too_late, "functional-gpt", plan.to_dict(), ranks=1)
+
+
+@pytest.mark.parametrize("activations", ["none", "all"])
+def test_what_backward_needs_may_not_be_written_to(pool: LocalProcesses, activations: str) -> None:
+    pool.run(carried.writes_to_what_is_saved, activations, ranks=1)

@@ -623,3 +623,29 @@ def test_modules_are_as_they_were_after_capture() -> None:
     assert all(before[name][0].keys() == after[name][0].keys() for name in before)
     assert all(type(m._parameters) is dict for m in model.modules())
     assert torch.isfinite(model(X))
+
+
+def test_keys_that_are_equal_but_not_the_same():
+    """``True == 1``, and a layer may ask which it is."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, given):
+            ((key, x),) = given.items()
+            return self.linear(x) * (2 if key is True else 3)
+
+    class Keyed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+        def forward(self, x):
+            for number, layer in enumerate(self.layers):
+                x = layer({(True if number == 3 else 1): x})
+            return x.sum()
+
+    model, x = Keyed(), torch.randn(2, 8)
+    assert lower(capture(model, (x,), fold=True)) == lower(capture(model, (x,), fold=False))

@@ -903,3 +903,21 @@ def test_gradients_are_its_own_in_eval_mode() -> None:
     verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2})
     with torch.no_grad():
         assert not functions(model, batch)
+
+
+@pytest.mark.parametrize("rows", [4, 256])
+def test_what_backward_works_with_is_told_for_any_size(rows: int) -> None:
+    """Three tensors beside the gradient that it gives, whatever the size of the example."""
+
+    class Working(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            parts = [grad * number for number in range(1, 4)]
+            return parts[0] + parts[1] - parts[2] * 0
+
+    seen = observed(lambda tensors: [Working.apply(*tensors)], [torch.randn(rows, 8, requires_grad=True)])
+    assert 3 <= seen.works <= 5

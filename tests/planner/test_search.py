@@ -9,12 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import planner.search
 from planner.cluster import ClusterSpec, Device, Level, PeakFlops
 from planner.cost import CostModel
 from planner.errors import ClusterError, InfeasibleError, InputError, PinError
@@ -22,11 +24,14 @@ from planner.fold import fold, fold_off
 from planner.formulate import Space, Training, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import Mesh
+from planner.memory import usage
 from planner.mesh import candidate_meshes
 from planner.pins import Pins
 from planner.problem import Problem, evaluate
 from planner.search import search
 from planner.solve import solve
+from tests.planner.plans import cluster as local
+from tests.planner.plans import residual_mlp
 
 
 @contextlib.contextmanager
@@ -305,3 +310,45 @@ def test_a_plan_does_not_depend_on_the_process_or_its_hash_seed():
 def test_a_plan_does_not_depend_on_the_time_of_day():
     first, second = (search(chain(4), cluster(4), Pins(), Training()) for _ in range(2))
     assert first.assignment.chosen == second.assignment.chosen
+
+
+def test_a_plan_that_makes_nothing_again_is_searched_once(monkeypatch):
+    limits, once = [], planner.search._search
+
+    def counted(setting, *rest):
+        limits.append(setting.limit_bytes)
+        return once(setting, *rest)
+
+    monkeypatch.setattr("planner.search._search", counted)
+    found = search(chain(3), cluster(4), Pins(), Training())
+    assert len(limits) == 1 and found.status == "optimal"
+
+
+def test_what_a_search_with_less_memory_proves_is_not_said_of_all(monkeypatch):
+    """A plan found after the limit was lowered keeps the first bound, whatever is proved of plans with less memory."""
+    graph, spec = residual_mlp(2, 64, 64), local(2, "4 GiB")
+    usable = int(0.95 * search(graph, spec, Pins(), Training()).evaluation.peak_bytes)
+    device = spec.device.model_copy(update={"memory_bytes": usable, "reserve_fraction": 0.0})
+    first, bounds = planner.search._search, []
+
+    def noted(setting, *rest):
+        found = first(setting, *rest)
+        bounds.append((setting.limit_bytes, getattr(found, "bound_s", math.inf)))
+        return found
+
+    def needs_more(assignment):
+        """Plans near the limit need more than their sum."""
+        found, (_, sums) = usage(assignment), (None, by_sum(assignment))
+        return replace(found, peak_bytes=int(1.3 * sums) if sums > 0.97 * usable else sums)
+
+    def by_sum(assignment):
+        return evaluate(assignment.space.problem(None, assignment.recompute), choices_of(assignment)).peak_bytes
+
+    def choices_of(assignment):
+        return tuple(assignment.space.options[role].index(assignment.chosen[role]) for role in assignment.space.roles)
+
+    monkeypatch.setattr("planner.search._search", noted)
+    monkeypatch.setattr("planner.search.usage", needs_more)
+    found = search(graph, spec.model_copy(update={"device": device}), Pins(), Training())
+    assert len(bounds) > 2 and bounds[1][0] < usable
+    assert found.bound_s <= bounds[0][1] * (1 + 1e-9)
