@@ -20,6 +20,7 @@ import autopar
 from autopar.api import plan_traced, trace
 from autopar.capture import capture
 from autopar.functions.declared import DECLARED
+from autopar.functions.keeping import observed
 from autopar.lower import lower
 from autopar.rewrite import rewrite
 from autopar.typecheck import typecheck
