@@ -63,6 +63,8 @@ ROOM = (0.75, 0.5, 0.25, 0.0)
 """Parts of what a plan takes beside model data to which it is brought down, so that more of that stays."""
 FIRST = 0.5
 """Part of the time after which proofs give way to a search for a plan that takes the room of the one found."""
+FULL = 0.5
+"""Part of a device's memory up to which a plan, by the sum, is taken to have as much as it wants."""
 LEAST_ROOM = 0.02
 """Part of a device's memory that a plan may leave empty without another search for one that takes it."""
 ENDLESS = 2**50
@@ -343,12 +345,12 @@ def _taking_room(
 ) -> Searched:
     """The plan found, or a faster one that fits only when it is followed.
 
-    The search adds up bytes that are not all alive at once. Where that makes it recompute, the plan followed leaves
+    The search adds up bytes that are not all alive at once. Where memory is short, the plan followed leaves
     room, and the search goes on with so much more memory: a sum and what it is off by change little from plan to plan.
     So it does where the first part of the time did not do for the proof.
     """
     usable = setting.cost.cluster.device.usable_bytes
-    is_done = not found.best.recompute and found.gap <= setting.gap
+    is_done = found.evaluation.peak_bytes < FULL * usable and found.gap <= setting.gap
     if is_done or not _may_take_room(setting):
         return found
     room = usable - found.peak_bytes
