@@ -52,6 +52,7 @@ from planner.recompute import Ladder, ladder, named
 from planner.refusal import check_divisible, check_turns, nothing_fits
 from planner.seams import finer
 from planner.skeleton import Skeleton
+from planner.solve import lower_bounds
 from planner.turns import Staged
 from planner.words import in_seconds
 
@@ -63,8 +64,6 @@ ROOM = (0.75, 0.5, 0.25, 0.0)
 """Parts of what a plan takes beside model data to which it is brought down, so that more of that stays."""
 FIRST = 0.5
 """Part of the time after which proofs give way to a search for a plan that takes the room of the one found."""
-FULL = 0.5
-"""Part of a device's memory up to which a plan, by the sum, is taken to have as much as it wants."""
 LEAST_ROOM = 0.02
 """Part of a device's memory that a plan may leave empty without another search for one that takes it."""
 ENDLESS = 2**50
@@ -335,6 +334,14 @@ def _may_take_room(setting: Setting) -> bool:
     return setting.training.tier == "device" and setting.pins.recompute is None
 
 
+def _wants_no_more(setting: Setting, found: Searched) -> bool:
+    """Whether a plan is proved, and no faster on its mesh if there were no limit to memory."""
+    if found.gap > setting.gap:
+        return False
+    free_s = lower_bounds(found.best.space.problem(None)).time_s
+    return found.evaluation.time_s * (1 - max(setting.gap, PROVED)) <= free_s
+
+
 def _taking_room(
     setting: Setting,
     skeleton: Skeleton,
@@ -350,12 +357,11 @@ def _taking_room(
     So it does where the first part of the time did not do for the proof.
     """
     usable = setting.cost.cluster.device.usable_bytes
-    is_done = found.evaluation.peak_bytes < FULL * usable and found.gap <= setting.gap
-    if is_done or not _may_take_room(setting):
+    if found.staged is not None or not _may_take_room(setting) or _wants_no_more(setting, found):
         return found
     room = usable - found.peak_bytes
     for _ in range(TRIES):
-        if found.staged is not None or room < LEAST_ROOM * usable or setting.is_late():
+        if room < LEAST_ROOM * usable or setting.is_late():
             break
         limit = found.evaluation.peak_bytes + room
         more = _search(replace(setting, spare_bytes=usable - limit), skeleton, graph, plain, turned, found.best)

@@ -315,7 +315,7 @@ def test_a_plan_does_not_depend_on_the_time_of_day():
     assert first.assignment.chosen == second.assignment.chosen
 
 
-def test_a_plan_that_makes_nothing_again_is_searched_once(monkeypatch):
+def test_a_plan_that_more_memory_would_not_make_faster_is_searched_once(monkeypatch):
     limits, once = [], planner.search._search
 
     def counted(setting, *rest):
@@ -323,8 +323,8 @@ def test_a_plan_that_makes_nothing_again_is_searched_once(monkeypatch):
         return once(setting, *rest)
 
     monkeypatch.setattr("planner.search._search", counted)
-    found = search(chain(3), cluster(4), Pins(), Training())
-    assert len(limits) == 1 and found.status == "optimal"
+    search(chain(3), cluster(4), Pins(), Training(), gap=0.05)
+    assert len(limits) == 1
 
 
 def test_what_a_search_with_less_memory_proves_is_not_said_of_all(monkeypatch):
