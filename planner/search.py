@@ -338,8 +338,10 @@ def _wants_no_more(setting: Setting, found: Searched) -> bool:
     """Whether a plan is proved, and no faster on its mesh if there were no limit to memory."""
     if found.gap > setting.gap:
         return False
-    free_s = lower_bounds(found.best.space.problem(None)).time_s
-    return found.evaluation.time_s * (1 - max(setting.gap, PROVED)) <= free_s
+    problem = found.best.space.problem(None)
+    if most_bytes(problem) <= setting.limit_bytes:
+        return True
+    return found.evaluation.time_s * (1 - max(setting.gap, PROVED)) <= lower_bounds(problem).time_s
 
 
 def _taking_room(
