@@ -47,7 +47,7 @@ from planner.looks import (
 from planner.memory import Usage, usage
 from planner.offload import WorkingSet, largest_working_set, offloaded_s
 from planner.pins import Pins
-from planner.problem import Evaluation, evaluate
+from planner.problem import Evaluation, evaluate, most_bytes
 from planner.recompute import Ladder, ladder, named
 from planner.refusal import check_divisible, check_turns, nothing_fits
 from planner.seams import finer
