@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from planner.errors import PlanError
 from planner.graph import Graph, Node, Ref
+from planner.lookups import COUNTING, EMBEDDING
 from planner.polynomial import Size, batch_of, describe, quotient, sequence_of
 from planner.rules import Rule
 from planner.strategy import tensors_of
@@ -40,9 +41,6 @@ _BY_ARGUMENT = """
 """
 BY_ARGUMENT = frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in _BY_ARGUMENT.split())
 """Operators whose arguments say how large new dims are."""
-
-COUNTING = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
-"""Operators whose results count up to their size."""
 
 _IN_PIECES = "unbind.int split.Tensor split.sizes split_with_sizes tensor_split.indices unsafe_split.Tensor " + (
     "unsafe_split_with_sizes unbind_copy.int split_copy.Tensor split_with_sizes_copy"
@@ -346,7 +344,7 @@ class _Walk:
         if len(node.inputs) == 1 and node.inputs[0] in self.counts:
             self.counts[Ref(node.name)] = self.counts[node.inputs[0]]
         looked_up: tuple[object, ...] = ()
-        if node.op == "aten.embedding.default":
+        if node.op == EMBEDDING:
             looked_up = (node["indices"],)
         elif node.op == "aten.index.Tensor" and isinstance(node["indices"], tuple):
             looked_up = node["indices"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 
 from ortools.math_opt.python import mathopt
@@ -49,7 +49,5 @@ def run(
                 outcome.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    try:
-        return outcome.result(None if time_limit_s is None else time_limit_s + LATE_S)
-    except TimeoutError:
-        return None
+    wait([outcome], None if time_limit_s is None else time_limit_s + LATE_S)
+    return outcome.result() if outcome.done() else None

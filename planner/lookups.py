@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from planner.errors import InputError
-from planner.graph import Graph, Node, Ref
+from planner.graph import Graph, Ref
 
-_EMBEDDING = "aten.embedding.default"
-_COUNTING = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
+EMBEDDING = "aten.embedding.default"
+COUNTING = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
+"""Operators whose results count up to their size."""
 _KEEPING = frozenset(
     f"aten.{op}"
     for op in ("unsqueeze.default", "expand.default", "view.default", "clone.default", "to.dtype", "contiguous.default")
@@ -21,7 +22,7 @@ def check_lookups(graph: Graph) -> None:
         InputError: names the table, its rows, and the position.
     """
     for node in graph.nodes:
-        if node.op == _EMBEDDING:
+        if node.op == EMBEDDING:
             table = graph.by_name[node.inputs[0].node]
             (rows, *_), indices = graph.type_of(node.inputs[0]).shape, node["indices"]
             last = _last(graph, indices) if isinstance(indices, Ref) else None
@@ -35,7 +36,7 @@ def check_lookups(graph: Graph) -> None:
 def _last(graph: Graph, ref: Ref) -> int | None:
     """The largest of numbers that are counted, known from how they are made; ``None`` where they are not."""
     node, past = graph.by_name[ref.node], 0
-    while node.op not in _COUNTING:
+    while node.op not in COUNTING:
         if len(node.inputs) != 1 or (node.op not in _KEEPING and node.op != "aten.add.Tensor"):
             return None
         if node.op == "aten.add.Tensor":
@@ -44,12 +45,7 @@ def _last(graph: Graph, ref: Ref) -> int | None:
                 return None
             past += other * alpha
         node = graph.by_name[node.inputs[0].node]
-    return _counted(node, past)
-
-
-def _counted(node: Node, past: int) -> int | None:
-    named = dict(node.args)
-    start, end, step = named.get("start") or 0, named.get("end"), named.get("step") or 1
+    start, end, step = node["start"] or 0, node["end"], node["step"] or 1
     if not (isinstance(start, int) and isinstance(end, int) and isinstance(step, int)) or step < 1 or end <= start:
         return None
     return range(start, end, step)[-1] + past

@@ -205,7 +205,7 @@ def search(
     if training.tier != "device":
         return _elsewhere(setting, skeleton, graph, plain, turned)
     first = setting
-    if not turned and _may_take_room(setting):
+    if not turned and pins.recompute is None:
         first = replace(first, deadline=start + FIRST * time_limit_s)
     found = _followed(first, skeleton, graph, plain, turned)
     return _taking_room(setting, skeleton, graph, plain, turned, found)
@@ -329,11 +329,6 @@ def _followed(
         setting = replace(setting, spare_bytes=usable - limit)
 
 
-def _may_take_room(setting: Setting) -> bool:
-    """Whether what a plan makes again follows from the memory there is."""
-    return setting.training.tier == "device" and setting.pins.recompute is None
-
-
 def _wants_no_more(setting: Setting, found: Searched) -> bool:
     """Whether a plan is proved, and no faster on its mesh if there were no limit to memory."""
     if found.gap > setting.gap:
@@ -359,7 +354,7 @@ def _taking_room(
     So it does where the first part of the time did not do for the proof.
     """
     usable = setting.cost.cluster.device.usable_bytes
-    if found.staged is not None or not _may_take_room(setting) or _wants_no_more(setting, found):
+    if found.staged is not None or setting.pins.recompute is not None or _wants_no_more(setting, found):
         return found
     room = usable - found.peak_bytes
     for _ in range(TRIES):
