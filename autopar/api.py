@@ -118,8 +118,7 @@ def plan(
 
     Raises:
         InputError, CaptureError: the model or its inputs cannot be captured; it looks up positions past the end of a
-            table; or it is to be trained in turns, and has
-            no loss.
+            table; or it is to be trained in turns, and has no loss.
         PinError: the pins contradict each other, the model, or the cluster.
         InfeasibleError: no plan fits in memory.
     """

@@ -28,6 +28,7 @@ from planner.cluster import ClusterSpec
 from planner.conversion import local_bytes
 from planner.division import Division
 from planner.errors import AutoparError, InfeasibleError
+from planner.explore import Searched
 from planner.formulate import Assignment, Training
 from planner.graph import Node, Ref
 from planner.layout import Axis
@@ -36,7 +37,7 @@ from planner.pins import Pins
 from planner.predict import predict, predict_in_turns
 from planner.problem import evaluate
 from planner.recompute import LEVELS, Amount, Recompute
-from planner.search import Searched, search
+from planner.search import search
 
 TRAINING = Training(optimizer_bytes_per_element=12)
 """Adam's two moments and the master copy of half precision parameters, in float32."""

@@ -18,11 +18,12 @@ from planner.cluster import ClusterSpec
 from planner.division import Division
 from planner.document import Document
 from planner.errors import InfeasibleError, PinError, PlanError
+from planner.explore import Searched
 from planner.formulate import Assignment, Role
 from planner.looks import PROVED
 from planner.pins import Pins
 from planner.problem import evaluate
-from planner.search import GAP, Searched, check_time_limit, search
+from planner.search import GAP, check_time_limit, search
 from planner.words import in_bytes, in_seconds
 
 MEMORY = "memory"

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.functions.carry import Carried
 from autopar.functions.joint import Operand, alone
 from autopar.functions.outside import Watching
+from autopar.nominate import storage_of
 from planner.errors import CaptureError
 
 
@@ -54,11 +55,19 @@ def kept(carried: Carried, operands: Sequence[Operand]) -> Kept:
     with alone(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         inputs = [torch.empty(o.shape, dtype=o.dtype, device=o.device, requires_grad=o.trained) for o in operands]
         with Watching(carried.name, inputs):
-            return observed(carried.apply, inputs)
+            return observed(carried.apply, inputs, (Exception,))  # whatever code without values to decide on raises
 
 
-def observed(apply: Callable[[Sequence[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor]) -> Kept:
-    """What is kept while ``apply`` and its backward run once on ``inputs``, some of which want gradients."""
+def observed(
+    apply: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    stops: tuple[type[Exception], ...] = (),
+) -> Kept:
+    """What is kept while ``apply`` and its backward run once on ``inputs``, some of which want gradients.
+
+    Args:
+        stops: what backward may raise, where it is seen as far as it gets; it is taken to ask for what was saved then.
+    """
     packed: list[Tensor] = []
     asked: list[Tensor] = []
 
@@ -75,8 +84,8 @@ def observed(apply: Callable[[Sequence[Tensor]], Sequence[Tensor]], inputs: Sequ
     roots, wanted = [t for t in results if t.requires_grad], [t for t in inputs if t.requires_grad]
     if not roots or not wanted:
         return Kept()
-    words = {_storage(t): f"out{place}" for place, t in enumerate(results)}
-    words |= {_storage(t): f"in{place}" for place, t in enumerate(inputs)}
+    words = {storage_of(t): f"out{place}" for place, t in enumerate(results)}
+    words |= {storage_of(t): f"in{place}" for place, t in enumerate(inputs)}
     held = [t for t in pytree.tree_leaves(vars(roots[0].grad_fn)) if isinstance(t, Tensor)]
     given, is_over = [torch.ones_like(t) for t in roots], False
     with _Peak([*inputs, *results, *given, *packed, *held]) as peak:
@@ -85,12 +94,12 @@ def observed(apply: Callable[[Sequence[Tensor]], Sequence[Tensor]], inputs: Sequ
             is_over = True
         except CaptureError:
             raise
-        except Exception:  # what it decides on is not known; then it is taken to ask for what it saved
+        except stops:
             found = ()
     gives = sum(t.numel() * t.element_size() for t in found if t is not None)
     saved = packed if asked or not is_over else []
-    saves = dict.fromkeys(words[_storage(t)] for t in saved if _storage(t) in words)
-    every = {_storage(t): t for t in (*packed, *held)}
+    saves = dict.fromkeys(words[storage_of(t)] for t in saved if storage_of(t) in words)
+    every = {storage_of(t): t for t in (*packed, *held)}
     holds = [words[storage] for storage in every if storage in words and words[storage] not in saves]
     others = [_like(t, [*inputs, *results]) for storage, t in every.items() if storage not in words]
     first = max(1, *(t.numel() * t.element_size() for t in (inputs[0], results[0])))
@@ -103,24 +112,20 @@ def _like(tensor: Tensor, measures: Sequence[Tensor]) -> tuple[int, float]:
     return place, tensor.numel() * tensor.element_size() / (measures[place].numel() or 1)
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 class _Peak(TorchDispatchMode):
     """The most bytes of tensors that were made inside and were alive at one time."""
 
     def __init__(self, before: Sequence[Tensor]):
         super().__init__()
         self.bytes = 0
-        self._before = {t.untyped_storage()._cdata for t in before}
+        self._before = set(map(storage_of, before))
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {storage_of(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()

@@ -58,7 +58,8 @@ class Held:
         """The tensor, if nobody has written to it; autograd looks only where nothing holds for it."""
         if tensor._version != self._version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} that backward needs was written to in place after forward, "
-                f"{tensor._version - self._version} times: write to a copy of what the model returned (clone)"
+                f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place between forward and "
+                f"backward, {tensor._version - self._version} times: call loss.backward() before optimizer.step(), and "
+                "write to a copy (clone) of what the model returned"
             )
         return tensor

@@ -57,7 +57,9 @@ def recompute(
     with saved_tensors_hooks(pack, _Cell.unpack), state.random.recorded() as seeds:
         outputs, given_up, kept = program(*inputs)
     regions = _entered(program, again, seeds) if seeds else {}
-    frame = _Frame(again, given_up, [(hold(value), value) for value in kept], gatherings_of(inputs), state, regions)
+    frame = _Frame(
+        again, given_up, [(hold(value), value.requires_grad) for value in kept], gatherings_of(inputs), state, regions
+    )
     places: dict[int, Place] = {memory_of(value): place for place, value in reversed([*enumerate(given_up)])}
     stay = {memory_of(value) for value in kept}
     seen: Counter[int] = Counter()
@@ -138,15 +140,14 @@ class _Frame:
         self,
         again: GraphModule,
         given_up: Sequence[Tensor],
-        kept: Sequence[tuple[Held, Tensor]],
+        kept: Sequence[tuple[Held, bool]],
         gatherings: Sequence[Gathering],
         state: RunState,
         regions: Mapping[int, int],
     ):
         self.uses: Counter[Place] = Counter()
         self.regions = regions
-        self._again = again
-        self._kept = [(held, value.requires_grad, value._version) for held, value in kept]
+        self._again, self._kept = again, kept
         self._gatherings = gatherings
         self._geometries = [_geometry(value) for value in given_up]
         self._state, self._training, self._autocast = state, state.training, _autocast_now()
@@ -164,12 +165,6 @@ class _Frame:
         return made
 
     def _make(self) -> None:
-        stayed = ((held.tensor, version) for held, _, version in self._kept)
-        if any(value is not None and value._version != version for value, version in stayed):
-            raise RuntimeError(
-                "a tensor from which a block recomputes was changed in place between forward and backward: "
-                "call loss.backward() before optimizer.step(), or plan with pin={'recompute': 'none'}"
-            )
         training, self._state.training = self._state.training, self._training
         try:
             with self._autocast():
@@ -188,7 +183,7 @@ class _Frame:
 
     def _run(self) -> dict[Place, Tensor]:
         with torch.no_grad():
-            return dict(enumerate(self._again(*(held.read() for held, *_ in self._kept), *self._gatherings)))
+            return dict(enumerate(self._again(*(held.read() for held, _ in self._kept), *self._gatherings)))
 
     def _drawn(self) -> dict[Place, Tensor]:
         """The same with random numbers: run as in forward, so that autograd saves what it saved then."""
@@ -203,7 +198,7 @@ class _Frame:
                 if place in self.uses:
                     found[place] = tensor.detach()
 
-        kept = [held.read().detach().requires_grad_(differs) for held, differs, _ in self._kept]
+        kept = [held.read().detach().requires_grad_(differs) for held, differs in self._kept]
         with torch.enable_grad(), saved_tensors_hooks(pack, _none), random.replayed(self.regions.items()):
             made = self._again(*kept, *self._gatherings)
         return found | {place: value.detach() for place, value in enumerate(made)}

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-
-import numpy as np
 
 from planner.problem import Problem
 from planner.solve.best import Best
-from planner.solve.cheapest import Cheapest, Least
-from planner.solve.model import HALF_BYTE, Model, Weights, build_model, drop_forbidden, restrict
+from planner.solve.cheapest import Cheapest, Least, low_peak
+from planner.solve.model import HALF_BYTE, Model, build_model, drop_forbidden, restrict
 from planner.solve.relax import Box, Multipliers, Plane, plane
 
 _STEPS = 14
@@ -50,7 +47,7 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
         time_s = max(time_s, found.bound_s)
         best.offer_assignment(found.least.model, found.least.assignment)
         if is_limited and light is None and found.plane.over_bytes > 0:
-            leanest = end.leanest
+            leanest = end.cheapest.leanest
             light = leanest.choices
             best.offer(light)
             peak_bytes += leanest.bound
@@ -67,16 +64,9 @@ def lightest(problem: Problem) -> tuple[int, ...] | None:
 
     What holds least may need much for a moment; so it is found again among choices that need less.
     """
-    end, found, least_bytes = _end(problem), None, math.inf
-    while end is not None:
-        leanest = end.leanest
-        totals = leanest.totals
-        if totals.peak_bytes < least_bytes:
-            found, least_bytes = leanest.choices, totals.peak_bytes
-        most = min(totals.transient_bytes, least_bytes - leanest.bound)
-        kept = restrict(end.model, [values < most for values in end.model.transient])
-        end = _end_of(drop_forbidden(kept)) if kept is not None else None
-    return found
+    end = _end(problem)
+    low = None if end is None else low_peak(end.model, lambda capped: Cheapest(capped).leanest)
+    return None if low is None else low.choices
 
 
 @dataclass(frozen=True)
@@ -94,10 +84,10 @@ def lower_bound_between(first: Problem, last: Problem, enough_s: float = math.in
     problem between lies below both ends, and none fits where neither end does.
     """
     ends = tuple(end for end in (_end(first), _end(last)) if end is not None)
-    if len(ends) < 2 or all(end.leanest.bound > end.room_bytes for end in ends):
+    if len(ends) < 2 or all(end.cheapest.leanest.bound > end.room_bytes for end in ends):
         return Between(math.inf)
     bound_s, best = -math.inf, tuple[_Found, ...]()
-    box = Box(ends[0].model, [end.plane(end.leanest) for end in ends], ends[0].room_bytes)
+    box = Box(ends[0].model, [end.plane(end.cheapest.leanest) for end in ends], ends[0].room_bytes)
     for found in _climb(ends, box):
         if _least_s(found) > bound_s:
             bound_s, best = _least_s(found), found
@@ -125,11 +115,6 @@ class _End:
     model: Model
     cheapest: Cheapest
     room_bytes: float
-
-    @cached_property
-    def leanest(self) -> Least:
-        """The assignment that holds least."""
-        return self.cheapest.under(Weights(np.array([0.0, 0.0, 1.0, 1.0]), 0.0, np.zeros(len(self.model.rooms))))
 
     def at(self, multipliers: Multipliers) -> _Found:
         """The cheapest assignment."""
@@ -175,10 +160,7 @@ def _end(problem: Problem) -> _End | None:
     kept = None
     if problem.limit_bytes is not None:
         kept = restrict(model, [values <= problem.limit_bytes for values in model.transient])
-    return _end_of((None if kept is None else drop_forbidden(kept)) or drop_forbidden(model))
-
-
-def _end_of(left: Model | None) -> _End | None:
+    left = (None if kept is None else drop_forbidden(kept)) or drop_forbidden(model)
     if left is None:
         return None
     own = max((float(values.min()) for values in left.transient), default=0.0)

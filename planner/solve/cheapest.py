@@ -8,13 +8,15 @@ with tables as large as they need to be.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from planner.problem import Ints
 from planner.solve.eliminate import Elimination, choice_bounds, decode, eliminate
-from planner.solve.model import Model, Totals, Weights, restrict, total
+from planner.solve.model import Model, Totals, Weights, drop_forbidden, restrict, total
 from planner.solve.tree import build_tree
 from planner.solve.window import MAX_ENTRIES
 
@@ -59,6 +61,11 @@ class Cheapest:
         exact = eliminate(left, build_tree(left, MAX_ENTRIES), weights)
         return Least(exact.bound, left, decode(exact))
 
+    @cached_property
+    def leanest(self) -> Least:
+        """The assignment that holds least."""
+        return self.under(Weights(np.array([0.0, 0.0, 1.0, 1.0]), 0.0, np.zeros(len(self._model.rooms))))
+
     def _below(self, done: Elimination, cost: float) -> Model:
         """The model without choices that cost more, by more than rounding."""
         tables = (*done.singles, *done.pairs.values())
@@ -69,6 +76,28 @@ class Cheapest:
         left = restrict(self._model, [bounds <= most for bounds in choice_bounds(done)])
         assert left is not None, "the assignment that was found costs no more than itself"
         return left
+
+
+def low_peak(model: Model, leanest: Callable[[Model], Least]) -> Least | None:
+    """An assignment of low peak, of least peak where ``leanest`` finds what holds least; ``None`` if none is allowed.
+
+    The least held bytes under a cap on the transients bound every peak under that cap: a few caps suffice.
+    """
+    found: Least | None = None
+    least_bytes = math.inf
+    capped: Model | None = model
+    while capped is not None:
+        least = leanest(capped)
+        totals = least.totals
+        if not totals.allowed:
+            break
+        if totals.peak_bytes < least_bytes:
+            found, least_bytes = least, totals.peak_bytes
+        # Only smaller transients than these can still give a smaller peak.
+        cap = min(totals.transient_bytes, least_bytes - least.bound)
+        kept = restrict(capped, [values < cap for values in capped.transient])
+        capped = None if kept is None else drop_forbidden(kept)
+    return found
 
 
 def _cost(done: Elimination, assignment: Ints) -> float:

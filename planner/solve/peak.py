@@ -9,9 +9,10 @@ import numpy as np
 
 from planner.problem import Problem, evaluate
 from planner.solve.best import Best
+from planner.solve.cheapest import Least, low_peak
 from planner.solve.eliminate import decode, eliminate
-from planner.solve.model import Model, build_model, drop_forbidden, restrict, total
-from planner.solve.tree import Tree, build_tree
+from planner.solve.model import Model, build_model, drop_forbidden
+from planner.solve.tree import build_tree
 from planner.solve.window import MAX_ENTRIES, held_only, search
 
 
@@ -64,7 +65,13 @@ def _least_allowed_peak(weighed: Problem, deadline: float) -> tuple[int, ...] | 
     if model is None:
         return None
     tree = build_tree(model, MAX_ENTRIES)
-    choices = _cap_transients(model, tree)
+
+    def leanest(part: Model) -> Least:
+        done = eliminate(part, tree, held_only(part))
+        return Least(done.bound, part, decode(done))
+
+    capped = low_peak(model, leanest)
+    choices = None if capped is None else capped.choices
     if tree.exact and not len(model.rooms):
         return choices
     if choices is None:
@@ -89,23 +96,3 @@ def _find(weighed: Problem, limit_bytes: int | None, deadline: float) -> tuple[i
     if model is not None:
         search(model, best, deadline)
     return best.choices
-
-
-def _cap_transients(model: Model, tree: Tree) -> tuple[int, ...] | None:
-    """The least held bytes under a cap on the transients bound every peak under that cap: a few caps suffice."""
-    found: tuple[int, ...] | None = None
-    least = math.inf
-    capped: Model | None = model
-    while capped is not None:
-        held = eliminate(capped, tree, held_only(capped))
-        assignment = decode(held)
-        totals = total(capped, assignment)
-        if not totals.allowed:
-            break
-        if totals.peak_bytes < least:
-            found, least = capped.choices(assignment), totals.peak_bytes
-        # Only smaller transients than these can still give a smaller peak.
-        cap = min(totals.transient_bytes, least - held.bound)
-        kept = restrict(capped, [values < cap for values in capped.transient])
-        capped = None if kept is None else drop_forbidden(kept)
-    return found

@@ -19,6 +19,7 @@ from planner.cluster import ClusterSpec, Device, PeakFlops
 from planner.cluster import Level as NetworkLevel
 from planner.cost import CostModel
 from planner.errors import InfeasibleError
+from planner.explore import Searched
 from planner.fold import fold, fold_off, relabel
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
@@ -28,7 +29,7 @@ from planner.mesh import candidate_meshes
 from planner.pins import Pins
 from planner.problem import Problem, evaluate, most_bytes
 from planner.recompute import Level, ladder, named
-from planner.search import Searched, search
+from planner.search import search
 from planner.skeleton import Skeleton
 from tests.planner.test_search import chain
 
@@ -41,9 +42,9 @@ CHUNK = 20
 def only_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan is found to need more memory than the sum says, nor less."""
     nothing = SimpleNamespace(peak_at="", peak_bytes=0)
-    monkeypatch.setattr("planner.search.usage", lambda assignment: nothing)
-    monkeypatch.setattr("planner.search.fastest_that_fits", lambda leans, usable_bytes: None)
-    monkeypatch.setattr("planner.search.LEAST_ROOM", math.inf)
+    monkeypatch.setattr("planner.explore.usage", lambda assignment: nothing)
+    monkeypatch.setattr("planner.fitting.fastest_that_fits", lambda leans, usable_bytes: None)
+    monkeypatch.setattr("planner.fitting.LEAST_ROOM", math.inf)
 
 
 def random_cluster(rng: random.Random, levels: tuple[int, ...]) -> ClusterSpec:
@@ -282,7 +283,7 @@ def test_what_the_sum_misses_never_makes_a_plan_that_does_not_fit(monkeypatch: p
             peaks.append(found.peak_bytes)
             return found
 
-        monkeypatch.setattr("planner.search.usage", follow)
+        monkeypatch.setattr("planner.explore.usage", follow)
         found = searched(graph, spec, True, Pins(recompute="none"))
         missed += any(peak > spec.device.usable_bytes for peak in peaks)
         assert found is None or usage(found.assignment).peak_bytes <= spec.device.usable_bytes, f"seed {seed}"

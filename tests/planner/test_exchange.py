@@ -12,6 +12,7 @@ import pytest
 
 from planner.cost import CostModel
 from planner.exchange import Exchange, crossing
+from planner.explore import Searched
 from planner.fold import fold
 from planner.formulate import Training
 from planner.graph import Graph, Node, Ref, TensorType
@@ -20,7 +21,7 @@ from planner.pins import Pins
 from planner.plan import Plan, Search, describe, model_facts
 from planner.predict import predict_in_turns
 from planner.report import text
-from planner.search import Searched, search
+from planner.search import search
 from planner.turns import Staged, price
 from tests.planner.plans import cluster, residual_mlp
 

@@ -102,21 +102,13 @@ ROOMS["lean"] = {
     "looks",
 }
 ROOMS["refusal"] = {*BASE, "ops", "problem", "strategy", "formulate", "division", "looks", "lean", "names"}
-ROOMS["search"] = {
-    *ROOMS["looks"],
-    "keep",
-    "cluster",
-    "fold",
-    "seams",
-    "memory",
-    "offload",
-    "looks",
-    "amounts",
-    "apart",
-    "lean",
-    "refusal",
-    "words",
-}
+ROOMS["explore"] = {"formulate", "memory", "offload", "problem", "recompute", "skeleton", "turns", "words"}
+ROOMS["explore"] |= {"division", "looks", "apart", "refusal"}
+ROOMS["fitting"] = {"problem", "skeleton", "solve", "looks", "apart", "lean", "refusal", "explore"}
+ROOMS["elsewhere"] = {"errors", "cluster", "division", "looks", "offload", "pins", "problem", "recompute", "skeleton"}
+ROOMS["elsewhere"] |= {"amounts", "explore", "fitting"}
+ROOMS["search"] = {*BASE, "cluster", "cost", "division", "fold", "formulate", "keep", "looks", "pins", "recompute"}
+ROOMS["search"] |= {"seams", "skeleton", "explore", "fitting", "elsewhere"}
 ROOMS["detail"] = {"conversion"}
 ROOMS["names"] = {"graph", "formulate"}
 ROOMS["account"] = ROOMS["pins"] | {"conversion", "pins", "predict", "detail", "names"}
@@ -130,7 +122,19 @@ ROOMS["formulas"] = {*ROOMS["scale"], "heap", "conversion", "pipeline", "scale",
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
 ROOMS["encode"] |= {"timetable"}
 ROOMS["levels"] = {"errors", "again", "formulate", "recompute", "turns", "names", "document"}
-VIEWS = {*ROOMS} - {"amounts", "keep", "search", "looks", "apart", "lean", "refusal", "highs"}
+VIEWS = {*ROOMS} - {
+    "amounts",
+    "keep",
+    "explore",
+    "fitting",
+    "elsewhere",
+    "search",
+    "looks",
+    "apart",
+    "lean",
+    "refusal",
+    "highs",
+}
 ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}
 ROOMS["why"] = {
@@ -143,6 +147,7 @@ ROOMS["why"] = {
     "certificate",
     "document",
     "words",
+    "explore",
     "search",
     "looks",
 }

@@ -9,13 +9,14 @@ import pytest
 
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
+from planner.explore import Searched
 from planner.fold import fold
 from planner.formulate import Training, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.keep import MOST, WORTH, corners, with_levels_between
 from planner.pins import Pins
 from planner.recompute import named
-from planner.search import Searched, search
+from planner.search import search
 from planner.skeleton import Skeleton
 from tests.planner.plans import cluster
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from planner.cluster import ClusterSpec
 from planner.errors import InfeasibleError
+from planner.explore import Searched
 from planner.formulate import Training
 from planner.graph import Graph
 from planner.offload import largest_working_set
 from planner.pins import Pins
-from planner.search import Searched, search
+from planner.search import search
 from tests.planner.plans import residual_mlp
 
 PINS = ({}, {"offload": "host"}, {"offload": "auto", "recompute": "full"}, {"recompute": "none"}, {"zero": 3})

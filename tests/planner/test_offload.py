@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner import elsewhere, fitting
 from planner.calibration import Calibration
 from planner.chunks import (
     ALIGN_BYTES,
@@ -28,6 +29,7 @@ from planner.chunks import (
 from planner.cluster import ClusterSpec, Host
 from planner.conversion import local_bytes
 from planner.errors import ClusterError, InfeasibleError, PinError, PlanError
+from planner.explore import Searched, explore
 from planner.formulate import Assignment, Training
 from planner.graph import Graph, Ref
 from planner.heap import BEFORE
@@ -37,7 +39,7 @@ from planner.offload import largest_working_set, offloaded
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe, model_facts, reprice
 from planner.predict import predict
-from planner.search import Searched, search
+from planner.search import search
 from planner.timetable import Use, fewest_bytes, simulate
 from tests.planner.plans import plan_of, residual_mlp
 
@@ -460,16 +462,14 @@ def test_no_limit_is_searched_twice_where_plans_need_more_than_the_search_counts
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A chunk that is much larger than all else: the search's own sum has room to spare, and the plan none."""
-    import planner.search as room
-
     found: list[Any] = []
-    whole = room._search
 
     def counted(*args: Any) -> Any:
-        found.append(whole(*args))
+        found.append(explore(*args))
         return found[-1]
 
-    monkeypatch.setattr(room, "_search", counted)
+    for room in (fitting, elsewhere):
+        monkeypatch.setattr(room, "explore", counted)
     graph, spec = residual_mlp(layers=2, width=256, batch=8), cluster()
     still = decided(offload(graph, spec, activations="none"))
     need = largest_working_set(still, usage(still)).bytes
@@ -582,7 +582,7 @@ def test_what_is_made_again_leaves_room_for_what_stays(monkeypatch: pytest.Monke
     sizes = ("80 MiB", "120 MiB")
     pin = {"offload": "auto", "activations": "none"}
     with_room = [offload(graph, gpu(size), **pin).predicted for size in sizes]
-    monkeypatch.setattr("planner.search.ROOM", ())
+    monkeypatch.setattr("planner.elsewhere.ROOM", ())
     without = [offload(graph, gpu(size), **pin).predicted for size in sizes]
     assert all(mine.step_time_s <= other.step_time_s for mine, other in zip(with_room, without, strict=True))
     assert with_room[1].step_time_s < 0.95 * without[1].step_time_s

@@ -18,6 +18,7 @@ from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.division import Division, in_turns
 from planner.errors import InfeasibleError, InputError, PinError, PlanError, ScheduleError
+from planner.explore import Searched
 from planner.fold import fold
 from planner.formulate import Space, Training, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
@@ -27,7 +28,7 @@ from planner.plan import Plan, Search, describe, model_facts, refold, reprice
 from planner.predict import predict_in_turns
 from planner.report.summary import stages
 from planner.seams import finer
-from planner.search import Searched, search
+from planner.search import search
 from planner.solve import lower_bounds
 from planner.timeline import bubble_of
 from tests.planner.plans import cluster, plan_of, residual_mlp

@@ -1,0 +1,151 @@
+"""Elsewhere: plans whose model data are at home on the host or on disk.
+
+The search decides as if devices held none of them; what stays, and what blocks save and let leave, is taken from the
+timetables of a few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.amounts import fastest_amount
+from planner.cluster import ClusterSpec
+from planner.division import OUT_OF_TURN
+from planner.errors import InfeasibleError, PinError
+from planner.explore import Divisions, Nothing, Searched, explore
+from planner.fitting import fitted
+from planner.looks import Best, Setting
+from planner.offload import offloaded_s
+from planner.pins import Pins
+from planner.problem import evaluate
+from planner.recompute import ladder
+from planner.skeleton import Skeleton
+
+ROOM = (0.75, 0.5, 0.25, 0.0)
+"""Parts of what a plan takes beside model data to which it is brought down, so that more of that stays."""
+ENDLESS = 2**50
+"""More bytes than any model takes."""
+
+
+def check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
+    """Refuse what plans that offload cannot be yet, and clusters that do not say where to."""
+    if pins.schedule in OUT_OF_TURN:
+        raise PinError(
+            f"pin 'offload' is {pins.offload!r}, and pin 'schedule' {pins.schedule!r}, which leaves gradients of "
+            "weights to a later action or step than their block's backward, where they could not leave the device: pin "
+            "'schedule' '1f1b', 'interleaved_1f1b' or 'gpipe', or 'offload' 'none'"
+        )
+    if (pipelines or pins.in_turns) and pins.update == "backward":
+        raise PinError(
+            "pin 'update' is 'backward', but a step in turns has its gradients before the loss's backward says by how "
+            "much they are scaled, so that none can be used earlier: pin 'update' 'after', or leave out pipelines, "
+            "'pipeline' and 'micro_batches'"
+        )
+    if (pipelines or pins.in_turns) and pins.activations:
+        raise PinError(
+            f"pin 'activations' is {pins.activations!r}, but in turns what is saved for backward does not leave the "
+            "device: leave it out, or pipelines, 'pipeline' and 'micro_batches'"
+        )
+    cluster.home(pins.tier == "disk")
+
+
+def elsewhere(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Searched:
+    """The fastest plan with model data elsewhere, whether what blocks save leaves or stays."""
+    if not divisions.turned and setting.pins.activations is None:
+        return _staying_or_leaving(setting, skeleton, divisions)
+    found = _planned(setting, skeleton, divisions)
+    _check_leaving(found, setting.pins)
+    return found
+
+
+def _planned(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Searched:
+    """The fastest plan that fits with model data elsewhere, by what the timetable says of a few."""
+    found = fitted(_with_room(setting), skeleton, divisions)
+    if setting.training.activations:
+        return _with_amount(setting, skeleton, found)
+    return found if setting.training.tier != "either" else _leaving_room(setting, skeleton, divisions, found)
+
+
+def _staying_or_leaving(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Searched:
+    """The faster plan of that in which what blocks save stays on the device and that in which it may leave.
+
+    Where all of it fits that is not looked for, unless model data may take its room.
+    """
+    stays: Searched | None = None
+    try:
+        stays = _planned(setting, skeleton, divisions)
+    except InfeasibleError:
+        if setting.is_late():
+            raise
+    if stays is not None and (setting.is_late() or not _is_short_of_room(setting, stays)):
+        return stays
+    setting = replace(setting, training=replace(setting.training, activations="all"))
+    try:
+        leaves = _planned(setting, skeleton, divisions)
+    except InfeasibleError:
+        if stays is None:
+            raise
+        return stays
+    if stays is None or offloaded_s(leaves.assignment, leaves.memory) < offloaded_s(stays.assignment, stays.memory):
+        return leaves
+    return stays.above(min(stays.bound_s, leaves.bound_s))
+
+
+def _is_short_of_room(setting: Setting, found: Searched) -> bool:
+    """Whether a plan makes anything again, or may have model data on the device."""
+    return bool(found.assignment.recompute.without_gathering()) or setting.training.tier == "either"
+
+
+def _with_amount(setting: Setting, skeleton: Skeleton, found: Searched) -> Searched:
+    """The same layouts with the amount of recomputation of the shortest step, as timetables say."""
+    space, choices = found.best.space, found.best.choices
+    kinds = {instance.kind: kind for instance, (kind, _) in zip(space.folded.instances, skeleton.numbers, strict=True)}
+    tried = fastest_amount(space, choices, ladder(space.folded, setting.levels.of_kinds(kinds)).steps)
+    if tried is None:
+        return found
+    recompute, memory = tried
+    best = Best(space, choices, recompute, evaluate(space.problem(None, recompute), choices))
+    rows = [row.costing(best.evaluation) if row.division == best.division else row for row in found.candidates]
+    plan = replace(found, best=best, candidates=tuple(rows), status="optimal", gap=0.0)
+    return plan.followed(memory).above(found.bound_s)
+
+
+def _with_room(setting: Setting) -> Setting:
+    """The setting; with all the memory there is where what is saved may leave, since to the search it stays."""
+    if not setting.training.activations:
+        return setting
+    return replace(setting, spare_bytes=setting.cost.cluster.device.usable_bytes - ENDLESS)
+
+
+def _leaving_room(setting: Setting, skeleton: Skeleton, divisions: Divisions, found: Searched) -> Searched:
+    """Of plans that leave ever more memory to model data the one of the shortest step, with what then stays.
+
+    The search reckons as if nothing stayed, so that it makes nothing again that fits. What it makes again leaves room,
+    and what stays there is updated on the device.
+    """
+    tried = [(offloaded_s(found.recomputing, found.memory, found.staged), found)]
+    usable = setting.cost.cluster.device.usable_bytes
+    most_bytes = found.working_set().beside_bytes if found.memory is None else found.memory.peak_bytes
+    for share in ROOM:
+        if setting.is_late():
+            break
+        leaner = explore(replace(setting, spare_bytes=usable - int(share * most_bytes)), skeleton, divisions)
+        if isinstance(leaner, Nothing):
+            break
+        leaner = leaner.followed()
+        if leaner.working_set().bytes <= usable:
+            seconds = offloaded_s(leaner.recomputing, leaner.memory, leaner.staged)
+            tried.append((seconds, leaner.above(found.bound_s)))
+    return min(tried, key=lambda each: each[0])[1]
+
+
+def _check_leaving(found: Searched, pins: Pins) -> None:
+    """Refuse a count of more blocks than save anything that may leave."""
+    if not isinstance(pins.activations, int):
+        return
+    blocks = 0 if found.memory is None else len({each.left for each in found.memory.saved})
+    if blocks < pins.activations:
+        raise PinError(
+            f"pin 'activations' is {pins.activations}, but {blocks} blocks save for backward what may leave the "
+            "device: pin that many, or 'all'"
+        )

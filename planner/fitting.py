@@ -1,0 +1,113 @@
+"""Fitting: plans that fit when they are followed.
+
+A search adds up bytes that are not all alive at once, and misses some; what a plan needs shows when it is followed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from planner.apart import may_differ, together_again
+from planner.explore import Divisions, Nothing, Searched, completed, explore
+from planner.lean import bounds_s, fastest_that_fits, lean_plans
+from planner.looks import PROVED, Candidate, Setting
+from planner.problem import most_bytes
+from planner.refusal import check_turns, nothing_fits
+from planner.skeleton import Skeleton
+from planner.solve import lower_bounds
+
+LEAST_ROOM = 0.02
+"""Part of a device's memory that a plan may leave empty without another search for one that takes it."""
+TRIES = 2
+"""So many limits are tried between one at which a plan was found that does not fit and one at which none was."""
+
+
+def fitted(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Searched:
+    """The fastest plan within the setting's memory that fits when it is followed.
+
+    The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed. Then it
+    searches again with a lower limit. What that excludes may fit, so that only what the first search proved is proved.
+    Where it leaves nothing, the leanest plans are followed.
+    """
+    usable, tries, bound_s = setting.cost.cluster.device.usable_bytes, TRIES, math.inf
+    nothing: Nothing | None = None
+    below, above = -math.inf, math.inf  # limits at which nothing was found, and from which on all that was does not fit
+    while True:
+        found = explore(setting, skeleton, divisions)
+        if isinstance(found, Nothing):
+            nothing, below = found, setting.limit_bytes
+        elif found.staged is not None and setting.training.tier == "device":
+            return found if math.isinf(bound_s) else found.above(bound_s)
+        else:
+            followed = found.followed()
+            excess = followed.working_set().bytes - usable
+            bound_s = found.bound_s if math.isinf(bound_s) else bound_s
+            if excess <= 0:
+                return followed.above(bound_s)
+            above = found.evaluation.peak_bytes
+            # In steps of the excess, past the limits at which the search would find the same plan again.
+            limit = setting.limit_bytes - (1 + (setting.limit_bytes - above) // excess) * excess
+        if nothing is not None:  # the step was too long
+            if math.isinf(above) or not tries or above - below <= 1 or setting.is_late():
+                return _leanest(setting, skeleton, nothing)
+            tries, limit = tries - 1, math.floor((below + above) / 2)
+        setting = replace(setting, spare_bytes=usable - limit)
+
+
+def _leanest(setting: Setting, skeleton: Skeleton, nothing: Nothing) -> Searched:
+    """Of the leanest plans the fastest that fits when it is followed.
+
+    Raises:
+        PinError: there are no plans at all, whatever they need.
+        InfeasibleError: none fits.
+    """
+    bounds = bounds_s(nothing.looks)
+    check_turns(nothing.looks, bounds)
+    leans = lean_plans(setting, nothing.looks)
+    best = fastest_that_fits(leans, setting.cost.cluster.device.usable_bytes)
+    if best is None:
+        raise nothing_fits(setting, skeleton.graph, nothing.looks, leans)
+    if best.staged is None and may_differ(skeleton.folded):
+        best = together_again(setting, skeleton.folded, best)
+    row = Candidate(best.division, "feasible", math.inf, bounds[best.division], 0, "relaxation")
+    others = (each for each in nothing.rows if each.division != best.division)
+    found = completed(setting, best, [row.costing(best.evaluation), *others], bounds.values())
+    return found.followed()
+
+
+def _wants_no_more(setting: Setting, found: Searched) -> bool:
+    """Whether a plan is proved, and no faster on its mesh if there were no limit to memory."""
+    if found.gap > setting.gap:
+        return False
+    problem = found.best.space.problem(None)
+    if most_bytes(problem) <= setting.limit_bytes:
+        return True
+    return found.evaluation.time_s * (1 - max(setting.gap, PROVED)) <= lower_bounds(problem).time_s
+
+
+def taking_room(setting: Setting, skeleton: Skeleton, divisions: Divisions, found: Searched) -> Searched:
+    """The plan found, or a faster one that fits only when it is followed.
+
+    The search adds up bytes that are not all alive at once. Where memory is short, the plan followed leaves
+    room, and the search goes on with so much more memory: a sum and what it is off by change little from plan to plan.
+    So it does where the first part of the time did not do for the proof.
+    """
+    usable = setting.cost.cluster.device.usable_bytes
+    if found.staged is not None or setting.pins.recompute is not None or _wants_no_more(setting, found):
+        return found
+    room = usable - found.peak_bytes
+    for _ in range(TRIES):
+        if room < LEAST_ROOM * usable or setting.is_late():
+            break
+        limit = found.evaluation.peak_bytes + room
+        more = explore(replace(setting, spare_bytes=usable - limit), skeleton, divisions, found.best)
+        if isinstance(more, Nothing):
+            break
+        if more.best is found.best:  # none is faster, with more memory even
+            proves_more = limit >= usable and more.gap < found.gap
+            return replace(found, status=more.status, gap=more.gap) if proves_more else found
+        more = more.followed() if limit >= usable else more.followed().above(found.bound_s)
+        fits = more.peak_bytes <= usable
+        found, room = (more, usable - more.peak_bytes) if fits else (found, room // 2)
+    return found
