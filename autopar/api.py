@@ -30,12 +30,12 @@ from planner.cost import CostModel
 from planner.errors import ClusterError, InputError, PinError, PlanError
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
-from planner.lookups import check_lookups
 from planner.memory import usage
 from planner.offload import offloaded, saved_bytes
 from planner.pins import Pins, filters
 from planner.pipeline.schedule import schedule
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restage, restore
+from planner.positions import check_positions
 from planner.predict import predict, predict_in_turns
 from planner.search import GAP, check_gap, check_time_limit, search
 from planner.timetable import Timetable
@@ -71,7 +71,7 @@ def trace(
     start = time.monotonic()
     captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
     graph = lower(captured)
-    check_lookups(graph)
+    check_positions(graph)
     if loss_fn is not None and any(p.requires_grad for p in model.parameters()) and not graph.roots:
         raise InputError(
             "the loss that loss_fn returned depends on no parameter that is trained: compute it from the model's "

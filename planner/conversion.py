@@ -110,11 +110,6 @@ def local_bytes(tensor: TensorType, layout: Layout, mesh: Mesh) -> int:
     return math.prod(shape) * tensor.item_bytes
 
 
-def resting(layout: Layout, grad: bool) -> Layout:
-    """The layout as the planner sees it: without a gradient, I and R are the same and written R."""
-    return layout if grad else tuple(R if local_type == I else local_type for local_type in layout)
-
-
 _RULES = tuple(STEPS)
 _KINDS = ("", *sorted({kind for kinds in STEPS.values() for kind in kinds if kind}))
 _FORWARD = np.array([_KINDS.index(STEPS[rule][0]) for rule in _RULES])

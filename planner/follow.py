@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 from planner.errors import PlanError
 from planner.graph import Graph, Node, Ref
-from planner.lookups import COUNTING, EMBEDDING
 from planner.polynomial import Size, batch_of, describe, quotient, sequence_of
+from planner.positions import COUNTING, EMBEDDING
 from planner.rules import Rule
 from planner.strategy import tensors_of
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.chunks import SAVED
 from planner.conversion import Collective
-from planner.detail import BlockDetail, Move, OpDetail
+from planner.detail import BlockDetail, OpDetail
 from planner.document import BlockPlan, Document
 from planner.layout import PIPELINE
 from planner.pipeline.schedule import versions
@@ -116,11 +116,6 @@ def candidate_cells(candidate: Mapping[str, Any]) -> tuple[str, str]:
     if candidate["status"] in ("bounded away", "not tried", "none found") or seconds is None:
         return candidate["status"], f"at least {in_seconds(bound)}"
     return candidate["status"], in_seconds(seconds)
-
-
-def leaf_calls(document: Document) -> list[tuple[str, Move]]:
-    """Conversions of parameters and inputs that several readers share."""
-    return [(name, move) for name, leaf in document.account.leaves.items() for move in leaf.after]
 
 
 def standing(document: Document) -> str:

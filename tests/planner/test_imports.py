@@ -61,7 +61,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "pins": {*BASE, "rules", "ops", "mesh", "pipeline", "strategy", "recompute", "formulate"},
     "runs": {"graph", "stacks", "formulate"},
-    "lookups": {"errors", "graph"},
+    "positions": {"errors", "graph"},
     "asked": {"graph", "ops", "fold", "recompute", "formulate"},
     "heap": set(),
     "tape": {"again", "fold", "heap"},
@@ -114,7 +114,7 @@ ROOMS["names"] = {"graph", "formulate"}
 ROOMS["account"] = ROOMS["pins"] | {"conversion", "pins", "predict", "detail", "names"}
 ROOMS["document"] = {"errors", "layout", "cluster", "formulate", "division", "predict", "detail", "account"}
 ROOMS["document"] |= {"graph", "chunks", "certificate", "pipeline", "timeline", "timetable", "turns"}
-ROOMS["follow"] = {"errors", "graph", "lookups", "rules", "strategy", "polynomial"}
+ROOMS["follow"] = {"errors", "graph", "positions", "rules", "strategy", "polynomial"}
 ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "memory", "predict", "follow", "turns"}
 ROOMS["capacity"] = {"errors", "polynomial", "scale"}
 ROOMS["closed"] = {*ROOMS["formulate"], "formulate", "ops", "pins", "seconds", "polynomial"}

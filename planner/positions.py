@@ -1,4 +1,4 @@
-"""Look-ups: positions that are counted past the end of a table, where a model would fail and no shape shows it."""
+"""Positions: those that are counted past the end of a table, where a model would fail and no shape shows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEEPING = frozenset(
 """Operators whose result holds the values of their operand, each at least once."""
 
 
-def check_lookups(graph: Graph) -> None:
+def check_positions(graph: Graph) -> None:
     """Refuse a model that looks up more positions than a table has.
 
     Raises:
