@@ -260,9 +260,10 @@ def _half(found: Searched) -> Searched:
     """The same decisions with half of the blocks of every kind recomputed in full."""
     space = found.assignment.space
     amounts = tuple(Amount.of({"full": len(kind) // 2 if len(kind) > 1 else 0}) for kind in space.folded.kinds)
-    assignment = replace(found.assignment, recompute=Recompute(amounts))
-    problem = Decided(assignment, space.skeleton).problem(None, assignment.recompute)
-    return replace(found, assignment=assignment, evaluation=evaluate(problem, (0,) * len(problem.vertices)))
+    recompute = Recompute(amounts)
+    problem = Decided(replace(found.assignment, recompute=recompute), space.skeleton).problem(None, recompute)
+    evaluation = evaluate(problem, (0,) * len(problem.vertices))
+    return replace(found, best=replace(found.best, recompute=recompute, evaluation=evaluation))
 
 
 def _freely(run: Run, traced: Traced, cluster: ClusterSpec) -> Run:
