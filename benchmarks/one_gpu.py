@@ -231,9 +231,11 @@ def _fsdp2(model: nn.Module, batch: dict[str, Tensor], recomputes: bool) -> Step
     torch.cuda.set_device(0)
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
     policy = CPUOffloadPolicy(pin_memory=True)
-    for number, layer in enumerate(model.layers):
+    layers = model.get_submodule("layers")
+    for name, layer in layers.named_children():
         if recomputes:
-            model.layers[number] = layer = checkpoint_wrapper(layer)
+            layer = checkpoint_wrapper(layer)
+            layers.register_module(name, layer)
         fully_shard(layer, offload_policy=policy)
     fully_shard(model, offload_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

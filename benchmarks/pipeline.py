@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -72,17 +74,19 @@ def simulations(micro_batches: int = 512) -> list[Simulated]:
             stages = RANKS * virtual
             times = Times(rng.random(stages), rng.random(stages), rng.random(stages), rng.random(stages - 1) / 10)
             schedule.cache_clear()
-            seconds = []
-            for _ in range(2):
-                start = time.process_time()
-                step_s(name, RANKS, micro_batches, virtual, times)
-                seconds.append(time.process_time() - start)
+            step = partial(step_s, name, RANKS, micro_batches, virtual, times)
+            first_s, again_s = _seconds(step), _seconds(step)
             order = schedule(name, RANKS, micro_batches, virtual)
             simulate(order, times)
-            start = time.process_time()
-            simulate(order, times)
-            found.append(Simulated(name, virtual, micro_batches, *seconds, time.process_time() - start))
+            whole_s = _seconds(partial(simulate, order, times))
+            found.append(Simulated(name, virtual, micro_batches, first_s, again_s, whole_s))
     return found
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
 
 
 def cuts() -> list[Found]:
@@ -102,8 +106,8 @@ def cuts() -> list[Found]:
                     pipeline.micro_batches,
                     limit and limit // GIB,
                     time.process_time() - start,
-                    best and best.step_s,
-                    best and best.gap,
+                    best.step_s if best else None,
+                    best.gap if best else None,
                 )
             )
     return found

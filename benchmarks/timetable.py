@@ -205,7 +205,9 @@ class Demand:
 
 def on_demand(trace: Trace, budget_bytes: int, rule: Rule) -> float:
     """Bytes of a step by the rule, on average over the steps after which the device's contents repeat."""
-    demand, moved, seen = Demand(trace, budget_bytes, rule), [], {}
+    demand = Demand(trace, budget_bytes, rule)
+    moved: list[int] = []
+    seen: dict[tuple[frozenset[Item], frozenset[Item]], int] = {}
     while True:
         state = (frozenset(demand.used), frozenset(demand.behind))
         if state in seen:

@@ -144,10 +144,10 @@ def record(rows: Sequence[dict[str, object]], seconds: float) -> None:
     (RESULTS / "zoo.md").write_text("\n".join(lines))
 
 
-def cell(row: dict[str, object]) -> str:
+def cell(row: dict[str, Any]) -> str:
     if row["status"] != "equal":
         return str(row["status"])
-    worst = max(row["outputs"], row["gradients"], row["buffers"])  # type: ignore[type-var]
+    worst = max(row["outputs"], row["gradients"], row["buffers"])
     return f"{worst:.0e}, {row['calls']}"
 
 
