@@ -77,9 +77,8 @@ class Planned:
 def measure(case: Case) -> Planned:
     """Plan once."""
     model, batch = llama(case.layers, case.batch, case.sequence, case.shape)
-    cluster = ClusterSpec.preset("dgx-h100", nodes=case.nodes)
-    device = cluster.device.model_copy(update={"memory_bytes": case.memory})
-    cluster = cluster.model_copy(update={"device": device})
+    fields = ClusterSpec.preset("dgx-h100", nodes=case.nodes).to_dict()
+    cluster = ClusterSpec.from_dict({**fields, "device": {**fields["device"], "memory_bytes": case.memory}})
     wall, cpu = time.perf_counter(), time.process_time()
     traced = trace(model, example_kwargs=batch)
     plan = plan_traced(
