@@ -1,9 +1,9 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [shards] [predicted] [published] [runs] [iopddl] [memory] [pipeline]
-                     [schedules] [timetable] [offload] [gpu_steps] [gpu_offload]
+                     [schedules] [timetable] [offload] [gpu_steps] [gpu_offload] [gpu_largest]
 
-Those of a GPU run where there is one.
+Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -18,6 +19,7 @@ import torch
 
 from benchmarks import (
     iopddl,
+    largest,
     memory,
     offload,
     one_gpu,
@@ -40,6 +42,8 @@ PLAN_CASES = (
     *(plan_time.Case(32, 1, 8, memory=memory) for memory in ("60 GiB", "40 GiB", "24 GiB", "20 GiB")),
     *(plan_time.Case(126, 2048, 2048, "405B", 8192, pipelines=True, time_limit_s=limit) for limit in (5, 8, 30)),
 )
+LARGEST_S = 540.0
+"""A call of gpu_largest ends before ten minutes are over."""
 REPEATS = 3
 STARTS = 5
 STEP_CASES = tuple(
@@ -88,6 +92,8 @@ def main(what: list[str]) -> None:
         gpu_offloads()
     if "gpu_steps" in what or (not what and torch.cuda.is_available()):
         gpu_steps()
+    if "gpu_largest" in what:
+        gpu_largest()
 
 
 def plans() -> None:
@@ -450,6 +456,18 @@ def gpu_offloads() -> None:
     )
     raw = [asdict(r) for r in found]
     print(record.write("gpu_offload", "Model data on the host of a GPU", notes, rows, raw, facts), flush=True)
+
+
+def gpu_largest() -> None:
+    """The largest models, by tries of which all are recorded; what there is no time for is left to the next call."""
+    until = time.monotonic() + LARGEST_S
+    told = largest.Record.open(largest.search_here)
+    for found in largest.go_on(told, until):
+        told_s = " ".join(f"{seconds:.2f}" for seconds in found.seconds)
+        print(f"{found.job}: {found.short_of or 'trains'} {told_s} {found.said}", flush=True)
+    print(told.write(), flush=True)
+    if largest.next_job(told.search, told.tries) is not None:
+        print("some tries are left: run it again, with benchmarks/results/gpu_largest.json in its place", flush=True)
 
 
 def _error_of(predicted: float, measured: float, unit: float) -> str:

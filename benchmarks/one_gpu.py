@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from autopar.profile import measured_cluster, profile
 from benchmarks.gpt import GPT, Shape
 from planner.calibration import Calibration
 from planner.cluster import ClusterSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import OffloadPolicy
 
 STEPS, WARMUP = 5, 3
 SHAPES = {
@@ -91,7 +94,7 @@ def offloads() -> list[Run]:
 def _all(cases: list[tuple[dict[str, Any], str]]) -> list[Run]:
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        measured_cluster(_calibration()).save(Path(folder) / "cluster.yaml")
+        measured_cluster(calibration()).save(Path(folder) / "cluster.yaml")
         for case, side in cases:
             run = _in_its_own_process(case, side, folder)
             if run is not None:
@@ -101,7 +104,8 @@ def _all(cases: list[tuple[dict[str, Any], str]]) -> list[Run]:
 
 
 @cache
-def _calibration() -> Calibration:
+def calibration() -> Calibration:
+    """Of this machine."""
     return profile()
 
 
@@ -193,8 +197,18 @@ def _model(case: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
 Step = Callable[[], float]
 
 
-def _loss(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output.loss
+def stepping(model: nn.Module, batch: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Step:
+    """A step of training that gives the loss."""
+
+    def step() -> float:
+        output = model(**batch)
+        loss: Tensor = output if isinstance(output, Tensor) else output.loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
 
 
 def _ours(
@@ -213,41 +227,38 @@ def _ours(
     }
     pmodel = autopar.parallelize(model, specs["profiled"], plan=plans["profiled"], example_kwargs=batch)
     optimizer = pmodel.optimizer(torch.optim.AdamW, lr=1e-5)
-
-    def step() -> float:
-        loss = _loss(pmodel(**pmodel.shard(batch)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step, plans
+    return stepping(pmodel, pmodel.shard(batch), optimizer), plans
 
 
 def _fsdp2(model: nn.Module, batch: dict[str, Tensor], recomputes: bool) -> Step:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
     torch.cuda.set_device(0)
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
-    policy = CPUOffloadPolicy(pin_memory=True)
+    fully_sharded(model, recomputes, CPUOffloadPolicy(pin_memory=True))
+    return stepping(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
+
+
+def fully_sharded(model: nn.Module, recomputes: bool, policy: OffloadPolicy, device: str = "cuda") -> None:
+    """Give FSDP2 every layer and the rest of a model, in a group of one process.
+
+    Args:
+        recomputes: every layer in backward.
+        device: the type of that which computes.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    mesh = init_device_mesh(device, (1,))
     layers = model.get_submodule("layers")
     for name, layer in layers.named_children():
         if recomputes:
             layer = checkpoint_wrapper(layer)
             layers.register_module(name, layer)
-        fully_shard(layer, offload_policy=policy)
-    fully_shard(model, offload_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def step() -> float:
-        loss = model(**batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
 
 
 def _moved(step: Step) -> dict[str, tuple[int, float, float]]:

@@ -12,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from planner.files import write_text
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "spmd_types", "numpy", "ortools")
 
@@ -40,7 +42,7 @@ def write(name: str, title: str, notes: str, rows: Sequence[Mapping[str, str]], 
     """
     facts = {**facts, "load_after": round(os.getloadavg()[0], 1)}
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"circumstances": facts, "results": raw}, indent=1) + "\n")
+    write_text(RESULTS / f"{name}.json", json.dumps({"circumstances": facts, "results": raw}, indent=1) + "\n")
     table = _table(rows)
     told = ", ".join(f"{key} {value}" for key, value in facts.items())
     (RESULTS / f"{name}.md").write_text(f"# {title}\n\n{notes}\n\n{table}\n\nMeasured: {told}.\n")

@@ -150,3 +150,19 @@ def test_a_model_in_bfloat16_trains_by_masters(nccl):
     for parameter in pmodel.parameters():
         master = ours.state[parameter]["master"].to_local()
         assert master.dtype == torch.float32 and torch.equal(master.bfloat16(), parameter.to_local())
+
+
+@pytest.mark.parametrize("side", ["ours", "fsdp2", "fsdp2, keeping"])
+def test_both_sides_of_the_search_for_the_largest_model_take_steps(side):
+    from dataclasses import replace
+
+    from benchmarks import largest
+    from planner.cluster import ClusterSpec
+
+    cluster = ClusterSpec.preset("workstation", devices=1)
+    shape = replace(largest.WIDE, hidden=512, heads=8, vocab=1024)
+    job = largest.Job(2**30, side, 4)
+    found = largest.in_its_own_process(largest.Search(cluster, shape, (2**30,)), job, 200.0)
+    assert not found.short_of, found.said
+    assert 0 < found.peak_bytes < 2**30 and len(found.seconds) == largest.STEPS and 0 < found.loss < 10
+    assert found.host_bytes > 0 and (found.predicted_s > 0) == (side == "ours")
