@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -22,9 +22,10 @@ from autopar.materialize import Source, part_maker
 from autopar.runtime.disk import check_given, open_disk
 from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.room import check_room
 from autopar.stages import check_in_turns
 from planner import host as machine
-from planner.chunks import chunks_of, home_bytes
+from planner.chunks import chunks_of, home_bytes, parameters
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import ClusterError, InputError, PinError, PlanError
@@ -270,7 +271,8 @@ def parallelize(
         PlanError: the plan does not fit the model, the cluster or the process group; or ranks were given different
             ones, or different models, inputs, pins or seeds.
         InputError: ``offload_path`` is missing, not wanted, no directory, or not writable.
-        InfeasibleError: it has no room for the model's data.
+        InfeasibleError: it has no room for the model's data, or a machine or a GPU has less memory left than the plan
+            takes of it.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     training = _training(optimizer_bytes_per_element)
@@ -281,13 +283,8 @@ def parallelize(
         raise PlanError(
             f"the plan is for {plan.cluster.world_size} devices, the cluster has {cluster.world_size}: plan again"
         )
-    usable_bytes = cluster.device.usable_bytes
-    budget_bytes = 0 if plan is None else max((table.budget_bytes for table in plan.timetables), default=0)
-    if budget_bytes > usable_bytes:
-        raise PlanError(
-            f"the plan moves model data within {budget_bytes:,} bytes of a device, and this cluster's "
-            f"devices can use {usable_bytes:,}: plan again for this cluster"
-        )
+    if plan is not None:
+        _check_fits(plan, cluster)
     pins = Pins.parse(pin)
     tier = (pins if plan is None else Pins.parse(plan.pin)).tier
     check_given(offload_path, tier == "disk")
@@ -311,11 +308,43 @@ def parallelize(
     make_part = part_maker(model, traced.captured, stage_mesh, rank, device, state_dict, seed)
     if in_turns is not None:
         in_turns = replace(in_turns, pipeline=pipeline)
-    disk, table = None, None if not plan.timetables else plan.timetables[0 if pipeline is None else pipeline.rank]
-    if tier == "disk" and offload_path is not None and table is not None:
-        own = None if in_turns is None else in_turns.blocks
-        disk = open_disk(offload_path, home_bytes(assignment, chunks_of(assignment, own)) + saved_bytes(table))
+    table = None if not plan.timetables else plan.timetables[0 if pipeline is None else pipeline.rank]
+    home = 0 if table is None else _home_bytes(assignment, table, None if in_turns is None else in_turns.blocks)
+    arena = table.high_water_bytes if table is not None and device.type == "cpu" else 0
+    check_room(device, _device_bytes(plan), arena + (0 if tier == "disk" else home))
+    disk = None if offload_path is None else open_disk(offload_path, home)
     return build(model, traced.captured, assignment, mesh, rank, make_part, seed, in_turns, table, disk)
+
+
+def _device_bytes(plan: Plan) -> int:
+    """Bytes of a device within which a plan's step stays."""
+    return max((table.budget_bytes for table in plan.timetables), default=plan.predicted.peak_bytes)
+
+
+def _check_fits(plan: Plan, cluster: ClusterSpec) -> None:
+    """Refuse a plan for devices with more memory.
+
+    Raises:
+        PlanError: it takes more than this cluster's devices can use.
+    """
+    needed_bytes, usable_bytes = _device_bytes(plan), cluster.device.usable_bytes
+    if needed_bytes > usable_bytes:
+        does = "moves model data within" if plan.timetables else "takes"
+        raise PlanError(
+            f"the plan {does} {needed_bytes:,} bytes of a device, and this cluster's "
+            f"devices can use {usable_bytes:,}: plan again for this cluster"
+        )
+
+
+def _home_bytes(assignment: Assignment, table: Timetable, blocks: Collection[int] | None) -> int:
+    """What this rank keeps at home of what moves.
+
+    Args:
+        blocks: the numbers of its own; ``None``: it has all.
+    """
+    items = {item.name for item in table.trace.items}
+    moving = [chunk for chunk in chunks_of(assignment, blocks) if parameters(chunk) in items]
+    return home_bytes(assignment, moving) + saved_bytes(table)
 
 
 def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, InTurns | None]:

@@ -163,7 +163,12 @@ class Chunk(ABC):
             )
         if before == "home":
             self.arena.take(self.bytes, f"{action} {self.name} on entering {moment}")
-        getattr(self, f"_{action}")()
+        try:
+            getattr(self, f"_{action}")()
+        except BaseException:
+            if before == "home":
+                self.arena.give(self.bytes)
+            raise
         if after == "home":
             self.arena.give(self.bytes)
         self.state = after

@@ -232,3 +232,20 @@ def test_an_arena_is_never_over_its_budget() -> None:
     made.arena.enter(beside_bytes=22)
     made.act("fetch", "forward")
     assert made.arena.high_water_bytes == 150
+
+
+def test_a_device_that_runs_full_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be fetched is still at home, and takes nothing of the device."""
+    made = chunk(budget_bytes=128)
+
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(made.link, "start", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            made.act("fetch", "forward")
+    assert made.state == "home" and made.arena.held_bytes == 0
+    made.act("fetch", "forward")
+    made.act("fetched", "forward")
+    assert torch.equal(made.values()[0], torch.arange(8.0)) and made.arena.held_bytes == 128

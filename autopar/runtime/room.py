@@ -1,0 +1,79 @@
+"""Room: whether the machines that processes run on have what a plan takes of them, asked before anything is taken."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from planner import host
+from planner.errors import InfeasibleError
+from planner.words import in_bytes
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a rank wants of its machine and its device, and what these have.
+
+    Attributes:
+        device_bytes: what it wants of the device.
+        device_has: what the device has for it; ``None``: the device is the host.
+        host_bytes: what it wants of the host's memory.
+        host_has: what the host has for all its ranks.
+    """
+
+    machine: str
+    device: str
+    device_bytes: int
+    device_has: int | None
+    host_bytes: int
+    host_has: int
+
+
+def check_room(device: torch.device, device_bytes: int, host_bytes: int) -> None:
+    """Refuse devices, and machines, that have less than a plan takes of them; each rank gives its own, and all must
+    call it.
+
+    Raises:
+        InfeasibleError: of any rank's; the message has the bytes.
+    """
+    own = Room(socket.gethostname(), str(device), device_bytes, _left(device), host_bytes, host.memory_bytes())
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    check(found)
+
+
+def _left(device: torch.device) -> int | None:
+    """Bytes that a GPU has for this process, which may hold some already, such as the model that is cut up."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+
+
+def check(found: Sequence[Room]) -> None:
+    """Refuse what ranks found; see :func:`check_room`."""
+    for rank, each in enumerate(found):
+        if each.device_has is not None and each.device_bytes > each.device_has:
+            raise InfeasibleError(
+                f"the plan takes {_told(each.device_bytes)} of a device, and {each.device} of rank {rank} has "
+                f"{_told(each.device_has)} left for it: end what else uses it, or plan again for a cluster whose "
+                "devices have that much (device.memory_bytes)",
+                each.device_bytes - each.device_has,
+            )
+        together = [other.host_bytes for other in found if other.machine == each.machine]
+        if sum(together) > each.host_has:
+            raise InfeasibleError(
+                f"model data at home on the host, and what goes with it, take {_told(sum(together))} of the memory of "
+                f"{each.machine!r} for its {len(together)} rank{'s' * (len(together) > 1)}, which has "
+                f"{_told(each.host_has)}, less than the cluster says: plan for what is there "
+                "(ClusterSpec.detect()), with more machines and pin 'zero' 3, or with pin 'offload' 'disk'",
+                sum(together) - each.host_has,
+            )
+
+
+def _told(count: int) -> str:
+    return f"{count:,} bytes ({in_bytes(count)})"
