@@ -2,24 +2,18 @@
 
 All ranks measure at once, because that is how they will run: local processes share cores, caches and memory. What
 is timed is what the runtime calls: torch's operators with autograd on, and the collectives of
-:mod:`autopar.runtime.conversions`. A figure is the mean over a stretch longer than the scheduler's time slices, and
-the median of such stretches, taken in turns over all figures, so that a disturbance does not hit one of them alone.
-Where a rank computes in one thread, the seconds that it computed count, times how many ranks share a core: other
-users of the machine do not show in them. On a GPU the seconds count that it computes, one kernel after another as in a
-step that keeps it busy: all are queued behind large products, which also bring the clock down to what the chip's power
-lets it sustain.
+:mod:`autopar.runtime.conversions`; how is said in :mod:`autopar.timing`. A figure is the median over ranks and rounds,
+taken in turns over all figures, so that a disturbance does not hit one of them alone.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,15 +23,14 @@ from torch import Tensor
 
 from autopar.processes import LocalProcesses
 from autopar.runtime.conversions import convert
+from autopar.runtime.gathering import all_gather, reduce_scatter
 from autopar.runtime.pinned import pinned
+from autopar.timing import Act, Beside, Call, Key, Pace, Task
 from planner import host
 from planner.calibration import Calibration
 from planner.cluster import ClusterSpec
 from planner.cost import KINDS
 from planner.errors import ClusterError
-
-Act = Callable[[], object]
-Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -55,8 +48,8 @@ class Grids:
     depths: tuple[int, ...] = (32, 64, 128)
     attended: int = 0
     moved: tuple[int, ...] = (2**14, 2**18, 2**21, 2**24)
-    passed: tuple[int, ...] = (2**12, 2**16, 2**20, 2**23)
-    stretch_s: float = 0.01
+    passed: tuple[int, ...] = (2**12, 2**20, 2**22, 2**23)
+    pace: Pace = field(default_factory=Pace)
     rounds: int = 3
 
 
@@ -73,22 +66,6 @@ ON_GPU = replace(
     passed=(2**14, 2**18, 2**22, 2**26, 2**29),
 )
 """A GPU needs larger work to show its rates."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """One figure: what to repeat, in how many parts its time is to be divided, and which figure is part of it.
-
-    ``less`` names an earlier figure, which is taken away: a backward is timed together with its forward.
-    ``together`` lets all ranks repeat equally often: a collective. ``on_host``: on the host of a GPU.
-    """
-
-    key: Key
-    act: Act
-    parts: int = 1
-    less: Key | None = None
-    together: bool = False
-    on_host: bool = False
 
 
 def profile(ranks: int | None = None, grids: Grids | None = None) -> Calibration:
@@ -181,96 +158,9 @@ def _measure(grids: Grids) -> dict[Key, list[float]]:
     makers = [*_compute(grids, device), *_collectives(grids, device)]
     for _ in range(grids.rounds):
         for make in makers:
-            for task in make():
-                found.setdefault(task.key, []).append(_timed(task, found, grids.stretch_s, device))
+            for figure in make():
+                found.setdefault(figure.key, []).append(figure.seconds(found, grids.pace, device))
     return found
-
-
-def _timed(task: Task, found: dict[Key, list[float]], stretch_s: float, device: torch.device) -> float:
-    """Mean seconds of an act."""
-    seconds = _mean_s(task.act, stretch_s, torch.device("cpu") if task.on_host else device, task.together) / task.parts
-    if task.less is None:
-        return seconds
-    # No less than a tenth of what is taken away: noise must not make a backward free.
-    less_s = found[task.less][-1]
-    return max(seconds - less_s, less_s / 10)
-
-
-def _mean_s(act: Act, stretch_s: float, device: torch.device, together: bool) -> float:
-    act()
-    dist.barrier()
-    if device.type == "cuda" and not together:
-        return _on_gpu_s(act, stretch_s, device)
-    alone = device.type == "cpu" and torch.get_num_threads() == 1 and not together
-    clock = _computing_s if alone else time.perf_counter
-    once_s = _stretch_s(act, 1, device, clock)
-    if once_s > stretch_s and not together:
-        return once_s
-    count = max(1, math.ceil(stretch_s / max(once_s, 1e-7)))
-    if together:
-        agreed = torch.tensor([count])
-        dist.all_reduce(agreed, dist.ReduceOp.MIN)
-        count = int(agreed.item())
-    return _stretch_s(act, count, device, clock) / count
-
-
-def _stretch_s(act: Act, count: int, device: torch.device, clock: Callable[[], float]) -> float:
-    _wait(device)
-    start = clock()
-    for _ in range(count):
-        act()
-    _wait(device)
-    return clock() - start
-
-
-QUEUED = 16
-"""Acts at most that are queued at once: a GPU takes about a thousand kernels before the host has to wait."""
-HOT_ROWS = 8192
-HOT_S = 0.02
-"""Seconds at least of products before anything is measured on a GPU."""
-
-
-def _on_gpu_s(act: Act, stretch_s: float, device: torch.device) -> float:
-    """Seconds on the GPU, which multiplies until all is queued, so that the host's share does not count."""
-    hot = _hot(device)
-    hot @ hot  # the first of all starts the library
-    queuing_s, once_s = _queued_and_done_s(act, device)
-    count = max(1, min(QUEUED, math.ceil(stretch_s / once_s)))
-    _, hot_s = _queued_and_done_s(lambda: hot @ hot, device)
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(math.ceil(max(2 * count * queuing_s, HOT_S) / hot_s)):
-        hot @ hot
-    begun.record()
-    for _ in range(count):
-        act()
-    ended.record()
-    ended.synchronize()
-    return begun.elapsed_time(ended) / 1e3 / count
-
-
-@cache
-def _hot(device: torch.device) -> Tensor:
-    return torch.randn(HOT_ROWS, HOT_ROWS, device=device, dtype=torch.float16) / HOT_ROWS
-
-
-def _queued_and_done_s(act: Act, device: torch.device) -> tuple[float, float]:
-    """Seconds until an act is queued, and until it is done."""
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    act()
-    queued_s = time.perf_counter() - start
-    torch.cuda.synchronize(device)
-    return queued_s, time.perf_counter() - start
-
-
-def _computing_s() -> float:
-    """CPU seconds of this rank, as wall seconds of a machine without other users where all ranks compute."""
-    return time.process_time() * max(1.0, dist.get_world_size() / host.cores())
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # ---- computing -------------------------------------------------------------------------------------------------------
@@ -466,7 +356,7 @@ def group_sizes(ranks: int) -> list[int]:
     return [size for size in range(2, ranks + 1) if ranks % size == 0]
 
 
-def _collectives(grids: Grids, device: torch.device) -> Iterator[Callable[[], Iterator[Task]]]:
+def _collectives(grids: Grids, device: torch.device) -> Iterator[Callable[[], Iterator[Call | Beside]]]:
     """Groups of consecutive ranks, all at once."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -475,7 +365,7 @@ def _collectives(grids: Grids, device: torch.device) -> Iterator[Callable[[], It
         yield partial(_in_group, grids, device, groups[rank // size], size)
 
 
-def _in_group(grids: Grids, device: torch.device, group: Any, size: int) -> Iterator[Task]:
+def _in_group(grids: Grids, device: torch.device, group: Any, size: int) -> Iterator[Call | Beside]:
     start = dist.get_rank() // size * size
     place = dist.get_rank() - start
     after, before = (start + (place + step) % size for step in (1, -1))
@@ -493,7 +383,26 @@ def _in_group(grids: Grids, device: torch.device, group: Any, size: int) -> Iter
             "send": partial(_pass_on, x, received, after, before, group),
         }
         for kind in KINDS:
-            yield Task(("collective", kind, size, passed), acts[kind], together=True)
+            yield Call(("collective", kind, size, passed, False), acts[kind])
+        for kind in BROUGHT if device.type == "cpu" else ():
+            key = ("collective", kind, size, passed)
+            yield Beside((*key, True), partial(_sent, kind, x, group), (*key, False))
+
+
+BROUGHT = ("all_reduce", "all_gather", "reduce_scatter")
+"""What blocks do with all of their parameters at once, while another block computes."""
+
+
+def _sent(kind: str, x: Tensor, group: Any) -> Act:
+    """A collective on its way, as :mod:`autopar.runtime.parameters` sends it; returns what waits for it."""
+    ranks = group.size()
+    if kind == "all_reduce":
+        work = dist.all_reduce(x, group=group, async_op=True)
+    elif kind == "all_gather":
+        work = all_gather(x.new_empty(ranks * x.numel()), x, group=group, async_op=True)
+    else:
+        work = reduce_scatter(x.new_empty(x.numel() // ranks), x, group=group, async_op=True)
+    return work.wait
 
 
 def _pass_on(x: Tensor, received: Tensor, after: int, before: int, group: Any) -> None:
@@ -541,11 +450,13 @@ def _calibration(grids: Grids, ranks: int, device: str, found: dict[Key, float])
     )  # fmt: skip
     collectives = [
         {
-            "kind": kind, "size": size, "bytes": grids.passed,
-            "seconds": seconds([("collective", kind, size, passed) for passed in grids.passed]),
+            "kind": kind, "size": size, "beside": beside, "bytes": grids.passed,
+            "seconds": seconds([("collective", kind, size, passed, beside) for passed in grids.passed]),
         }
         for kind in KINDS
         for size in group_sizes(ranks)
+        for beside in (False, True)
+        if ("collective", kind, size, grids.passed[0], beside) in found
     ]  # fmt: skip
     host_rates: dict[str, object] = {}
     if ("host_link",) in found:

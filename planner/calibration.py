@@ -128,11 +128,13 @@ class StreamCurve(Curve):
 class CollectiveCurve(Curve):
     """Seconds of a collective in groups of ``size`` against the bytes that a rank passes in.
 
-    As many groups run at once as there are ranks for.
+    As many groups run at once as there are ranks for. ``beside``: not of one that is waited for, but by which computing
+    becomes longer that it runs beside.
     """
 
     kind: Kind = Field(examples=["all_reduce"])
     size: int = Field(ge=2, examples=["4"])
+    beside: bool = False
 
 
 class HostUpdate(Described):
@@ -171,7 +173,7 @@ class Calibration(Described):
             "products": [(t.dtype,) for t in self.products],
             "attention": [(t.dtype, t.backward) for t in self.attention],
             "streams": [(c.family, c.backward) for c in self.streams],
-            "collectives": [(c.kind, c.size) for c in self.collectives],
+            "collectives": [(c.kind, c.size, *["beside"] * c.beside) for c in self.collectives],
             "host_updates": [(h.dtype,) for h in self.host_updates],
         }
         for name, keys in tables.items():
@@ -211,26 +213,27 @@ class Calibration(Described):
         return found[0].bytes_per_s if found else None
 
     @cached_property
-    def _groups(self) -> Mapping[str, list[CollectiveCurve]]:
-        groups: dict[str, list[CollectiveCurve]] = {}
+    def _groups(self) -> Mapping[tuple[str, bool], list[CollectiveCurve]]:
+        groups: dict[tuple[str, bool], list[CollectiveCurve]] = {}
         for curve in sorted(self.collectives, key=lambda c: c.size):
-            groups.setdefault(curve.kind, []).append(curve)
+            groups.setdefault((curve.kind, curve.beside), []).append(curve)
         return groups
 
     def measures(self, kind: str) -> bool:
         """Whether a collective was measured."""
-        return kind in self._groups
+        return (kind, False) in self._groups
 
     @overload
-    def collective_s(self, kind: str, size: int, bytes_in: float) -> float: ...
+    def collective_s(self, kind: str, size: int, bytes_in: float, *, beside: bool = False) -> float: ...
     @overload
-    def collective_s(self, kind: str, size: int, bytes_in: Sizes) -> Floats: ...
-    def collective_s(self, kind: str, size: int, bytes_in: float | Sizes) -> float | Floats:
+    def collective_s(self, kind: str, size: int, bytes_in: Sizes, *, beside: bool = False) -> Floats: ...
+    def collective_s(self, kind: str, size: int, bytes_in: float | Sizes, *, beside: bool = False) -> float | Floats:
         """Seconds of a measured collective in groups of ``size``, between the sizes that were measured.
 
-        Larger groups never cost less: a smaller one that was measured to cost more counts instead.
+        Larger groups never cost less: a smaller one that was measured to cost more counts instead. What was not
+        measured ``beside`` computing costs what it does where it is waited for.
         """
-        curves = self._groups[kind]
+        curves = self._groups.get((kind, beside)) or self._groups[kind, False]
         prices = np.maximum.accumulate(np.array([curve.price(bytes_in) for curve in curves]))
         sizes = [math.log(curve.size) for curve in curves]
         place = np.interp(math.log(size), sizes, np.arange(len(sizes)))

@@ -78,10 +78,12 @@ class CostModel:
     _kernels: dict[tuple[Kernel, str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @overload
-    def collective_s(self, kind: str, axis: Axis, bytes_in: float) -> float: ...
+    def collective_s(self, kind: str, axis: Axis, bytes_in: float, *, beside: bool = False) -> float: ...
     @overload
-    def collective_s(self, kind: str, axis: Axis, bytes_in: NDArray[np.number]) -> Floats: ...
-    def collective_s(self, kind: str, axis: Axis, bytes_in: float | NDArray[np.number]) -> float | Floats:
+    def collective_s(self, kind: str, axis: Axis, bytes_in: NDArray[np.number], *, beside: bool = False) -> Floats: ...
+    def collective_s(
+        self, kind: str, axis: Axis, bytes_in: float | NDArray[np.number], *, beside: bool = False
+    ) -> float | Floats:
         """Seconds of a collective in every group of ``axis`` at once.
 
         Args:
@@ -89,15 +91,16 @@ class CostModel:
             axis: the mesh axis; an axis of size 1 costs nothing.
             bytes_in: size of the tensor that each rank passes in: for ``all_gather`` the local shard, for
                 ``reduce_scatter`` the full tensor. A number or an array.
+            beside: whether it runs beside computing, which becomes so much longer; where that was measured.
         """
         stated_s = self._stated_s(kind, axis, bytes_in)
         measured = self.cluster.calibration
         if measured is None or axis.size == 1 or axis.stride >= measured.ranks or not measured.measures(kind):
             return stated_s
         if self._is_measured(axis):
-            return measured.collective_s(kind, axis.size, bytes_in)
+            return measured.collective_s(kind, axis.size, bytes_in, beside=beside)
         # A group that leaves what was measured costs no less than its part inside.
-        inside_s = measured.collective_s(kind, max(2, measured.ranks // axis.stride), bytes_in)
+        inside_s = measured.collective_s(kind, max(2, measured.ranks // axis.stride), bytes_in, beside=beside)
         return np.maximum(stated_s, inside_s) if isinstance(bytes_in, np.ndarray) else max(float(stated_s), inside_s)
 
     def _is_measured(self, axis: Axis) -> bool:

@@ -175,7 +175,7 @@ class Assignment:
         Those whose parts are stored here; in turns, where parameters are gathered once for all, none.
         """
         found: dict[int, int] = {}
-        if self.space.in_turns or self.space.training.tier != "device":
+        if not self.space.brings_beside:
             return found
         for number, chunk in enumerate(self.chunks(block)):
             for place, step in enumerate(next(iter(chunk.values()))):  # like those of the others
@@ -310,6 +310,11 @@ class Space:
         return found
 
     @property
+    def brings_beside(self) -> bool:
+        """Whether parameters are brought, and their gradients reduced, while another block computes."""
+        return not self.in_turns and self.training.tier == "device"
+
+    @property
     def in_turns(self) -> bool:
         """Whether a step is more than one forward and one backward."""
         return self.stages > 1 or self.mesh.micro_batches > 1
@@ -400,7 +405,8 @@ class Space:
         # A parameter that comes with each of them is priced for one.
         parts = self.mesh.micro_batches if is_param and not self.brings_once else 1
         together, is_brought = self.together(ref), self.role_of[ref.node] in self.skeleton.together
-        key = (tensor, shards, turns, is_summed_first, parts, together, is_brought)
+        beside = self.brings_beside
+        key = (tensor, shards, turns, is_summed_first, parts, together, is_brought, beside)
         if key not in self._prices.tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
@@ -409,8 +415,8 @@ class Space:
                 if axis.name != MICRO:
                     if not is_shared:
                         return self.cost.collective_s(kind, axis, bytes_in)
-                    start_s = self.cost.collective_s(kind, axis, 0.0)
-                    whole_s = self.cost.collective_s(kind, axis, bytes_in * together.times)
+                    start_s = self.cost.collective_s(kind, axis, 0.0, beside=beside)
+                    whole_s = self.cost.collective_s(kind, axis, bytes_in * together.times, beside=beside)
                     return start_s / together.parameters + (whole_s - start_s) / together.times
                 # Nothing but sums crosses from micro-batch to micro-batch; they are added up as they come, in place.
                 each_s = 3 * touch if kind == "all_reduce" else math.inf

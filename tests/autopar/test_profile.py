@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from autopar import profile as profiling
 from autopar.cli import app
+from autopar.timing import Pace
 from planner.calibration import Calibration
 from planner.cluster import ClusterSpec
 from planner.cost import KINDS, CostModel
@@ -28,7 +29,7 @@ SMALL = dataclasses.replace(
     depths=(8, 32),
     moved=(2**14, 2**20),
     passed=(2**8, 2**22),
-    stretch_s=0.0005,
+    pace=Pace(stretch_s=0.0005, calls=1, between_s=0.0005),
     rounds=1,
 )
 
@@ -48,7 +49,10 @@ def test_every_table_is_there(measured: Calibration) -> None:
     families = {(curve.family, curve.backward) for curve in measured.streams}
     expected = {(family, backward) for family in FAMILY_OF.values() for backward in (False, True)}
     assert families == expected | {("multiply", False), ("multiply", True), ("optimizer", False)}
-    assert {(curve.kind, curve.size) for curve in measured.collectives} == {(kind, 2) for kind in KINDS}
+    found = {(curve.kind, curve.size) for curve in measured.collectives if not curve.beside}
+    assert found == {(kind, 2) for kind in KINDS}
+    beside = {(curve.kind, curve.size) for curve in measured.collectives if curve.beside}
+    assert beside == {(kind, 2) for kind in profiling.BROUGHT}
 
 
 def test_prices_are_the_measured_ones(measured: Calibration) -> None:
@@ -61,7 +65,8 @@ def test_prices_are_the_measured_ones(measured: Calibration) -> None:
     for curve in measured.collectives:
         assert list(curve.bytes) == sorted(curve.bytes)
         assert min(curve.seconds) > 0
-        assert costs.collective_s(curve.kind, Axis("a", 2, 1), curve.bytes[-1]) == pytest.approx(max(curve.seconds))
+        found = costs.collective_s(curve.kind, Axis("a", 2, 1), curve.bytes[-1], beside=curve.beside)
+        assert found == pytest.approx(max(curve.seconds))
 
 
 def test_an_unknown_gpu_is_described_by_its_best_rates(measured: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,10 @@ MEASURED: dict[str, Any] = {
     "streams": [{"family": "add", "backward": False, "bytes": [1000, 1000000], "seconds": [1e-5, 1e-3]},
                 {"family": "copy", "backward": False, "bytes": [1000, 1000000], "seconds": [1e-5, 5e-4]}],
     "collectives": [{"kind": "all_reduce", "size": 2, "bytes": [1000, 1000000], "seconds": [1e-4, 1e-2]},
-                    {"kind": "all_reduce", "size": 4, "bytes": [1000, 1000000], "seconds": [3e-4, 3e-2]}],
+                    {"kind": "all_reduce", "size": 2, "beside": True, "bytes": [1000, 1000000],
+                     "seconds": [5e-5, 4e-3]},
+                    {"kind": "all_reduce", "size": 4, "bytes": [1000, 1000000], "seconds": [3e-4, 3e-2]},
+                    {"kind": "broadcast", "size": 4, "bytes": [1000, 1000000], "seconds": [1e-4, 1e-2]}],
 }  # fmt: skip
 
 
@@ -88,6 +91,18 @@ def test_measured_prices_go_first() -> None:
     assert priced.collective_s("all_reduce", Axis("a", 2, 1), 1e6) == pytest.approx(1e-2)
     assert priced.collective_s("all_reduce", Axis("a", 2, 2), 1e6) == pytest.approx(1e-2)
     assert priced.collective_s("all_reduce", Axis("a", 1, 4), 1e6) == 0.0
+
+
+def test_a_call_beside_computing_costs_what_was_measured_there() -> None:
+    """Where it was not, it costs as much as one that is waited for: nothing is known to hide it."""
+    priced, stated = costs(), CostModel(ClusterSpec.local(4, "1 GiB", cores=2))
+    pair, everyone = Axis("a", 2, 1), Axis("a", 4, 1)
+    assert priced.collective_s("all_reduce", pair, 1e6, beside=True) == pytest.approx(4e-3)
+    assert priced.collective_s("all_reduce", pair, 500500.0, beside=True) == pytest.approx((5e-5 + 4e-3) / 2)
+    assert priced.collective_s("broadcast", everyone, 1e6, beside=True) == pytest.approx(1e-2)
+    for model, kind in ((stated, "all_reduce"), (priced, "all_gather")):
+        waited_s = model.collective_s(kind, everyone, 1e6)
+        assert model.collective_s(kind, everyone, 1e6, beside=True) == waited_s
 
 
 def test_what_was_not_measured_has_its_closed_form() -> None:

@@ -150,10 +150,11 @@ def test_the_major_axis_is_gathered_after_the_minor_one():
 
 
 def measured_cluster():
-    """A call takes 5 ms however small it is."""
+    """A call takes 5 ms however small it is, and 2 ms of the cores that compute beside it."""
     curves = [
-        {"kind": kind, "size": 4, "bytes": [2**12, 2**23], "seconds": [0.005, 0.015]}
+        {"kind": kind, "size": 4, "beside": beside, "bytes": [2**12, 2**23], "seconds": seconds}
         for kind in ("all_reduce", "all_gather", "reduce_scatter")
+        for beside, seconds in ((False, [0.005, 0.015]), (True, [0.002, 0.009]))
     ]
     facts = {"format": "autopar-calibration", "version": 1, "device": "cpu", "ranks": 4, "launch_s": 1e-5}
     return cluster(4).calibrated(Calibration.from_dict({**facts, "collectives": curves}))
@@ -162,10 +163,14 @@ def measured_cluster():
 @pytest.mark.parametrize(
     "source, kind", [((I,), "all_reduce"), ((Shard(0),), "reduce_scatter")], ids=["sums", "shards"]
 )
-def test_parameters_that_one_call_brings_pay_for_one_call_together(source, kind):
-    """A block has weights and biases of several sizes; what they pay besides is that they are copied into one piece."""
-    graph, mesh, cost = residual_mlp(), Mesh.of(data=4), CostModel(measured_cluster())
-    space = Space(fold(graph), mesh, cost, Training(), rules_of(graph))
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_parameters_that_one_call_brings_pay_for_one_call_together(source, kind, tier):
+    """A block has weights and biases of several sizes; what they pay besides is that they are copied into one piece.
+
+    The call runs beside another block's computing unless parameters come from the host.
+    """
+    graph, mesh, cost, beside = residual_mlp(), Mesh.of(data=4), CostModel(measured_cluster()), tier == "device"
+    space = Space(fold(graph), mesh, cost, Training(tier=tier), rules_of(graph))
     layer = next(i.block for i in space.folded.instances if i.block.path.startswith("layers"))
     refs = [ref for ref in layer.inputs if graph.by_name[ref.node].op == "param"]
     sizes = {ref: graph.type_of(ref).size_bytes for ref in refs}
@@ -177,8 +182,8 @@ def test_parameters_that_one_call_brings_pay_for_one_call_together(source, kind)
         found = space.table(ref)
         back_s = found.backward_s[found.index[source], found.index[(R,)]]
         shares.append(back_s - start_s - copied_s * sizes[ref])
-    assert sum(shares) == pytest.approx(cost.collective_s(kind, mesh.axes[0], sum(sizes.values())))
-    assert min(shares) >= cost.collective_s(kind, mesh.axes[0], 0) / len(refs)
+    assert sum(shares) == pytest.approx(cost.collective_s(kind, mesh.axes[0], sum(sizes.values()), beside=beside))
+    assert min(shares) >= cost.collective_s(kind, mesh.axes[0], 0, beside=beside) / len(refs)
     assert all(stated.together(ref) == NOT_BROUGHT for ref in refs)
 
 
