@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -241,33 +242,43 @@ def predictions() -> None:
     """Step times as planned for the profiled machine, beside measured ones."""
     facts = record.circumstances()
     shape, results = Shape(), []
-    for ranks in (2, 4):
-        found = predicted.compare(ranks, shape)
-        results += found
-        print("\n".join(f"predicted {r.case.pin}: {r.error:+.1%}" for r in found), flush=True)
-    rows = [
-        {
-            "ranks": str(r.case.ranks),
-            "plan": ", ".join(f"{k}={v}" for k, v in r.case.pin.items()),
-            "predicted s": f"{r.predicted_s:.3f}",
-            "measured s": f"{r.median_s:.3f}",
-            "error": f"{100 * r.error:+.1f} %",
-            "of which": ", ".join(f"{use} {s:.3f}" for use, s in r.predicted.items()),
-            "CPU s": f"{statistics.median(r.cpu_s):.3f}",
-            "profiled in s": f"{r.profile_s:.0f}",
-        }
-        for r in results
-    ]
+    for _ in range(predicted.REPEATS):
+        for ranks in predicted.RANKS:
+            found = predicted.compare(ranks, shape)
+            results += found
+            print("\n".join(f"predicted {r.case.pin}: {r.error:+.1%}" for r in found), flush=True)
+    write_predictions(results, shape, facts)
+
+
+def write_predictions(results: Sequence[predicted.Compared], shape: Shape, facts: dict[str, Any]) -> None:
+    """All comparisons of each case in a row."""
+    rows = []
+    for case in predicted.CASES:
+        found = [r for r in results if r.case == case]
+        uses = {use: statistics.median(r.predicted[use] for r in found) for use in found[0].predicted}
+        rows.append(
+            {
+                "ranks": str(case.ranks),
+                "plan": ", ".join(f"{k}={v}" for k, v in case.pin.items()),
+                "predicted s": f"{statistics.median(r.predicted_s for r in found):.3f}",
+                "measured s": f"{statistics.median(r.median_s for r in found):.3f}",
+                "error": f"{100 * predicted.median_error(found):+.1f} %",
+                "of all": ", ".join(f"{100 * error:+.1f}" for error in sorted(r.error for r in found)),
+                "of which": ", ".join(f"{use} {s:.3f}" for use, s in uses.items() if s >= 0.0005),
+                "CPU s": f"{statistics.median(s for r in found for s in r.cpu_s):.3f}",
+                "profiled in s": f"{statistics.median(r.profile_s for r in found):.0f}",
+            }
+        )
     notes = (
         f"The hand-written GPT ({shape.layers} layers of width {shape.hidden}, {shape.vocab} tokens of vocabulary, "
         f"{shape.batch} x {shape.sequence} tokens, float32) on local gloo processes: a step as the plan predicts it "
         f"for the machine as `autopar profile` has just measured it, and the median of {predicted.STEPS} steps, "
-        "taken in turns. CPU seconds are those of the busiest rank: where they are far from the measured wall seconds, "
-        "others used the machine, and the error says little."
+        f"taken in turns. Profiled, planned and measured {len(results) // len(rows)} times; all figures are medians of "
+        "those, of errors *all* are shown. CPU seconds are those of the busiest rank: times the ranks that share a "
+        "core, they are what of a step the cores were at work."
     )
-    print(
-        record.write("predicted", "Predicted step time", notes, rows, [asdict(r) for r in results], facts), flush=True
-    )
+    raw = [asdict(r) for r in results]
+    print(record.write("predicted", "Predicted step time", notes, rows, raw, facts), flush=True)
 
 
 def published_runs() -> None:

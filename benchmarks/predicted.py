@@ -2,7 +2,9 @@
 
 The same model under several plans: each is planned for the profiled machine with its pin, so that the plan's own
 prediction is compared, then trained on local processes. Steps of all plans on the same number of ranks are taken in
-turns, so that a disturbance of the machine does not hit one of them alone, and medians are compared.
+turns, so that a disturbance of the machine does not hit one of them alone, and medians are compared. All of it is
+done several times, with a profile of its own each time: a shared machine changes its speed between a profile and the
+steps that it is for, so that a single comparison says as much of that as of the prediction.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from planner.cluster import ClusterSpec
 from planner.plan import Plan
 
 PRELOAD = ("torch", "benchmarks.predicted")
-STEPS, WARMUP = 9, 2
+STEPS, WARMUP = 5, 2
+REPEATS = 5
+RANKS = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Case:
 
 CASES = tuple(
     Case(ranks, pin)
-    for ranks in (2, 4)
+    for ranks in RANKS
     for pin in ({"data": ranks, "zero": 0}, {"data": ranks, "zero": 3}, {"tensor": ranks})
 )
 
@@ -65,6 +69,11 @@ class Compared:
     def error(self) -> float:
         """Relative, positive where the prediction is too long."""
         return self.predicted_s / self.median_s - 1
+
+
+def median_error(found: Sequence[Compared]) -> float:
+    """Of several comparisons of one case."""
+    return statistics.median(each.error for each in found)
 
 
 def compare(ranks: int, shape: Shape) -> list[Compared]:
