@@ -207,10 +207,10 @@ def _capture_folded(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs:
             exported = _export(model, walk, repeats.opaque(), args, kwargs, applied)
         except Exception as error:
             raise NotFoldable("the export failed") from error
-        if before.has_new_tensors():
-            raise NotFoldable("the model keeps tensors that it made")
         if assigned(held):
             raise NotFoldable("the model assigns to buffers")
+    if before.had_new_tensors:
+        raise NotFoldable("the model keeps tensors that it made")
     if _mutates(exported):
         raise NotFoldable("the model writes in place")
     if _shares_memory(exported.constants.values(), repeats.tensors_held):

@@ -6,11 +6,9 @@ Only the user's own code is followed, from the methods of the model's modules on
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -18,19 +16,20 @@ from autopar.walk import Walk
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _MISSING = object()
-_attributes, _hooks, _pre_hooks = map(operator.attrgetter, ("__dict__", "_forward_hooks", "_forward_pre_hooks"))
-_VALUES = operator.methodcaller("values")
 _CODE = (FunctionType, MethodType, functools.partial, functools._lru_cache_wrapper)
 
 
 class Outside:
     """Everything that a model's functions read by name, as it was when this was made.
 
+    Args:
+        held: objects that the model has in its attributes, and in containers there; functions among them are its own.
+
     Attributes:
         codes: of the functions that were found (``None``), and of those made inside them: the code that makes them.
     """
 
-    def __init__(self, walk: Walk):
+    def __init__(self, walk: Walk, held: Sequence[Any]):
         self._globals: list[tuple[dict[str, Any], str, object]] = []
         self._cells: list[tuple[CellType, object]] = []
         self._attributes: list[tuple[type, str, object]] = []
@@ -39,13 +38,9 @@ class Outside:
         self._owners: dict[int, type] = {}
         self.codes: dict[CodeType, CodeType | None] = {}
         seen: set[int] = set()
-        pending: list[Any] = []
-        modules = [module for _, module in walk.modules]
-        pending += dict.fromkeys(map(type, modules))
-        for held in (map(_attributes, modules), map(_hooks, modules), map(_pre_hooks, modules)):
-            values = list(itertools.chain.from_iterable(map(_VALUES, filter(None, held))))
-            kinds = {kind for kind in set(map(type, values)) if issubclass(kind, _CODE)}
-            pending += [value for value in values if type(value) in kinds]
+        pending: list[Any] = [*dict.fromkeys(type(module) for _, module in walk.modules)]
+        kinds = {kind for kind in set(map(type, held)) if issubclass(kind, _CODE)}
+        pending += [value for value in held if type(value) in kinds]
         while pending:
             value = pending.pop()
             if id(value) not in seen:

@@ -26,7 +26,6 @@ from autopar.walk import Walk
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict})
 _CONTAINERS = _MAPPINGS | {list, set, deque, tuple}
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
-_VALUES = operator.methodcaller("values")
 _NOT_STATE = (Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -38,25 +37,24 @@ class Before:
 
     Attributes:
         outside: what the user's functions keep outside.
+        had_new_tensors: whether the model held tensors, when it was restored, that it does not hold now.
     """
 
     def __init__(self, walk: Walk):
-        self.outside = Outside(walk)
-        self._own, self._others = Held([vars(walk.model)]), Held(self.outside.now())
+        self.had_new_tensors = False
+        self._own = Held([vars(walk.model)])
+        self.outside = Outside(walk, self._own.objects)
+        self._others = Held(self.outside.now())
         numpy: Any = sys.modules.get("numpy")
         self._random = random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
 
-    def has_new_tensors(self) -> bool:
-        """Whether the model holds tensors that it did not."""
-        changed = [held for held, _ in self._own.changed()]
-        now = {id(value) for held in _below(changed) for value in _items(held) if isinstance(value, Tensor)}
-        return bool(now) and not now <= {id(value) for _, copy in self._own.filled for value in _items(copy)}
-
     def restore(self) -> None:
         """Make everything as it was."""
-        for held, copy in (*self._own.changed(), *self._others.changed()):
+        own, others = self._own.changed(), self._others.changed()
+        self.had_new_tensors = not _tensors(Held([held for held, _ in own])) <= _tensors(self._own)
+        for held, items in (*own, *others):
             held.clear()
-            held.extend(copy) if isinstance(held, (list, deque)) else held.update(copy)
+            held.extend(items) if isinstance(held, (list, deque)) else held.update(items)
         self.outside.restore()
         python, torchs, numpys = self._random
         random.setstate(python)
@@ -66,68 +64,83 @@ class Before:
 
 
 class Held:
-    """The containers among some values and below them, and what was in them.
+    """The containers among some values and below them, and what was in them; attributes of objects are in one.
 
     Attributes:
-        filled: those that held something, each with a copy.
+        filled: those that held something, each once.
         empty: the others, which are most of them.
+        objects: what was in those that are filled, but for containers and what is plain.
     """
 
     def __init__(self, values: Iterable[Any]):
-        found = _below(values)
-        self.filled = [(held, held.copy()) for held in found if held]
-        self.empty = [held for held in found if not held]
-        mappings = [pair for pair in self.filled if type(pair[0]) in _MAPPINGS]
-        others = [pair for pair in self.filled if type(pair[0]) not in _MAPPINGS]
-        self._mappings, self._others = (([held for held, _ in p], [copy for _, copy in p]) for p in (mappings, others))
+        self.empty: list[Any] = []
+        self.objects: list[Any] = []
+        self._contents: list[Any] = []
+        found: dict[int, Any] = {}
+        level = list(values)
+        while level:
+            known, objects = len(found), []
+            for value in level:
+                kind = type(value)
+                if kind in _CONTAINERS:
+                    if value:
+                        found[id(value)] = value
+                    else:
+                        self.empty.append(value)
+                elif kind not in _PLAIN:
+                    objects.append(value)
+            contents = _contents(itertools.islice(found.values(), known, None))
+            level = contents + _attributes(objects)
+            self.objects += objects
+            self._contents += contents
+        self.filled = list(found.values())
+        self._sizes, self._keys = list(map(len, self.filled)), _keys(self.filled)
 
-    def changed(self) -> list[tuple[Any, Any]]:
-        """Those that hold something else by now, with what they held."""
-        is_same = _hold_the_same(*self._others) and _hold_the_same(*self._mappings)
-        is_same = is_same and _hold_the_same(*(list(map(_VALUES, held)) for held in self._mappings))
-        filled = [] if is_same else [(held, copy) for held, copy in self.filled if _differs(held, copy)]
-        return [*filled, *((held, ()) for held in filter(None, self.empty))]
-
-
-def _hold_the_same(held: Sequence[Any], copies: Sequence[Any]) -> bool:
-    """Whether all of many containers hold what others do: all at once, since most of the time they do."""
-    each, other = itertools.chain.from_iterable(held), itertools.chain.from_iterable(copies)
-    return list(map(len, held)) == list(map(len, copies)) and all(map(operator.is_, each, other))
-
-
-def _below(values: Iterable[Any]) -> list[Any]:
-    """Every container that can be changed among some values and below them; attributes of objects are one."""
-    found: dict[int, Any] = {}
-    level = list(values)
-    while level:
-        kinds = list(map(type, level))
-        objects = {kind for kind in set(kinds) if _keeps_attributes(kind)}
-        others = itertools.compress(level, map(objects.__contains__, kinds))
-        attributes = [getattr(value, "__dict__", None) for value in others]
-        here = [*itertools.compress(level, map(_CONTAINERS.__contains__, kinds))]
-        here += [held for held in attributes if type(held) in _CONTAINERS]
-        known = len(found)
-        found.update(zip(map(id, here), here, strict=True))
-        fresh = itertools.islice(found.values(), known, None)
-        filled = (held.values() if type(held) in _MAPPINGS else held for held in fresh if held)
-        level = [*itertools.chain.from_iterable(filled)]
-    return [held for held in found.values() if type(held) is not tuple]
+    def changed(self) -> list[tuple[Any, list[Any]]]:
+        """Those that hold something else by now, with what they held: keys with values, where they are mappings."""
+        found: list[tuple[Any, list[Any]]] = [(held, []) for held in filter(None, self.empty)]
+        same_sizes = list(map(len, self.filled)) == self._sizes
+        if same_sizes and _are(self._contents, _contents(self.filled)) and _are(self._keys, _keys(self.filled)):
+            return found
+        keys, contents = iter(self._keys), iter(self._contents)
+        for held, size in zip(self.filled, self._sizes, strict=True):
+            items = list(itertools.islice(contents, size))
+            names = list(itertools.islice(keys, size if type(held) in _MAPPINGS else 0))
+            if _differs(held, names, items):
+                found.append((held, list(zip(names, items, strict=True)) if names else items))
+        return found
 
 
-def _keeps_attributes(kind: type) -> bool:
-    """Whether the attributes of a class's objects are state."""
-    return not (kind in _CONTAINERS or kind in _PLAIN or issubclass(kind, _NOT_STATE))
+def _attributes(objects: Sequence[Any]) -> list[Any]:
+    """What holds the attributes of those objects for which they are state."""
+    kinds = {kind for kind in set(map(type, objects)) if not issubclass(kind, _NOT_STATE)}
+    found = [getattr(value, "__dict__", None) for value in objects if type(value) in kinds]
+    return [held for held in found if type(held) in _CONTAINERS]
 
 
-def _items(held: Any) -> Any:
-    return held.values() if type(held) in _MAPPINGS else held
+def _contents(filled: Iterable[Any]) -> list[Any]:
+    """What is in containers, one after another."""
+    items = (held.values() if type(held) in _MAPPINGS else held for held in filled)
+    return list(itertools.chain.from_iterable(items))
 
 
-def _differs(held: Any, copy: Any) -> bool:
-    """Whether a container holds other objects than its copy, or in another order."""
-    if len(held) != len(copy):
-        return True
+def _keys(filled: Iterable[Any]) -> list[Any]:
+    """The keys of those containers that are mappings."""
+    return list(itertools.chain.from_iterable(held for held in filled if type(held) in _MAPPINGS))
+
+
+def _are(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether objects are others, one by one."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _differs(held: Any, names: list[Any], items: list[Any]) -> bool:
+    """Whether a container holds other objects than these, or in another order."""
     if type(held) is set:
-        return bool(held != copy)
-    same_keys = type(held) not in _MAPPINGS or all(map(operator.is_, held, copy))
-    return not (same_keys and all(map(operator.is_, _items(held), _items(copy))))
+        return bool(held != set(items))
+    return not (_are(items, _contents([held])) and _are(names, _keys([held])))
+
+
+def _tensors(held: Held) -> set[int]:
+    """The tensors in some containers."""
+    return {id(value) for value in held.objects if isinstance(value, Tensor)}

@@ -443,6 +443,23 @@ class CountsOutside(Layer):
     forward = counts_outside
 
 
+def counted(x: Tensor) -> Tensor:
+    global calls
+    calls += 1
+    return x * calls
+
+
+class ListsFunctions(Layer):
+    def __init__(self, index: int):
+        super().__init__(index)
+        self.steps = [counted, writes]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(self.linear(x))
+        return x
+
+
 def drops_layers(model: Stack, x: Tensor) -> Tensor:
     for layer in model.layers:
         x = layer(x) if random.random() < 0.5 else x
@@ -467,6 +484,7 @@ STATE: dict[str, tuple[Make, int]] = {
     "counters": (lambda: Stack([Counts(i) for i in range(4)]), 0),
     "counters, read by the model": (stack(walks, Counts), 0),
     "counters outside": (lambda: Stack([CountsOutside(i) for i in range(4)]), 0),
+    "counters of functions in lists": (lambda: Stack([ListsFunctions(i) for i in range(4)]), 0),
     "random layers": (own_layers(drops_layers, Layer.forward, 8), 2),
     "random layers, captured whole": (own_layers(drops_layers, lambda s, x: x + writes(s.linear(x)), 8), 0),
     "modules and hooks made while running": (lambda: Stack([Lazy(i) for i in range(4)]), 2),
