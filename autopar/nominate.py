@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor, nn
 
 from autopar.walk import Walk
 from autopar.walk import modules as modules_of
+
+_HELD = operator.attrgetter("_parameters", "_buffers", "_modules")
+_VALUES = operator.methodcaller("values")
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,8 @@ def first_with(keys: Sequence[Hashable]) -> tuple[int, ...]:
 
 def who_holds_what(modules: Sequence[nn.Module]) -> tuple[object, ...]:
     """For each module its class, and its parameters, buffers and modules by name and identity."""
-    held: list[dict[str, Any]] = []
-    for module in modules:
-        held += (module._parameters, module._buffers, module._modules)
-    names, values = itertools.chain.from_iterable(held), itertools.chain.from_iterable(each.values() for each in held)
+    held = list(itertools.chain.from_iterable(map(_HELD, modules)))
+    names, values = itertools.chain.from_iterable(held), itertools.chain.from_iterable(map(_VALUES, held))
     return tuple(map(type, modules)), tuple(map(len, held)), tuple(names), tuple(map(id, values))
 
 

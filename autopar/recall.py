@@ -13,6 +13,8 @@ from __future__ import annotations
 import dis
 import enum
 import inspect
+import itertools
+import operator
 import os
 import random
 import sys
@@ -99,14 +101,13 @@ class Watch:
             foreign: tensors that are neither the call's inputs nor its own.
             leaves: of its arguments, as they are now.
         """
-        read = [(place, name) for place, name in self.read if name not in _STRUCTURE]
-        values = _values(self.modules, read)
+        read = _Read(self.modules, [(place, name) for place, name in self.read if name not in _STRUCTURE])
         reach, known = self._reach, _Known(self.outside, self.names)
         if not (
             self.is_seen
             and list(map(id, leaves)) == list(map(id, self.leaves))
             and all(isinstance(leaf, Tensor) or type(leaf) in PLAIN for leaf in leaves)
-            and known.all(values)
+            and known.all(read.values)
             and known.all(self.outside.now())
             and known.all(foreign)
             and all(map(known.has_plain, self._marks))
@@ -114,7 +115,7 @@ class Watch:
         ):
             return None
         others = [(other, dict(vars(other))) for other in known.others]
-        recall = Recall(self.submodule, read, values, leaves, self._marks, others, known.seen, self.names, reach)
+        recall = Recall(self.submodule, read, leaves, self._marks, others, known.seen, self.names, reach)
         return recall if recall.holds(self.submodule, inputs, leaves) else None
 
     def _looking(self, before: Callable[[Any, str], Any], places: dict[int, int]) -> Callable[[Any, str], Any]:
@@ -157,8 +158,7 @@ class Recall:
 
     Attributes:
         submodule: whose call it was.
-        read: what its code read: number of a module, and name of an attribute.
-        values: what it found there.
+        read: what its code read of its modules.
         leaves: of its arguments.
         marks: attributes of its parameters and buffers.
         others: tensors that it could find and was not given, and the user's classes, each with its attributes.
@@ -168,8 +168,7 @@ class Recall:
     """
 
     submodule: Submodule
-    read: list[tuple[int, str]]
-    values: list[object]
+    read: _Read
     leaves: list[Any]
     marks: list[dict[str, Any]]
     others: list[tuple[Tensor | type, dict[str, Any]]]
@@ -182,7 +181,7 @@ class Recall:
         modules = submodule.modules
         return (
             submodule.is_as_nominated
-            and all(map(_equal, self.values, _values(modules, self.read)))
+            and self.read.is_equal_in(modules)
             and all(isinstance(a, Tensor) or _equal(a, b) for a, b in zip(self.leaves, leaves, strict=True))
             and all(map(_equal, self.marks, _marks(submodule.tensors)))
             and self.reached.isdisjoint(map(id, (*inputs, *submodule.tensors, *modules)))
@@ -190,6 +189,37 @@ class Recall:
             and all(_equal(attributes, dict(vars(other))) for other, attributes in self.others)
             and self.reach.is_as_it_was()
         )
+
+
+class _Read:
+    """Attributes of modules as they were when this was made.
+
+    Args:
+        read: number of a module, and name of an attribute.
+
+    Attributes:
+        values: what was found, but for empty containers, which most of what is found is.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], read: Sequence[tuple[int, str]]):
+        values = _found(modules, read)
+        is_empty = [type(value) in _CONTAINERS and not value for value in values]
+        self._empty = list(itertools.compress(read, is_empty))
+        self._kinds = list(itertools.compress(map(type, values), is_empty))
+        self._filled = list(itertools.compress(read, map(operator.not_, is_empty)))
+        self.values = list(itertools.compress(values, map(operator.not_, is_empty)))
+
+    def is_equal_in(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether code that reads the same of these modules finds equal values."""
+        empty = _found(modules, self._empty)
+        are_empty = all(map(operator.is_, map(type, empty), self._kinds)) and not any(empty)
+        return are_empty and all(map(_equal, self.values, _found(modules, self._filled)))
+
+
+def _found(modules: Sequence[nn.Module], read: Sequence[tuple[int, str]]) -> list[object]:
+    """The attributes of these names, of modules of these numbers."""
+    attributes = list(map(vars, modules))
+    return [attributes[place].get(name, _MISSING) for place, name in read]
 
 
 class _Reach:
@@ -289,12 +319,6 @@ def _has_slots(kind: type) -> bool:
     return kind.__basicsize__ > _Bare.__basicsize__ or any(
         base is not object and (not base.__flags__ & 1 << 9 or vars(base).get("__slots__")) for base in kind.__mro__
     )
-
-
-def _values(modules: Sequence[nn.Module], read: Sequence[tuple[int, str]]) -> list[object]:
-    """The attributes of these names, of modules of these numbers."""
-    attributes = list(map(vars, modules))
-    return [attributes[place].get(name, _MISSING) for place, name in read]
 
 
 def _marks(tensors: Iterable[Tensor]) -> list[dict[str, Any]]:

@@ -89,18 +89,22 @@ class Held:
                         self.empty.append(value)
                 elif kind not in _PLAIN:
                     objects.append(value)
-            contents = _contents(itertools.islice(found.values(), known, None))
+            contents = _contents(_views(itertools.islice(found.values(), known, None)))
             level = contents + _attributes(objects)
             self.objects += objects
             self._contents += contents
         self.filled = list(found.values())
-        self._sizes, self._keys = list(map(len, self.filled)), _keys(self.filled)
+        self._views, self._mappings = _views(self.filled), [held for held in self.filled if type(held) in _MAPPINGS]
+        self._sizes, self._keys = list(map(len, self.filled)), _contents(self._mappings)
 
     def changed(self) -> list[tuple[Any, list[Any]]]:
         """Those that hold something else by now, with what they held: keys with values, where they are mappings."""
         found: list[tuple[Any, list[Any]]] = [(held, []) for held in filter(None, self.empty)]
-        same_sizes = list(map(len, self.filled)) == self._sizes
-        if same_sizes and _are(self._contents, _contents(self.filled)) and _are(self._keys, _keys(self.filled)):
+        if (
+            list(map(len, self.filled)) == self._sizes
+            and _are(self._contents, _contents(self._views))
+            and _are(self._keys, _contents(self._mappings))
+        ):
             return found
         keys, contents = iter(self._keys), iter(self._contents)
         for held, size in zip(self.filled, self._sizes, strict=True):
@@ -118,15 +122,14 @@ def _attributes(objects: Sequence[Any]) -> list[Any]:
     return [held for held in found if type(held) in _CONTAINERS]
 
 
-def _contents(filled: Iterable[Any]) -> list[Any]:
-    """What is in containers, one after another."""
-    items = (held.values() if type(held) in _MAPPINGS else held for held in filled)
-    return list(itertools.chain.from_iterable(items))
+def _views(filled: Iterable[Any]) -> list[Any]:
+    """What is in each container, as it is whenever one looks."""
+    return [held.values() if type(held) in _MAPPINGS else held for held in filled]
 
 
-def _keys(filled: Iterable[Any]) -> list[Any]:
-    """The keys of those containers that are mappings."""
-    return list(itertools.chain.from_iterable(held for held in filled if type(held) in _MAPPINGS))
+def _contents(held: Iterable[Any]) -> list[Any]:
+    """What is in containers, one after another; of mappings their keys."""
+    return list(itertools.chain.from_iterable(held))
 
 
 def _are(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -138,7 +141,9 @@ def _differs(held: Any, names: list[Any], items: list[Any]) -> bool:
     """Whether a container holds other objects than these, or in another order."""
     if type(held) is set:
         return bool(held != set(items))
-    return not (_are(items, _contents([held])) and _are(names, _keys([held])))
+    if type(held) in _MAPPINGS:
+        return not (_are(names, [*held]) and _are(items, [*held.values()]))
+    return not _are(items, [*held])
 
 
 def _tensors(held: Held) -> set[int]:
