@@ -190,6 +190,39 @@ def test_gathers_are_a_block_ahead_and_gradients_are_reduced_beside_the_next_blo
         assert sum(call.startswith("gather") for call in calls) == LAYERS
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_step_of_zero_3_passes_each_chunk_three_times(
+    ranks: int, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two gathers and a reduce-scatter of each: 6 (P-1)/P bytes of every parameter in bfloat16, none for padding."""
+    model, x = Residuals().bfloat16(), torch.randn(6, WIDTH, dtype=torch.bfloat16)
+    pins = Pins.parse({"data": ranks, "zero": 3, "recompute": recompute})
+    plan = plan_traced(trace(model, (x,)), ClusterSpec.local(ranks), pins, Training())
+    passed: dict[str, list[float]] = {"gather": [], "reduce": []}
+
+    def all_gather(every: Tensor, own: Tensor, **options: Any) -> Any:  # in a ring, to each of the others
+        passed["gather"].append((ranks - 1) * own.numel() * own.element_size())
+        return gather(every, own, **options)
+
+    def reduce_scatter(own: Tensor, every: Tensor, **options: Any) -> Any:
+        passed["reduce"].append((ranks - 1) / ranks * every.numel() * every.element_size())
+        return reduce(own, every, **options)
+
+    gather, reduce = gathering.all_gather, parameters.reduce_scatter
+    monkeypatch.setattr(gathering, "all_gather", all_gather)
+    monkeypatch.setattr(parameters, "reduce_scatter", reduce_scatter)
+    assert plan.assignment is not None
+    with Simulation(model, trace(model, (x,)).captured, plan.assignment) as simulation:
+        (inputs,) = simulation.inputs((x,), {})[0]
+        simulation.module(inputs)[0].backward()
+    assert {kind: len(each) for kind, each in passed.items()} == {"gather": 2 * LAYERS, "reduce": LAYERS}
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(passed["gather"]) + sum(passed["reduce"]) == pytest.approx(6 * (ranks - 1) / ranks * count, rel=1e-12)
+    predicted = [(call.kind, number) for call, number in plan.predicted.collectives if call.bytes_in > 8]
+    assert sorted(predicted) == [("all_gather", LAYERS), ("all_gather", LAYERS), ("reduce_scatter", LAYERS)]
+
+
 def test_a_step_that_failed_leaves_nothing_to_the_next(calls: Calls) -> None:
     torch.manual_seed(0)
     model, x = Residuals(), torch.randn(4, WIDTH)

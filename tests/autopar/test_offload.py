@@ -20,7 +20,7 @@ from planner.cluster import ClusterSpec
 from planner.errors import TimetableError
 from planner.timetable import fewest_bytes
 from planner.timetable.table import ACTIONS
-from tests.autopar import beside_the_loss, carried, on_disk, updated
+from tests.autopar import beside_the_loss, carried, drawn, on_disk, updated
 
 CASES: list[tuple[str, dict[str, Any], int, int]] = [  # the last: how many budgets
     ("mlp", {"data": 2, "zero": 0}, 2, 4),
@@ -69,6 +69,13 @@ def test_updates_in_backward_compute_the_same(
 
 def test_a_device_of_an_eighth_of_the_model_data_trains(pool: LocalProcesses) -> None:
     pool.run(carried.trains_in_an_eighth, ranks=1)
+
+
+@pytest.mark.parametrize("ranks, seeds", [(1, (1, 10, 16)), (2, (5, 6, 15))])
+def test_drawn_models_are_carried(pool: LocalProcesses, ranks: int, seeds: tuple[int, ...]) -> None:
+    """Models, pins, budgets and timetables at random."""
+    for seed in seeds:
+        pool.run(drawn.trains, seed, drawn.plan_of(seed, ranks).to_dict(), ranks=ranks)
 
 
 def test_odd_models_are_carried(pool: LocalProcesses) -> None:
