@@ -25,7 +25,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.room import check_room
 from autopar.stages import check_in_turns
 from planner import host as machine
-from planner.chunks import chunks_of, home_bytes, parameters
+from planner.chunks import chunks_of, moving_bytes, parameters
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import ClusterError, InputError, PinError, PlanError
@@ -344,7 +344,7 @@ def _home_bytes(assignment: Assignment, table: Timetable, blocks: Collection[int
     """
     items = {item.name for item in table.trace.items}
     moving = [chunk for chunk in chunks_of(assignment, blocks) if parameters(chunk) in items]
-    return home_bytes(assignment, moving) + saved_bytes(table)
+    return moving_bytes(assignment, moving) + saved_bytes(table)
 
 
 def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, InTurns | None]:

@@ -41,7 +41,8 @@ from planner.errors import InfeasibleError
 NAME = "gpu_largest"
 NOTES = (
     "GPTs of ever more layers on one GPU whose process may take so many GiB of it, in bfloat16, 8 bytes a parameter, "
-    "with the memory of its host. *Planned*: what the planner says fits, with pin {'offload': 'auto'}. *Ours*, "
+    "with the memory of its host. *Planned*: what the planner says fits, with pin {'offload': 'auto', 'update': "
+    "'backward'}, where gradients leave the host as they are used. *Ours*, "
     "*fsdp2*: what took steps, FSDP2 being `fully_shard` of every layer with `CPUOffloadPolicy` and fused AdamW, with "
     "every layer recomputed, *keeping* without. Steps and peaks of the largest, and of ours as large as FSDP2's "
     "largest. *Host*: the most of the host's memory that was taken. *Short of*: why it does not train. Each try in a "
@@ -51,6 +52,7 @@ WIDE = Shape(hidden=8192, heads=64, vocab=32768, batch=4, sequence=1024)
 """Of powers of two, to which torch rounds what it pins."""
 LIMITS_GIB = (16, 40)
 """And all of the device."""
+PIN = {"offload": "auto", "update": "backward"}
 STEPS, WARMUP = 2, 1
 STATE_BYTES = 4
 """Two moments of bfloat16 for each parameter."""
@@ -412,9 +414,7 @@ def _timed(step: Step, found: Try, on_gpu: bool) -> Try:
 
 
 def _plan(cluster: ClusterSpec, model: nn.Module, batch: dict[str, Tensor]) -> autopar.Plan:
-    return autopar.plan(
-        model, cluster, example_kwargs=batch, pin={"offload": "auto"}, optimizer_bytes_per_element=STATE_BYTES
-    )
+    return autopar.plan(model, cluster, example_kwargs=batch, pin=PIN, optimizer_bytes_per_element=STATE_BYTES)
 
 
 def _model(shape: Shape) -> nn.Module:

@@ -6,7 +6,7 @@ in a chunk that enters the program before the first block, and its gradient leav
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from planner.conversion import local_bytes
@@ -134,8 +134,31 @@ def undone(assignment: Assignment) -> list[int]:
     return [n for n, block in enumerate(blocks) if any(ref in graph.differentiated for ref in block.outputs)]
 
 
+def updated_early(assignment: Assignment, chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Those whose gradients are complete before all blocks are undone, and the host does not wait for that."""
+    if assignment.space.training.update != "backward":
+        return []
+    blocks = {*undone(assignment)}
+    return [chunk for chunk in chunks if not chunk.is_before and chunk.entered in blocks]
+
+
+def shared(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Bytes of the memories at home in which gradients of such sizes take turns that are used as they arrive.
+
+    One is used by the host and another one filled, while a third waits for the host; each gradient has one that is
+    large enough.
+    """
+    return tuple(sorted(sizes, reverse=True)[:3])
+
+
+def moving_bytes(assignment: Assignment, chunks: Collection[Chunk]) -> int:
+    """What chunks that move take at home: :func:`home_bytes`, but gradients that are used as they arrive take turns."""
+    early = [chunk.gradient_bytes for chunk in updated_early(assignment, chunks)]
+    return home_bytes(assignment, chunks) - sum(early) + sum(shared(early))
+
+
 def home_bytes(assignment: Assignment, chunks: Collection[Chunk]) -> int:
-    """What chunks take where they are at home: parameters, gradients and optimizer state."""
+    """What chunks take where they are held whole: parameters, gradients and optimizer state."""
     space = assignment.space
     names = [name for chunk in chunks for name in chunk.leaves]
     state = sum(space.state_bytes(space.graph.by_name[name], assignment.produced(Ref(name))) for name in names)

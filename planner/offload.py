@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from planner.chunks import SAVED, Chunk, gradients, home_bytes, parameters
+from planner.chunks import SAVED, Chunk, gradients, home_bytes, moving_bytes, parameters
 from planner.errors import InfeasibleError
 from planner.formulate import Assignment
 from planner.memory import Usage, usage
@@ -99,7 +99,7 @@ def _ways(step: RankStep) -> list[_Way]:
         InfeasibleError: home holds none of them.
     """
     choices: list[tuple[Chunk, ...]] = [()] if step.assignment.space.training.tier != "either" else _may_stay(step)
-    moving = [home_bytes(step.assignment, step.chunks) - home_bytes(step.assignment, stays) for stays in choices]
+    moving = [moving_bytes(step.assignment, [c for c in step.chunks if c not in stays]) for stays in choices]
     _check_home(step, min(moving))
     # Where nothing overlaps, the shortest step is the one that moves the fewest bytes.
     solve, budget_bytes = (shortest_step if step.overlaps else fewest_bytes), _budget_bytes(step)

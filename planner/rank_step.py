@@ -34,6 +34,7 @@ from planner.chunks import (
     saved_item,
     undone,
     update,
+    updated_early,
 )
 from planner.cluster import Home
 from planner.conversion import local_bytes
@@ -110,7 +111,7 @@ class RankStep:
         moves = [chunk for chunk in self.chunks if chunk not in stays]
         trained = [chunk for chunk in moves if chunk.gradient_bytes]
         held = home_bytes(self.assignment, stays)
-        early = {c.entered: c for c in trained if self._is_updated_early(c)}
+        early = {chunk.entered: chunk for chunk in updated_early(self.assignment, trained)}
         moments: list[Moment] = []
         uses: dict[str, list[Use]] = {name: [] for chunk in moves for name in (parameters(chunk), gradients(chunk))}
         for at, (action, others) in enumerate(zip(self.actions, self._of_others, strict=True)):
@@ -206,11 +207,6 @@ class RankStep:
         stage = next((stage for stage, blocks in self.blocks.items() if number in blocks), None)
         read = {} if stage is None else self.usages[stage].read_again
         return not {*read.get(number, ()), *read.get(BEFORE, ())}.isdisjoint(chunk.leaves)
-
-    def _is_updated_early(self, chunk: Chunk) -> bool:
-        """Whether its gradients are complete before all blocks are undone, and the host does not wait for that."""
-        in_backward = self.assignment.space.training.update == "backward"
-        return in_backward and not chunk.is_before and chunk.entered in self._undone
 
     # ---- what is beside chunks ---------------------------------------------------------------------------------
 

@@ -25,9 +25,9 @@ from autopar.runtime.activations import Activations
 from autopar.runtime.disk import Disk
 from autopar.runtime.held import Held
 from autopar.runtime.recompute import memory_of
-from autopar.runtime.tiers import Arena, Chunk, Gradients, Link, Parameters, Sums
+from autopar.runtime.tiers import Arena, Chunk, Gradients, Homes, Link, Parameters, Sums
 from autopar.runtime.updating import AFTER, Updates, let_go, may_update
-from planner.chunks import of_turn
+from planner.chunks import of_turn, shared
 from planner.errors import InputError, TimetableError
 from planner.heap import BEFORE
 from planner.timetable import Timetable
@@ -140,6 +140,9 @@ class Carrier:
             each.name: Parameters(each.name, each.bytes, each.starts, device, self.arena, self.link) for each in carried
         }
         self._gradients: dict[str, Gradients] = {}
+        self._sharing = self._used_early() & {each.gradients for each in carried}
+        sizes = shared(item.bytes for item in table.trace.items if item.name in self._sharing)
+        self._shared = Homes(sizes, self.link, self._settle_next)
         leaving = {name for entry in table.entries for name in entry.evict}
         self._saved = {
             (each.left, each.savers): Activations(
@@ -185,7 +188,8 @@ class Carrier:
             if self.is_in_turns:
                 gradients = Sums(carried.gradients, like, chunk, self.arena, self.link)
             else:
-                gradients = Gradients(carried.gradients, like, self.arena, self.link)
+                homes = self._shared if carried.gradients in self._sharing else None
+                gradients = Gradients(carried.gradients, like, self.arena, self.link, homes)
             self._gradients[carried.name] = self._chunks[gradients.name] = gradients
         return own
 
@@ -457,6 +461,11 @@ class Carrier:
 
     # ---- updates in backward -----------------------------------------------------------------------------------
 
+    def _used_early(self) -> set[str]:
+        """The items that the host uses before all blocks are undone."""
+        places = (place for place, moment in enumerate(self.table.trace.moments[:-1]) if moment.on == "host")
+        return {item.name for place in places for item, _ in self.table.trace.used[place]}
+
     @property
     def updates_in_backward(self) -> bool:
         """Whether the host updates some chunks before all blocks are undone."""
@@ -472,6 +481,10 @@ class Carrier:
         if self.updates is not None:
             self.updates.replace()
         self._updates = weakref.ref(Updates(optimizer, self._device))
+
+    def _settle_next(self) -> bool:
+        """Wait for an update that holds gradients at home; whether there was one."""
+        return self.updates is not None and self.updates.settle_next()
 
     def settle(self) -> None:
         """Wait for updates that go on after a backward that was not finished: parameters are left alone then."""

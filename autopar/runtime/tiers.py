@@ -10,9 +10,11 @@ chunk is away that memory is empty; what autograd saved of it is whole again whe
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -246,19 +248,47 @@ class Parameters(Chunk):
             self.here.untyped_storage().resize_(0)
 
 
+class Homes:
+    """Memories at home in which gradients of chunks take turns that are used as they arrive.
+
+    Args:
+        sizes: bytes of each, falling.
+        wait: for what holds some to be over; whether there was anything to wait for.
+    """
+
+    def __init__(self, sizes: Sequence[int], link: Link, wait: Callable[[], bool]):
+        self._sizes, self._link, self._wait = sizes, link, wait
+        self._made: dict[int, Tensor] = {}
+
+    def take(self, size: int) -> Tensor | None:
+        """The smallest one of at least so many bytes that nobody holds, as soon as there is one; ``None``: somebody
+        keeps them all.
+        """
+        while True:
+            for number in reversed(range(bisect_right(self._sizes, -size, key=operator.neg))):
+                if number not in self._made:
+                    self._made[number] = self._link.home(self._sizes[number], "gradients")
+                if not is_held_elsewhere(self._made[number]):
+                    return self._made[number]
+            if not self._wait():
+                return None
+
+
 class Gradients(Chunk):
     """The gradients of a chunk of parameters: on the device the tensors that autograd made, at home one memory.
 
     Args:
         like: the parameters that are trained, by name, at home.
+        shared: where that is taken from, if it is shared.
     """
 
-    def __init__(self, name: str, like: Mapping[str, Tensor], arena: Arena, link: Link):
+    def __init__(self, name: str, like: Mapping[str, Tensor], arena: Arena, link: Link, shared: Homes | None = None):
         super().__init__(name, sum(value.numel() * value.element_size() for value in like.values()), arena, link)
         self.like = dict(sorted(like.items(), key=lambda each: -each[1].element_size()))  # so that all begin well
         self._made: dict[str, Tensor] = {}
         self._arriving: dict[str, Tensor] = {}
-        self._homes = [link.home(self.bytes, name)]
+        self._shared = shared
+        self._homes = [] if shared is not None else [link.home(self.bytes, name)]
 
     def made(self, grads: Mapping[str, Tensor | None]) -> None:
         """Take what backward made."""
@@ -308,6 +338,8 @@ class Gradients(Chunk):
 
     def _free_home(self) -> Tensor:
         """Memory for what leaves, that nobody holds: no parameter's ``.grad``, and not the user."""
+        if self._shared is not None and (found := self._shared.take(self.bytes)) is not None:
+            return found
         for home in self._homes:
             if not is_held_elsewhere(home):
                 return home

@@ -9,6 +9,7 @@ counts and calls goes on once.
 from __future__ import annotations
 
 import copy
+import traceback
 import warnings
 import weakref
 from collections import OrderedDict
@@ -140,6 +141,13 @@ class Updates:
         self._parameters += grads
         self._started[chunk] = self._thread.submit(_update, self._partly, grads, arriving)
 
+    def settle_next(self) -> bool:
+        """Wait for the next update to be over, however it ends; whether there was one."""
+        left = next((future for future in self._started.values() if not future.done()), None)
+        if left is not None:
+            wait([left])
+        return left is not None
+
     def settle(self) -> None:
         """Wait for all that was started, however it ends."""
         wait(self._started.values())
@@ -230,8 +238,18 @@ def _update(partly: Partly, grads: dict[DTensor, Tensor], arriving: Any) -> None
     try:
         Link.settle(arriving)
         partly.step(grads)
+    except BaseException as error:
+        _let_frames_go(error)
+        raise
     finally:
         grads.clear()  # before anyone who waits goes on: their memory is for the next ones
+
+
+def _let_frames_go(error: BaseException | None) -> None:
+    """Take from an error what the calls held that it ended, gradients among it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _check_same(before: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]]) -> None:

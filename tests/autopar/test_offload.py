@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.processes import LocalProcesses
-from autopar.runtime.tiers import Arena, Gradients, Link, Parameters
+from autopar.runtime.tiers import Arena, Gradients, Homes, Link, Parameters
 from planner.cluster import ClusterSpec
 from planner.errors import TimetableError
 from planner.timetable import fewest_bytes
@@ -226,6 +226,37 @@ def test_parameters_come_and_go() -> None:
         assert weight.untyped_storage().nbytes() == 0
     assert made.link.bytes_moved == {"fetch": 4 * 128}
     assert made.arena.high_water_bytes == 128 and made.arena.held_bytes == 0
+
+
+def test_gradients_take_turns_in_memories_at_home() -> None:
+    """The smallest that is free, once what holds one is over, and none where somebody keeps them all."""
+    held: list[torch.Tensor] = []
+
+    def ends() -> bool:
+        return bool(held) and held.pop(0) is not None
+
+    homes = Homes((64, 32, 32), Link(torch.device("cpu")), ends)
+    for size in (16, 32, 32):
+        found = homes.take(size)
+        assert found is not None
+        held.append(found[:1])
+        del found
+    assert [each.untyped_storage().nbytes() for each in held] == [32, 32, 64]
+    first, last = held[0].data_ptr(), held[2].data_ptr()
+    found = homes.take(32)
+    assert found is not None and found.data_ptr() == first and len(held) == 2
+    held.append(found[:1])
+    del found
+    found = homes.take(48)  # only one is as large
+    assert found is not None and found.data_ptr() == last and len(held) == 1
+    kept = [found[:1], held[0]]
+    held.clear()
+    del found
+    third = homes.take(8)
+    assert third is not None and third.data_ptr() not in (first, last)
+    kept.append(third[:1])
+    del third
+    assert homes.take(8) is None and len(homes._made) == 3
 
 
 def test_an_arena_is_never_over_its_budget() -> None:

@@ -112,7 +112,10 @@ def trains_as_planned(name: str, document: dict[str, Any]) -> None:
         assert all(p.grad is None for p in pmodel.parameters())
         assert {way: size for way, size in carrier.bytes_moved.items() if size} == planned
     assert table.budget_bytes >= carrier.arena.high_water_bytes == table.high_water_bytes
-    assert all(len(gradients._homes) == 1 for gradients in carrier._gradients.values())
+    early = [each for each in carrier._gradients.values() if each._shared is not None]
+    assert early and all(len(each._homes) == (each not in early) for each in carrier._gradients.values())
+    at_home = sum(memory.numel() for memory in carrier._shared._made.values())
+    assert at_home <= sum(sorted(each.bytes for each in early)[-3:])
     same_values(pmodel, model)
 
 

@@ -490,6 +490,19 @@ def test_a_host_that_is_too_small_is_refused_with_its_numbers() -> None:
     assert offload(spec=cluster("2.5 MiB", host=needed)).timetable is not None
 
 
+def test_gradients_that_are_used_as_they_arrive_take_three_memories_of_the_host() -> None:
+    found = decided(offload(update="backward"))
+    sizes = [chunk.gradient_bytes for chunk in chunks_of(found)]
+    assert len(sizes) == 6 and not any(chunk.is_before for chunk in chunks_of(found))
+    needed = data_bytes(found) - sum(sizes) + sum(sorted(sizes)[-3:])
+    with pytest.raises(InfeasibleError) as caught:
+        offload(spec=cluster("2.5 MiB", host=needed - 1000), update="backward")
+    assert caught.value.excess_bytes == 1000
+    assert offload(spec=cluster("2.5 MiB", host=needed), update="backward").timetable is not None
+    with pytest.raises(InfeasibleError):
+        offload(spec=cluster("2.5 MiB", host=needed))
+
+
 def test_a_cluster_that_does_not_say_what_its_host_has_is_refused() -> None:
     with pytest.raises(ClusterError, match=r"'local' does not say .*ClusterSpec.local takes host_memory_bytes"):
         offload(spec=ClusterSpec.local(1, "1 GiB", cores=2))
