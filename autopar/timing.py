@@ -119,7 +119,7 @@ def _mean_s(act: Act, stretch_s: float, device: torch.device) -> float:
     return _stretch_s(act, count, device, clock) / count
 
 
-def _stretch_s(act: Act, count: int, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+def _stretch_s(act: Act, count: int, device: torch.device, clock: Callable[[], float]) -> float:
     _wait(device)
     start = clock()
     for _ in range(count):
@@ -160,7 +160,7 @@ def _lengthened_s(send: Callable[[], Act], count: int, compute: Act, *, is_besid
     dist.barrier()
     # What computing takes is known from the CPU seconds of its thread; of several threads, from when they are alone.
     counts = _in_one_thread()
-    computed_s = 0.0 if counts else _stretch_s(compute, count, torch.device("cpu"))
+    computed_s = 0.0 if counts else _stretch_s(compute, count, torch.device("cpu"), time.perf_counter)
     dist.barrier()
     start = time.perf_counter()
     for _ in range(count):
@@ -196,11 +196,11 @@ def _called_s(act: Act, stretch_s: float, device: torch.device) -> float:
     """Calls after one another, on all ranks equally many."""
     act()
     dist.barrier()
-    once_s = _stretch_s(act, 1, device)
+    once_s = _stretch_s(act, 1, device, time.perf_counter)
     agreed = torch.tensor([max(1, math.ceil(stretch_s / max(once_s, 1e-7)))])
     dist.all_reduce(agreed, dist.ReduceOp.MIN)
     count = int(agreed.item())
-    return _stretch_s(act, count, device) / count
+    return _stretch_s(act, count, device, time.perf_counter) / count
 
 
 QUEUED = 16
