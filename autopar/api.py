@@ -261,8 +261,9 @@ def parallelize(
         model, cluster, example_args, example_kwargs, loss_fn, pin, optimizer_bytes_per_element, pipelines,
             time_limit_s, gap: as in :func:`plan`; the last five are of the search, where no plan is given.
         plan: a plan to apply without searching, or the path of one's file.
-        state_dict: the original model's full state dict, or the path of a safetensors file, of a directory of such
-            files with their index, or of what :func:`autopar.save_checkpoint` wrote.
+        state_dict: the original model's full state dict, or the path of a file that ``torch.save`` wrote of it, of a
+            safetensors file, of a directory of such files with their index, or of what
+            :func:`autopar.save_checkpoint` wrote.
         seed: of dropout, and of initialisation on the meta device.
         offload_path: of a directory for files, where the plan keeps model data on disk; ranks may give different ones.
         progress: called on rank 0 with a line of text as the search advances.

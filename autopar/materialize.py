@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
+import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,6 +105,8 @@ def _cut(stored: _Stored, rows: Rows) -> Tensor:
 
 def _reader(source: Source) -> Callable[[list[str]], _Stored | None]:
     """Finds a tensor under any of its names: in a state dict, in safetensors files, or in a checkpoint of ours."""
+    if not isinstance(source, Mapping) and zipfile.is_zipfile(source):
+        source = _mapped(Path(source))
     if isinstance(source, Mapping):
         known = source
 
@@ -122,6 +126,20 @@ def _reader(source: Source) -> Callable[[list[str]], _Stored | None]:
         return file.get_slice(name) if file.get_slice(name).get_shape() else _InMemory(file.get_tensor(name))
 
     return from_files
+
+
+def _mapped(path: Path) -> Mapping[str, Tensor]:
+    """A state dict that torch.save wrote, of which only what is read comes into memory."""
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise InputError(f"cannot read the state dict {str(path)!r}: {str(error).splitlines()[0]}") from error
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise InputError(
+            f"{str(path)!r} holds no state dict, which maps names to tensors, but {type(found).__name__}: give a file "
+            "that torch.save(model.state_dict(), path) wrote"
+        )
+    return found
 
 
 def _from_checkpoint(path: Path) -> Callable[[list[str]], _Stored | None]:
@@ -155,7 +173,8 @@ def _safetensors(path: Path) -> dict[str, Any]:
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise InputError(
             f"cannot read the checkpoint {str(path)!r}: {error}; give a safetensors file, a directory that holds "
-            "model.safetensors or model.safetensors.index.json, or what autopar.save_checkpoint wrote"
+            "model.safetensors or model.safetensors.index.json, a state dict that torch.save wrote, or what "
+            "autopar.save_checkpoint wrote"
         ) from error
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118
 

@@ -225,15 +225,22 @@ def test_a_checkpoint_goes_on_under_any_plan(pool: LocalProcesses, tmp_path: Pat
     """A fused query-key-value weight in strips, parameters tied over stages, and one process without a group."""
     path = str(tmp_path / "checkpoint")
     begun = pool.run(checkpoints.begins, "gpt2", workers.plan_exactly("gpt2", {"tensor": 2}, 2), path, ranks=2)
-    for pin in ({"pipeline": 2, "data": 2, "zero": 3, "micro_batches": 2}, {"replicate": 2, "data": 2, "zero": 3}):
-        other = workers.plan_exactly("gpt2", pin, 4)
-        assert pool.run(checkpoints.goes_on, "gpt2", other, path)[0] == pytest.approx(begun[0], rel=1e-10)
+    others: tuple[tuple[int, dict[str, Any]], ...] = (
+        (4, {"pipeline": 2, "data": 2, "zero": 3, "micro_batches": 2}),
+        (4, {"replicate": 2, "data": 2, "zero": 3}),
+        (2, {"data": 2, "zero": 3, "offload": "host"}),
+    )
+    for ranks, pin in others:
+        other = workers.plan_exactly("gpt2", pin, ranks)
+        assert pool.run(checkpoints.goes_on, "gpt2", other, path, ranks=ranks)[0] == pytest.approx(begun[0], rel=1e-10)
     alone = checkpoints.goes_on_alone("gpt2", path)
     assert alone == pytest.approx(begun[0], rel=1e-10)
 
 
 @pytest.mark.parametrize(
-    "model, pin, ranks", [("mlp", DATA_TENSOR, 4), ("gpt2", {"pipeline": 2, "micro_batches": 2}, 2)], ids=name_of
+    "model, pin, ranks",
+    [("mlp", DATA_TENSOR, 4), ("gpt2", {"pipeline": 2, "micro_batches": 2}, 2), ("mlp", {"offload": "host"}, 1)],
+    ids=name_of,
 )
 def test_a_checkpoint_goes_on_to_the_bit(
     pool: LocalProcesses, tmp_path: Path, model: str, pin: dict[str, Any], ranks: int
@@ -314,7 +321,7 @@ def test_initialises_models_on_the_meta_device(
     pool.run(workers.initialises_meta, model, documents(model, {"data": 2, "zero": 3}, 2), ranks=2)
 
 
-@pytest.mark.parametrize("form", ["state dict", "file", "directory", "checkpoint"])
+@pytest.mark.parametrize("form", ["state dict", "file", "directory", "torch file", "checkpoint"])
 def test_loads_models_on_the_meta_device(
     pool: LocalProcesses, documents: Callable[..., dict[str, Any]], tmp_path: Path, form: str
 ) -> None:
@@ -322,6 +329,9 @@ def test_loads_models_on_the_meta_device(
     if form == "checkpoint":
         path = str(tmp_path)
         autopar.save_checkpoint(path, workers.model_of("gpt2"))
+    elif form == "torch file":
+        path = str(tmp_path / "model.pt")
+        torch.save(workers.model_of("gpt2").state_dict(), path)
     elif form != "state dict":
         state = workers.model_of("gpt2").state_dict()
         del state["lm_head.weight"]  # as Transformers saves tied weights: once

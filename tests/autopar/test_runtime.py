@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.api import assign, plan_traced, trace
 from autopar.calls import count_collectives, differences
-from autopar.materialize import _cut
+from autopar.materialize import _cut, _reader
 from autopar.meter import LiveBytes, held_tensors
 from autopar.runtime.mesh import groups_of, part_of, put_part, rows_of, take
 from autopar.simulate import Simulation
@@ -86,6 +88,30 @@ def test_checkpoints_are_read_in_slices(layout: Layout, rank: int) -> None:
     assert torch.equal(got, part_of(stored.tensor, layout, MESH, rank))
     for index, rows in zip(stored.read, rows_of((24, 12), layout, MESH, rank), strict=True):
         assert index == (rows if isinstance(rows, slice) else slice(None))
+
+
+def test_a_state_dict_in_a_file_is_mapped(tmp_path: Path) -> None:
+    """A slice of it reads no more than that: what the process has in memory does not grow by the rest."""
+    path, size = tmp_path / "model.pt", 2**22
+    torch.save({"weight": torch.arange(size, dtype=torch.float32)}, path)
+    before = _resident_bytes()
+    read = _reader(path)
+    assert read is not None
+    found = read(["other", "weight"])
+    assert found is not None and tuple(found.get_shape()) == (size,)
+    assert torch.equal(found[(slice(5, 8),)], torch.arange(5.0, 8.0)) and read(["other"]) is None
+    assert _resident_bytes() - before < size  # a quarter of the file
+    for wrong in ([torch.ones(2)], {"weight": torch.ones(2), "step": 3}):
+        torch.save(wrong, path)
+        with pytest.raises(InputError, match=r"model.pt' holds no state dict, which maps names to tensors, but"):
+            _reader(path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(InputError, match=r"cannot read the checkpoint .* state dict that torch\.save wrote, or what"):
+        _reader(path)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_live_bytes_by_hand() -> None:
