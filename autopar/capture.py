@@ -213,8 +213,8 @@ def _capture_folded(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs:
         raise NotFoldable("the model keeps tensors that it made")
     if _mutates(exported):
         raise NotFoldable("the model writes in place")
-    if _shares_memory(exported.constants.values(), repeats.tensors_held):
-        raise NotFoldable("a parameter is used in another form")
+    if _shares_memory(exported.constants.values(), [*repeats.tensors_held, *repeats.copies]):
+        raise NotFoldable("a parameter or a copied result is used in another form")
     captured = _captured(exported, model, repeats, applied)
     if reads_values(captured.program) is not None:
         raise NotFoldable("the model reads the values of tensors")
@@ -222,7 +222,7 @@ def _capture_folded(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs:
 
 
 def _shares_memory(constants: Iterable[Any], tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a constant lies in the memory of a parameter or buffer."""
+    """Whether a constant lies in the memory of a tensor."""
     found = [value for value in constants if isinstance(value, torch.Tensor) and value.layout == torch.strided]
     memory = {storage_of(value) for value in found}
     return bool(found) and any(t.layout == torch.strided and storage_of(t) in memory for t in tensors)

@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 from autopar import walk
 from autopar.functions.ungraded import cut_ungraded
 from autopar.lookups import drop_lookups_of_everything
-from autopar.marks import AGAIN, ENTER, LEAF, LEAVE, NotFoldable
+from autopar.marks import AGAIN, ENTER, LEAF, LEAVE, VALUE, NotFoldable
 from autopar.masks import simplify_masks
 from autopar.nominate import Submodule, storage_of
 from autopar.order import in_order
@@ -110,8 +110,9 @@ class _Leaves:
         taken -= {spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind != InputKind.USER_INPUT}
         for original, tensor, kind in kinds:
             stem = f"{kind[0]}_{original.replace('.', '_')}"
-            numbered = (f"{stem}_{number}" for number in itertools.count(1))
-            name = next(n for n in itertools.chain([stem], numbered) if n not in taken)
+            name, numbers = stem, itertools.count(1)
+            while name in taken:
+                name = f"{stem}_{next(numbers)}"
             taken.add(name)
             self._stored.append(Leaf(name, kind, original, tensor))
             self._by_original[original] = self._by_tensor[id(tensor)] = name
@@ -176,6 +177,16 @@ class _Traced:
     results: Mapping[int, fx.Node]
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """A call like a traced one: names of its inputs that are others, by place, and of its nodes."""
+
+    first: _Traced
+    submodule: Submodule
+    given: Mapping[int, str]
+    names: tuple[str, ...]
+
+
 class _Splitter:
     """Cuts a graph at the marks; ``calls`` is what is between them, in order."""
 
@@ -184,7 +195,7 @@ class _Splitter:
         self.value_of = leaves.value_of
         self.calls: list[Call] = []
         self.traced: dict[int, _Traced] = {}
-        self.copied: dict[int, dict[fx.Node, str]] = {}
+        self.copied: dict[int, _Copy] = {}
         pending: list[fx.Node] = []
         inputs: Any = ()
         for node in graph.nodes:
@@ -201,7 +212,13 @@ class _Splitter:
             elif node.target is AGAIN:
                 self._straight(pending)
                 pending = []
-                self._again(node, *node.args)
+                number, places, others = node.args
+                given = dict(zip(places, [self.value_of[other] for other in others], strict=True))
+                self._again(number, given)
+                for following in itertools.takewhile(self._follows, itertools.count(number + 1)):
+                    self._again(following, {})
+            elif node.target is VALUE:
+                self.value_of[node] = self._result(*node.args)
             elif node.target is not LEAF:
                 pending.append(node)
         self._straight(pending)
@@ -214,30 +231,39 @@ class _Splitter:
             self.calls.append(Call(body, tuple(self.value_of[node] for node in body.operands), names))
         return body
 
-    def _again(self, node: fx.Node, number: int, output: int, places: Sequence[int], others: Sequence[fx.Node]) -> None:
+    def _follows(self, number: int) -> bool:
+        """Whether a call like an earlier one comes right after the one before."""
+        return number < len(self.repeats.occurrences) and self.repeats.occurrences[number].follows
+
+    def _again(self, number: int, given: dict[int, str]) -> None:
+        """Copy a call, whose inputs have these names, by place; all others are those of the traced call."""
         called = self.repeats.occurrences[number]
         first = self.traced[called.like]
-        inputs = list(first.inputs)
-        for place, other in zip(places, others, strict=True):
-            inputs[place] = other
-        if number not in self.copied:
-            names = self.copied[number] = {n: f"again{number}_{n.name}" for n in first.body.nodes}
-            operands = tuple(self._instead(o, first, called.submodule, inputs) for o in first.body.operands)
-            self.calls.append(Call(first.body, operands, tuple(names.values()), first.path, called.path))
-        result = first.results[output]
-        copy = self.copied[number].get(result)
-        self.value_of[node] = copy or self._instead(result, first, called.submodule, inputs)
+        given.update({place: self._result(source.call, source.value) for place, source in called.copied.items()})
+        names = tuple([f"again{number}_{node.name}" for node in first.body.nodes])
+        copy = self.copied[number] = _Copy(first, called.submodule, given, names)
+        operands = tuple([self._instead(operand, copy) for operand in first.body.operands])
+        self.calls.append(Call(first.body, operands, names, first.path, called.path))
 
-    def _instead(self, node: fx.Node, first: _Traced, here: Submodule, inputs: Sequence[fx.Node]) -> str:
+    def _result(self, number: int, value: int) -> str:
+        """What a value of a copied call is named."""
+        copy = self.copied[number]
+        result = copy.first.results[value]
+        at = copy.first.body.position.get(result)
+        return self._instead(result, copy) if at is None else copy.names[at]
+
+    def _instead(self, node: fx.Node, copy: _Copy) -> str:
         """What stands in a copy for a value from outside that the first call read."""
-        given = {self.value_of[ours] for theirs, ours in zip(first.inputs, inputs, strict=True) if theirs is node}
+        first = copy.first
+        places = [place for place, theirs in enumerate(first.inputs) if theirs is node]
+        given = {copy.given.get(place, self.value_of[node]) for place in places}
         if len(given) > 1:
             raise NotFoldable("two inputs of a block are one value in its first call, and differ in another")
         if given:
             return given.pop()
         if node.target is LEAF:
             tensor = self.repeats.tensors[int(str(node.args[0]))]
-            pairs = zip(first.submodule.tensors, here.tensors, strict=True)
+            pairs = zip(first.submodule.tensors, copy.submodule.tensors, strict=True)
             return self.leaves.of(next((ours for theirs, ours in pairs if theirs is tensor), tensor))
         if self.leaves.literals.get(node) == first.number:  # every call writes its own
             return self.leaves.add_constant(node, self.leaves.constants[self.value_of[node]])

@@ -22,7 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._mode_utils import no_dispatch
 
 from autopar.facts import ATOMS, FACTS, HISTORY, PLAIN
-from autopar.marks import AGAIN, ENTER, LEAF, LEAVE, NotFoldable, mark, node_of, track, writes_in_place
+from autopar.marks import AGAIN, ENTER, LEAF, LEAVE, VALUE, Copied, NotFoldable, mark, node_of, track, writes_in_place
 from autopar.nominate import Submodule, first_with, storage_of, tensor_kind
 from autopar.recall import Recall, Watch
 from autopar.same import Same
@@ -42,7 +42,7 @@ class Record:
         number: of the call.
         key: what the next call of this kind must have equal from the start.
         memory: what each input lies in.
-        input_nodes: what computes each.
+        sources: what computes each.
         calls: functions called, with their arguments, the module in which, and whether with gradients.
         results: what each gave.
         stacks: the modules in which each was called, from the submodule on.
@@ -54,7 +54,7 @@ class Record:
     number: int
     key: tuple[object, ...]
     memory: list[int]
-    input_nodes: list[fx.Node | None]
+    sources: list[fx.Node | Copied | None]
     calls: list[tuple[object, ...]] = field(default_factory=list)
     results: list[object] = field(default_factory=list)
     stacks: list[tuple[tuple[str, Any], ...]] = field(default_factory=list)
@@ -122,6 +122,8 @@ class Call:
         path: the name under which it is called; if that is not the submodule's own, it is traced.
         faithful: whether all that it does is written down.
         result: what its code returned.
+        copied: places of inputs that calls which are not traced gave -> what these are.
+        follows: whether it is not traced, right after another one.
     """
 
     def __init__(
@@ -143,15 +145,15 @@ class Call:
         nesting = _flattened((args, kwargs), leaves)
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in submodule.own}
         traced = [(leaf, *standins.traced(leaf)) for leaf in given.values()]
-        traced = [(leaf, real, node) for leaf, real, node in traced if node is not None or real is not leaf]
+        traced = [(leaf, real, source) for leaf, real, source in traced if source is not None or real is not leaf]
         self.inputs = tuple([leaf for leaf, _, _ in traced])
         real = [real for _, real, _ in traced]
         self.values: list[Tensor] = [*self.inputs, *submodule.tensors]
         self.base = len(self.values)
         self.number_of = {id(value): at for at, value in enumerate(self.values)}
-        self.input_nodes = [node for _, _, node in traced]
+        self.sources = [source for _, _, source in traced]
         self.nodes_before = len(self.tracer.graph.nodes)
-        self.foreign: dict[int, tuple[Tensor, fx.Node | None]] = {}
+        self.foreign: dict[int, tuple[Tensor, fx.Node | Copied | None]] = {}
         memory = [storage_of(value) for value in real]
         key = (
             nesting,
@@ -162,7 +164,7 @@ class Call:
             self.ambient,
             tuple(map(Same, _get_current_function_mode_stack())),
         )
-        self.record = Record(number, key, memory, self.input_nodes)
+        self.record = Record(number, key, memory, self.sources)
         fresh = not any(map(standins.is_rebound, submodule.tensors)) and standins.memory.isdisjoint(memory)
         self.faithful = fresh and self.path == submodule.path
         self.candidates = [r for r in records if r.key == key] if self.faithful else []
@@ -170,6 +172,8 @@ class Call:
         self.done, self.leaves = 0, leaves
         self.result: Any = None
         self.ending: Ending | None = None
+        self.copied: dict[int, Copied] = {}
+        self.follows = False
         self._at = self.own_path, ""
         if self.following is None:
             self._enter()
@@ -250,7 +254,7 @@ class Call:
             return value
         if isinstance(value, Tensor):
             if id(value) not in self.foreign:
-                self.foreign[id(value)] = value, node_of(self.tracer, self.standins.real(value))
+                self.foreign[id(value)] = value, self._source(value)
             return Same(value)
         if kind is tuple or kind is list or kind is torch.Size:
             return kind, *map(self._encode, value)
@@ -261,6 +265,12 @@ class Call:
         if kind is slice:
             return kind, self._encode(value.start), self._encode(value.stop), self._encode(value.step)
         return Same(value) if isinstance(value, (enum.Enum, type)) else _Unlike()
+
+    def _source(self, tensor: Tensor) -> fx.Node | Copied | None:
+        """What computes a tensor from outside: a node where this call is traced."""
+        if self.following is None:
+            self.standins.real(tensor)
+        return self.standins.traced(tensor)[1]
 
     def _decode(self, code: Any) -> Any:
         """The argument that :meth:`_encode` was given, for this call."""
@@ -290,7 +300,8 @@ class Call:
     def _enter(self) -> None:
         if len(self.tracer.graph.nodes) != self.nodes_before:
             raise NotFoldable(f"{self.path} makes nodes of its own")
-        mark(self.tracer, ENTER, (self.number, self.input_nodes), None)
+        self.sources[:] = [node_of(self.tracer, self.standins.real(value)) for value in self.inputs]
+        mark(self.tracer, ENTER, (self.number, self.sources), None)
 
     def _trace_from_here(self) -> None:
         """Do for real what was only compared so far; the tokens that the code has then stand for real tensors."""
@@ -299,6 +310,7 @@ class Call:
         grad, stack = torch.is_grad_enabled(), dict(self.tracer.module_stack)
         with torch._C.DisableTorchFunction():
             self._enter()
+            self.foreign = {key: (tensor, self._source(tensor)) for key, (tensor, _) in self.foreign.items()}
         for at in range(self.done):
             func, args, kwargs, _, with_grad = followed.calls[at]
             assert callable(func) and isinstance(with_grad, bool)
@@ -449,17 +461,26 @@ class Call:
         if len(self.tracer.graph.nodes) != self.nodes_before:
             raise NotFoldable(f"{self.path} makes nodes of its own")
         first = self.following
-        given = [self.standins.real(value).untyped_storage() for value in self.inputs]
+        given = [self.standins.traced(value)[0].untyped_storage() for value in self.inputs]
         memory = dict(zip(first.memory, given, strict=True))
         made = {number: first.outputs[number].another(memory) for number in leaving}
-        pairs = zip(self.input_nodes, first.input_nodes, strict=True)
-        others = {place: node for place, (node, theirs) in enumerate(pairs) if node is not theirs}
         rebound = {number: self.standins.real(self.values[number]) for number in first.rebound}
-        for number, tensor in {**made, **rebound}.items():
-            node = mark(self.tracer, AGAIN, (self.number, number, [*others], [*others.values()]), tensor)
-            track(self.tracer, tensor, node)
-        self.standins.copied = True
+        self._mark_again(first)
+        for number, tensor in made.items():
+            self.standins.copy(tensor, Copied(self.number, number))
+        for number, tensor in rebound.items():
+            track(self.tracer, tensor, mark(self.tracer, VALUE, (self.number, number), tensor))
         return made
+
+    def _mark_again(self, first: Record) -> None:
+        """Mark a call that is not traced, unless the mark of the one just before does for both."""
+        pairs = zip(self.sources, first.sources, strict=True)
+        others = {place: source for place, (source, theirs) in enumerate(pairs) if source is not theirs}
+        self.copied = {place: source for place, source in others.items() if isinstance(source, Copied)}
+        nodes = {place: source for place, source in others.items() if place not in self.copied}
+        self.follows = not nodes and next(iter(reversed(self.tracer.graph.nodes))) is self.standins.again
+        if not self.follows:
+            self.standins.again = mark(self.tracer, AGAIN, (self.number, [*nodes], [*nodes.values()]), None)
 
     def _leave(self, leaving: list[int], others: list[Any]) -> None:
         """Mark the end of a call that was traced, and keep it as an example if later ones can be told from it."""
@@ -483,8 +504,8 @@ class Call:
                 self.faithful &= id(leaf) in self.number_of or node_of(self.tracer, leaf) not in made
             else:
                 self.faithful &= type(leaf) in PLAIN
-        for tensor, node in self.foreign.values():
-            self.faithful &= node_of(self.tracer, self.standins.real(tensor)) is node
+        for tensor, source in self.foreign.values():
+            self.faithful &= self._source(tensor) is source
         mark(self.tracer, LEAVE, (self.number, list(outputs), list(outputs.values())), None)
         if self.faithful and leaving and all(map(_is_plain, nodes)) and len(self.records) < MAX_KINDS:
             self.records.append(self.record)
@@ -496,7 +517,7 @@ class Call:
             if not is_input and not self.standins.is_rebound(value):
                 continue
             node = node_of(self.tracer, self.standins.real(value))
-            if node is not None and not (is_input and node is self.input_nodes[number]):
+            if node is not None and not (is_input and node is self.sources[number]):
                 yield number, node
 
     def _released(self) -> dict[int, Tensor]:
@@ -515,7 +536,7 @@ class Call:
                 return found
             if writes_in_place(node):
                 raise NotFoldable(f"{self.path} writes in place ({node.target})")
-            if node.target is not LEAF:
+            if node.target not in (LEAF, VALUE):
                 found.append(node)
         raise AssertionError(f"{self.path} was never entered")
 

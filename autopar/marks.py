@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +15,23 @@ from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_slot, set
 _LIBRARY = torch.library.Library("autopar_capture", "DEF")
 _LIBRARY.define("enter(int call, Tensor[] inputs) -> ()")
 _LIBRARY.define("leave(int call, int[] values, Tensor[] outputs) -> ()")
-_LIBRARY.define("again(int call, int output, int[] places, Tensor[] inputs) -> Tensor")
+_LIBRARY.define("again(int call, int[] places, Tensor[] inputs) -> ()")
+_LIBRARY.define("value(int call, int value) -> Tensor")
 _LIBRARY.define("leaf(int tensor) -> Tensor")
 _OPS: Any = torch.ops.autopar_capture
-ENTER, LEAVE, AGAIN, LEAF = _OPS.enter.default, _OPS.leave.default, _OPS.again.default, _OPS.leaf.default
-"""A traced call begins and ends; a value of a call like an earlier one, and the inputs, by place, for which it has
-other nodes; a parameter or buffer of the model.
-"""
+ENTER, LEAVE, AGAIN = _OPS.enter.default, _OPS.leave.default, _OPS.again.default
+"""A traced call begins and ends; a call like an earlier one, maybe the first of several, and the inputs, by place, for
+which it has other nodes."""
+VALUE, LEAF = _OPS.value.default, _OPS.leaf.default
+"""A value of a call like an earlier one, where something traced reads it; a parameter or buffer of the model."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A value of a call like an earlier one: number of the call, and of the value in it."""
+
+    call: int
+    value: int
 
 
 class NotFoldable(BaseException):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,12 @@ from torch.fx.experimental.proxy_tensor import _AttrProxy, get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from autopar.following import Call, Record
-from autopar.marks import NotFoldable
+from autopar.marks import Copied, NotFoldable
 from autopar.nominate import Submodule, nominate
 from autopar.outside import Outside
 from autopar.recall import Watch
 from autopar.standins import StandIns
 from autopar.walk import Walk
-from autopar.walk import modules as modules_of
 
 WATCHED = 8
 """Calls of one group that are watched, so that later ones need not run."""
@@ -50,11 +49,15 @@ class Occurrence:
         submodule: what was called.
         path: the module path of the nodes that it made, or would have made.
         like: number of the call whose nodes stand for this one's; its own if it was traced.
+        copied: its inputs, by place, that are values of calls like earlier ones and have no nodes.
+        follows: whether the mark of the call before is its mark as well.
     """
 
     submodule: Submodule
     path: str
     like: int
+    copied: Mapping[int, Copied]
+    follows: bool
 
 
 class Repeats(TorchFunctionMode):
@@ -83,6 +86,11 @@ class Repeats(TorchFunctionMode):
         return [] if self._standins is None else self._standins.tensors
 
     @property
+    def copies(self) -> list[Tensor]:
+        """What calls returned that were not traced."""
+        return [] if self._standins is None else self._standins.copies
+
+    @property
     def tensors_held(self) -> list[Tensor]:
         """Parameters and buffers of the model."""
         return [tensor for _, tensor in (*self.walk.parameters, *self.walk.buffers)]
@@ -97,7 +105,7 @@ class Repeats(TorchFunctionMode):
         tracer: Any = mode.tracer
         with torch._C.DisableTorchFunction():
             standins = self._standins = StandIns(self.tensors_held, tracer)
-            called = _show_modules(tracer, self.walk.model)
+            called = _show_modules(tracer, self.walk)
         tracer.call_module = functools.partial(self._module_called, tracer.call_module)
         with self:
             result = called(*args, **kwargs)
@@ -130,8 +138,9 @@ class Repeats(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             call = Call(self._standins, number, submodule, self._records[group], args, kwargs)
             if call.is_recalled():
-                self.occurrences.append(Occurrence(submodule, call.path, call.like))
-                return call.returned()
+                result = call.returned()
+                self._note(call)
+                return result
             watch = self._watch(call, group)
         self._call = call
         try:
@@ -145,8 +154,11 @@ class Repeats(TorchFunctionMode):
             result = call.finish()
             if watch is not None:
                 call.remember(watch, args, kwargs)
-        self.occurrences.append(Occurrence(submodule, call.path, call.like))
+        self._note(call)
         return result
+
+    def _note(self, call: Call) -> None:
+        self.occurrences.append(Occurrence(call.submodule, call.path, call.like, call.copied, call.follows))
 
     def _watch(self, call: Call, group: int) -> Watch | None:
         """What watches a call, if it follows another: the first few of their group are worth it."""
@@ -177,13 +189,13 @@ class _Opaque(nn.Module):
         self.forward = functools.wraps(model.forward)(run)
 
 
-def _show_modules(tracer: Any, model: nn.Module) -> Any:
+def _show_modules(tracer: Any, walk: Walk) -> Any:
     """Tell the tracer the model's modules by name, as it would have found them; what to call in the model's place."""
-    for name, module in modules_of(model, once=False):
+    for name, module in walk.named_modules:
         path = f"{_ROOT}.{name}" if name else _ROOT
         if module in tracer.submodule_paths:
             tracer.enable_attr_proxy = True
         else:
             tracer.submodule_paths[module] = path
         tracer.module_id_cache[id(module)].append(path)
-    return tracer.getattr(_ROOT, model, {})
+    return tracer.getattr(_ROOT, walk.model, {})

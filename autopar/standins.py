@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from autopar.facts import FACTS, HISTORY
-from autopar.marks import LEAF, NotFoldable, mark, node_of, track
+from autopar.marks import LEAF, VALUE, Copied, NotFoldable, mark, node_of, track
 from autopar.nominate import storage_of
 
 _SET_GRAD = torch._C._set_grad_enabled
@@ -54,7 +54,8 @@ class StandIns:
     Attributes:
         tensors: parameters and buffers of the model that were used, by the number in their mark.
         memory: what these, as traced, lie in.
-        copied: whether tensors without a history stand for results of a call.
+        copies: tensors without a history that stand for results of a call.
+        again: the last mark of calls like earlier ones.
         through: whether functions are called as they are.
     """
 
@@ -62,7 +63,8 @@ class StandIns:
         self.tracer = tracer
         self.tensors: list[Tensor] = []
         self.memory: set[int] = set()
-        self.copied = False
+        self.copies: list[Tensor] = []
+        self.again: fx.Node | None = None
         self.through = False
         context = TracingContext.try_get()
         assert context is not None and context.fake_mode is not None, "models are traced on fake tensors"
@@ -70,6 +72,7 @@ class StandIns:
         self._held = {id(tensor): tensor for tensor in held}
         self._real: dict[int, Tensor] = {}
         self._shown: dict[int, Tensor] = {}
+        self._unread: dict[int, Copied] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a function gives, for the model's code.
@@ -78,26 +81,36 @@ class StandIns:
             NotFoldable: it may tell a result of a call from what stands for it.
         """
         result = func(*translated(args, self.real), **translated(kwargs, self.real))
-        if self.copied and func is not _SET_GRAD and (func in HISTORY or not (func in FACTS or _has_tensor(result))):
+        if self.copies and func is not _SET_GRAD and (func in HISTORY or not (func in FACTS or _has_tensor(result))):
             raise NotFoldable(f"{getattr(func, '__qualname__', func)} may ask where a tensor comes from")
         return translated(result, self.shown)
 
     def real(self, tensor: Tensor) -> Tensor:
-        """What is traced for a tensor that the code holds."""
+        """What is traced for a tensor that the code holds; from now on a node computes it."""
         if id(tensor) in self._real:
             return self._real[id(tensor)]
         if id(tensor) in self._held:
             return self._lift(tensor)
+        if id(tensor) in self._unread:
+            copied = self._unread.pop(id(tensor))
+            track(self.tracer, tensor, mark(self.tracer, VALUE, (copied.call, copied.value), tensor))
         return tensor
 
     def shown(self, tensor: Tensor) -> Tensor:
         """What the code holds of a tensor that is traced."""
         return self._shown.get(id(tensor), tensor)
 
-    def traced(self, tensor: Tensor) -> tuple[Tensor, fx.Node | None]:
-        """What is traced for a tensor that the code holds, and the node for it, if the tracer knows it."""
+    def traced(self, tensor: Tensor) -> tuple[Tensor, fx.Node | Copied | None]:
+        """What is traced for a tensor that the code holds, and what computes it, if that is known."""
+        if id(tensor) in self._unread:
+            return tensor, self._unread[id(tensor)]
         real = self.real(tensor)
         return real, node_of(self.tracer, real)
+
+    def copy(self, tensor: Tensor, copied: Copied) -> None:
+        """``tensor`` stands for a result of a call; no node computes it before something traced reads it."""
+        self.copies.append(tensor)
+        self._unread[id(tensor)] = copied
 
     def is_rebound(self, tensor: Tensor) -> bool:
         """Whether another node than its own stands for a parameter by now: ``w.to(w.dtype)`` is ``w`` itself."""

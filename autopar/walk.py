@@ -24,6 +24,12 @@ class Walk:
         return modules(self.model)
 
     @cached_property
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """Every module by each of its names."""
+        held = sum([len(module._modules) for _, module in self.modules])
+        return self.modules if held == len(self.modules) - 1 else modules(self.model, once=False)
+
+    @cached_property
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Every parameter by its first name."""
         return first_names(_named([(path, module._parameters) for path, module in self.modules]))

@@ -288,6 +288,54 @@ def residual(model: Stack, x: Tensor) -> Tensor:
     return x
 
 
+def early_results(model: Stack, x: Tensor) -> Any:
+    states = [x]
+    for at, layer in enumerate(model.layers):
+        with torch.set_grad_enabled(at != 3):
+            states.append(layer(states[-1] + 1 if at == 5 else states[-1]))
+    return states[7] * states[2], states[1], states[7], states[3]
+
+
+def functions_off(model: Stack, x: Tensor) -> Tensor:
+    for at, layer in enumerate(model.layers):
+        x = layer(x)
+        if at == 2:
+            with torch._C.DisableTorchFunction():
+                x = x * 2
+    return x
+
+
+def shows_a_result(model: Stack, x: Tensor) -> Tensor:
+    for at, layer in enumerate(model.layers):
+        x = layer(x, model.held)
+        if at == 1:
+            model.held.append(x)
+    model.held.clear()
+    return x
+
+
+def reads_a_result(layer: Layer, x: Tensor, held: list[Tensor]) -> Tensor:
+    y = layer.linear(x)
+    return x + (y * held[0] if held else y)
+
+
+def reads_it_unseen(layer: Layer, x: Tensor, held: list[Tensor]) -> Tensor:
+    return reads_a_result(layer, x, layer.shared)
+
+
+def shows_it_unseen(model: Stack, x: Tensor) -> Tensor:
+    shared: list[Tensor] = []
+    for layer in model.layers:
+        layer.shared = shared
+    for at, layer in enumerate(model.layers):
+        x = layer(x, [])
+        if at == 1:
+            shared.append(x)
+    for layer in model.layers:
+        del layer.shared
+    return x
+
+
 def own_layers(forward: Forward, layer: Forward, n: int = 5) -> Make:
     return stack(forward, type("Own", (Layer,), {"forward": layer}), n)
 
@@ -305,6 +353,10 @@ LAYERS: dict[str, tuple[Make, int]] = {
     "errors that are caught": (layers(catches, 7), 2),
     "casts to the same dtype, kept": (own_layers(hidden_states, no_op), 3),
     "casts to the same dtype, in a residual": (own_layers(residual, no_op), 3),
+    "results that are read later, or by nobody": (own_layers(early_results, Layer.forward, 8), 4),
+    "results that are read with torch functions off": (own_layers(functions_off, Layer.forward), 0),
+    "a result that is given to later layers": (own_layers(shows_a_result, reads_a_result, 7), 3),
+    "a result that later layers find": (own_layers(shows_it_unseen, reads_it_unseen, 7), 3),
     "numbers of every type": (layers(lambda s, x: x * [1, 1.0, True, 1 + 0j, 1][s.index] + s.linear(x)), 0),
     "zeros of both signs": (layers(lambda s, x: x * [0.0, -0.0, 0.0, -0.0, 0.0][s.index] + s.linear(x)), 2),
 }
