@@ -6,11 +6,14 @@ way in which gradients reach it, whatever the number of its calls.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
 
 from autopar.capture import Captured
 from autopar.functions.carry import Carried, carried_by
@@ -27,12 +30,10 @@ from autopar.operators import (
     tensor_type,
     values_of,
 )
-from autopar.program import Body, Call, module_path
+from autopar.program import Body, Leaf, Program, module_path
+from planner.columns import Columns, Ints, Nodes, ending, ints
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.ops.function import PREFIX
-
-_FIRST_RESULT = functools.partial(tuple.__new__, Ref)
-"""Makes the same as ``Ref(*each)``, in half the time."""
 
 
 def lower(captured: Captured) -> Graph:
@@ -41,47 +42,127 @@ def lower(captured: Captured) -> Graph:
     Raises:
         CaptureError: an operator returns something that is not a tensor, or a size is symbolic.
     """
-    program = captured.program
-    made: dict[str, Node] = {}
-    refs: dict[str, Ref] = {}
-    templates: dict[tuple[Body, tuple[bool, ...]], _Template] = {}
-    for leaf in program.leaves:
-        tensor = tensor_type(leaf.name, leaf.value, leaf.kind == "param" and leaf.value.requires_grad)
-        made[leaf.name] = Node(leaf.name, leaf.kind, (), (tensor,), target=leaf.target)
-        refs[leaf.name] = Ref(leaf.name)
-    functions = _Functions()
-    for call in program.calls:
-        operands = [refs[name] for name in call.operands]
-        key = (call.body, tuple([made[name].results[index].grad for name, index in operands]))
-        if key not in templates:
-            templates[key] = _lower_body(call.body, key[1], functions)
-        _instantiate(templates[key], call, operands, made, refs)
+    lowering = _Lowering(captured.program)
     graph = Graph(
-        tuple(made.values()),
-        tuple(refs[name] for name in captured.outputs if name is not None),
-        tuple((buffer, refs[name]) for buffer, name in captured.updates),
+        lowering.nodes(),
+        tuple(lowering.ref(name) for name in captured.outputs if name is not None),
+        tuple((buffer, lowering.ref(name)) for buffer, name in captured.updates),
         captured.named_loss,
     )
     graph.check()
     return graph
 
 
+class _Lowering:
+    """A program's leaves and calls; the columns of all calls of one template are found at once."""
+
+    def __init__(self, program: Program):
+        self._leaves = list(map(_leaf, program.leaves))
+        self._picked: dict[str, Ref] = {}
+        self._calls: dict[_Template, list[_Called]] = {}
+        self._names = [leaf.name for leaf in self._leaves]
+        self._paths = [""] * len(self._leaves)
+        has_grad = {leaf.name: leaf.results[0].grad for leaf in self._leaves}
+        templates: dict[tuple[Body, tuple[bool, ...]], _Template] = {}
+        functions = _Functions()
+        for call in program.calls:
+            key = call.body, tuple([has_grad[name] for name in call.operands])
+            if key not in templates:
+                templates[key] = _lower_body(*key, functions)
+            template = templates[key]
+            has_grad.update(zip(call.names, template.grads, strict=True))
+            called = _Called(len(self._names), list(map(self.ref, call.operands)))
+            self._calls.setdefault(template, []).append(called)
+            self._names += [call.names[at] for at in template.kept] if template.picks else call.names
+            inside = {path: call.module_path(path) for path in call.body.paths}
+            self._paths += [inside[each.path] for each in template.operators]
+            for at, value in template.picks:
+                source = self.ref((*call.operands, *call.names)[value.place])
+                self._picked[call.names[at]] = Ref(source.node, value.index)
+
+    def ref(self, name: str) -> Ref:
+        """What a name of the program is in the graph."""
+        return self._picked.get(name) or Ref(name)
+
+    def nodes(self) -> Nodes:
+        """All nodes; those of the first call of every template are there, the others are copies of them."""
+        names, paths = self._names, self._paths
+        position = dict(zip(names, itertools.count(), strict=False))
+        firsts, first, counts = list(self._leaves), np.arange(len(names)), np.zeros(len(names), dtype=np.int64)
+        for template, calls in self._calls.items():
+            own = np.arange(len(template.operators))
+            places = ints(call.begin for call in calls)[:, None] + own
+            first[places] = len(firsts) + own
+            counts[places] = [len(each.inputs) for each in template.operators]
+            firsts += template.written(calls[0], names, paths)
+        ends = ending(counts)
+        makers, indices = np.zeros((2, ends[-1]), dtype=np.int64)
+        for template, calls in self._calls.items():
+            begins = ints(call.begin for call in calls)
+            shape = len(calls), template.operands
+            given = ints(position[ref.node] for call in calls for ref in call.operands).reshape(shape)
+            picked = ints(ref.index for call in calls for ref in call.operands).reshape(shape)
+            made = begins[:, None] + np.arange(len(template.operators))
+            slots, results = template.slots
+            where = ends[begins][:, None] + np.arange(len(slots))
+            makers[where] = np.hstack((given, made))[:, slots]
+            indices[where] = np.where(results > 0, results, np.hstack((picked, 0 * made))[:, slots])
+        columns = Columns(tuple(firsts), first, tuple(names), tuple(paths), ends, makers, indices)
+        return Nodes(columns, range(len(names)), {})
+
+
+def _leaf(leaf: Leaf) -> Node:
+    tensor = tensor_type(leaf.name, leaf.value, leaf.kind == "param" and leaf.value.requires_grad)
+    return Node(leaf.name, leaf.kind, (), (tensor,), target=leaf.target)
+
+
 # --- bodies --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+class _Called(NamedTuple):
+    """A call of a template: the place of its first operator among all nodes, and what it is given."""
+
+    begin: int
+    operands: list[Ref]
+
+
+@dataclass(frozen=True, eq=False)
 class _Template:
     """A lowered body.
 
     Attributes:
-        steps: for every fx node, either an operator as a planner node, or the result of one that it picks.
-        paths: the modules of the operators, each once.
-        nodes: of the operators in the first call, by step; grows as that is made.
+        operands: how many values a call is given.
+        operators: the planner's nodes, in order.
+        kept: which of the body's nodes these are.
+        picks: the others, which are other names for values.
+        grads: of every node of the body, whether a gradient flows through its (first) result.
     """
 
-    steps: tuple[_Operator | _Pick, ...]
-    paths: tuple[str, ...]
-    nodes: dict[int, Node] = field(default_factory=dict)
+    operands: int
+    operators: tuple[_Operator, ...]
+    kept: tuple[int, ...]
+    picks: tuple[tuple[int, _Value], ...]
+    grads: tuple[bool, ...]
+
+    @cached_property
+    def slots(self) -> tuple[Ints, Ints]:
+        """Every operand of the operators: which of the call's operands, then of its operators, and which result.
+
+        A result above 0 of a call's operand stands for that of the operand's maker.
+        """
+        place = {self.operands + at: self.operands + number for number, at in enumerate(self.kept)}
+        inputs = [value for each in self.operators for value in each.inputs]
+        return ints(place.get(value.place, value.place) for value in inputs), ints(value.index for value in inputs)
+
+    def written(self, call: _Called, names: Sequence[str], paths: Sequence[str]) -> Iterator[Node]:
+        """The nodes of a call."""
+        values = [*call.operands, *(Ref(name) for name in names[call.begin : call.begin + len(self.operators)])]
+        reads = zip(*self.slots, strict=True)
+        for at, each in enumerate(self.operators, call.begin):
+            pairs = itertools.islice(reads, len(each.inputs))
+            inputs = iter([Ref(values[slot].node, int(index) or values[slot].index) for slot, index in pairs])
+            args = tuple([(key, _filled(value, inputs)) for key, value in each.args])
+            yield Node(names[at], each.op, args, each.results, paths[at], shares=each.shares)
 
 
 @dataclass(frozen=True)
@@ -96,29 +177,23 @@ class _Value:
 class _Operator:
     """A planner node but for its name and its operands, for which its arguments hold :class:`_Value`.
 
-    ``inputs`` are all of these in order: place and index.
+    ``inputs`` are all of these in order.
     """
 
     op: str
     args: tuple[tuple[str, object], ...]
-    inputs: tuple[tuple[int, int], ...]
+    inputs: tuple[_Value, ...]
     results: tuple[TensorType, ...]
     path: str
     shares: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Pick:
-    """``operator.getitem``: another name for a value."""
-
-    value: _Value
 
 
 def _lower_body(body: Body, grads: Sequence[bool], functions: _Functions) -> _Template:
     values = {node: _Value(at, 0) for at, node in enumerate(body.operands)}
     has_grad: dict[_Value, bool] = dict(zip(values.values(), grads, strict=True))
     storages = {value: storages_of(node)[0] for node, value in values.items()}
-    steps: list[_Operator | _Pick] = []
+    operators: dict[int, _Operator] = {}
+    picks: list[tuple[int, _Value]] = []
     for place, node in enumerate(body.nodes, len(body.operands)):
         if node.target is operator.getitem:
             source = values[node.args[0]]  # type: ignore[index]
@@ -127,7 +202,7 @@ def _lower_body(body: Body, grads: Sequence[bool], functions: _Functions) -> _Te
             values[node] = _Value(source.place, index)
             has_grad.setdefault(values[node], has_grad.get(source, False))
             storages.setdefault(values[node], storages_of(node)[0])
-            steps.append(_Pick(values[node]))
+            picks.append((place - len(body.operands), values[node]))
             continue
         args = arguments(node, values)
         inputs = tuple(ref for _, value in args for ref in _inputs(value))
@@ -149,12 +224,12 @@ def _lower_body(body: Body, grads: Sequence[bool], functions: _Functions) -> _Te
             results = tuple(replace(t, grad=t.grad and i not in found.untrained) for i, t in enumerate(results))
         own = [storages[inputs[0]]] if op == DROPOUT and drops_nothing(dict(args)) else storages_of(node)
         shares = shares_of([storages[ref] for ref in inputs], own)
-        reads = tuple((value.place, value.index) for value in inputs)
-        steps.append(_Operator(op, args, reads, results, module_path(node), shares))
+        operators[place - len(body.operands)] = _Operator(op, args, inputs, results, module_path(node), shares)
         storages.update({_Value(place, i): storage for i, storage in enumerate(own)})
         values[node] = _Value(place, 0)
         has_grad.update({_Value(place, i): t.grad for i, t in enumerate(results)})
-    return _Template(tuple(steps), body.paths)
+    grads = tuple(has_grad[values[node]] for node in body.nodes)
+    return _Template(len(body.operands), tuple(operators.values()), tuple(operators), tuple(picks), grads)
 
 
 class _Functions:
@@ -175,32 +250,6 @@ class _Functions:
     def static(self, carried: Carried) -> str:
         """Its arguments that are no tensors."""
         return carried.static(self._objects)
-
-
-def _instantiate(
-    template: _Template, call: Call, operands: Sequence[Ref], made: dict[str, Node], refs: dict[str, Ref]
-) -> None:
-    """Add one call's nodes, and what they are called."""
-    own = list(map(_FIRST_RESULT, zip(call.names, itertools.repeat(0))))
-    values = [*operands, *own]
-    refs.update(zip(call.names, own, strict=True))
-    paths = {path: call.module_path(path) for path in template.paths}
-    for number, (name, step) in enumerate(zip(call.names, template.steps, strict=True)):
-        if isinstance(step, _Pick):
-            ref = values[step.value.place]
-            refs[name] = ref if step.value.index == 0 else Ref(ref.node, step.value.index)
-            continue
-        inputs = tuple(
-            [values[place] if index == 0 else Ref(values[place].node, index) for place, index in step.inputs]
-        )
-        first = template.nodes.get(number)
-        if first is not None:
-            made[name] = first.copy(name, inputs, paths[step.path])
-            continue
-        remaining = iter(inputs)
-        args = tuple([(key, _filled(value, remaining)) for key, value in step.args])
-        node = Node(name, step.op, args, step.results, paths[step.path], shares=step.shares)
-        made[name] = template.nodes[number] = node
 
 
 def _filled(value: object, inputs: Iterator[Ref]) -> object:

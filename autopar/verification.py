@@ -38,7 +38,7 @@ from planner.conversion import Collective
 from planner.cost import CostModel
 from planner.errors import PinError, VerificationError
 from planner.exchange import Exchange, exchanges
-from planner.fold import Folded, Instance, fold
+from planner.fold import Folded, fold, refold
 from planner.formulate import Assignment, Role, Space, Training, rules_of
 from planner.graph import Graph, Ref
 from planner.layout import Layout, Mesh
@@ -377,7 +377,7 @@ def verify(
         return Verification(traced.name, real, types, None, None, tuple(notes))
     ref = aligned(reference(model, args, kwargs, loss_fn), traced)
     small = real if real.size <= SIMULATED_RANKS else _shrunk(real.in_turns(1)).in_turns(real.micro_batches)
-    like = refolded(ref.traced, assignment.space.folded)
+    like = refold(assignment.space.folded, ref.traced.graph)
     space = space_on(ref.traced, small, cluster, Pins.parse(None), like, assignment.space.stages)
     simulated, missing = _transfer(assignment, space)
     if simulated is None:
@@ -451,18 +451,6 @@ def space_on(
     folded = fold(traced.graph) if folded is None else folded
     kept = filters(pins, traced.graph, rules, mesh)
     return Space(folded, mesh, CostModel(cluster), Training(), rules, *kept, stages=stages)
-
-
-def refolded(traced: Traced, like: Folded) -> Folded:
-    """A graph folded as another one of the same operators is."""
-    nodes = traced.graph.by_name
-    return Folded(
-        traced.graph,
-        tuple(
-            Instance(each.kind, replace(each.block, nodes=tuple(nodes[node.name] for node in each.block.nodes)))
-            for each in like.instances
-        ),
-    )
 
 
 def decide_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, time_limit_s: float = 60.0) -> Assignment:

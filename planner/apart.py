@@ -22,7 +22,7 @@ APART_OPERATORS = 200
 
 def may_differ(folded: Folded) -> bool:
     """Whether the instances of a block are also tried apart: where there are some, and the whole model is small."""
-    operators = sum(len(instance.block.nodes) for instance in folded.instances)
+    operators = sum(len(instance.block.span) for instance in folded.instances)
     return len(folded.instances) > len(folded.kinds) and operators <= APART_OPERATORS
 
 
@@ -62,7 +62,7 @@ def _decided(block: Block, space: Space) -> list[tuple[str, int]]:
     """Nodes whose decisions belong to a block: its own, and the leaves that only it reads."""
     own = space.skeleton.own
     leaves = [ref.node for ref in block.inputs if space.role_of[ref.node][0] == "leaf" and ref.node in own]
-    return [(node.name, len(node.results)) for node in block.nodes] + [(name, 1) for name in leaves]
+    return [(node.name, len(node.results)) for node in block.span] + [(name, 1) for name in leaves]
 
 
 def _decision(space: Space, role: Role, chosen: Assignment) -> Choice | Layout:

@@ -91,7 +91,7 @@ class Charges:
         numbers: dict[object, int] = {}
         known: dict[object, int] = {}  # copies of a node hold one object
         for instance in self.folded.instances:
-            shares = [node.shares for node in instance.block.nodes]
+            shares = [node.shares for node in instance.block.span.firsts]
             same = (instance.kind, *map(id, shares))
             if same not in known:
                 known[same] = numbers.setdefault((instance.kind, tuple(shares)), len(numbers))
@@ -197,4 +197,4 @@ class Charges:
 
 def _named(tensor: Tensor, block: Block, names: Mapping[int, Ref]) -> Ref:
     """A tensor as the graph knows it."""
-    return names[tensor] if isinstance(tensor, int) else Ref(block.nodes[tensor[0]].name, tensor[1])
+    return names[tensor] if isinstance(tensor, int) else Ref(block.span.names[tensor[0]], tensor[1])

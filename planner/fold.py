@@ -12,13 +12,16 @@ depth. Repeats are found in the graph itself, whether or not modules mark them:
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
+
+from planner.columns import Ints, Nodes, ints, joined
 from planner.graph import Graph, Node, Ref
 from planner.stacks import Text, read, results_of, shared_path, static, windows
 
@@ -31,7 +34,7 @@ class Block:
     """A contiguous segment of the graph's non-leaf nodes.
 
     Attributes:
-        nodes: the segment, in topological order.
+        span: the segment, in topological order, not written out.
         inputs: values read from outside, leaves included, in order of first use, each once.
         outputs: values read outside or leaving the model, in definition order. Instances of one kind
             have aligned outputs: a position that is an output of *any* of them is listed for *all*,
@@ -39,10 +42,15 @@ class Block:
         path: longest common module path of the nodes that have one.
     """
 
-    nodes: tuple[Node, ...]
+    span: Nodes
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
     path: str
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """The segment written out: of what is a copy every node is made, so ask it of few blocks."""
+        return tuple(self.span)
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ class Folded:
 
     def check(self) -> None:
         """Assert all that the class promises, from the graph alone."""
-        nodes = tuple(node for instance in self.instances for node in instance.block.nodes)
+        nodes = tuple(node for instance in self.instances for node in instance.block.span)
         assert nodes == tuple(node for node in self.graph.nodes if not node.is_leaf), "nodes lost or reordered"
         readers = Counter(ref for instance in self.instances for ref in instance.block.inputs)
         needed = {*self.graph.outputs, *(ref for _, ref in self.graph.updates), *readers}
@@ -143,6 +151,13 @@ def relabel(folded: Folded, labels: Sequence[Hashable]) -> Folded:
     )
 
 
+def refold(folded: Folded, graph: Graph) -> Folded:
+    """The same blocks of another graph, which has operators of the same names wired alike."""
+    spans = [graph.all.among([graph.position[name] for name in each.block.span.names]) for each in folded.instances]
+    pairs = zip(folded.instances, spans, strict=True)
+    return Folded(graph, tuple(Instance(each.kind, replace(each.block, span=span)) for each, span in pairs))
+
+
 def split(folded: Folded, places: Iterable[tuple[int, int]]) -> Folded:
     """Cut all instances of some kinds into several blocks, which are kinds of their own.
 
@@ -157,8 +172,8 @@ def split(folded: Folded, places: Iterable[tuple[int, int]]) -> Folded:
     spans: list[tuple[int, int]] = []
     labels: list[tuple[int, int]] = []
     for instance in folded.instances:
-        block, start = instance.block, text.position[instance.block.nodes[0].name]
-        bounds = (0, *sorted(cuts.get(instance.kind, ())), len(block.nodes))
+        block, start = instance.block, int(text.position[folded.graph.position[instance.block.span.names[0]]])
+        bounds = (0, *sorted(cuts.get(instance.kind, ())), len(block.span))
         spans += [(start + low, start + high) for low, high in pairwise(bounds)]
         labels += [(instance.kind, low) for low in bounds[:-1]]
     numbers: dict[tuple[int, int], int] = {}
@@ -172,35 +187,77 @@ def split(folded: Folded, places: Iterable[tuple[int, int]]) -> Folded:
 
 def _group(text: Text, spans: Sequence[tuple[int, int]]) -> list[int]:
     """A number per span; equal numbers mean equal forms."""
-    stored = {node.name for node in text.graph.leaves if node.op in STORED}
-    wired = [_wiring(text, start, end) for start, end in spans]
-    readers = Counter(ref for _, outside in wired for ref in outside if ref.node in stored)
-    forms: dict[object, int] = {}
-    found = []
-    for (start, end), (wiring, outside) in zip(spans, wired, strict=True):
-        shared = tuple([ref if readers[ref] > 1 else None for ref in outside])
-        found.append(forms.setdefault((text.tokens[start:end], wiring, shared), len(forms)))
-    return found
+    same: dict[tuple[int, ...], list[int]] = {}
+    for number, (start, end) in enumerate(spans):
+        same.setdefault(text.tokens[start:end], []).append(number)
+    alike = [each for numbers in same.values() for each in _alike(text, spans, numbers)]
+    columns = text.graph.columns
+    readers = np.bincount(joined(each.entering.ravel() for each in alike), minlength=int(columns.starts[-1]))
+    stored = columns.of_values([[node.op in STORED] * len(node.results) for node in columns.firsts])
+    readers[stored == 0] = 0
+    forms: list[object] = [None] * len(spans)
+    for form, each in enumerate(alike):
+        shared = np.where(readers[each.entering] > 1, each.entering, -1)
+        for number, row in zip(each.numbers, shared, strict=True):
+            forms[number] = form, row.tobytes()
+    found: dict[object, int] = {}
+    return [found.setdefault(form, len(found)) for form in forms]
 
 
-def _wiring(text: Text, start: int, end: int) -> tuple[tuple[int, ...], tuple[Ref, ...]]:
-    """Where the operands of a span's nodes come from, and what it reads from outside, in order of first use.
+class _Alike(NamedTuple):
+    """Spans of equal tokens that are wired alike, by number, and the values that each reads from outside, a row each.
 
     Two spans of one kind have equal tokens, node by node, and equal wiring, and what they read that is stored and
     shared is one: equality of these is isomorphism in this order. An operand is the local position and result number
-    of its producer, or the number of an outside value.
+    of its producer, or the number of an outside value in order of first use.
     """
-    outside: dict[Ref, int] = {}
-    wiring: list[int] = []
-    position = text.position
-    for node in text.nodes[start:end]:
-        for ref in node.inputs:
-            producer = position.get(ref[0], -1)
-            if producer >= start:
-                wiring += (producer - start, ref[1])
-            else:
-                wiring.append(~outside.setdefault(ref, len(outside)))
-    return tuple(wiring), tuple(outside)
+
+    numbers: list[int]
+    entering: Ints
+
+
+def _alike(text: Text, spans: Sequence[tuple[int, int]], numbers: Sequence[int]) -> Iterator[_Alike]:
+    """Spans of equal tokens, by how they are wired."""
+    columns, left = text.graph.columns, ints(numbers)
+    starts = ints(spans[number][0] for number in numbers)
+    operands = _operands(text, starts, spans[numbers[0]][1] - spans[numbers[0]][0])
+    makers = text.makers[operands] - starts[:, None]
+    values, indices = columns.read[operands], columns.indices[operands]
+    while len(left):
+        own, (places, number) = makers[0] >= 0, _entering(makers[0], values[0])
+        entering = values[:, places]
+        ordered = np.sort(entering, axis=1)
+        same = (
+            ((makers >= 0) == own).all(axis=1)
+            & (makers[:, own] == makers[0, own]).all(axis=1)
+            & (indices[:, own] == indices[0, own]).all(axis=1)
+            & (values[:, ~own] == entering[:, number]).all(axis=1)
+            & (ordered[:, 1:] != ordered[:, :-1]).all(axis=1)
+        )
+        yield _Alike(left[same].tolist(), entering[same])
+        left, makers, values, indices = (each[~same] for each in (left, makers, values, indices))
+
+
+def _operands(text: Text, starts: Ints, length: int) -> Ints:
+    """The operands of spans of one length and equal tokens as places in the graph's columns, a row each."""
+    begin = text.ends[starts]
+    found: Ints = begin[:, None] + np.arange(text.ends[starts[0] + length] - begin[0])
+    return found
+
+
+def _entering(makers: Ints, values: Ints) -> tuple[Ints, Ints]:
+    """Of a span's operands the first to read each value from outside, in order, and for each from outside which it is.
+
+    Args:
+        makers: for every operand the position of its maker in the span, below 0 outside.
+        values: for every operand which value it is.
+    """
+    outside = np.flatnonzero(makers < 0)
+    _, first, number = np.unique(values[outside], return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return outside[first[order]], rank[number]
 
 
 def _merge_singles(
@@ -229,39 +286,45 @@ def _merge_singles(
 
 def _blocks(text: Text, spans: Sequence[tuple[int, int]], kinds: Sequence[int]) -> list[Block]:
     """The blocks of some spans; those of one kind have their outputs at the positions of all of them."""
-    reads: dict[int, list[tuple[int, int]]] = {}
-    for (start, end), kind in zip(spans, kinds, strict=True):
-        if kind not in reads:
-            reads[kind] = _outside(text, start, text.nodes[start:end])
-    inputs = [
-        tuple([text.nodes[start + at].inputs[place] for at, place in reads[kind]])
-        for (start, _), kind in zip(spans, kinds, strict=True)
-    ]
-    leaving: dict[int, set[tuple[int, int]]] = {kind: set() for kind in kinds}
-    spans_from = [start for start, _ in spans]
-    for ref in itertools.chain(text.leaving, *inputs):
-        at = text.position.get(ref.node)
-        if at is not None:
-            number = bisect_right(spans_from, at) - 1
-            leaving[kinds[number]].add((at - spans_from[number], ref.index))
-    outputs = {kind: sorted(places) for kind, places in leaving.items()}
+    columns, starts = text.graph.columns, ints(start for start, _ in spans)
+    entering: list[Ints] = [starts] * len(spans)
+    for kind in dict.fromkeys(kinds):
+        numbers = [number for number, each in enumerate(kinds) if each == kind]
+        start, end = spans[numbers[0]]
+        operands = _operands(text, starts[numbers], end - start)
+        places, _ = _entering(text.makers[operands[0]] - start, columns.read[operands[0]])
+        for number, row in zip(numbers, columns.read[operands[:, places]], strict=True):
+            entering[number] = row
+    leaving = [columns.value(ref) for ref in text.leaving]
+    outputs = _outputs(text, starts, kinds, np.unique(joined((ints(leaving), *entering))))
+    inputs = iter(columns.refs(joined(entering)))
     blocks = []
-    for (start, end), kind, entering in zip(spans, kinds, inputs, strict=True):
-        nodes = text.nodes[start:end]
-        left = tuple([Ref(nodes[at].name, index) for at, index in outputs[kind]])
-        paths = dict.fromkeys([node.path for node in nodes if node.path])
-        blocks.append(Block(nodes, entering, left, ".".join(shared_path(path.split(".") for path in paths))))
+    for (start, end), kind, row in zip(spans, kinds, entering, strict=True):
+        span = text.nodes[start:end]
+        left = tuple([Ref(span.names[at], index) for at, index in outputs[kind]])
+        paths = dict.fromkeys(filter(None, span.paths))
+        path = ".".join(shared_path(path.split(".") for path in paths))
+        blocks.append(Block(span, tuple(itertools.islice(inputs, len(row))), left, path))
     return blocks
 
 
-def _outside(text: Text, start: int, nodes: Sequence[Node]) -> list[tuple[int, int]]:
-    """Which operand of which node is the first to read each value from outside."""
-    found: dict[Ref, tuple[int, int]] = {}
-    for at, node in enumerate(nodes):
-        for place, ref in enumerate(node.inputs):
-            if text.position.get(ref.node, -1) < start:
-                found.setdefault(ref, (at, place))
-    return list(found.values())
+def _outputs(text: Text, starts: Ints, kinds: Sequence[int], needed: Ints) -> dict[int, list[tuple[int, int]]]:
+    """The outputs of each kind of block: position and result number.
+
+    Args:
+        starts: where the blocks begin.
+        needed: values that blocks read from outside, or that leave the model.
+    """
+    columns = text.graph.columns
+    makers = np.searchsorted(columns.starts, needed, side="right") - 1
+    made, indices = text.position[makers], needed - columns.starts[makers]
+    is_made = made >= 0
+    made, indices = made[is_made], indices[is_made]
+    numbers = np.searchsorted(starts, made, side="right") - 1
+    found: dict[int, set[tuple[int, int]]] = {kind: set() for kind in kinds}
+    for number, at, index in zip(numbers.tolist(), (made - starts[numbers]).tolist(), indices.tolist(), strict=True):
+        found[kinds[number]].add((at, index))
+    return {kind: sorted(places) for kind, places in found.items()}
 
 
 # --- names and checks ----------------------------------------------------------------------------------
@@ -273,13 +336,13 @@ def _pattern(instances: Sequence[Instance]) -> str:
     Nodes that follow the most frequent beginning up to ``*`` decide: a window's last nodes may lie in
     the next module, which is another kind of module after the last instance.
     """
-    columns = list(zip(*([node.path for node in instance.block.nodes] for instance in instances), strict=True))
+    columns = list(zip(*(instance.block.span.paths for instance in instances), strict=True))
     starred = {column: _starred(column) for column in set(columns) if column[0]}
     paths = [starred[column] for column in columns if column[0]]
     stems = Counter(path[: path.index("*") + 1] for path in paths if "*" in path)
     stem = max(stems, key=stems.__getitem__, default=())
     name = ".".join(shared_path(path for path in paths if path[: len(stem)] == stem))
-    first, last = instances[0].block.nodes[0], instances[0].block.nodes[-1]
+    first, last = instances[0].block.span[0], instances[0].block.span[-1]
     return name or "..".join(dict.fromkeys((first.path or first.name, last.path or last.name)))
 
 

@@ -918,7 +918,7 @@ def rules_of(graph: Graph, folded: Folded | None = None) -> dict[str, Rule]:
     """The factor rule of every operator of the graph; those of equal blocks are found once if it is ``folded``."""
     cache: dict[object, Rule] = {}
     found: dict[str, Rule] = {}
-    kinds = [[instance.block.nodes for instance in kind] for kind in folded.kinds] if folded else [[graph.operators]]
+    kinds = [[instance.block.span for instance in kind] for kind in folded.kinds] if folded else [[graph.operators]]
     for node in (node for first, *_ in kinds for node in first):
         static = tuple((name, value) for name, value in node.args if not _holds_ref(value))
         repeats = tuple(node.inputs.index(ref) for ref in node.inputs)
@@ -928,9 +928,9 @@ def rules_of(graph: Graph, folded: Folded | None = None) -> dict[str, Rule]:
             cache[key] = rule_of(graph, node)
         found[node.name] = cache[key]
     for first, *others in kinds:
-        rules = [found[node.name] for node in first]
+        rules = [found[name] for name in first.names]
         for other in others:
-            found.update(zip([node.name for node in other], rules, strict=True))
+            found.update(zip(other.names, rules, strict=True))
     return found
 
 

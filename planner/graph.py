@@ -1,148 +1,55 @@
 """The planner's graph: operators over typed tensors, in topological order.
 
-A :class:`Graph` is what a captured model looks like without torch: every node has an operator name,
-arguments by name (tensors as :class:`Ref`, everything else static), and the types of its results.
-Leaves are nodes too, with the operators ``input``, ``param``, ``buffer`` and ``const``.
+A :class:`Graph` is what a captured model looks like without torch.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
 
 import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
 
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
+from planner.columns import Columns, Nodes
+from planner.node import ITEM_BYTES, LEAVES, Node, Ref, TensorType
 
-_NAME, _NODE, _INDEX = operator.attrgetter("name"), operator.itemgetter(0), operator.itemgetter(1)
-LEAVES = frozenset({"input", "param", "buffer", "const"})
-
-
-@dataclass(frozen=True)
-class TensorType:
-    """Shape, dtype, and whether a gradient flows back through the tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    grad: bool = False
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
-
-    @property
-    def size_bytes(self) -> int:
-        return self.numel * self.item_bytes
+__all__ = ["ITEM_BYTES", "LEAVES", "Graph", "Node", "Ref", "TensorType", "Values"]
 
 
-class Ref(NamedTuple):
-    """Result number ``index`` of the node called ``node``; a tuple, since graphs are looked up by little else."""
+class Values(Set[Ref]):
+    """Some of the results of a graph's nodes.
 
-    node: str
-    index: int = 0  # type: ignore[assignment]  # not the method of tuples
-
-    def __str__(self) -> str:
-        return self.node if self.index == 0 else f"{self.node}.{self.index}"
-
-
-@dataclass(frozen=True)
-class Node:
-    """One operator application.
-
-    ``args`` holds every argument by schema name, defaults included; values are :class:`Ref`, static
-    scalars and strings, ``None``, or (nested) tuples of these. ``path`` is the owning module's name;
-    ``target`` is the original name of a parameter, buffer or input. ``shares`` names, for each result, the
-    tensor operand whose memory it shares (-1: none); it is empty where nobody looked.
+    Args:
+        chosen: for every value of the columns whether it is one of them.
     """
 
-    name: str
-    op: str
-    args: tuple[tuple[str, object], ...]
-    results: tuple[TensorType, ...]
-    path: str = ""
-    target: str = ""
-    shares: tuple[int, ...] = ()
+    def __init__(self, columns: Columns, chosen: NDArray[np.bool_]):
+        self._columns, self._chosen = columns, chosen
+        self._bytes = chosen.tobytes()
 
-    def __getitem__(self, name: str) -> object:
-        """The argument called ``name``; ``None`` when the operator has no such argument."""
-        return self._by_name.get(name)
+    def __contains__(self, ref: object) -> bool:
+        return isinstance(ref, Ref) and ref.node in self._columns.position and self._bytes[self._columns.value(ref)] > 0
 
-    @cached_property
-    def _by_name(self) -> dict[str, object]:
-        return dict(self.args)
+    def __iter__(self) -> Iterator[Ref]:
+        return iter(self._columns.refs(np.flatnonzero(self._chosen)))
 
-    @cached_property
-    def inputs(self) -> tuple[Ref, ...]:
-        """Every tensor argument in order, repeats included."""
-        return tuple(_refs(value for _, value in self.args))
-
-    @property
-    def is_leaf(self) -> bool:
-        return self.op in LEAVES
-
-    def copy(self, name: str, inputs: tuple[Ref, ...], path: str) -> Node:
-        """The same operator once more, on ``inputs``."""
-        found = object.__new__(Node)
-        first = self.__dict__.get("first", self)
-        held = {"name": name, "op": self.op, "results": self.results, "path": path, "target": "", "shares": self.shares}
-        found.__dict__.update(held, first=first, inputs=inputs)
-        return found
-
-    if TYPE_CHECKING:
-
-        @property
-        def first(self) -> Node:
-            """The node that this is a copy of, or itself: what does not depend on values is found for that once."""
-
-    else:
-
-        def __getattr__(self, name: str) -> object:
-            """``first`` where this is no copy; ``args`` where it is, since few ask for them."""
-            if name == "first":
-                return self
-            if name != "args" or "first" not in self.__dict__:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            inputs = iter(self.inputs)
-            args = self.__dict__["args"] = tuple((name, _with(value, inputs)) for name, value in self.first.args)
-            return args
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._chosen))
 
 
-def _with(value: object, inputs: Iterator[Ref]) -> object:
-    """An argument with the next of ``inputs`` in the place of each of its tensors."""
-    if isinstance(value, Ref):
-        return next(inputs)
-    return tuple([_with(each, inputs) for each in value]) if isinstance(value, tuple) else value
+class _ByName(dict[str, Node]):
+    """Nodes by name, each from when it was first asked for."""
 
+    def __init__(self, nodes: Sequence[Node], position: dict[str, int]):
+        super().__init__()
+        self._nodes, self._position = nodes, position
 
-def _refs(values: object) -> Iterator[Ref]:
-    for value in values:  # type: ignore[attr-defined]
-        if isinstance(value, Ref):
-            yield value
-        elif isinstance(value, tuple):
-            yield from _refs(value)
-
-
-class Reads(NamedTuple):
-    """Every operand of every node, node by node: what is read, and where in the graph its maker and its reader are.
-
-    What nothing makes is made after all.
-    """
-
-    refs: list[Ref]
-    makers: list[int]
-    readers: list[int]
+    def __missing__(self, name: str) -> Node:
+        node = self[name] = self._nodes[self._position[name]]
+        return node
 
 
 @dataclass(frozen=True)
@@ -153,32 +60,36 @@ class Graph:
     the output that the model calls its loss, if it calls one so.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: Sequence[Node]
     outputs: tuple[Ref, ...]
     updates: tuple[tuple[str, Ref], ...] = ()
     named_loss: int | None = None
 
     @cached_property
-    def by_name(self) -> dict[str, Node]:
-        return dict(zip(map(_NAME, self.nodes), self.nodes, strict=True))
+    def columns(self) -> Columns:
+        """The nodes, fact by fact."""
+        return self.nodes.columns if isinstance(self.nodes, Nodes) else Columns.of(self.nodes)
 
     @cached_property
+    def all(self) -> Nodes:
+        """The nodes, of which parts can be taken."""
+        if isinstance(self.nodes, Nodes):
+            return self.nodes
+        return Nodes(self.columns, range(len(self.nodes)), dict(enumerate(self.nodes)))
+
+    @cached_property
+    def by_name(self) -> dict[str, Node]:
+        return _ByName(self.nodes, self.position)
+
+    @property
     def position(self) -> dict[str, int]:
-        return dict(zip(map(_NAME, self.nodes), itertools.count(), strict=False))
+        return self.columns.position
 
     def type_of(self, ref: Ref) -> TensorType:
         return self.by_name[ref.node].results[ref.index]
 
     def input_types(self, node: Node) -> tuple[TensorType, ...]:
         return tuple(self.type_of(ref) for ref in node.inputs)
-
-    @cached_property
-    def reads(self) -> Reads:
-        inputs = [node.inputs for node in self.nodes]
-        refs = list(itertools.chain.from_iterable(inputs))
-        names, nowhere = map(_NODE, refs), itertools.repeat(len(inputs))
-        readers = itertools.chain.from_iterable(map(itertools.repeat, itertools.count(), map(len, inputs)))
-        return Reads(refs, list(map(self.position.get, names, nowhere)), list(readers))
 
     @cached_property
     def users(self) -> dict[Ref, tuple[tuple[Node, int], ...]]:
@@ -206,45 +117,57 @@ class Graph:
         return next((position for position in self.roots if not self.type_of(self.outputs[position]).shape), None)
 
     @cached_property
-    def differentiated(self) -> frozenset[Ref]:
+    def differentiated(self) -> Values:
         """Values whose gradient a training step computes: those that reach a root."""
-        found = {self.outputs[i] for i in self.roots}
+        columns = self.columns
+        has_grad = columns.of_values([[tensor.grad for tensor in node.results] for node in columns.firsts])
+        flows = has_grad[columns.read] > 0
         is_reached = bytearray(len(self.nodes))
-        for ref in found:
-            is_reached[self.position[ref.node]] = True
-        refs, makers, readers = self.reads
-        grads = [[tensor.grad for tensor in node.results] for node in self.nodes]
-        has_grad = bytearray([grads[maker][index] for maker, (_, index) in zip(makers, refs, strict=True)])
-        for at in range(len(refs) - 1, -1, -1):
-            if has_grad[at] and is_reached[readers[at]]:
-                is_reached[makers[at]] = True
-        is_read = map(is_reached.__getitem__, readers)
-        found.update(itertools.compress(refs, map(operator.and_, has_grad, is_read)))
-        return frozenset(found)
+        for root in self.roots:
+            is_reached[self.position[self.outputs[root].node]] = True
+        makers, readers = columns.makers[flows][::-1].tolist(), columns.readers[flows][::-1].tolist()
+        for maker, reader in zip(makers, readers, strict=True):
+            if is_reached[reader]:
+                is_reached[maker] = True
+        found = np.zeros(len(has_grad), dtype=np.bool_)
+        found[columns.read[flows & np.frombuffer(is_reached, dtype=np.bool_)[columns.readers]]] = True
+        found[[columns.value(self.outputs[root]) for root in self.roots]] = True
+        return Values(columns, found)
 
     @cached_property
     def leaves(self) -> tuple[Node, ...]:
-        return tuple([node for node in self.nodes if node.op in LEAVES])
+        return tuple(self.applying(*LEAVES))
 
     @cached_property
-    def operators(self) -> tuple[Node, ...]:
+    def operators(self) -> Nodes:
         """The nodes that are no leaves."""
-        return tuple([node for node in self.nodes if node.op not in LEAVES])
+        places = np.flatnonzero(~self.columns.is_leaf).tolist()
+        is_a_stretch = bool(places) and places[-1] - places[0] + 1 == len(places)
+        return self.all.among(range(places[0], places[-1] + 1) if is_a_stretch else places)
+
+    def applying(self, *ops: str) -> Nodes:
+        """The nodes of some operators."""
+        return self.all.among(np.flatnonzero(self.columns.applying(ops)).tolist())
 
     def check(self) -> None:
         """Assert that names are unique, references resolve, and every use follows its definition."""
-        nodes, position = self.nodes, self.position
-        for at, node in enumerate(nodes) if len(position) < len(nodes) else ():
-            assert position[node.name] == at, f"two nodes are called {node.name}"
-        refs, makers, readers = self.reads
-        for at in itertools.compress(itertools.count(), map(operator.ge, makers, readers)):
-            raise AssertionError(f"{nodes[readers[at]].name} reads {refs[at]}, which is not defined before it")
-        results = [len(node.results) for node in nodes]
-        missing = map(operator.ge, map(_INDEX, refs), map(results.__getitem__, makers))
-        for at in itertools.compress(itertools.count(), missing):
-            raise AssertionError(f"{nodes[readers[at]].name} reads missing result {refs[at]}")
+        columns, position = self.columns, self.position
+        names, size = columns.names, len(columns.names)
+        for at, name in enumerate(names) if len(position) < size else ():
+            assert position[name] == at, f"two nodes are called {name}"
+        late = columns.makers >= columns.readers
+        results = np.append(np.diff(columns.starts), 0)
+        for place in np.flatnonzero(late | (columns.indices >= results[columns.makers])).tolist():
+            reader, ref = self.nodes[int(columns.readers[place])], self._operand(place)
+            what = f"{ref}, which is not defined before it" if late[place] else f"missing result {ref}"
+            raise AssertionError(f"{reader.name} reads {what}")
         for ref in (*self.outputs, *(ref for _, ref in self.updates)):
             assert ref.node in position, f"output {ref} is not defined"
+
+    def _operand(self, at: int) -> Ref:
+        """What the columns of operands hold at a place."""
+        reader = int(self.columns.readers[at])
+        return self.nodes[reader].inputs[at - int(self.columns.ends[reader])]
 
     def digraph(self) -> nx.DiGraph[str]:
         """The graph as a networkx digraph over node names (for analysis and drawing)."""

@@ -71,7 +71,7 @@ def operators_of(space: Space) -> tuple[tuple[str, ...], ...]:
     """Of every kind of block, what a plan calls its operators, by position."""
     names = role_names(space)
     return tuple(
-        tuple(names["op", kind, at][1] for at in range(len(first.block.nodes)))
+        tuple(names["op", kind, at][1] for at in range(len(first.block.span)))
         for kind, (first, *_) in enumerate(space.folded.kinds)
     )
 

@@ -368,7 +368,7 @@ class _Step:
         # What lives on from one period into the next is gone after that.
         whole = range(skip.start - 2 * skip.period, skip.start - skip.period)
         self.kept[skip] = self.heap.repeat("forward", whole, skip.times)
-        last = self.instances[skip.end - 1].block.nodes[-1]
+        last = self.instances[skip.end - 1].block.span[-1]
         self.heap.moment(f"forward {last.path or last.name}: {last.op}")
 
     def _undo_skipped(self, skip: Skip) -> None:

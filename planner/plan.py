@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -19,6 +18,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from planner.chain import chain_of, links_of
 from planner.document import BlockPlan, Document, PipelinePlan, Search
@@ -247,14 +248,17 @@ def _save(path: Path, text: str) -> None:
 
 def fingerprint(graph: Graph) -> str:
     """A hash of what is computed: operators, arguments, shapes, dtypes and names of leaves."""
-    firsts = [node.first for node in graph.nodes]
-    each = dict(zip(map(id, firsts), firsts, strict=True))
-    results = {found: repr(found) for found in {first.results for first in each.values()}}
-    said = {at: _said(first, results[first.results]) for at, first in each.items()}
-    texts = [said[id(first)] for first in firsts]
-    refs, makers, _ = graph.reads
-    read = tuple(itertools.chain.from_iterable(zip(makers, [index for _, index in refs], strict=True)))
-    hasher = hashlib.sha256(("".join(texts) % read).encode())
+    columns = graph.columns
+    results = {found: repr(found) for found in {first.results for first in columns.firsts}}
+    said = [_said(first, results[first.results]) for first in columns.firsts]
+    used, place = np.unique(columns.first, return_index=True)
+    numbers: dict[str, int] = {}  # in order of first occurrence, whatever is held as a copy of what
+    number = np.zeros(len(said), dtype=np.int64)
+    for first in used[np.argsort(place)].tolist():
+        number[first] = numbers.setdefault(said[first], len(numbers))
+    hasher = hashlib.sha256(repr(list(numbers)).encode())
+    for column in (number[columns.first], columns.makers, columns.indices):
+        hasher.update(np.asarray(column, dtype="<i8").tobytes())
     hasher.update(repr([(graph.position[ref.node], ref.index) for ref in graph.outputs]).encode())
     if graph.roots != replace(graph, named_loss=None).roots:
         hasher.update(repr(graph.roots).encode())
@@ -262,12 +266,10 @@ def fingerprint(graph: Graph) -> str:
 
 
 def _said(node: Node, results: str) -> str:
-    """What a fingerprint takes of a node, with holes for the numbers and indices of what it reads."""
+    """What a fingerprint takes of a node but for what it reads."""
     args = [(k, v) for k, v in node.args if not (k in FOUND_OUT and node.op.startswith(PREFIX))]
     static = tuple((k, str(v)) for k, v in args if not _mentions_nodes(v))
-    before, after = f"({node.op!r}, {node.target!r}, {static!r}, ", f", {results})"
-    holes = ", ".join(["(%d, %d)"] * len(node.inputs)) + ("," if len(node.inputs) == 1 else "")
-    return f"{before.replace('%', '%%')}({holes}){after.replace('%', '%%')}"
+    return f"({node.op!r}, {node.target!r}, {static!r}, {len(node.inputs)}, {results})"
 
 
 def _mentions_nodes(value: object) -> bool:
@@ -282,14 +284,14 @@ def model_facts(graph: Graph, name: str, mode: str = "train") -> dict[str, Any]:
 
 def coverage(graph: Graph) -> dict[str, int]:
     """Operators without a row, and Functions that must run in full, with the reason -> how often they occur."""
-    times = Counter([id(node.first) for node in graph.operators])
+    columns = graph.columns
     found: Counter[str] = Counter()
-    for first in {id(node.first): node.first for node in graph.operators}.values():
+    for first, times in zip(columns.firsts, np.bincount(columns.first).tolist(), strict=True):
         why = reason(first)
-        if first.op not in OPS:
-            found[first.op] += times[id(first)]
+        if not first.is_leaf and first.op not in OPS:
+            found[first.op] += times
         if why:
-            found[f"{short_op(first.op)} ({why})"] += times[id(first)]
+            found[f"{short_op(first.op)} ({why})"] += times
     return dict(sorted(found.items()))
 
 

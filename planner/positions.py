@@ -21,16 +21,15 @@ def check_positions(graph: Graph) -> None:
     Raises:
         InputError: names the table, its rows, and the position.
     """
-    for node in graph.nodes:
-        if node.op == EMBEDDING:
-            table = graph.by_name[node.inputs[0].node]
-            (rows, *_), indices = graph.type_of(node.inputs[0]).shape, node["indices"]
-            last = _last(graph, indices) if isinstance(indices, Ref) else None
-            if last is not None and last >= rows:
-                raise InputError(
-                    f"{node.path or 'the model'} looks up position {last} in {table.target or table.name}, which has "
-                    f"{rows} rows (0 to {rows - 1}): give example inputs of a shorter sequence, or a model with more"
-                )
+    for node in graph.applying(EMBEDDING):
+        table = graph.by_name[node.inputs[0].node]
+        (rows, *_), indices = graph.type_of(node.inputs[0]).shape, node["indices"]
+        last = _last(graph, indices) if isinstance(indices, Ref) else None
+        if last is not None and last >= rows:
+            raise InputError(
+                f"{node.path or 'the model'} looks up position {last} in {table.target or table.name}, which has "
+                f"{rows} rows (0 to {rows - 1}): give example inputs of a shorter sequence, or a model with more"
+            )
 
 
 def _last(graph: Graph, ref: Ref) -> int | None:

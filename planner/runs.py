@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.formulate import Assignment
-from planner.graph import Ref
+from planner.graph import Node, Ref
 from planner.stacks import Run, periodic
 
 
@@ -87,7 +87,7 @@ class Wiring:
         return (
             all(self._enters_again(a, b, apart) for a, b in zip(theirs.inputs, ours.inputs, strict=True))
             and all(self._leaves_again(a, b, apart) for a, b in zip(theirs.outputs, ours.outputs, strict=True))
-            and [node.shares for node in theirs.nodes] == [node.shares for node in ours.nodes]
+            and all(map(_share_alike, theirs.span.firsts, ours.span.firsts))
         )
 
     def _enters_again(self, theirs: Ref, ours: Ref, apart: int) -> bool:
@@ -107,3 +107,8 @@ class Wiring:
         is_inside = theirs not in self._leaving and ours not in self._leaving
         as_long = self.last[ours] - self.last[theirs] == apart
         return is_inside and as_long and (ours in differentiated) == (theirs in differentiated)
+
+
+def _share_alike(a: Node, b: Node) -> bool:
+    """Whether the results of two operators share memory with the same operands."""
+    return a is b or a.shares == b.shares

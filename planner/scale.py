@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner.errors import PlanError
-from planner.fold import Folded, Instance
+from planner.fold import Folded, refold
 from planner.follow import Followed, NotFollowed, Sizes, follow
 from planner.formulate import Assignment, Role, Space
 from planner.graph import Graph, Node, Ref
@@ -193,14 +193,7 @@ class Scale:
             return at_sizes(number, batch, sequence)
 
         graph, rules = self._graph(moved)
-        by_name = graph.by_name
-        folded = Folded(
-            graph,
-            tuple(
-                Instance(each.kind, replace(each.block, nodes=tuple(by_name[node.name] for node in each.block.nodes)))
-                for each in space.folded.instances
-            ),
-        )
+        folded = refold(space.folded, graph)
         cuts = {
             ref: {dim: frozenset(moved(count) for count in counts) for dim, counts in by_dim.items()}
             for ref, by_dim in self._cuts.items()

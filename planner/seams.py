@@ -135,7 +135,7 @@ class _Cutting:
     def _places(self, kind: int) -> _Places:
         if kind not in self._known:
             block, by_name = self._kinds[kind][0].block, self._folded.graph.by_name
-            size = len(block.nodes) + 1
+            size = len(block.span) + 1
             starts = [at for at, each in zip(self._starts, self._folded.instances, strict=False) if each.kind == kind]
             reads = [sum(by_name[ref.node].op == "param" for ref in node.inputs) for node in block.nodes]
             is_open = np.ones(size, bool)
@@ -152,7 +152,7 @@ class _Cutting:
     @cached_property
     def _starts(self) -> list[int]:
         """The first node of every instance, and where the last one ends."""
-        return list(accumulate((len(instance.block.nodes) for instance in self._folded.instances), initial=0))
+        return list(accumulate((len(instance.block.span) for instance in self._folded.instances), initial=0))
 
     @cached_property
     def _nodes(self) -> list[Node]:

@@ -204,7 +204,7 @@ class Skeleton:
 
     def _taken(self, instance: Instance, level: Level) -> tuple[Flow, ...]:
         """The flows whose conversions an instance, the first of its way to be entered, runs again at a level."""
-        key = instance.block.nodes[0].name, level
+        key = instance.block.span.names[0], level
         if key not in self._takes:
             taken = self.again(instance.kind, level).taken
             self._takes[key] = tuple(
@@ -287,9 +287,9 @@ class Skeleton:
     def seat(self) -> dict[str, tuple[int, int]]:
         """Operator -> the number of its block in execution order, and its position in the block."""
         return {
-            node.name: (number, at)
+            name: (number, at)
             for number, instance in enumerate(self.folded.instances)
-            for at, node in enumerate(instance.block.nodes)
+            for at, name in enumerate(instance.block.span.names)
         }
 
     def again(self, kind: int, level: Level) -> Again:
@@ -359,8 +359,9 @@ def _roles(folded: Folded) -> tuple[dict[str, Role], dict[Role, list[str]]]:
     reading: dict[str, list[Role]] = {}
     own: dict[int, list[Role]] = {}
     for number, instance in enumerate(folded.instances):
-        roles = own.setdefault(instance.kind, [("op", instance.kind, at) for at in range(len(instance.block.nodes))])
-        role_of.update(zip([node.name for node in instance.block.nodes], roles, strict=True))
+        names = instance.block.span.names
+        roles = own.setdefault(instance.kind, [("op", instance.kind, at) for at in range(len(names))])
+        role_of.update(zip(names, roles, strict=True))
         for slot, ref in enumerate(instance.block.inputs):
             reading.setdefault(ref.node, []).append((number, instance.kind, slot))
     outputs = {ref.node for ref in folded.graph.outputs}
@@ -372,10 +373,10 @@ def _roles(folded: Folded) -> tuple[dict[str, Role], dict[Role, list[str]]]:
             role_of[node.name] = ("leaf", node.name)
     members: dict[Role, list[str]] = {}
     for kind, instances in enumerate(folded.kinds):
-        names = [[node.name for node in instance.block.nodes] for instance in instances]
-        members.update(zip(own[kind], map(list, zip(*names, strict=True)), strict=True))
+        alike = zip(*(instance.block.span.names for instance in instances), strict=True)
+        members.update(zip(own[kind], map(list, alike), strict=True))
     for leaf in folded.graph.leaves:
         members.setdefault(role_of[leaf.name], []).append(leaf.name)
     firsts = {names[0] for names in members.values()}
-    in_order = [role_of[node.name] for node in folded.graph.nodes if node.name in firsts]
+    in_order = [role_of[name] for name in folded.graph.columns.names if name in firsts]
     return role_of, {role: members[role] for role in in_order}

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from itertools import islice
 
 import numpy as np
 
+from planner.columns import Ints, Nodes, ints
 from planner.graph import Graph, Node, Ref
 
 SMALL = 8
@@ -36,29 +36,60 @@ class Text:
     """
 
     graph: Graph
-    nodes: tuple[Node, ...]
-    position: dict[str, int]
     leaving: tuple[Ref, ...]
 
+    @property
+    def nodes(self) -> Nodes:
+        return self.graph.operators
+
     @cached_property
-    def last_use(self) -> dict[Ref, int]:
-        """The position of a value's last reader, ``len(nodes)`` if it leaves the model; unread values are absent."""
-        read = ((ref, position) for position, node in enumerate(self.nodes) for ref in node.inputs)
-        return {**dict(read), **dict.fromkeys(self.leaving, len(self.nodes))}
+    def position(self) -> Ints:
+        """The position of every node of the graph; -1 for leaves, and, at the end, for what is no node."""
+        columns = self.graph.columns
+        found = np.full(len(columns.names) + 1, -1)
+        found[:-1][~columns.is_leaf] = np.arange(len(self.nodes))
+        return found
+
+    @cached_property
+    def ends(self) -> Ints:
+        """Where the operands of each position end in the graph's columns; begins with where those of the first begin.
+
+        Leaves have none.
+        """
+        ends = self.graph.columns.ends
+        return np.append(ends[:-1][self.position[:-1] >= 0], ends[-1])
+
+    @cached_property
+    def makers(self) -> Ints:
+        """For every operand the position of the node that makes it; -1 where that is a leaf."""
+        return self.position[self.graph.columns.makers]
+
+    @cached_property
+    def last_use(self) -> Ints:
+        """For every value the last reader's position; ``len(nodes)`` if it leaves the model, -1 if it has none."""
+        columns = self.graph.columns
+        found = np.full(columns.starts[-1], -1)
+        np.maximum.at(found, columns.read, self.position[columns.readers])
+        found[[columns.value(ref) for ref in self.leaving]] = len(self.nodes)
+        return found
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
         return _tokens(self.graph)
 
+    @cached_property
+    def _paths(self) -> tuple[str, ...]:
+        return self.nodes.paths
+
     def path(self, at: int) -> tuple[str, ...]:
         """As :func:`module_paths` have it."""
-        return next((tuple(node.path.split(".")) for node in reversed(self.nodes[: at + 1]) if node.path), ())
+        before = (self._paths[place] for place in range(at, -1, -1))
+        return next((tuple(path.split(".")) for path in before if path), ())
 
 
 def read(graph: Graph) -> Text:
     """A graph as a text."""
-    position = {node.name: at for at, node in enumerate(graph.operators)}
-    return Text(graph, graph.operators, position, (*graph.outputs, *(ref for _, ref in graph.updates)))
+    return Text(graph, (*graph.outputs, *(ref for _, ref in graph.updates)))
 
 
 def module_paths(nodes: Iterable[Node]) -> tuple[tuple[str, ...], ...]:
@@ -85,24 +116,24 @@ def _tokens(graph: Graph) -> tuple[int, ...]:
     def number(value: object) -> int:
         return numbers.setdefault(value, len(numbers))
 
-    def looked_at(node: Node) -> tuple[int | None, tuple[int, ...]]:
-        """The node's own number, ``None`` for a leaf, and those of its results as operands."""
+    def looked_at(node: Node) -> tuple[int, list[int]]:
+        """The node's own number, and those of its results as operands."""
         results = tuple(map(number, node.results))
         arguments = tuple((name, static(value)) for name, value in node.args)
         if node.is_leaf:
-            return None, tuple(number((node.op, arguments, result)) for result in results)
+            return -1, [number((node.op, arguments, result)) for result in results]
         copies = tuple(place < 0 for place in node.shares)
-        return number((node.op, arguments, results, copies)), results
+        return number((node.op, arguments, results, copies)), list(results)
 
-    firsts = [node.first for node in graph.nodes]
-    known = {at: looked_at(first) for at, first in dict(zip(map(id, firsts), firsts, strict=True)).items()}
-    nodes = [known[id(first)] for first in firsts]
-    refs, makers, _ = graph.reads
-    read = [nodes[maker][1][index] for maker, (_, index) in zip(makers, refs, strict=True)]
-    ends = itertools.accumulate([len(node.inputs) for node in graph.nodes], initial=0)
-    spans = zip(nodes, itertools.pairwise(ends), strict=True)
-    tokens = [(own, *read[start:end]) for (own, _), (start, end) in spans if own is not None]
-    return tuple([numbers.setdefault(token, len(numbers)) for token in tokens])
+    columns = graph.columns
+    found = [looked_at(node) for node in columns.firsts]
+    operands = columns.of_values([results for _, results in found])[columns.read]
+    tokens, counts = ints(own for own, _ in found)[columns.first], np.diff(columns.ends)
+    for place in range(counts.max(initial=0)):
+        nodes = np.flatnonzero(counts > place)
+        pairs = tokens[nodes] * len(numbers) + operands[columns.ends[nodes] + place]
+        tokens[nodes] = tokens.max() + 1 + np.unique(pairs, return_inverse=True)[1]
+    return tuple(tokens[~columns.is_leaf].tolist())
 
 
 def static(value: object) -> object:
@@ -240,11 +271,13 @@ def _place(text: Text, run: Run, known: set[tuple[int, ...]], minimum: int) -> _
     length, period = run.end - run.start, run.period
     middle = run.start + length // period // 2 * period
     values, size = np.zeros((2, period + 1), dtype=np.int64)
+    columns = text.graph.columns
     for at in range(middle - period, middle + period - 1):
         node = text.nodes[at]
-        for ref, kind in zip(results_of(node), node.results, strict=True):
+        value = columns.value(Ref(node.name))
+        for last_use, kind in zip(text.last_use[value : value + len(node.results)].tolist(), node.results, strict=True):
             first = max(at + 1 - middle, 0)
-            last = min(text.last_use.get(ref, at), at + period, middle + period - 1) - middle
+            last = min(max(last_use, at), at + period, middle + period - 1) - middle
             if first <= last:
                 values[[first, last + 1]] += (1, -1)
                 size[[first, last + 1]] += (kind.size_bytes, -kind.size_bytes)
