@@ -105,19 +105,12 @@ def _answers(
 
 def _makers(program: Program, names: Set[str]) -> tuple[fx.Graph, dict[str, fx.Node]]:
     """What values are made of, written out as one graph, and its nodes by the names that the program has for them."""
-    maker: dict[str, Call] = {}
-    for call in program.calls:
-        maker.update(dict.fromkeys(call.names, call))
-    needed: set[str] = set()
-    pending = list(names)
-    while pending:
-        name = pending.pop()
-        if name not in needed:
-            needed.add(name)
-            if name in maker:
-                call = maker[name]
-                node = call.body.nodes[call.names.index(name)]
-                pending.extend(_name(call, operand) for operand in node.all_input_nodes)
+    needed = set(names)
+    for call in reversed(program.calls):
+        if not needed.isdisjoint(call.names):
+            for name, node in zip(reversed(call.names), reversed(call.body.nodes), strict=True):
+                if name in needed:
+                    needed.update(_name(call, operand) for operand in node.all_input_nodes)
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for leaf in program.leaves:

@@ -204,8 +204,8 @@ def constants_in_order(program: Program) -> tuple[Program, dict[str, str]]:
     used = [name for call in program.calls for name in call.operands]
     used += [name for name in (*program.outputs, *(name for _, name in program.updates)) if name is not None]
     found = dict.fromkeys(name for name in used if kinds.get(name) == "const")
-    taken = {leaf.name for leaf in program.leaves} | {name for call in program.calls for name in call.names}
-    fresh = (name for name in (f"c_{number}" for number in itertools.count()) if name not in taken - set(kinds))
+    taken = {name for name, kind in kinds.items() if kind != "const"}.union(*(call.names for call in program.calls))
+    fresh = (name for name in (f"c_{number}" for number in itertools.count()) if name not in taken)
     order = dict(zip(found, fresh, strict=False))
     by_name = {leaf.name: leaf for leaf in program.leaves}
     consts = [replace(by_name[old], name=new, target=new) for old, new in order.items()]

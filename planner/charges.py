@@ -74,9 +74,9 @@ class Charges:
         self._paid: dict[Found, Paid] = {}
         self._charged: dict[Recompute, tuple[Paid, ...]] = {}
         self._forms = tuple(self._find_forms())
+        parameters = {leaf.name for leaf in self.graph.leaves if leaf.op == "param"}
         self._values = tuple(
-            tuple([ref for ref in instance.block.inputs if self.graph.by_name[ref.node].op != "param"])
-            for instance in folded.instances
+            tuple([ref for ref in instance.block.inputs if ref.node not in parameters]) for instance in folded.instances
         )
         self._goes_on = tuple(self._find_going_on())
 

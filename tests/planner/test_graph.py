@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from planner.columns import Nodes
 from planner.fold import fold
+from planner.formulate import rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.plan import fingerprint
+from planner.skeleton import Skeleton
 from tests.planner.plans import residual_mlp
 
 WIDE, SCALAR = TensorType((4, 4), "float32", grad=True), TensorType((), "float32", grad=True)
@@ -42,20 +45,55 @@ def test_a_graph_without_gradients_has_no_root() -> None:
     assert Graph((Node("x", "input", (), (fixed,)),), (Ref("x"),)).roots == ()
 
 
-def test_copies_are_nodes_like_others() -> None:
-    graph = residual_mlp(layers=4)
+def with_copies(graph: Graph) -> Graph:
+    """The graph with every operator a copy of the first that is like it."""
     firsts: dict[object, Node] = {}
     nodes = []
     for node in graph.nodes:
         first = firsts.setdefault((node.op, node.results), node)
         is_copy = first is not node and not node.is_leaf
         nodes.append(first.copy(node.name, node.inputs, node.path) if is_copy else node)
-    copied = replace(graph, nodes=tuple(nodes))
-    copied.check()
+    return replace(graph, nodes=tuple(nodes))
+
+
+def unwritten(graph: Graph) -> tuple[Graph, dict[int, Node]]:
+    """The graph with nothing but its columns, and the nodes that are made from then on."""
+    made: dict[int, Node] = {}
+    return replace(graph, nodes=Nodes(graph.columns, range(len(graph.nodes)), made)), made
+
+
+def test_copies_are_nodes_like_others() -> None:
+    graph = residual_mlp(layers=4)
+    copied = with_copies(graph)
     assert any(node.first is not node for node in copied.nodes)
-    assert copied == graph
-    assert fold(copied) == fold(graph)
-    assert fingerprint(copied) == fingerprint(graph)
+    for other in (copied, unwritten(copied)[0]):
+        other.check()
+        assert other == graph
+        assert fold(other) == fold(graph)
+        assert fingerprint(other) == fingerprint(graph)
+        assert other.differentiated == graph.differentiated
+        assert other.users == graph.users
+
+
+def test_copies_are_made_where_they_are_asked_for() -> None:
+    graph, made = unwritten(with_copies(residual_mlp(layers=60)))
+    graph.check()
+    fingerprint(graph)
+    folded = fold(graph)
+    assert len(folded.kinds[-2]) >= 58
+    Skeleton(folded, rules_of(graph, folded)).survey()
+    written = {graph.columns.names[place] for place in made if not graph.columns.is_leaf[place]}
+    whole = {node.name for kind in folded.kinds for node in kind[0].block.span}
+    assert len(written) < 6 * len(whole) < len(graph.operators)
+    node = graph.operators[-1]
+    assert graph.by_name[node.name] is node is graph.nodes[-1]
+
+
+def test_some_values_are_a_set() -> None:
+    values = graph("side", "loss").differentiated
+    assert Ref("x") in values and Ref("side") not in values and Ref("nothing") not in values
+    assert len(values) == 3 and set(values) == {Ref("loss"), Ref("x"), Ref("w")}
+    assert values.isdisjoint([Ref("side")]) and not values.isdisjoint([Ref("side"), Ref("w")])
 
 
 @pytest.mark.parametrize(
