@@ -23,7 +23,7 @@ from planner.predict import Prediction
 from planner.timetable import Timetable
 from planner.turns import TurnTimes
 
-FORMAT, VERSION = "autopar-plan", 1
+FORMAT, VERSION = "autopar-plan", 2
 WIDTH = 110
 BLOCK_FIELDS = {"name", "count", "at", "recompute", "keeps", "ops", "values"}
 
