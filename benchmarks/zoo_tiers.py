@@ -1,7 +1,7 @@
 """The zoo by tiers: where model data is at home, and how it is sharded, against the original in float64.
 
 ``python -m benchmarks.zoo_tiers [MODEL ...]`` prints progress and writes ``results/zoo_tiers.md`` and
-``results/zoo_tiers.json``. Every cell trains ten steps of AdamW with clipping on 1, 2 or 4 gloo processes.
+``results/zoo_tiers.json``. Every cell trains ten steps of AdamW with clipping on 1, 2, 4 or 8 gloo processes.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ CELLS: tuple[Mapping[str, Any], ...] = (
     {"replicate": 2, "data": 2, "zero": 3},
     {"replicate": 2, "data": 2, "zero": 3, "offload": "host"},
     {"replicate": 2, "data": 2, "zero": 3, "offload": "auto"},
+    {"replicate": 2, "data": 2, "tensor": 2, "zero": 3},
+    {"replicate": 2, "data": 2, "tensor": 2, "zero": 2, "offload": "host"},
     {"data": 2, "tensor": 2, "zero": 3},
     {"data": 2, "tensor": 2, "zero": 3, "offload": "disk"},
     {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 2},
@@ -71,6 +73,8 @@ CELLS: tuple[Mapping[str, Any], ...] = (
     {"pipeline": 2, "micro_batches": 2, "data": 2, "zero": 0, "offload": "host"},
     {"pipeline": 2, "micro_batches": 2, "data": 2, "zero": 3, "offload": "auto"},
     {"pipeline": 2, "micro_batches": 2, "tensor": 2, "offload": "host"},
+    {"pipeline": 2, "micro_batches": 2, "replicate": 2, "data": 2, "zero": 3},
+    {"pipeline": 2, "micro_batches": 2, "replicate": 2, "data": 2, "zero": 2, "offload": "host"},
     {"pipeline": 4, "micro_batches": 4, "schedule": "gpipe", "offload": "host"},
 )
 
@@ -86,7 +90,9 @@ def main(models: Sequence[str]) -> int:
     chosen = [name for name in MODELS if not models or name in models]
     with (
         ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn"), initializer=quiet) as pool,
-        LocalProcesses(4, ("torch", "benchmarks.zoo_tiers", "tests.autopar.carried")) as processes,
+        LocalProcesses(
+            max(map(ranks_of, CELLS)), ("torch", "benchmarks.zoo_tiers", "tests.autopar.carried")
+        ) as processes,
         tempfile.TemporaryDirectory() as folder,
     ):
         asked = [(name, pin) for name in chosen for pin in CELLS]
