@@ -159,11 +159,15 @@ def trains_in_an_eighth() -> None:
 
 
 def is_bit_equal(name: str, document: dict[str, Any]) -> None:
-    """On one rank nothing is summed in another order."""
+    """On one rank nothing is summed in another order: ten steps of AdamW."""
     model, batch = model_of(name, torch.float32)
-    pmodel, _ = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, pmodel)]
-    for step in range(2):
+    plan = Plan.from_dict(document)
+    pmodel = autopar.parallelize(copy.deepcopy(model), plan.cluster, plan=plan, example_kwargs=batch)
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+        pmodel.optimizer(torch.optim.AdamW, lr=1e-2),
+    ]
+    for step in range(10):
         for m, optimizer in zip((model, pmodel), optimizers, strict=True):
             optimizer.zero_grad()
             loss_of(m, another(name, step, torch.float32)).backward()

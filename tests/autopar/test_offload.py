@@ -130,11 +130,20 @@ def test_a_plan_in_turns_is_verified(pin: dict[str, Any], ranks: int) -> None:
     assert autopar.verify(model, carried.plan_of("mlp", pin, ranks), example_kwargs=batch)
 
 
-def test_one_rank_computes_the_same_bits(pool: LocalProcesses) -> None:
-    model, batch = carried.model_of("gpt2", torch.float32)
+@pytest.mark.parametrize(
+    "name, pin",
+    [
+        ("gpt2", {}),
+        ("gpt2", {"offload": "host"}),
+        ("shared-layers", {"offload": "host", "update": "backward", "activations": "all"}),
+    ],
+    ids=str,
+)
+def test_one_rank_computes_the_same_bits(pool: LocalProcesses, name: str, pin: dict[str, Any]) -> None:
+    model, batch = carried.model_of(name, torch.float32)
     cluster = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")
-    plan = autopar.plan(model, cluster, example_kwargs=batch, pin={"offload": "host"})
-    pool.run(carried.is_bit_equal, "gpt2", plan.to_dict(), ranks=1)
+    plan = autopar.plan(model, cluster, example_kwargs=batch, pin=pin)
+    pool.run(carried.is_bit_equal, name, plan.to_dict(), ranks=1)
 
 
 def test_turns_add_up_the_same_bits(pool: LocalProcesses) -> None:
