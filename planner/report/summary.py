@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
-from planner.chunks import SAVED
+from planner.chunks import ALIGN_BYTES, SAVED
 from planner.conversion import Collective
 from planner.detail import BlockDetail, OpDetail
 from planner.document import BlockPlan, Document
@@ -173,18 +173,31 @@ def offloads(document: Document) -> str:
     tables = document.timetables
     moved = [(way, size) for table in tables for (_, way), size in table.bytes_moved.items()]
     sizes = {way: sum(size for each, size in moved if each == way) for way in ("fetch", "evict")}
-    chunks = sum(item.name.startswith("parameters ") for table in tables for item in table.trace.items)
+    chunks = [item.bytes for table in tables for item in table.trace.items if item.name.startswith("parameters ")]
     home = "on disk" if document.pin.get("offload") == "disk" else "on the host"
     count = sum(moment.on == "host" for table in tables for moment in table.trace.moments[:-1])
     early = f", and updates {count} of them in backward" if count else ""
     saved = sum(item.name.startswith(SAVED) for table in tables for item in table.trace.items)
     entries = (entry for table in tables for entry in table.entries)
     left = sum(name.startswith(SAVED) for entry in entries for name in entry.evict)
-    data = [f"parameters, gradients and optimizer state of {chunks} chunks at home {home}"] if chunks else []
+    data = (
+        [f"parameters, gradients and optimizer state of {_chunks(document, chunks)} at home {home}"] if chunks else []
+    )
     data += [f"activations of {left} of {saved} blocks {home} between forward and backward"] if saved else []
     if not data:
         return "nothing: all model data stays on the device"
     return f"{'; '.join(data)}; a step fetches {in_bytes(sizes['fetch'])} and evicts {in_bytes(sizes['evict'])}{early}"
+
+
+def _chunks(document: Document, sizes: Sequence[int]) -> str:
+    """How many chunks of parameters there are, of which sizes, and what of them is between parameters."""
+    low, high = in_bytes(min(sizes)), in_bytes(max(sizes))
+    told = low if low == high else f"{low} to {high}"
+    details = [document.account.leaves[name] for name in document.parameters if name in document.account.leaves]
+    padding = sum(leaf.count * (-leaf.local_bytes % ALIGN_BYTES) for leaf in details)
+    whole = padding + sum(leaf.count * leaf.local_bytes for leaf in details)
+    wasted = f", {f'{100 * padding / whole:.2f} %' if padding else 'none'} of it padding" if details else ""
+    return f"{len(sizes)} chunks ({told} of parameters{wasted})"
 
 
 def in_turns(document: Document) -> str:

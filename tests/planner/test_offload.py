@@ -331,6 +331,17 @@ def test_the_report_says_what_moves(plans: Callable[[str], Plan]) -> None:
     assert "what moves and is on the device just then" in page
 
 
+def test_the_report_says_what_chunks_waste() -> None:
+    """Here bytes up to the next multiple of 64 behind each parameter, and nothing else."""
+    graph = residual_mlp(layers=2, width=9, batch=4)
+    plan = offload(graph, cluster("1 MiB"))
+    whole = sum(chunk.bytes for chunk in chunks_of(decided(plan)))
+    held = sum(leaf.results[0].size_bytes for leaf in graph.leaves if leaf.op == "param")
+    assert 0 < whole - held < 64 * sum(leaf.op == "param" for leaf in graph.leaves)
+    told = f"of parameters, {100 * (whole - held) / whole:.2f} % of it padding) at home on the host"
+    assert told in str(plan) and told in str(Plan.from_dict(plan.to_dict()))
+
+
 def test_a_parameter_is_explained_as_at_home_on_the_host(plans: Callable[[str], Plan]) -> None:
     found = plans("tight").explain("layers.0.up.weight")
     assert "256.0 KiB for each device, at home on the host" in str(found)
