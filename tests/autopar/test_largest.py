@@ -21,7 +21,7 @@ MIB = 2**20
 SMALL = Search(
     ClusterSpec.local(1, cores=1, host_memory_bytes="1 MiB"),
     Shape(hidden=64, heads=2, vocab=64, batch=1, sequence=16),
-    (MIB,),
+    (3 * MIB // 8,),
 )
 
 
@@ -80,7 +80,7 @@ def test_the_search_goes_on_where_it_was_broken_off(results: Path, alone: None) 
         return [*islice(largest.go_on(told, time.monotonic() + 999, trial), count)]
 
     assert [*largest.go_on(Record.open(lambda: SMALL), time.monotonic() + 1, trial)] == []  # no time for any
-    first, rest, nothing = some(5), some(999), some(1)
+    first, rest, nothing = some(3), some(999), some(1)
     assert first and rest and not nothing and len(carried_out) == len({*carried_out})
     told = Record.open(lambda: replace(SMALL, limits=()))
     assert told.search == SMALL and told.tries == sorted([*first, *rest], key=told.tries.index)
