@@ -461,7 +461,7 @@ class Call:
         if len(self.tracer.graph.nodes) != self.nodes_before:
             raise NotFoldable(f"{self.path} makes nodes of its own")
         first = self.following
-        given = [self.standins.traced(value)[0].untyped_storage() for value in self.inputs]
+        given = [self.standins.unread(value).untyped_storage() for value in self.inputs]
         memory = dict(zip(first.memory, given, strict=True))
         made = {number: first.outputs[number].another(memory) for number in leaving}
         rebound = {number: self.standins.real(self.values[number]) for number in first.rebound}

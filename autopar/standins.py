@@ -102,10 +102,12 @@ class StandIns:
 
     def traced(self, tensor: Tensor) -> tuple[Tensor, fx.Node | Copied | None]:
         """What is traced for a tensor that the code holds, and what computes it, if that is known."""
-        if id(tensor) in self._unread:
-            return tensor, self._unread[id(tensor)]
-        real = self.real(tensor)
-        return real, node_of(self.tracer, real)
+        real = self.unread(tensor)
+        return real, self._unread.get(id(tensor)) or node_of(self.tracer, real)
+
+    def unread(self, tensor: Tensor) -> Tensor:
+        """What is traced for a tensor that the code holds; nothing reads it yet."""
+        return tensor if id(tensor) in self._unread else self.real(tensor)
 
     def copy(self, tensor: Tensor, copied: Copied) -> None:
         """``tensor`` stands for a result of a call; no node computes it before something traced reads it."""

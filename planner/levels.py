@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from planner.again import shares
 from planner.document import BlockPlan, Document
@@ -28,11 +29,10 @@ class Stated:
 
     Attributes:
         levels: of every kind its levels, those that keep least first.
-        operators: of every kind the names of its operators, by position.
     """
 
+    space: Space
     levels: tuple[tuple[Level, ...], ...]
-    operators: tuple[tuple[str, ...], ...]
 
     @classmethod
     def of(cls, assignment: Assignment, staged: Staged | None = None) -> Stated:
@@ -42,7 +42,12 @@ class Stated:
         for kind in range(len(space.folded.kinds)):
             both = (*assignment.recompute.levels(kind), *(() if turned is None else turned.levels(kind)))
             found.append(tuple(sorted({level for level, _ in both}, key=leanest_first)))
-        return cls(tuple(found), operators_of(space))
+        return cls(space, tuple(found))
+
+    @cached_property
+    def operators(self) -> tuple[tuple[str, ...], ...]:
+        """Of every kind the names of its operators, by position."""
+        return operators_of(self.space)
 
     def name(self, kind: int, level: Level) -> str:
         """What a level of a kind is called."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.walk import Walk
 from planner.errors import CaptureError
 
-_Tensors = list[tuple[str, Tensor]]
-"""What a model has. Tensors are held, since what is made after them would lie in their memory otherwise."""
+_Tensors = Mapping[str, Sequence[tuple[str, Tensor]]]
+"""What a model has, by kind, each by name. It is held, since what is made after it would lie in its memory otherwise."""
 
 _CAPTURED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _BEFORE: ContextVar[_Tensors | None] = ContextVar("_BEFORE", default=None)
@@ -81,13 +81,13 @@ class Watching(TorchDispatchMode):
 
 def belongings() -> dict[int, tuple[str, Tensor]]:
     """What lies where of the models that were captured and are still there."""
-    held = [_BEFORE.get() or [], *(_tensors(Walk(model)) for model in list(_CAPTURED))]
-    return {storage_of(t): (what, t) for found in held for what, t in found if t.layout == torch.strided}
+    held = [_BEFORE.get() or {}, *(_tensors(Walk(model)) for model in list(_CAPTURED))]
+    named = ((f"{kind} ({name})", t) for found in held for kind, each in found.items() for name, t in each)
+    return {storage_of(t): (what, t) for what, t in named if t.layout == torch.strided}
 
 
 def _tensors(walk: Walk) -> _Tensors:
-    buffers = [(f"buffer ({name})", t) for name, t in walk.buffers]
-    return buffers + [(f"parameter ({name})", t) for name, t in walk.parameters]
+    return {"buffer": walk.buffers, "parameter": walk.parameters}
 
 
 def storage_of(tensor: Tensor) -> int:
