@@ -57,12 +57,14 @@ class _Lowering:
     """A program's leaves and calls; the columns of all calls of one template are found at once."""
 
     def __init__(self, program: Program):
-        self._leaves = list(map(_leaf, program.leaves))
         self._picked: dict[str, Ref] = {}
         self._calls: dict[_Template, list[_Called]] = {}
-        self._names = [leaf.name for leaf in self._leaves]
-        self._paths = [""] * len(self._leaves)
-        has_grad = {leaf.name: leaf.results[0].grad for leaf in self._leaves}
+        self._names = [leaf.name for leaf in program.leaves]
+        self._paths = [""] * len(program.leaves)
+        self._targets = [leaf.target for leaf in program.leaves]
+        self._firsts, self._first = _like_others(program.leaves)
+        trains = [node.results[0].grad for node in self._firsts]
+        has_grad = {name: trains[first] for name, first in zip(self._names, self._first, strict=True)}
         templates: dict[tuple[Body, tuple[bool, ...]], _Template] = {}
         functions = _Functions()
         for call in program.calls:
@@ -88,7 +90,8 @@ class _Lowering:
         """All nodes; those of the first call of every template are there, the others are copies of them."""
         names, paths = self._names, self._paths
         position = dict(zip(names, itertools.count(), strict=False))
-        firsts, first, counts = list(self._leaves), np.arange(len(names)), np.zeros(len(names), dtype=np.int64)
+        firsts, (first, counts) = self._firsts.copy(), np.zeros((2, len(names)), dtype=np.int64)
+        first[: len(self._first)] = self._first
         for template, calls in self._calls.items():
             own = np.arange(len(template.operators))
             places = ints(call.begin for call in calls)[:, None] + own
@@ -107,13 +110,25 @@ class _Lowering:
             where = ends[begins][:, None] + np.arange(len(slots))
             makers[where] = np.hstack((given, made))[:, slots]
             indices[where] = np.where(results > 0, results, np.hstack((picked, 0 * made))[:, slots])
-        columns = Columns(tuple(firsts), first, tuple(names), tuple(paths), ends, makers, indices)
+        targets = (*self._targets, *itertools.repeat("", len(names) - len(self._targets)))
+        columns = Columns(tuple(firsts), first, tuple(names), tuple(paths), targets, ends, makers, indices)
         return Nodes(columns, range(len(names)), {})
 
 
-def _leaf(leaf: Leaf) -> Node:
-    tensor = tensor_type(leaf.name, leaf.value, leaf.kind == "param" and leaf.value.requires_grad)
-    return Node(leaf.name, leaf.kind, (), (tensor,), target=leaf.target)
+def _like_others(leaves: Sequence[Leaf]) -> tuple[list[Node], list[int]]:
+    """The first of all leaves that differ but for name and target, as nodes, and for each leaf which it is like."""
+    number: dict[object, int] = {}
+    firsts: list[Node] = []
+    like = []
+    for leaf in leaves:
+        value, trains = leaf.value, leaf.kind == "param" and leaf.value.requires_grad
+        key = leaf.kind, value.shape, value.dtype, trains
+        if key not in number:
+            number[key] = len(firsts)
+            results = (tensor_type(leaf.name, value, trains),)
+            firsts.append(Node(leaf.name, leaf.kind, (), results, target=leaf.target))
+        like.append(number[key])
+    return firsts, like
 
 
 # --- bodies --------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Columns: the nodes of a graph fact by fact, so that what is asked of all of them is asked of arrays.
 
-Models repeat themselves: of fifty thousand nodes a hundred differ in more than names, paths and operands. These are
+Models repeat themselves: of sixty thousand nodes a hundred differ in more than names, paths and operands. These are
 held once; what is a copy of one of them becomes a :class:`Node` only when somebody asks for it.
 """
 
@@ -28,7 +28,7 @@ class Columns:
     Attributes:
         firsts: those that are copies of no other.
         first: for every node which of ``firsts`` it is, or is a copy of.
-        names, paths: of every node.
+        names, paths, targets: of every node.
         ends: where the operands of each node end in the columns of operands, which hold those of all nodes one after
             another; begins with 0.
         makers: for every operand the node that makes it; the number of nodes where none does.
@@ -39,6 +39,7 @@ class Columns:
     first: Ints
     names: tuple[str, ...]
     paths: tuple[str, ...]
+    targets: tuple[str, ...]
     ends: Ints
     makers: Ints
     indices: Ints
@@ -56,6 +57,7 @@ class Columns:
             ints(number[id(node.first)] for node in nodes),
             names,
             tuple([node.path for node in nodes]),
+            tuple([node.target for node in nodes]),
             ending(ints(len(node.inputs) for node in nodes)),
             ints(position.get(ref.node, len(nodes)) for ref in refs),
             ints(ref.index for ref in refs),
@@ -145,7 +147,7 @@ class Nodes(Sequence[Node]):
 
     @property
     def firsts(self) -> tuple[Node, ...]:
-        """For each the node that it is, or is a copy of; it differs in its name, its path and its operands."""
+        """For each the node that it is, or is a copy of; it differs in its name, path, target and operands."""
         return self._part(self.columns.each_first)
 
     def among(self, places: Sequence[int]) -> Nodes:
@@ -184,7 +186,7 @@ class Nodes(Sequence[Node]):
         operands = slice(columns.ends[place], columns.ends[place + 1])
         makers, indices = columns.makers[operands].tolist(), columns.indices[operands].tolist()
         inputs = tuple([Ref(columns.names[maker], index) for maker, index in zip(makers, indices, strict=True)])
-        return first.copy(columns.names[place], inputs, columns.paths[place])
+        return first.copy(columns.names[place], inputs, columns.paths[place], columns.targets[place])
 
     def _part(self, column: tuple[T, ...]) -> tuple[T, ...]:
         places = self.places

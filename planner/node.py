@@ -86,12 +86,12 @@ class Node:
     def is_leaf(self) -> bool:
         return self.op in LEAVES
 
-    def copy(self, name: str, inputs: tuple[Ref, ...], path: str) -> Node:
-        """The same operator once more, on ``inputs``."""
+    def copy(self, name: str, inputs: tuple[Ref, ...], path: str, target: str = "") -> Node:
+        """The same operator once more, on ``inputs``, or a leaf like it, of another ``target``."""
         found = object.__new__(Node)
         first = self.__dict__.get("first", self)
-        held = {"name": name, "op": self.op, "results": self.results, "path": path, "target": "", "shares": self.shares}
-        found.__dict__.update(held, first=first, inputs=inputs)
+        held = {"name": name, "op": self.op, "results": self.results, "path": path, "shares": self.shares}
+        found.__dict__.update(held, target=target, first=first, inputs=inputs)
         return found
 
     if TYPE_CHECKING:

@@ -256,7 +256,7 @@ def fingerprint(graph: Graph) -> str:
     number = np.zeros(len(said), dtype=np.int64)
     for first in used[np.argsort(place)].tolist():
         number[first] = numbers.setdefault(said[first], len(numbers))
-    hasher = hashlib.sha256(repr(list(numbers)).encode())
+    hasher = hashlib.sha256(repr((list(numbers), columns.targets)).encode())
     for column in (number[columns.first], columns.makers, columns.indices):
         hasher.update(np.asarray(column, dtype="<i8").tobytes())
     hasher.update(repr([(graph.position[ref.node], ref.index) for ref in graph.outputs]).encode())
@@ -266,10 +266,10 @@ def fingerprint(graph: Graph) -> str:
 
 
 def _said(node: Node, results: str) -> str:
-    """What a fingerprint takes of a node but for what it reads."""
+    """What a fingerprint takes of a node but for its target and what it reads."""
     args = [(k, v) for k, v in node.args if not (k in FOUND_OUT and node.op.startswith(PREFIX))]
     static = tuple((k, str(v)) for k, v in args if not _mentions_nodes(v))
-    return f"({node.op!r}, {node.target!r}, {static!r}, {len(node.inputs)}, {results})"
+    return f"({node.op!r}, {static!r}, {len(node.inputs)}, {results})"
 
 
 def _mentions_nodes(value: object) -> bool:

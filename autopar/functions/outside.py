@@ -21,7 +21,7 @@ from autopar.walk import Walk
 from planner.errors import CaptureError
 
 _Tensors = Mapping[str, Sequence[tuple[str, Tensor]]]
-"""What a model has, by kind, each by name. It is held, since what is made after it would lie in its memory otherwise."""
+"""What a model has, by kind, each by name; held, since what is made later would lie in its memory otherwise."""
 
 _CAPTURED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _BEFORE: ContextVar[_Tensors | None] = ContextVar("_BEFORE", default=None)
