@@ -133,7 +133,7 @@ def _contents(held: Iterable[Any]) -> list[Any]:
 
 
 def _are(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether objects are others, one by one."""
+    """Whether objects are the same as others, one by one."""
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 

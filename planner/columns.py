@@ -7,6 +7,7 @@ held once; what is a copy of one of them becomes a :class:`Node` only when someb
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,9 +114,13 @@ class Columns:
         """Which value a result is.
 
         Raises:
-            KeyError: there is no such node.
+            KeyError: there is no such node, or it has no such result.
         """
-        return int(self.starts[self.position[ref.node]]) + ref.index
+        place = self.position[ref.node]
+        found = int(self.starts[place]) + ref.index
+        if ref.index < 0 or found >= self.starts[place + 1]:
+            raise KeyError(ref)
+        return found
 
     def refs(self, values: Ints) -> list[Ref]:
         """Values as results of nodes."""
@@ -150,6 +155,11 @@ class Nodes(Sequence[Node]):
         """For each the node that it is, or is a copy of; it differs in its name, path, target and operands."""
         return self._part(self.columns.each_first)
 
+    @property
+    def are_all(self) -> bool:
+        """Whether these are all nodes of the graph, in order."""
+        return self.places == range(len(self.columns.names))
+
     def among(self, places: Sequence[int]) -> Nodes:
         """Others of the same graph."""
         return Nodes(self.columns, places, self._made)
@@ -174,7 +184,7 @@ class Nodes(Sequence[Node]):
         return map(self.__getitem__, range(len(self.places)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, (Nodes, tuple)) and len(self) == len(other) and all(map(Node.__eq__, self, other))
+        return isinstance(other, (Nodes, tuple)) and len(self) == len(other) and all(map(operator.eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]
 

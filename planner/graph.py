@@ -5,7 +5,7 @@ A :class:`Graph` is what a captured model looks like without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,8 +30,16 @@ class Values(Set[Ref]):
         self._columns, self._chosen = columns, chosen
         self._bytes = chosen.tobytes()
 
+    @classmethod
+    def _from_iterable(cls, refs: Iterable[Ref]) -> frozenset[Ref]:  # type: ignore[override]
+        """What ``&``, ``|`` and ``-`` make."""
+        return frozenset(refs)
+
     def __contains__(self, ref: object) -> bool:
-        return isinstance(ref, Ref) and ref.node in self._columns.position and self._bytes[self._columns.value(ref)] > 0
+        try:
+            return isinstance(ref, Ref) and self._bytes[self._columns.value(ref)] > 0
+        except KeyError:
+            return False
 
     def __iter__(self) -> Iterator[Ref]:
         return iter(self._columns.refs(np.flatnonzero(self._chosen)))
@@ -41,7 +49,7 @@ class Values(Set[Ref]):
 
 
 class _ByName(dict[str, Node]):
-    """Nodes by name, each from when it was first asked for."""
+    """Nodes by name, each made when it is first asked for; holds those, but is as long as if it held all."""
 
     def __init__(self, nodes: Sequence[Node], position: dict[str, int]):
         super().__init__()
@@ -50,6 +58,17 @@ class _ByName(dict[str, Node]):
     def __missing__(self, name: str) -> Node:
         node = self[name] = self._nodes[self._position[name]]
         return node
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._position)
+
+    def __len__(self) -> int:
+        return len(self._position)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._position
+
+    get, keys, values, items = Mapping.get, Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -68,12 +87,12 @@ class Graph:
     @cached_property
     def columns(self) -> Columns:
         """The nodes, fact by fact."""
-        return self.nodes.columns if isinstance(self.nodes, Nodes) else Columns.of(self.nodes)
+        return self.nodes.columns if isinstance(self.nodes, Nodes) and self.nodes.are_all else Columns.of(self.nodes)
 
     @cached_property
     def all(self) -> Nodes:
         """The nodes, of which parts can be taken."""
-        if isinstance(self.nodes, Nodes):
+        if isinstance(self.nodes, Nodes) and self.nodes.are_all:
             return self.nodes
         return Nodes(self.columns, range(len(self.nodes)), dict(enumerate(self.nodes)))
 
@@ -157,12 +176,14 @@ class Graph:
             assert position[name] == at, f"two nodes are called {name}"
         late = columns.makers >= columns.readers
         results = np.append(np.diff(columns.starts), 0)
-        for place in np.flatnonzero(late | (columns.indices >= results[columns.makers])).tolist():
+        missing = (columns.indices < 0) | (columns.indices >= results[columns.makers])
+        for place in np.flatnonzero(late | missing).tolist():
             reader, ref = self.nodes[int(columns.readers[place])], self._operand(place)
             what = f"{ref}, which is not defined before it" if late[place] else f"missing result {ref}"
             raise AssertionError(f"{reader.name} reads {what}")
         for ref in (*self.outputs, *(ref for _, ref in self.updates)):
             assert ref.node in position, f"output {ref} is not defined"
+            assert 0 <= ref.index < results[position[ref.node]], f"output {ref} is a missing result"
 
     def _operand(self, at: int) -> Ref:
         """What the columns of operands hold at a place."""

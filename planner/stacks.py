@@ -274,7 +274,7 @@ def _place(text: Text, run: Run, known: set[tuple[int, ...]], minimum: int) -> _
     columns = text.graph.columns
     for at in range(middle - period, middle + period - 1):
         node = text.nodes[at]
-        value = columns.value(Ref(node.name))
+        value = int(columns.starts[columns.position[node.name]])
         for last_use, kind in zip(text.last_use[value : value + len(node.results)].tolist(), node.results, strict=True):
             first = max(at + 1 - middle, 0)
             last = min(max(last_use, at), at + period, middle + period - 1) - middle

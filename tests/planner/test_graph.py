@@ -32,7 +32,7 @@ def graph(*outputs: str) -> Graph:
 
 def test_gradients_flow_from_the_loss_alone() -> None:
     assert graph("side", "loss").roots == (1,)
-    assert graph("side", "loss").differentiated == {Ref("loss"), Ref("x"), Ref("w")}
+    assert set(graph("side", "loss").differentiated) == {Ref("loss"), Ref("x"), Ref("w")}
 
 
 def test_without_a_loss_every_output_may_be_a_root() -> None:
@@ -94,6 +94,35 @@ def test_some_values_are_a_set() -> None:
     assert Ref("x") in values and Ref("side") not in values and Ref("nothing") not in values
     assert len(values) == 3 and set(values) == {Ref("loss"), Ref("x"), Ref("w")}
     assert values.isdisjoint([Ref("side")]) and not values.isdisjoint([Ref("side"), Ref("w")])
+    assert Ref("w", 1) not in values and Ref("x", -1) not in values, "these are no results, whatever is next to them"
+    assert values & {Ref("w"), Ref("side")} == {Ref("w")}
+    assert {Ref("w"), Ref("side")} - values == {Ref("side")}
+    assert values | {Ref("side")} == {Ref("loss"), Ref("x"), Ref("w"), Ref("side")}
+
+
+def test_nodes_by_name_are_all_there_before_they_are_made() -> None:
+    lazy, made = unwritten(with_copies(residual_mlp(layers=3)))
+    names = list(lazy.columns.names)
+    assert names[-1] in lazy.by_name and "nothing" not in lazy.by_name
+    assert lazy.by_name.get(names[0]) is made[0] and lazy.by_name.get("nothing") is None
+    assert len(made) == 1
+    assert list(lazy.by_name) == list(lazy.by_name.keys()) == names and len(lazy.by_name) == len(names)
+    assert dict(lazy.by_name) == {node.name: node for node in lazy.nodes}
+    with pytest.raises(KeyError):
+        lazy.by_name["nothing"]
+
+
+def test_a_part_of_the_nodes_is_a_graph_of_its_own() -> None:
+    whole = graph("x", "loss")
+    part = Graph(whole.all[: len(whole.nodes) - 1], whole.outputs[:1])
+    part.check()
+    assert whole.nodes[-1].name not in part.by_name
+    assert part == Graph(tuple(part.nodes), part.outputs) and part.operators == tuple(
+        node for node in part.nodes if not node.is_leaf
+    )
+    assert part.all != tuple(range(len(part.nodes)))
+    with pytest.raises(AssertionError, match="which is not defined before it"):
+        replace(whole, nodes=whole.operators).check()
 
 
 @pytest.mark.parametrize(
@@ -103,11 +132,21 @@ def test_some_values_are_a_set() -> None:
         ((READER, WEIGHT), "x reads w, which is not defined before it"),
         ((READER,), "x reads w, which is not defined before it"),
         ((WEIGHT, Node("x", "aten.relu.default", (("self", Ref("w", 1)),), (WIDE,))), "x reads missing result w.1"),
+        ((WEIGHT, Node("x", "aten.relu.default", (("self", Ref("w", -1)),), (WIDE,))), "x reads missing result w.-1"),
     ],
 )
 def test_a_graph_that_is_none_is_refused(nodes: tuple[Node, ...], why: str) -> None:
     with pytest.raises(AssertionError, match=f"^{why}$"):
         Graph(nodes, ()).check()
+
+
+@pytest.mark.parametrize(
+    ("ref", "why"), [(Ref("y"), "output y is not defined"), (Ref("w", 1), "output w.1 is a missing result")]
+)
+def test_an_output_that_is_none_is_refused(ref: Ref, why: str) -> None:
+    for graph in (Graph((WEIGHT, READER), (ref,)), Graph((WEIGHT, READER), (), (("running", ref),))):
+        with pytest.raises(AssertionError, match=f"^{why}$"):
+            graph.check()
 
 
 def test_a_copy_has_the_arguments_of_its_first_on_its_own_inputs() -> None:
