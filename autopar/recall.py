@@ -18,7 +18,7 @@ import operator
 import os
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper
@@ -36,7 +36,8 @@ from autopar.undo import Held
 MOST = 2000
 """Containers that a call may reach: to compare more takes longer than to run it."""
 
-_CONTAINERS = frozenset({dict, OrderedDict, list, set, deque, tuple})
+_CONTAINERS = frozenset({dict, OrderedDict, list, set, tuple})
+"""Those that keep nothing but what is in them: a deque has a length at most."""
 _HERE = str(Path(__file__).parent) + os.sep
 _MISSING = object()
 _LOOK_UP = nn.Module.__getattr__.__code__

@@ -10,6 +10,7 @@ import itertools
 import random
 import statistics
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -194,6 +195,10 @@ READS: dict[str, tuple[Make, int]] = {
     "nothing of its own": (layers(plain, N), RECALLED),
     "numbers that are equal": (prepared(each("factor", lambda n: 2.0), scaled(lambda s: s.factor)), RECALLED),
     "lists that are equal": (prepared(each("factors", lambda n: [1, 2.0]), scaled(lambda s: s.factors[1])), RECALLED),
+    "deques of other lengths": (
+        prepared(each("last", lambda n: deque(maxlen=2 + n // 5)), scaled(lambda s: float(s.last.maxlen))),
+        0,
+    ),
     "one object for all": (prepared(share(Held(2)), scaled(lambda s: s.shared.factor)), RECALLED),
     "one object of a library for all": (
         prepared(share(SimpleNamespace(factor=2.0)), scaled(lambda s: s.shared.factor)),
