@@ -19,8 +19,8 @@ from planner.ops.function import reason
 from planner.problem import Edge
 from planner.strategy import Choice
 
-MANY = 64
-"""More than so many times the devices are no way out."""
+DOUBLINGS = 6
+"""To double the number of devices more often is no way out."""
 
 
 def check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:
@@ -126,8 +126,12 @@ def nothing_fits(setting: Setting, graph: Graph, looks: list[Look], leans: list[
     held = [t for node in graph.leaves if node.op == "param" for t in node.results]
     params = sum(t.size_bytes for t in held)
     data = 2 * params + sum(math.prod(t.shape) for t in held) * setting.training.optimizer_bytes_per_element
-    times = math.ceil(least.bytes / limit) if limit else math.inf
-    others = [f"about {times * cluster.world_size} devices like these"] if times <= MANY else []
+    doublings = math.ceil(math.log2(least.bytes / limit)) if limit else math.inf
+    others = []
+    if cluster.host is not None and data < cluster.host.memory_bytes * cluster.world_size:
+        others.append('model data on the host (pin {"offload": "host"})')
+    if doublings <= DOUBLINGS:
+        others.append(f"at least {cluster.world_size << int(doublings)} devices like these, if they divide all of it")
     if data < limit * cluster.world_size:  # else no batch would fit
         others.append("a smaller global batch")
     more = "".join(f", or {each}" for each in others)
