@@ -27,7 +27,7 @@ from autopar.runtime.gathering import all_gather, reduce_scatter
 from autopar.runtime.pinned import pinned
 from autopar.timing import Act, Beside, Call, Key, Pace, Task
 from planner import host
-from planner.calibration import Calibration
+from planner.calibration import VERSION, Calibration
 from planner.cluster import ClusterSpec
 from planner.cost import KINDS
 from planner.errors import ClusterError
@@ -465,7 +465,7 @@ def _calibration(grids: Grids, ranks: int, device: str, found: dict[Key, float])
         host_rates["host_updates"] = [{"dtype": name, "bytes_per_s": rate} for name, rate in rates.items()]
     return Calibration.from_dict(
         {
-            "format": "autopar-calibration", "version": 1, "device": device, "ranks": ranks,
+            "format": "autopar-calibration", "version": VERSION, "device": device, "ranks": ranks,
             "launch_s": seconds([("launch",)])[0], **host_rates,
             "products": products, "attention": attention, "streams": streams, "collectives": collectives,
         }

@@ -21,13 +21,15 @@ from typing import Annotated, Any, Literal, overload
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from planner.errors import ClusterError
 from planner.files import read_yaml, write_text
 from planner.kernel import Attention, Family, Product, Stream
 from planner.quantity import FROZEN, BytesPerS, Described, Seconds, check_keys
 
+VERSION = 2
+"""Of files; in the first one collectives were measured back to back."""
 Floats = NDArray[np.float64]
 Sizes = NDArray[np.number]
 Positive = Annotated[Seconds, Field(gt=0)]
@@ -156,7 +158,7 @@ class Calibration(Described):
     """
 
     format: Literal["autopar-calibration"] = Field(examples=["autopar-calibration"])
-    version: Literal[1] = Field(examples=["1"])
+    version: int = Field(examples=["2"])
     device: str = Field(min_length=1, examples=["cpu"])
     ranks: int = Field(ge=1, examples=["4"])
     launch_s: Seconds = Field(gt=0, examples=["1.0e-05"])
@@ -166,6 +168,16 @@ class Calibration(Described):
     attention: Annotated[tuple[AttentionTable, ...], FROZEN] = ()
     streams: Annotated[tuple[StreamCurve, ...], FROZEN] = ()
     collectives: Annotated[tuple[CollectiveCurve, ...], FROZEN] = ()
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _is_read(cls, version: object) -> object:
+        if version != VERSION:
+            raise ClusterError(
+                f"the calibration is of version {version!r}, whose figures mean something else; this autopar reads "
+                f"version {VERSION}: measure again with autopar profile"
+            )
+        return version
 
     @model_validator(mode="after")
     def _said_once(self) -> Calibration:

@@ -43,6 +43,7 @@ from planner.predict import Prediction, predict, predict_in_turns
 from planner.problem import evaluate
 from planner.recompute import Recompute, at_levels, used
 from planner.seams import finer
+from planner.stacks import static
 from planner.strategy import Choice
 from planner.timetable import Timetable
 from planner.turns import Staged, price
@@ -247,7 +248,7 @@ def _save(path: Path, text: str) -> None:
 
 
 def fingerprint(graph: Graph) -> str:
-    """A hash of what is computed: operators, arguments, shapes, dtypes and names of leaves."""
+    """A hash of what is computed: operators, arguments, shapes, dtypes, names of leaves, outputs and updates."""
     columns = graph.columns
     results = {found: repr(found) for found in {first.results for first in columns.firsts}}
     said = [_said(first, results[first.results]) for first in columns.firsts]
@@ -260,6 +261,7 @@ def fingerprint(graph: Graph) -> str:
     for column in (number[columns.first], columns.makers, columns.indices):
         hasher.update(np.asarray(column, dtype="<i8").tobytes())
     hasher.update(repr([(graph.position[ref.node], ref.index) for ref in graph.outputs]).encode())
+    hasher.update(repr([(buffer, graph.position[ref.node], ref.index) for buffer, ref in graph.updates]).encode())
     if graph.roots != replace(graph, named_loss=None).roots:
         hasher.update(repr(graph.roots).encode())
     return hasher.hexdigest()[:16]
@@ -268,12 +270,7 @@ def fingerprint(graph: Graph) -> str:
 def _said(node: Node, results: str) -> str:
     """What a fingerprint takes of a node but for its target and what it reads."""
     args = [(k, v) for k, v in node.args if not (k in FOUND_OUT and node.op.startswith(PREFIX))]
-    static = tuple((k, str(v)) for k, v in args if not _mentions_nodes(v))
-    return f"({node.op!r}, {static!r}, {len(node.inputs)}, {results})"
-
-
-def _mentions_nodes(value: object) -> bool:
-    return isinstance(value, Ref) or (isinstance(value, tuple) and any(_mentions_nodes(v) for v in value))
+    return repr((node.op, [(name, static(value)) for name, value in args])) + results
 
 
 def model_facts(graph: Graph, name: str, mode: str = "train") -> dict[str, Any]:

@@ -22,7 +22,7 @@ from planner.layout import Axis
 
 MEASURED: dict[str, Any] = {
     "format": "autopar-calibration",
-    "version": 1,
+    "version": 2,
     "device": "cpu",
     "ranks": 4,
     "launch_s": 1e-5,
@@ -203,7 +203,7 @@ def test_a_file_reads_back_and_a_cluster_refers_to_it(tmp_path: Path) -> None:
         (without("launch_s"), ["launch_s is missing", "launch_s: 1.0e-05"]),
         (without("ranks"), ["ranks is missing", "ranks: 4"]),
         (edited("launch_s", value=0.0), ["launch_s is 0.0", "greater than 0"]),
-        (edited("version", value=2), ["version is 2"]),
+        (edited("version", value=1), ["version 1", "reads version 2: measure again"]),
         (edited("format", value="x"), ["format is 'x'", "autopar-calibration"]),
         (edited("streams", 0, "seconds", value=[0.0, 1.0]), ["streams[0].seconds[0] is 0.0", "greater than 0"]),
         (edited("streams", 0, "seconds", value=[1.0, -1.0]), ["streams[0].seconds[1] is -1.0"]),

@@ -119,7 +119,7 @@ def test_a_host_is_written_and_read_with_units() -> None:
 
 def test_the_host_is_as_fast_as_it_was_measured() -> None:
     spec = ClusterSpec.local(1, "1 GiB", cores=2, host_memory_bytes="4 GiB")
-    found = {"format": "autopar-calibration", "version": 1, "device": "cpu", "ranks": 1, "launch_s": 1e-5}
+    found = {"format": "autopar-calibration", "version": 2, "device": "cpu", "ranks": 1, "launch_s": 1e-5}
     tables: dict[str, Any] = {name: [] for name in ("products", "attention", "streams", "collectives")}
     updates = [{"dtype": "float32", "bytes_per_s": 5e9}, {"dtype": "bfloat16", "bytes_per_s": 4e9}]
     for link, rates, speeds in (

@@ -156,7 +156,7 @@ def measured_cluster():
         for kind in ("all_reduce", "all_gather", "reduce_scatter")
         for beside, seconds in ((False, [0.005, 0.015]), (True, [0.002, 0.009]))
     ]
-    facts = {"format": "autopar-calibration", "version": 1, "device": "cpu", "ranks": 4, "launch_s": 1e-5}
+    facts = {"format": "autopar-calibration", "version": 2, "device": "cpu", "ranks": 4, "launch_s": 1e-5}
     return cluster(4).calibrated(Calibration.from_dict({**facts, "collectives": curves}))
 
 

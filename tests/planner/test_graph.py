@@ -75,6 +75,17 @@ def test_copies_are_nodes_like_others() -> None:
         assert other.users == graph.users
 
 
+def test_a_fingerprint_tells_where_an_argument_has_its_tensor_and_what_is_updated() -> None:
+    def reading(*indices: Ref | None) -> Graph:
+        index = Node("i", "input", (), (TensorType((4,), "int64"),))
+        picked = Node("x", "aten.index.Tensor", (("self", Ref("w")), ("indices", indices)), (WIDE,))
+        return Graph((WEIGHT, index, picked), (Ref("x"),))
+
+    rows, columns = reading(Ref("i")), reading(None, Ref("i"))
+    updated = replace(rows, updates=(("mean", Ref("x")),))
+    assert len({fingerprint(each) for each in (rows, columns, updated)}) == 3
+
+
 def test_copies_are_made_where_they_are_asked_for() -> None:
     graph, made = unwritten(with_copies(residual_mlp(layers=60)))
     graph.check()

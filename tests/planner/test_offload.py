@@ -662,7 +662,7 @@ def test_the_host_updates_at_the_rate_of_the_state(state_bytes: int, rate: float
     rates = [{"dtype": "float32", "bytes_per_s": 5e9}, {"dtype": "bfloat16", "bytes_per_s": 4e9}]
     measured = Calibration.from_dict(
         {
-            "format": "autopar-calibration", "version": 1, "device": "cpu", "ranks": 1, "launch_s": 1e-5,
+            "format": "autopar-calibration", "version": 2, "device": "cpu", "ranks": 1, "launch_s": 1e-5,
             "products": [], "attention": [], "streams": [], "collectives": [], "host_updates": rates,
         }
     )  # fmt: skip
