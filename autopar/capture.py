@@ -249,7 +249,8 @@ def _capture_whole(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs: 
 
 def _keeps_statistics(walk: Walk) -> bool:
     """Whether the forward writes running statistics, which only a whole graph follows."""
-    return any(isinstance(m, _NormBase) and m.training and m.track_running_stats for _, m in walk.modules)
+    norms = tuple(kind for kind in {type(m) for _, m in walk.modules} if issubclass(kind, _NormBase))
+    return any(m.training and m.track_running_stats for _, m in walk.modules if isinstance(m, norms))
 
 
 def _example_inputs(

@@ -23,15 +23,17 @@ def role_names(space: Space) -> dict[Role, tuple[Section, str]]:
     found: dict[Role, tuple[Section, str]] = {}
     taken: set[tuple[Section, str]] = set()
     op_names: dict[Role, str] = {}
+    targets = space.graph.columns.targets
     for role in space.roles:
         if role[0] == "op":
             node = space.graph.by_name[space.members[role][0]]
             section: Section = ("ops", int(str(role[1])))
             name = _op_name(node, space.folded.names[int(str(role[1]))])
         elif role[0] == "leaf":
-            members = [space.graph.by_name[n] for n in space.members[role]]
-            section = {"param": "parameters", "input": "inputs"}.get(members[0].op, "buffers")
-            name = pattern([m.target or m.name for m in members])
+            names = space.members[role]
+            op, places = space.graph.by_name[names[0]].op, map(space.graph.position.__getitem__, names)
+            section = {"param": "parameters", "input": "inputs"}.get(op, "buffers")
+            name = pattern([targets[place] or name for place, name in zip(places, names, strict=True)])
         elif role[0] == "relay":
             producer = role[1]
             assert isinstance(producer, tuple)
