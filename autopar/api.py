@@ -441,8 +441,11 @@ def _plan_on_rank_0(
     return Plan.from_dict(message[0])
 
 
-def given_plan(plan: object) -> Plan:
+def given_plan(plan: object, name: str = "plan", taken: str = "a Plan,") -> Plan:
     """A plan that was given as one, or as the path of its file.
+
+    Args:
+        name, taken: of the argument, and what it takes beside a path, in words.
 
     Raises:
         PlanError: it is neither, or the file holds none.
@@ -450,7 +453,8 @@ def given_plan(plan: object) -> Plan:
     if isinstance(plan, (str, os.PathLike)):
         return Plan.load(plan)
     if not isinstance(plan, Plan):
-        raise PlanError(f"plan is {_kind(plan)}; give a Plan, or the path of a file that plan.save wrote")
+        decoded = " (of what plan.to_dict() gave: Plan.from_dict)" if isinstance(plan, dict) else ""
+        raise PlanError(f"{name} is {_kind(plan)}; give {taken} or the path of a file that plan.save wrote{decoded}")
     return plan
 
 

@@ -360,8 +360,8 @@ def verify(
             was not predicted.
         PlanError: the plan does not fit the model.
     """
-    if isinstance(cluster_or_plan, (str, os.PathLike)):
-        cluster_or_plan = given_plan(cluster_or_plan)
+    if not isinstance(cluster_or_plan, ClusterSpec):
+        cluster_or_plan = given_plan(cluster_or_plan, "cluster_or_plan", "a ClusterSpec, a Plan,")
     cluster = cluster_or_plan.cluster if isinstance(cluster_or_plan, Plan) else cluster_or_plan
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     if isinstance(cluster_or_plan, Plan) and (pin or mesh):

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -243,10 +244,9 @@ class ClusterSpec(Described):
         Fewer ``devices`` than a node has are one smaller node. Raises :class:`ClusterError` for an unknown
         name or a count that the machine cannot have.
         """
-        files = {Path(f.name).stem: f for f in resources.files("planner").joinpath("presets").iterdir()}
-        known = sorted(preset for preset, file in files.items() if file.name.endswith(".yaml"))
-        if name not in known:
-            raise ClusterError(f"there is no preset {name!r}; {nearest(name, known)}")
+        files = _presets()
+        if name not in files:
+            raise ClusterError(f"there is no preset {name!r}; {nearest(name, sorted(files))}")
         for what, count in (("nodes", nodes), ("devices", devices)):
             if count is not None:
                 _check_count(f"preset {name!r}", what, count)
@@ -347,6 +347,12 @@ class ClusterSpec(Described):
 
         Raises :class:`ClusterError` naming what is wrong.
         """
+        name = os.fspath(path)
+        if name in _presets() and not Path(path).exists():
+            raise ClusterError(
+                f"cluster file {name!r} cannot be read: there is no such file, but a preset of that name: write "
+                f"preset:{name} on the command line, ClusterSpec.preset({name!r}) in Python"
+            )
         data = read_yaml(path, "cluster file")
         if isinstance(data, dict) and isinstance(data.get("calibration"), str):
             data["calibration"] = Calibration.load(Path(path).parent / data["calibration"])
@@ -418,6 +424,12 @@ class ClusterSpec(Described):
             )
             unit = f"{level.name}s"
         return "\n".join(lines)
+
+
+def _presets() -> dict[str, Traversable]:
+    """The files of the presets, by name."""
+    files = resources.files("planner").joinpath("presets").iterdir()
+    return {Path(file.name).stem: file for file in files if file.name.endswith(".yaml")}
 
 
 _PRESETS = (

@@ -123,6 +123,32 @@ def in_turns(
     return tuple(runs)
 
 
+def check_pinned(pins: Pins, cluster: ClusterSpec, division: Division, pipeline: Pipeline | None) -> None:
+    """Refuse a division, and how it runs if in turns, that the pins leave no room for.
+
+    Raises:
+        PinError: names the pin and what there is instead.
+    """
+    pairs: list[tuple[str, object, object]] = [
+        ("pipeline", pins.stages, division.stages),
+        ("micro_batches", pins.micro_batches, division.mesh.micro_batches),
+    ]
+    if division.stages > 1 or pins.schedule == "2bw":  # one stage has no other schedule, whatever is pinned
+        pairs.append(("schedule", pins.schedule, None if pipeline is None else pipeline.schedule))
+    if division.stages > 1:
+        pairs.append(("virtual_stages", pins.virtual_stages, None if pipeline is None else pipeline.virtual_stages))
+    for name, pinned, found in pairs:
+        if pinned not in (None, found):
+            raise PinError(f"pin {name!r} is {pinned!r}, but it is {found!r}")
+    if pins.sizes:
+        wanted, of_stage = pinned_mesh(cluster, pins.sizes, division.stages), division.mesh.in_turns(1)
+        if (wanted.names, wanted.sizes) != (of_stage.names, of_stage.sizes):
+            raise PinError(
+                f"the mesh is {Division(division.stages, of_stage)}, but what is pinned makes it "
+                f"{Division(division.stages, wanted)}"
+            )
+
+
 def dividing(divisions: Iterable[Division], graph: Graph) -> tuple[Division, ...]:
     """Those whose axes for the batch, as far as they are pinned, divide it."""
     return tuple(each for each in divisions if batch_of(graph) % _data([each.mesh]) == 0)

@@ -28,6 +28,12 @@ from planner.timeline import StepTimeline, predicted
 from planner.timetable import Timetable
 from planner.turns import TurnTimes
 
+WITHOUT_GRAPH = (
+    "this plan was read from a file and does not carry its model's graph: give it one with "
+    "autopar.evaluate(model, plan, example_kwargs=batch), with the loss_fn it was made with, if any, and ask the plan "
+    "that returns"
+)
+
 
 @dataclass(frozen=True)
 class Search:
@@ -154,10 +160,7 @@ class Document:
             PlanError: the plan was read from a file, without its model.
         """
         if self.assignment is None:
-            raise PlanError(
-                "this plan was read from a file and does not carry its model's graph: give it one with "
-                "autopar.evaluate(model, plan, example_kwargs=batch), and ask the plan that returns"
-            )
+            raise PlanError(WITHOUT_GRAPH)
         return certify(self.assignment, self.objective_s * (1 - self.search.gap))
 
     @property

@@ -14,17 +14,26 @@ from typing import Any
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
+from planner.division import Division, check_pinned
 from planner.document import BlockPlan, Document, PipelinePlan, Search
-from planner.errors import ClusterError, PlanError
+from planner.errors import ClusterError, PinError, PlanError
 from planner.exchange import Exchange
 from planner.layout import Axis, Mesh
 from planner.names import parse_runs, runs
+from planner.pins import Pins
+from planner.pipeline.stages import Pipeline
 from planner.predict import Prediction
+from planner.quantity import nearest
 from planner.timetable import Timetable
 from planner.turns import TurnTimes
 
 FORMAT, VERSION = "autopar-plan", 2
 WIDTH = 110
+FIELDS = (
+    *("format", "version", "model", "cluster", "optimizer_bytes_per_element", "pipeline", "timetable", "mesh", "pin"),
+    *("inputs", "blocks", "parameters", "buffers", "values", "outputs", "coverage"),
+    *("search", "predicted", "details", "leaves"),
+)
 BLOCK_FIELDS = {"name", "count", "at", "recompute", "keeps", "ops", "values"}
 
 
@@ -88,6 +97,9 @@ def decode(data: Any) -> dict[str, Any]:
         raise PlanError(
             f"the plan is of version {data.get('version')!r}, this autopar reads version {VERSION}: plan again"
         )
+    for name in data:
+        if name not in FIELDS:
+            raise PlanError(f"a plan has no field {name!r}: remove it; {nearest(str(name), FIELDS)}")
     fields = _read_document(data)
     pinned = fields["pin"].get("offload", "none")
     has = "a" if fields["timetables"] else "no"
@@ -112,7 +124,23 @@ def decode(data: Any) -> dict[str, Any]:
     ranks, devices = fields["mesh"].size * (pipeline.ranks if pipeline is not None else 1), fields["cluster"].world_size
     if ranks != devices:
         raise PlanError(f"the plan's mesh has {ranks} ranks, but its cluster has {devices} devices: plan again for it")
+    _check_pin(fields["pin"], fields["cluster"], fields["mesh"], pipeline)
     return fields
+
+
+def _check_pin(pin: Mapping[str, Any], cluster: ClusterSpec, mesh: Mesh, pipeline: PipelinePlan | None) -> None:
+    """Refuse a mesh, or a pipeline, other than is pinned."""
+    stages, order = 1, None
+    if pipeline is not None:
+        stages = pipeline.ranks
+        order = Pipeline(pipeline.schedule, stages, mesh.micro_batches, pipeline.virtual_stages)
+    try:
+        check_pinned(Pins.parse(pin), cluster, Division(stages, mesh), order)
+    except PinError as error:
+        raise PlanError(
+            f"the plan does not respect its pin {json.dumps(pin)}: {error}. One of them was edited: restore it, or "
+            "plan again with that pin"
+        ) from error
 
 
 def _prediction(predicted: Prediction) -> dict[str, Any]:

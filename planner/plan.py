@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from planner.chain import chain_of, links_of
-from planner.document import BlockPlan, Document, PipelinePlan, Search
+from planner.document import WITHOUT_GRAPH, BlockPlan, Document, PipelinePlan, Search
 from planner.encode import decisions, decode, dump, encode
 from planner.encode import parse as parse_json
 from planner.errors import PlanError, ScheduleError
@@ -226,10 +226,7 @@ class Plan(Document):
 
         self._check_on_device()
         if self.assignment is None:
-            raise PlanError(
-                "this plan was read from a file and does not carry its model's graph: give it one with "
-                "autopar.evaluate(model, plan, example_kwargs=batch), and ask the plan that returns"
-            )
+            raise PlanError(WITHOUT_GRAPH)
         return OtherSizes(self.assignment, partial(restage, self))
 
     def _check_on_device(self) -> None:
@@ -454,7 +451,8 @@ def restore(plan: Plan, space: Space, model: Mapping[str, Any]) -> Assignment:
         else:
             text, where = getattr(plan, section).get(name), f"{section}, {name!r}"
         if text is None:
-            raise PlanError(f"the plan has no entry for {where}; restore it, or plan again")
+            stray = _stray(plan, names.values(), section, name)
+            raise PlanError(f"the plan has no entry for {where}{stray}; restore it, or plan again")
         chosen[role] = _read(text, space.options[role], where, plan.pin)
     _check_entries(plan, names.values())
     assignment = Assignment(space, chosen, Recompute(read_amounts(plan, space)))
@@ -462,14 +460,27 @@ def restore(plan: Plan, space: Space, model: Mapping[str, Any]) -> Assignment:
     return assignment
 
 
+def _stray(plan: Plan, known: Iterable[tuple[object, str]], section: object, name: str) -> str:
+    """The entry of that section that the model does not have and that is closest to a missing one, in words."""
+    wanted = set(known)
+    sections = [entries for each, entries in _sections(plan) if each == section]
+    strays = [each for entries in sections for each in entries if (section, each) not in wanted]
+    near = difflib.get_close_matches(name, strays, n=1, cutoff=0.6)
+    return f"; it has one for {near[0]!r}, which the model does not have there: rename it" if near else ""
+
+
+def _sections(plan: Plan) -> list[tuple[object, Mapping[str, str]]]:
+    """The entries of a plan by name, section by section."""
+    found: list[tuple[object, Mapping[str, str]]] = [
+        (name, getattr(plan, name)) for name in ("inputs", "parameters", "buffers", "values")
+    ]
+    return found + [((kind, i), getattr(b, kind)) for i, b in enumerate(plan.blocks) for kind in ("ops", "values")]
+
+
 def _check_entries(plan: Plan, known: Iterable[tuple[object, str]]) -> None:
     """Refuse entries that decide nothing: a misspelt name would otherwise pass silently."""
     wanted = set(known)
-    sections: list[tuple[object, Mapping[str, str]]] = [
-        (name, getattr(plan, name)) for name in ("inputs", "parameters", "buffers", "values")
-    ]
-    sections += [((kind, i), getattr(b, kind)) for i, b in enumerate(plan.blocks) for kind in ("ops", "values")]
-    for section, entries in sections:
+    for section, entries in _sections(plan):
         for name in entries:
             if (section, name) not in wanted:
                 raise PlanError(

@@ -16,10 +16,11 @@ from typing import Any
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.division import Division
-from planner.document import Document
+from planner.document import WITHOUT_GRAPH, Document
 from planner.errors import InfeasibleError, PinError, PlanError
 from planner.explore import Searched
 from planner.formulate import Assignment, Role
+from planner.layout import MICRO
 from planner.looks import PROVED
 from planner.pins import Pins
 from planner.problem import evaluate
@@ -70,6 +71,7 @@ class WhyNot:
         blocks: the same by distinct block; bytes as the search adds them up, not all alive at once. Empty where one of
             both runs in turns: there the busiest rank decides, and not every block is on it.
         proven: whether both plans are proven to be the best.
+        looked: whether the plan's search looked at steps in turns; or that plan takes one turn.
         conflict: why there is none.
     """
 
@@ -81,6 +83,7 @@ class WhyNot:
     extra_bytes: int = 0
     blocks: tuple[BlockDifference, ...] = ()
     proven: bool = True
+    looked: bool = True
     conflict: Conflict | None = None
 
     def __str__(self) -> str:
@@ -97,7 +100,12 @@ class WhyNot:
             f"instead of {in_bytes(self.peak_bytes)}",
         ]
         if self.extra_s < -PROVED * self.step_time_s:
-            rows.append("  it is faster: the plan's search did not find it. Plan again with this pin, or for longer")
+            rows.append(
+                "  it is faster: the plan's search did not find it. Plan again with this pin, or for longer"
+                if self.looked
+                else "  it is faster: the plan's search did not look at pipelines and micro-batches. Plan again with "
+                "pipelines=True"
+            )
         rows += ["  by block, in bytes that need not all be alive at once:"] if self.blocks else []
         width = max((len(block.name) for block in self.blocks), default=0)
         rows += [
@@ -132,10 +140,7 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
         InputError: the time limit is not positive.
     """
     if plan.assignment is None:
-        raise PlanError(
-            "this plan was read from a file and does not carry its model's graph: give it one with "
-            "autopar.evaluate(model, plan, example_kwargs=batch), and ask the plan that returns"
-        )
+        raise PlanError(WITHOUT_GRAPH)
     check_time_limit(time_limit_s)
     if Pins.parse(pin).tier != "device":
         raise PinError(
@@ -163,7 +168,13 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
         if plan.assignment.space.in_turns or space.in_turns
         else _differences(plan.assignment, found.assignment),
         proven=found.status == "optimal" and plan.search.status == "optimal",
+        looked=not space.in_turns or plan.assignment.space.in_turns or _saw_turns(plan),
     )
+
+
+def _saw_turns(plan: Document) -> bool:
+    """Whether any candidate of the plan's search has stages or micro-batches."""
+    return any(set(each["mesh"]) & {"pipeline", MICRO} for each in plan.search.candidates)
 
 
 # ---- what differs ----------------------------------------------------------------------------------------------------

@@ -203,6 +203,11 @@ def test_a_plan_may_be_given_as_the_path_of_its_file(tmp_path, given):
         autopar.parallelize(Scaled(), CLUSTER, plan=given(path), example_kwargs=batch)
 
 
+def test_a_decoded_plan_is_named_where_a_plan_or_a_cluster_is_taken() -> None:
+    with pytest.raises(PlanError, match=r"cluster_or_plan is .*dict; give a ClusterSpec, a Plan, .* Plan\.from_dict"):
+        autopar.verify(Scaled(), {"format": "autopar-plan"}, example_kwargs={"x": X})
+
+
 @pytest.mark.parametrize(
     ("plan", "what"), [("nowhere.json", "cannot read the plan 'nowhere.json'"), (5, "plan is 5; give a Plan, or the")]
 )

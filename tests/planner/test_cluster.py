@@ -401,3 +401,12 @@ def test_a_cluster_may_say_that_gradients_are_reduced_after_backward() -> None:
         assert ClusterSpec.from_dict(spec.to_dict()) == spec
         seconds.append(plan_of(graph, spec, {"data": 8, "zero": 0}).predicted.time_s["gradients"])
     assert seconds[0] == seconds[1] < seconds[2]
+
+
+def test_a_preset_in_the_place_of_a_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ClusterError, match=r"'dgx-h100' cannot be read: .* write preset:dgx-h100 on the command line"):
+        ClusterSpec.load("dgx-h100")
+    spec = ClusterSpec.local(3)
+    spec.save("dgx-h100")
+    assert ClusterSpec.load("dgx-h100") == spec

@@ -122,7 +122,7 @@ ROOMS["capacity"] = {"errors", "polynomial", "scale"}
 ROOMS["closed"] = {*ROOMS["formulate"], "formulate", "ops", "pins", "seconds", "polynomial"}
 ROOMS["formulas"] = {*ROOMS["scale"], "heap", "conversion", "pipeline", "scale", "closed", "seconds"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
-ROOMS["encode"] |= {"timetable"}
+ROOMS["encode"] |= {"timetable", "quantity", "pins", "division", "pipeline"}
 ROOMS["levels"] = {"errors", "again", "formulate", "recompute", "turns", "names", "document"}
 VIEWS = {*ROOMS} - {
     "amounts",

@@ -229,7 +229,7 @@ def edit_numbers(data: dict[str, Any]) -> None:
             r"'outer:rows inner:rows' for block 'layers\.\*', ops, 'up: linear'.*possible: .*'outer:\w+ inne",
         ),
         (edit_axis, r"'I' for parameters, 'head\.weight'.*possible: .*'I I'"),
-        (edit_name, r"no entry for block 'layers\.\*', ops, 'up: linear'"),
+        (edit_name, r"no entry for block 'layers\.\*', ops, 'up: linear'; it has one for 'upp: linear', .*: rename it"),
         (edit_extra, r"'head\.wieght' in parameters, which the model does not have there; did you mean 'head\.weight'"),
         (edit_block, r"'up: linear' in block 'stem', ops, which belongs in block 'layers\.\*', ops: move it there"),
         (edit_strange, r"'nothing' in block 'stem', ops, which the model does not have there: remove it"),
@@ -334,6 +334,30 @@ def test_a_missing_field_is_named(field: str, plan: Plan) -> None:
     del data[field]
     with pytest.raises(PlanError, match=f"lacks the field '{field}'"):
         Plan.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("pin", "message"),
+    [
+        ({"data": 4}, "the mesh is data 2 x tensor 2, but what is pinned makes it data 4"),
+        ({"data": 2}, r"pinned data 2, but .* has 4 devices"),
+        ({"tensor": 2, "pipeline": 2}, "pin 'pipeline' is 2, but it is 1"),
+        ({"tensor": 2, "micro_batches": 4}, "pin 'micro_batches' is 4, but it is 1"),
+        ({"tensor": 2, "schedule": "2bw"}, "pin 'schedule' is '2bw', but it is None"),
+        ({"tenser": 2}, "no decision called 'tenser'"),
+    ],
+    ids=str,
+)
+def test_a_pin_that_the_plan_does_not_respect_is_refused(pin: dict[str, Any], message: str) -> None:
+    data = document(pinned(data=2, tensor=2))
+    Plan.from_dict(data | {"pin": {"tensor": 2}})
+    with pytest.raises(PlanError, match=f"does not respect its pin .*{message}.*: restore it, or plan again"):
+        Plan.from_dict(data | {"pin": pin})
+
+
+def test_a_field_that_there_is_not_is_refused(plan: Plan) -> None:
+    with pytest.raises(PlanError, match=r"no field 'bufers': remove it; did you mean 'buffers'\?"):
+        Plan.from_dict(document(plan) | {"bufers": {}})
 
 
 @pytest.mark.parametrize("field", FIELDS)

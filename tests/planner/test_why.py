@@ -101,3 +101,5 @@ def test_a_recipe_that_is_faster_is_recommended() -> None:
     answer = WhyNot({"tensor": 4}, 1.0, 100, mesh="tensor 4", extra_s=-0.1, proven=False)
     assert "it is faster: the plan's search did not find it. Plan again with this pin" in str(answer)
     assert "faster" not in str(replace(answer, extra_s=0.1))
+    assert "did not look at pipelines" in str(replace(answer, looked=False))
+    assert plan().why_not({"tensor": 4}).looked and not plan().why_not({"pipeline": 2}, time_limit_s=5).looked
