@@ -599,8 +599,27 @@ def _difference(plan: Plan, folded: Folded, model: Mapping[str, Any]) -> str:
         recorded, shape = plan.account.leaves.get(leaf.target), leaf.results[0].shape
         if leaf.op == "input" and recorded is not None and recorded.shape != shape:
             facts.append(f"input {leaf.target}: plan {shape_text(recorded.shape)}, model {shape_text(shape)}")
-    shown = "; ".join(facts) or "the same structure, but other shapes, arguments or input sizes"
-    return (
-        f"the plan was made for another model or batch ({shown}): plan again for this one (or, where the model's code "
-        "calls its layers in the order of a set, walk sorted(...) of it and plan again)"
-    )
+    same = not any(plan.model.get(what) != model[what] for what in ("class", "parameters"))
+    facts += _inputs_apart(plan, folded.graph)
+    planned, found = sum(b.count * len(b.ops) for b in plan.blocks), len(folded.graph.operators)
+    if planned != found:
+        facts.append(f"operators: plan {planned}, model {found}")
+    if same and planned > found and folded.graph.loss is None:
+        way = "this returns no loss, and the plan may have been made with a loss_fn: give it, or plan again without one"
+    elif same and planned < found and folded.graph.loss is not None:
+        way = "this returns a loss, and the plan may have been made without its loss_fn: leave it out, or plan again"
+    elif same:
+        way = "give the batch and the loss_fn, if any, that it was made with, or plan again for this one"
+    else:
+        way = "plan again for this one"
+    if not facts:
+        facts.append("the same structure, but other shapes, arguments, input sizes or loss_fn")
+        way += "; where the model calls its layers in the order of a set, walk sorted(...) of it"
+    return f"the plan was made for another model, batch or loss ({'; '.join(facts)}): {way}"
+
+
+def _inputs_apart(plan: Plan, graph: Graph) -> list[str]:
+    """The inputs that only the plan, or only the model at hand has, in words."""
+    there = {leaf.target for leaf in graph.leaves if leaf.op == "input"}
+    sides = (("plan", plan.inputs.keys() - there), ("model", there - plan.inputs.keys()))
+    return [f"input {name}: only in the {side}" for side, names in sides for name in sorted(names)]

@@ -266,6 +266,25 @@ def doubled(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
+def without_loss(graph: Graph) -> Graph:
+    """What the loss is made of in its place."""
+    (loss,) = graph.outputs
+    return replace(
+        graph,
+        nodes=tuple(node for node in graph.nodes if node.name != loss.node),
+        outputs=graph.by_name[loss.node].inputs[:1],
+    )
+
+
+def test_a_loss_that_the_plan_does_not_have_is_told(plan: Plan, graph: Graph) -> None:
+    bare = plan_of(without_loss(graph))
+    with pytest.raises(PlanError, match=r"\(operators: plan 14, model 15\): this returns a loss, .* leave it out"):
+        assign(Plan.from_dict(document(bare)), graph)
+    more = replace(bare, inputs={**bare.inputs, "target": "R R"})
+    with pytest.raises(PlanError, match="input target: only in the plan"):
+        assign(more, graph)
+
+
 @pytest.mark.parametrize(
     "other, message",
     [
@@ -274,9 +293,13 @@ def doubled(graph: Graph) -> Graph:
             r"parameters: plan 1\d+, model 1\d+; block: plan 3 x layers\.\*, model 2 x layers\.\*",
         ),
         (residual_mlp(batch=256), r"\(input x: plan 512x256, model 256x256\)"),
-        (doubled(residual_mlp()), "the same structure, but other shapes, arguments or input sizes"),
+        (
+            doubled(residual_mlp()),
+            "the same structure, but other shapes, arguments, input sizes or loss_fn.: give the batch and the loss_fn",
+        ),
+        (without_loss(residual_mlp()), r"\(operators: plan 15, model 14\): this returns no loss, .* with a loss_fn"),
     ],
-    ids=["fewer layers", "smaller batch", "other arguments"],
+    ids=["fewer layers", "smaller batch", "other arguments", "no loss"],
 )
 def test_a_plan_of_another_model_says_what_differs(other: Graph, message: str, plan: Plan) -> None:
     with pytest.raises(PlanError, match=message):
