@@ -41,7 +41,9 @@ def at_least(graph: Graph, memory: int, pin: dict[str, Any], devices: int = 1) -
     with pytest.raises(InfeasibleError) as caught:
         searched(graph, memory, pin, devices)
     text = str(caught.value)
-    found = re.search(r"can use ([\d,]+) bytes.*(?:needs|takes) ([\d,]+), ([\d,]+) too many.*at least ([\d,]+)", text)
+    found = re.search(
+        r"can use ([\d,]+) bytes.*(?:needs|takes) ([\d,]+), ([\d,]+) too many.*memory_bytes of at least ([\d,]+)", text
+    )
     assert found is not None, text
     usable, needs, over, least = (int(number.replace(",", "")) for number in found.groups())
     assert over == caught.value.excess_bytes == needs - usable > 0 and least > memory
