@@ -28,6 +28,7 @@ from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from autopar.stages import Outline, stages_of
 from planner.chunks import SAVED, before, chunks_of, gradients, moments_of, of_turn, parameters, saved_item
+from planner.document import EVALUATE
 from planner.errors import PlanError
 from planner.exchange import ties
 from planner.formulate import Assignment
@@ -175,7 +176,7 @@ def _carrier(
         if action in (("evict", "make") if name in own else others):
             raise PlanError(
                 f"the plan's timetable has {action} {name}, but parameters are only fetched, and gradients only made "
-                "and evicted: it was edited; make another with autopar.evaluate(model, plan, example_kwargs=batch)"
+                f"and evicted: it was edited; make another with {EVALUATE}"
             )
     turns = (None,) if in_turns is None else range(assignment.space.mesh.micro_batches)
     wanted = (of_turn(name, turn) for name, _ in moments.values() for turn in turns)
@@ -183,7 +184,7 @@ def _carrier(
     if not is_fit or any(_moments_of(each, table) != _needing(each, moments) for each in saved):
         raise PlanError(
             "the plan's timetable is of other chunks or blocks than its layouts make: one of them was edited; make "
-            "another with autopar.evaluate(model, plan, example_kwargs=batch)"
+            f"another with {EVALUATE}"
         )
     _check_updates(table, carried)
     return Carrier(table, carried, moments, device, disk, in_turns is not None, saved)
@@ -217,7 +218,7 @@ def _check_updates(table: Timetable, carried: Iterable[Carried]) -> None:
         if uses[-1] != Use(moments[-1].name, "rw") or moments[-1].on != "host" or updated < last:
             raise PlanError(
                 f"the plan's timetable updates {each.name} before its last use in the step, or not before the step "
-                "ends: it was edited; make another with autopar.evaluate(model, plan, example_kwargs=batch)"
+                f"ends: it was edited; make another with {EVALUATE}"
             )
 
 

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -504,9 +503,5 @@ def _row_of(tries: Mapping[Job, Try], job: Job, what: str) -> dict[str, str]:
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29557")
-    try:
-        result = tried(Search.from_dict(told["search"]), Job(**told["job"]))
-    except Exception:
-        traceback.print_exc()
-        sys.exit(1)
+    result = tried(Search.from_dict(told["search"]), Job(**told["job"]))
     Path(told["to"]).write_text(json.dumps(asdict(result)), encoding="utf-8")

@@ -15,9 +15,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
@@ -37,6 +36,9 @@ from planner.quantity import (
     check_keys,
     nearest,
 )
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 
 class PeakFlops(Described):

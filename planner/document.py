@@ -28,10 +28,10 @@ from planner.timeline import StepTimeline, predicted
 from planner.timetable import Timetable
 from planner.turns import TurnTimes
 
+EVALUATE = "autopar.evaluate(model, plan, example_kwargs=batch), with the loss_fn it was made with, if any"
 WITHOUT_GRAPH = (
-    "this plan was read from a file and does not carry its model's graph: give it one with "
-    "autopar.evaluate(model, plan, example_kwargs=batch), with the loss_fn it was made with, if any, and ask the plan "
-    "that returns"
+    f"this plan was read from a file and does not carry its model's graph: give it one with {EVALUATE}, and ask the "
+    "plan that returns"
 )
 
 
@@ -202,7 +202,7 @@ class Document:
         if times is None:
             raise PlanError(
                 "this plan was read from a file that does not say what its stages take, or was edited since: price it "
-                "with autopar.evaluate(model, plan, example_kwargs=batch), and ask the plan that returns"
+                f"with {EVALUATE}, and ask the plan that returns"
             )
         actions = schedule(pipeline.schedule, pipeline.ranks, self.mesh.micro_batches, pipeline.virtual_stages)
         found = simulate(actions, times.of_stages)

@@ -23,7 +23,7 @@ import numpy as np
 
 from planner.columns import Ints, Nodes, ints, joined
 from planner.graph import Graph, Node, Ref
-from planner.stacks import Text, read, results_of, shared_path, static, windows
+from planner.stacks import Text, results_of, shared_path, static, windows
 
 STORED = frozenset({"param", "buffer", "const"})
 """Leaves with a storage of their own: what several blocks read of them is one decision."""
@@ -120,7 +120,7 @@ def fold(graph: Graph, *, minimum: int = 2) -> Folded:
     """
     if minimum < 2:
         raise ValueError(f"a repeat occurs at least twice, got minimum={minimum}")
-    text = read(graph)
+    text = Text(graph)
     spans = windows(text, minimum)
     groups = _group(text, spans)
     spans, groups = _merge_singles(spans, groups, minimum)
@@ -130,7 +130,7 @@ def fold(graph: Graph, *, minimum: int = 2) -> Folded:
 
 def fold_off(graph: Graph) -> Folded:
     """The whole graph as one block: planning without folding."""
-    text = read(graph)
+    text = Text(graph)
     spans = [(0, len(text.nodes))] if text.nodes else []
     return Folded(graph, tuple(Instance(0, block) for block in _blocks(text, spans, [0] * len(spans))))
 
@@ -168,7 +168,7 @@ def split(folded: Folded, places: Iterable[tuple[int, int]]) -> Folded:
     cuts: dict[int, set[int]] = {}
     for kind, position in places:
         cuts.setdefault(kind, set()).add(position)
-    text = read(folded.graph)
+    text = Text(folded.graph)
     spans: list[tuple[int, int]] = []
     labels: list[tuple[int, int]] = []
     for instance in folded.instances:
@@ -287,19 +287,20 @@ def _merge_singles(
 def _blocks(text: Text, spans: Sequence[tuple[int, int]], kinds: Sequence[int]) -> list[Block]:
     """The blocks of some spans; those of one kind have their outputs at the positions of all of them."""
     columns, starts = text.graph.columns, ints(start for start, _ in spans)
-    entering: list[Ints] = [starts] * len(spans)
-    for kind in dict.fromkeys(kinds):
-        numbers = [number for number, each in enumerate(kinds) if each == kind]
+    alike: dict[int, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        alike.setdefault(kind, []).append(number)
+    entering: dict[int, Ints] = {}
+    for numbers in alike.values():
         start, end = spans[numbers[0]]
         operands = _operands(text, starts[numbers], end - start)
         places, _ = _entering(text.makers[operands[0]] - start, columns.read[operands[0]])
-        for number, row in zip(numbers, columns.read[operands[:, places]], strict=True):
-            entering[number] = row
-    leaving = [columns.value(ref) for ref in text.leaving]
-    outputs = _outputs(text, starts, kinds, np.unique(joined((ints(leaving), *entering))))
-    inputs = iter(columns.refs(joined(entering)))
+        entering.update(zip(numbers, columns.read[operands[:, places]], strict=True))
+    rows, leaving = [entering[number] for number in range(len(spans))], map(columns.value, text.graph.leaving)
+    outputs = _outputs(text, starts, kinds, np.unique(joined((ints(leaving), *rows))))
+    inputs = iter(columns.refs(joined(rows)))
     blocks = []
-    for (start, end), kind, row in zip(spans, kinds, entering, strict=True):
+    for (start, end), kind, row in zip(spans, kinds, rows, strict=True):
         span = text.nodes[start:end]
         left = tuple([Ref(span.names[at], index) for at, index in outputs[kind]])
         paths = dict.fromkeys(filter(None, span.paths))

@@ -281,7 +281,7 @@ class Space:
         self.overlap = OVERLAP[cost.cluster.backend] if stated is None else stated
         self._allow, self._allow_leaf = allow, allow_leaf
         self.skeleton = skeleton or Skeleton(folded, rules)
-        self.role_of, self.members, self.leaving = self.skeleton.role_of, self.skeleton.members, self.skeleton.leaving
+        self.role_of, self.members, self.leaving = self.skeleton.role_of, self.skeleton.members, folded.graph.leaving
         self._cuts = self.skeleton.cuts(mesh.sizes)
         # Lists of choices are told apart by the ways that they are made of, so these must be the same ones.
         is_like = like is not None and like.skeleton.ways is self.skeleton.ways

@@ -87,14 +87,19 @@ class Graph:
     @cached_property
     def columns(self) -> Columns:
         """The nodes, fact by fact."""
-        return self.nodes.columns if isinstance(self.nodes, Nodes) and self.nodes.are_all else Columns.of(self.nodes)
+        return self.all.columns
 
     @cached_property
     def all(self) -> Nodes:
         """The nodes, of which parts can be taken."""
         if isinstance(self.nodes, Nodes) and self.nodes.are_all:
             return self.nodes
-        return Nodes(self.columns, range(len(self.nodes)), dict(enumerate(self.nodes)))
+        return Nodes(Columns.of(self.nodes), range(len(self.nodes)), dict(enumerate(self.nodes)))
+
+    @property
+    def leaving(self) -> tuple[Ref, ...]:
+        """Everything that leaves the model: outputs, then new values of buffers."""
+        return (*self.outputs, *(ref for _, ref in self.updates))
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
@@ -178,17 +183,14 @@ class Graph:
         results = np.append(np.diff(columns.starts), 0)
         missing = (columns.indices < 0) | (columns.indices >= results[columns.makers])
         for place in np.flatnonzero(late | missing).tolist():
-            reader, ref = self.nodes[int(columns.readers[place])], self._operand(place)
+            at = int(columns.readers[place])
+            reader = self.nodes[at]
+            ref = reader.inputs[place - int(columns.ends[at])]
             what = f"{ref}, which is not defined before it" if late[place] else f"missing result {ref}"
             raise AssertionError(f"{reader.name} reads {what}")
-        for ref in (*self.outputs, *(ref for _, ref in self.updates)):
+        for ref in self.leaving:
             assert ref.node in position, f"output {ref} is not defined"
             assert 0 <= ref.index < results[position[ref.node]], f"output {ref} is a missing result"
-
-    def _operand(self, at: int) -> Ref:
-        """What the columns of operands hold at a place."""
-        reader = int(self.columns.readers[at])
-        return self.nodes[reader].inputs[at - int(self.columns.ends[reader])]
 
     def digraph(self) -> nx.DiGraph[str]:
         """The graph as a networkx digraph over node names (for analysis and drawing)."""

@@ -85,11 +85,6 @@ class Skeleton:
             name for role, names in self.members.items() if role[0] == "leaf" and len(role) == 3 for name in names
         )
 
-    @cached_property
-    def leaving(self) -> tuple[Ref, ...]:
-        """Everything that leaves the model: outputs, then new values of buffers."""
-        return (*self.graph.outputs, *(ref for _, ref in self.graph.updates))
-
     def representative(self, ref: Ref) -> Ref:
         """The same value of its role's first member."""
         return Ref(self.members[self.role_of[ref.node]][0], ref.index)
@@ -101,7 +96,7 @@ class Skeleton:
     @cached_property
     def _crossing(self) -> Counter[Ref]:
         """How many operators of other blocks, and outputs, read a value; all operators where it is a leaf."""
-        found = Counter(self.leaving)
+        found = Counter(self.graph.leaving)
         for instances in self.folded.kinds:
             reading = Counter(ref for node in instances[0].block.nodes for ref in dict.fromkeys(node.inputs))
             times = [reading[ref] for ref in instances[0].block.inputs]
@@ -226,7 +221,7 @@ class Skeleton:
             for node in instance.block.nodes:
                 for ref, positions in _operands(node).items():
                     flows[self._flow(ref, self.role_of[node.name], positions)] += len(numbers)
-        for position, ref in enumerate(self.leaving):
+        for position, ref in enumerate(self.graph.leaving):
             flows[self._flow(ref, ("output", position), (0,))] += 1
         for relay, ref in self.relays.items():
             role = self.role_of[ref.node]

@@ -30,13 +30,9 @@ SMALL = 8
 
 @dataclass(frozen=True)
 class Text:
-    """The non-leaf nodes as a sequence: positions below count these nodes only.
-
-    ``leaving`` are the values that leave the model.
-    """
+    """The non-leaf nodes of a graph as a sequence: positions below count these nodes only."""
 
     graph: Graph
-    leaving: tuple[Ref, ...]
 
     @property
     def nodes(self) -> Nodes:
@@ -70,7 +66,7 @@ class Text:
         columns = self.graph.columns
         found = np.full(columns.starts[-1], -1)
         np.maximum.at(found, columns.read, self.position[columns.readers])
-        found[[columns.value(ref) for ref in self.leaving]] = len(self.nodes)
+        found[[columns.value(ref) for ref in self.graph.leaving]] = len(self.nodes)
         return found
 
     @cached_property
@@ -85,11 +81,6 @@ class Text:
         """As :func:`module_paths` have it."""
         before = (self._paths[place] for place in range(at, -1, -1))
         return next((tuple(path.split(".")) for path in before if path), ())
-
-
-def read(graph: Graph) -> Text:
-    """A graph as a text."""
-    return Text(graph, (*graph.outputs, *(ref for _, ref in graph.updates)))
 
 
 def module_paths(nodes: Iterable[Node]) -> tuple[tuple[str, ...], ...]:

@@ -61,6 +61,11 @@ def in_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def in_all_bytes(count: int) -> str:
+    """``"29,674,701 bytes (28.3 MiB)"``."""
+    return f"{count:,} bytes ({in_bytes(count)})"
+
+
 def in_seconds(seconds: float) -> str:
     """``"195.5 ms"``."""
     if seconds >= 1:

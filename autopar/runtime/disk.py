@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.errors import InfeasibleError, InputError
-from planner.words import in_bytes
+from planner.words import in_all_bytes, in_bytes
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _check(found: Sequence[_Found]) -> None:
         if needed > each.free_bytes:
             raise InfeasibleError(
                 f"offload_path {each.folder!r}: parameters, gradients and optimizer state of this machine's ranks take "
-                f"{needed:,} bytes ({in_bytes(needed)}), and {each.free_bytes:,} are free there "
+                f"{in_all_bytes(needed)}, and {each.free_bytes:,} are free there "
                 f"({in_bytes(each.free_bytes)}): make room, or give a directory on a larger disk",
                 needed - each.free_bytes,
             )

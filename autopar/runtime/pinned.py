@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import InfeasibleError
-from planner.words import in_bytes
+from planner.words import in_all_bytes
 
 
 def pinned(size: int) -> Tensor:
@@ -62,6 +62,6 @@ class _Pinned(mmap.mmap):
 
 def _no_room(size: int, error: Exception) -> str:
     return (
-        f"the host does not pin {size:,} bytes ({in_bytes(size)}) for model data at home there ({error}): free memory "
+        f"the host does not pin {in_all_bytes(size)} for model data at home there ({error}): free memory "
         "of the host, or shard the model's data over more devices"
     )

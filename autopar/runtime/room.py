@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from planner import host
 from planner.errors import InfeasibleError
-from planner.words import in_bytes
+from planner.words import in_all_bytes
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,17 @@ def check(found: Sequence[Room]) -> None:
     for rank, each in enumerate(found):
         if each.device_has is not None and each.device_bytes > each.device_has:
             raise InfeasibleError(
-                f"the plan takes {_told(each.device_bytes)} of a device, and {each.device} of rank {rank} has "
-                f"{_told(each.device_has)} left for it: end what else uses it, or plan again for a cluster whose "
-                "devices have that much (device.memory_bytes)",
+                f"the plan takes {in_all_bytes(each.device_bytes)} of a device, and {each.device} of rank {rank} has "
+                f"{in_all_bytes(each.device_has)} left for it: end what else uses it, or plan again for a cluster "
+                "whose devices have that much (device.memory_bytes)",
                 each.device_bytes - each.device_has,
             )
         together = [other.host_bytes for other in found if other.machine == each.machine]
         if sum(together) > each.host_has:
             raise InfeasibleError(
-                f"model data at home on the host, and what goes with it, take {_told(sum(together))} of the memory of "
-                f"{each.machine!r} for its {len(together)} rank{'s' * (len(together) > 1)}, which has "
-                f"{_told(each.host_has)}, less than the cluster says: plan for what is there "
+                f"model data at home on the host, and what goes with it, take {in_all_bytes(sum(together))} of the "
+                f"memory of {each.machine!r} for its {len(together)} rank{'s' * (len(together) > 1)}, which has "
+                f"{in_all_bytes(each.host_has)}, less than the cluster says: plan for what is there "
                 "(ClusterSpec.detect()), with more machines and pin 'zero' 3, or with pin 'offload' 'disk'",
                 sum(together) - each.host_has,
             )
-
-
-def _told(count: int) -> str:
-    return f"{count:,} bytes ({in_bytes(count)})"
