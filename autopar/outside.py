@@ -5,6 +5,7 @@ Only the user's own code is followed, from the methods of the model's modules on
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 import sysconfig
@@ -16,6 +17,13 @@ from autopar.walk import Walk
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _MISSING = object()
+_NAMING = {
+    dis.opmap[name]: int(name == "LOAD_GLOBAL" and sys.version_info >= (3, 11))
+    for name in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    if name in dis.opmap
+}
+"""Instructions that name a global: by how many bits their argument is shifted."""
+_EXTENDED = dis.opmap["EXTENDED_ARG"]
 _CODE = (FunctionType, MethodType, functools.partial, functools._lru_cache_wrapper)
 
 
@@ -112,7 +120,7 @@ class Outside:
             for code, maker in _made_in(value.__code__):
                 self.codes.setdefault(code, maker)
             self.codes[value.__code__] = None
-            names = {name: value.__globals__.get(name, _MISSING) for name in _names(value.__code__)}
+            names = {name: value.__globals__.get(name, _MISSING) for name in globals_of(value.__code__)}
             self._globals += [(value.__globals__, name, held) for name, held in names.items()]
             cells = [(cell, _contents(cell)) for cell in value.__closure__ or ()]
             self._cells += [(cell, held) for cell, held in cells if held is not _MISSING]
@@ -147,10 +155,18 @@ def _made_in(code: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
             yield from _made_in(constant)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Names that a function reads or writes outside, those of functions within it too."""
+def globals_of(code: CodeType) -> Iterator[str]:
+    """Names that a function reads or writes outside, those of functions within it too.
+
+    As :func:`dis.get_instructions` tells them from attributes, in a tenth of the time.
+    """
     for each in (code, *(inner for inner, _ in _made_in(code))):
-        yield from each.co_names
+        names, above = each.co_names, 0
+        for op, low in zip(each.co_code[::2], each.co_code[1::2], strict=True):
+            number = above | low
+            above = number << 8 if op == _EXTENDED else 0
+            if op in _NAMING:
+                yield names[number >> _NAMING[op]]
 
 
 def _contents(cell: CellType) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import dis
 import functools
 import inspect
 import itertools
@@ -12,7 +13,7 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.following import Call
 from autopar.lower import lower
+from autopar.outside import globals_of
 from tests.autopar.test_fold_forwards import Forward, Layer, Make, Stack, X, both, copies, layers, own_layers
 
 N = 7
@@ -81,6 +83,8 @@ class Slotted:
 
 
 SETTINGS = ModuleType("settings")
+noise: Any = np.ones(1)
+"""What no layer reads."""
 who, behind = builtins.id, inspect.getattr_static
 SHARED: dict[str, Any] = {}
 COUNT = 0
@@ -194,6 +198,11 @@ def fills(model: Any, number: int) -> None:
 READS: dict[str, tuple[Make, int]] = {
     "nothing of its own": (layers(plain, N), RECALLED),
     "numbers that are equal": (prepared(each("factor", lambda n: 2.0), scaled(lambda s: s.factor)), RECALLED),
+    "an attribute named as a global that it does not read": (
+        prepared(each("noise", lambda n: 2.0), scaled(lambda s: s.noise)),
+        RECALLED,
+    ),
+    "a global that cannot be told, in a function within": (layers(scaled(lambda s: (lambda: float(noise[0]))()), N), 0),
     "lists that are equal": (prepared(each("factors", lambda n: [1, 2.0]), scaled(lambda s: s.factors[1])), RECALLED),
     "deques of other lengths": (
         prepared(each("last", lambda n: deque(maxlen=2 + n // 5)), scaled(lambda s: float(s.last.maxlen))),
@@ -759,6 +768,36 @@ def test_what_is_recalled_returns_what_the_others_return(recalled: list[str]) ->
     captured = both(own_layers(run, nests, N))
     assert len(recalled) == RECALLED
     assert copies(captured) == RECALLED + 1
+
+
+MANY: dict[str, Any] = {}
+exec("def many():\n" + "\n".join(f"    x.a{n}, g{n}" for n in range(300)), MANY)
+
+
+def binds_and_unbinds() -> type:
+    global LATER
+    LATER = 1
+    del LATER
+
+    class Inner:
+        attribute = COUNT
+
+        def method(self) -> Any:
+            return [each.index for each in SHARED.values()]
+
+    return Inner
+
+
+@pytest.mark.parametrize("function", [MANY["many"], binds_and_unbinds, statistics.quantiles, inspect.getmembers])
+def test_globals_are_told_from_attributes(function: Any) -> None:
+    """As the disassembler does, of functions with hundreds of names too."""
+    naming = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+    codes, expected = [function.__code__], set()
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        expected |= {each.argval for each in dis.get_instructions(code) if each.opname in naming}
+    assert expected
+    assert set(globals_of(function.__code__)) == expected
 
 
 def test_a_mark_on_a_parameter(recalled: list[str]) -> None:
