@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.facts import PLAIN
-from autopar.nominate import Submodule
+from autopar.nominate import Submodule, first_with
 from autopar.outside import Outside, is_installed
 from autopar.undo import Held
 
@@ -102,18 +102,18 @@ class Watch:
             foreign: tensors that are neither the call's inputs nor its own.
             leaves: of its arguments, as they are now.
         """
-        read = _Read(self.modules, [(place, name) for place, name in self.read if name not in _STRUCTURE])
         reach, known = self._reach, _Known(self.outside, self.names)
         if not (
             self.is_seen
             and list(map(id, leaves)) == list(map(id, self.leaves))
             and all(isinstance(leaf, Tensor) or type(leaf) in PLAIN for leaf in leaves)
-            and known.all(read.values)
             and known.all(self.outside.now())
             and known.all(foreign)
-            and all(map(known.has_plain, self._marks))
-            and self._random == _randomness()
         ):
+            return None
+        own = [(place, name) for place, name in self.read if name not in _STRUCTURE]
+        read = _Read(self.modules, own, frozenset(known.seen))
+        if not (known.all(read.values) and all(map(known.has_plain, self._marks)) and self._random == _randomness()):
             return None
         others = [(other, dict(vars(other))) for other in known.others]
         recall = Recall(self.submodule, read, leaves, self._marks, others, known.seen, self.names, reach)
@@ -197,30 +197,55 @@ class _Read:
 
     Args:
         read: number of a module, and name of an attribute.
+        elsewhere: what code finds elsewhere too, by identity.
 
     Attributes:
         values: what was found, but for empty containers, which most of what is found is.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], read: Sequence[tuple[int, str]]):
+    def __init__(self, modules: Sequence[nn.Module], read: Sequence[tuple[int, str]], elsewhere: frozenset[int]):
         values = _found(modules, read)
         is_empty = [type(value) in _CONTAINERS and not value for value in values]
         self._empty = list(itertools.compress(read, is_empty))
         self._kinds = list(itertools.compress(map(type, values), is_empty))
         self._filled = list(itertools.compress(read, map(operator.not_, is_empty)))
         self.values = list(itertools.compress(values, map(operator.not_, is_empty)))
+        self._has_filled = any(type(value) in _CONTAINERS for value in self.values)
+        self._elsewhere = elsewhere
+        self._ties = self._tied(list(itertools.compress(values, is_empty)), self.values)
 
     def is_equal_in(self, modules: Sequence[nn.Module]) -> bool:
         """Whether code that reads the same of these modules finds equal values."""
-        empty = _found(modules, self._empty)
+        empty, filled = _found(modules, self._empty), _found(modules, self._filled)
         are_empty = all(map(operator.is_, map(type, empty), self._kinds)) and not any(empty)
-        return are_empty and all(map(_equal, self.values, _found(modules, self._filled)))
+        return are_empty and all(map(_equal, self.values, filled)) and self._tied(empty, filled) == self._ties
+
+    def _tied(self, empty: list[Any], filled: list[Any]) -> object:
+        """Which containers are one, and which are also found elsewhere; ``None`` where each is found once."""
+        held = list(map(id, [*empty, *_containers(filled)] if self._has_filled else empty))
+        if len(set(held)) == len(held) and self._elsewhere.isdisjoint(held):
+            return None
+        return first_with(held), [(at, each) for at, each in enumerate(held) if each in self._elsewhere]
 
 
 def _found(modules: Sequence[nn.Module], read: Sequence[tuple[int, str]]) -> list[object]:
     """The attributes of these names, of modules of these numbers."""
     attributes = list(map(vars, modules))
     return [attributes[place].get(name, _MISSING) for place, name in read]
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    """Containers that may change, among these and inside them, as often as they are found."""
+    found, seen, pending = [], set[int](), list(values)
+    while pending:
+        value = pending.pop()
+        if type(value) in _CONTAINERS:
+            if type(value) is not tuple:
+                found.append(value)
+            if id(value) not in seen:
+                seen.add(id(value))
+                pending += _inside(value)
+    return found
 
 
 class _Reach:
@@ -335,7 +360,10 @@ def _randomness() -> object:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether code cannot tell two values apart: one object, or plain ones of the same type, maybe in containers."""
+    """Whether code cannot tell two values apart: one object, or plain ones of the same type, maybe in containers.
+
+    Which of the containers are one is not compared.
+    """
     if a is b:
         return True
     kind = type(a)

@@ -8,6 +8,7 @@ import dis
 import functools
 import inspect
 import itertools
+import operator
 import random
 import statistics
 import sys
@@ -85,6 +86,7 @@ class Slotted:
 SETTINGS = ModuleType("settings")
 noise: Any = np.ones(1)
 """What no layer reads."""
+BOX = [1.0]
 who, behind = builtins.id, inspect.getattr_static
 SHARED: dict[str, Any] = {}
 COUNT = 0
@@ -150,6 +152,30 @@ def scaled(read: Callable[[Any], float]) -> Forward:
     return lambda layer, x: x + layer.linear(x) * read(layer)
 
 
+def twice(is_one: Callable[[int], bool], value: Callable[[], Any]) -> Callable[[Any], None]:
+    """Give every layer one container twice, or two that are equal."""
+
+    def change(model: Any) -> None:
+        for number, layer in enumerate(model.layers):
+            first = value()
+            layer.first, layer.second = first, first if is_one(number) else value()
+            layer.pair = {"both": (layer.first, layer.second)}
+
+    return change
+
+
+def are_one(layer: Any) -> float:
+    return 3.0 if layer.first is layer.second else 1.0
+
+
+def are_one_in_another(layer: Any) -> float:
+    return 3.0 if operator.is_(*layer.pair["both"]) else 1.0
+
+
+def known_to_all(is_global: Callable[[int], bool]) -> Callable[[Any], None]:
+    return each("box", lambda number: BOX if is_global(number) else [1.0])
+
+
 def nested(model: Any) -> None:
     model.layers[4].act.factor = 3.0
 
@@ -204,6 +230,22 @@ READS: dict[str, tuple[Make, int]] = {
     ),
     "a global that cannot be told, in a function within": (layers(scaled(lambda s: (lambda: float(noise[0]))()), N), 0),
     "lists that are equal": (prepared(each("factors", lambda n: [1, 2.0]), scaled(lambda s: s.factors[1])), RECALLED),
+    "one list twice, then two": (prepared(twice(lambda n: n < 5, lambda: [1.0]), scaled(are_one)), 2),
+    "two lists, then one twice": (prepared(twice(lambda n: n > 4, lambda: [1.0]), scaled(are_one)), 2),
+    "one list twice in all": (prepared(twice(lambda n: True, lambda: [1.0]), scaled(are_one)), RECALLED),
+    "one empty dict twice, then two": (prepared(twice(lambda n: n < 5, dict), scaled(are_one)), 2),
+    "one list twice inside another, then two": (
+        prepared(twice(lambda n: n < 5, lambda: [2.0]), scaled(are_one_in_another)),
+        2,
+    ),
+    "a list of a global, then equal ones": (
+        prepared(known_to_all(lambda n: n < 5), scaled(lambda s: 3.0 if s.box is BOX else 1.0)),
+        2,
+    ),
+    "lists of their own, then that of a global": (
+        prepared(known_to_all(lambda n: n > 4), scaled(lambda s: 3.0 if s.box is BOX else 1.0)),
+        2,
+    ),
     "deques of other lengths": (
         prepared(each("last", lambda n: deque(maxlen=2 + n // 5)), scaled(lambda s: float(s.last.maxlen))),
         0,
