@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.columns import Ints, Nodes, ints, joined
-from planner.graph import Graph, Node, Ref
-from planner.stacks import Text, results_of, shared_path, static, windows
+from planner.graph import Graph, Node, Ref, static
+from planner.stacks import Text, results_of, shared_path, windows
 
 STORED = frozenset({"param", "buffer", "const"})
 """Leaves with a storage of their own: what several blocks read of them is one decision."""

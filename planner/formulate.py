@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from planner.conversion import BROUGHT, ConversionTable, Route, Step, local_bytes
 from planner.cost import CostModel
 from planner.fold import Block, Folded, Instance
-from planner.graph import Graph, Node, Ref
+from planner.graph import Graph, Node, Ref, static
 from planner.kernel import Stream, kernel_of
 from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS
@@ -920,10 +920,9 @@ def rules_of(graph: Graph, folded: Folded | None = None) -> dict[str, Rule]:
     found: dict[str, Rule] = {}
     kinds = [[instance.block.span for instance in kind] for kind in folded.kinds] if folded else [[graph.operators]]
     for node in (node for first, *_ in kinds for node in first):
-        static = tuple((name, value) for name, value in node.args if not _holds_ref(value))
+        arguments = tuple((name, static(value)) for name, value in node.args)
         repeats = tuple(node.inputs.index(ref) for ref in node.inputs)
-        pattern = tuple((name, _pattern(value)) for name, value in node.args)
-        key = (node.op, static, pattern, repeats, graph.input_types(node), node.results)
+        key = (node.op, arguments, repeats, graph.input_types(node), node.results)
         if key not in cache:
             cache[key] = rule_of(graph, node)
         found[node.name] = cache[key]
@@ -932,14 +931,3 @@ def rules_of(graph: Graph, folded: Folded | None = None) -> dict[str, Rule]:
         for other in others:
             found.update(zip(other.names, rules, strict=True))
     return found
-
-
-def _holds_ref(value: object) -> bool:
-    return isinstance(value, Ref) or (isinstance(value, tuple) and any(_holds_ref(v) for v in value))
-
-
-def _pattern(value: object) -> object:
-    """Which places of an argument hold tensors."""
-    if isinstance(value, Ref):
-        return "tensor"
-    return tuple(_pattern(v) for v in value) if isinstance(value, tuple) else ""

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.columns import Columns, Nodes
-from planner.node import ITEM_BYTES, LEAVES, Node, Ref, TensorType
+from planner.node import ITEM_BYTES, LEAVES, Node, Ref, TensorType, static
 
-__all__ = ["ITEM_BYTES", "LEAVES", "Graph", "Node", "Ref", "TensorType", "Values"]
+__all__ = ["ITEM_BYTES", "LEAVES", "Graph", "Node", "Ref", "TensorType", "Values", "static"]
 
 
 class Values(Set[Ref]):

@@ -126,3 +126,15 @@ def _refs(values: object) -> Iterator[Ref]:
             yield value
         elif isinstance(value, tuple):
             yield from _refs(value)
+
+
+def static(value: object) -> object:
+    """``value`` with every reference replaced by ``None`` and every constant by its text.
+
+    The text tells ``1``, ``1.0`` and ``True`` apart, which Python's equality does not.
+    """
+    if isinstance(value, Ref):
+        return None
+    if isinstance(value, tuple):
+        return tuple(static(item) for item in value)
+    return repr(value)

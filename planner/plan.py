@@ -29,7 +29,7 @@ from planner.errors import PlanError, ScheduleError
 from planner.files import write_text
 from planner.fold import Folded, fold, fold_off, relabel
 from planner.formulate import Assignment, Role, Space, rules_of
-from planner.graph import Graph, Node, Ref
+from planner.graph import Graph, Node, Ref, static
 from planner.layout import Layout, format_layout
 from planner.levels import Stated, read_amounts, read_by_number
 from planner.memory import usage
@@ -43,7 +43,6 @@ from planner.predict import Prediction, predict, predict_in_turns
 from planner.problem import evaluate
 from planner.recompute import Recompute, at_levels, used
 from planner.seams import finer
-from planner.stacks import static
 from planner.strategy import Choice
 from planner.timetable import Timetable
 from planner.turns import Staged, price

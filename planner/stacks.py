@@ -19,7 +19,7 @@ from itertools import islice
 import numpy as np
 
 from planner.columns import Ints, Nodes, ints
-from planner.graph import Graph, Node, Ref
+from planner.graph import Graph, Node, Ref, static
 
 SMALL = 8
 """A unit with fewer nodes is worth folding only if it has weights and feeds the next: :func:`_is_layer`."""
@@ -125,18 +125,6 @@ def _tokens(graph: Graph) -> tuple[int, ...]:
         pairs = tokens[nodes] * len(numbers) + operands[columns.ends[nodes] + place]
         tokens[nodes] = tokens.max() + 1 + np.unique(pairs, return_inverse=True)[1]
     return tuple(tokens[~columns.is_leaf].tolist())
-
-
-def static(value: object) -> object:
-    """``value`` with every reference replaced by ``None`` and every constant by its text.
-
-    The text tells ``1``, ``1.0`` and ``True`` apart, which Python's equality does not.
-    """
-    if isinstance(value, Ref):
-        return None
-    if isinstance(value, tuple):
-        return tuple(static(item) for item in value)
-    return repr(value)
 
 
 def results_of(node: Node) -> Iterator[Ref]:

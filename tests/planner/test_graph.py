@@ -86,6 +86,22 @@ def test_a_fingerprint_tells_where_an_argument_has_its_tensor_and_what_is_update
     assert len({fingerprint(each) for each in (rows, columns, updated)}) == 3
 
 
+def test_operators_that_say_the_same_of_equal_tensors_have_one_rule() -> None:
+    index = Node("i", "input", (), (TensorType((4,), "int64"),))
+
+    def said(name: str, *items: object) -> Node:
+        return Node(name, "own.pick.default", (("self", Ref("w")), ("items", items)), (WIDE,))
+
+    nodes = (
+        said("x", Ref("i"), 1),
+        said("again", Ref("i"), 1),
+        said("other", Ref("i"), 2),
+        said("before", 1, Ref("i")),
+    )
+    rules = rules_of(Graph((WEIGHT, index, *nodes), (Ref("x"),)))
+    assert [name for name in ("again", "other", "before") if rules[name] is rules["x"]] == ["again"]
+
+
 def test_copies_are_made_where_they_are_asked_for() -> None:
     graph, made = unwritten(with_copies(residual_mlp(layers=60)))
     graph.check()

@@ -153,7 +153,7 @@ ROOMS["why"] = {
     "search",
     "looks",
 }
-ROOMS["plan"] = VIEWS - {"solve"} | {"report", "explain", "why", "stacks"}
+ROOMS["plan"] = VIEWS - {"solve"} | {"report", "explain", "why"}
 
 
 def files(folder: Path) -> list[Path]:
