@@ -188,6 +188,15 @@ class Nodes(Sequence[Node]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __repr__(self) -> str:
+        """How many there are, and the names of some; none is made for that."""
+        names = self.among(self.places[:3]).names
+        if len(self) > 4:
+            names += ("...",)
+        if len(self) > 3:
+            names += (self.columns.names[self.places[-1]],)
+        return f"<{len(self):,} nodes: {', '.join(names)}>" if names else "<0 nodes>"
+
     def _make(self, place: int) -> Node:
         columns = self.columns
         first: Node = columns.firsts[int(columns.first[place])]

@@ -116,6 +116,17 @@ def test_copies_are_made_where_they_are_asked_for() -> None:
     assert graph.by_name[node.name] is node is graph.nodes[-1]
 
 
+def test_nodes_say_how_many_they_are() -> None:
+    lazy, made = unwritten(with_copies(residual_mlp(layers=60)))
+    before, (first, second, third, fourth, fifth, *_, last) = dict(made), lazy.columns.names
+    size = f"{len(lazy.nodes):,}"
+    assert len(lazy.nodes) > 400 and repr(lazy.nodes) == f"<{size} nodes: {first}, {second}, {third}, ..., {last}>"
+    assert repr(lazy.nodes[:5]) == f"<5 nodes: {first}, {second}, {third}, ..., {fifth}>"
+    assert repr(lazy.nodes[:4]) == f"<4 nodes: {first}, {second}, {third}, {fourth}>"
+    assert repr(lazy.nodes[:0]) == "<0 nodes>"
+    assert made == before
+
+
 def test_some_values_are_a_set() -> None:
     values = graph("side", "loss").differentiated
     assert Ref("x") in values and Ref("side") not in values and Ref("nothing") not in values
