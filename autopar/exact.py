@@ -42,13 +42,20 @@ _RATES = {
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with float64 parameters, buffers, and tensors in attributes of modules."""
-    found = copy.deepcopy(model).double()
-    for module in found.modules():
-        for name, value in list(vars(module).items()):
-            if any(isinstance(leaf, torch.Tensor) and leaf.dtype in _NARROW for leaf in pytree.tree_leaves(value)):
-                module.__dict__[name] = widen(value)
+    """A copy of ``model`` with float64 parameters, buffers, and tensors in attributes of modules and objects."""
+    copies: dict[int, Any] = {}
+    found = copy.deepcopy(model, copies).double()
+    copies.pop(id(copies), None)  # what was copied
+    for each in copies.values():
+        for name, value in list(getattr(each, "__dict__", {}).items()):
+            if is_narrow(value):
+                each.__dict__[name] = widen(value)
     return found
+
+
+def is_narrow(tree: Any) -> bool:
+    """Whether a tensor in ``tree`` is of a narrower float type than float64."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in _NARROW for leaf in pytree.tree_leaves(tree))
 
 
 def widen(tree: Any) -> Any:

@@ -64,6 +64,16 @@ class Outside:
             *(held for f in self._functions.values() for held in (f.__defaults__, f.__kwdefaults__, f.__dict__)),
         ]
 
+    def places(self) -> Iterator[tuple[str, Any]]:
+        """Each of these places in words, and what was there."""
+        for names, name, value in self._globals:
+            yield f"global {name!r} of module {names.get('__name__')!r}", value
+        for function in self._functions.values():
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                yield f"variable {name!r} around {function.__qualname__}", _contents(cell)
+        for owner, name, value in self._attributes:
+            yield f"attribute {name!r} of class {owner.__qualname__}", value
+
     def filled(self) -> list[int]:
         """How much caches and classes hold by now."""
         found = [number for cache, _ in self._caches for number in cache.cache_info()[1::2]]

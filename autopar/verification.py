@@ -27,16 +27,18 @@ from autopar.build import InTurns
 from autopar.calls import count_collectives, count_messages, differences
 from autopar.capture import LossFn, _caches_off, _example_inputs, _WithLoss, path_name
 from autopar.compare import first_divergence, reference_values
-from autopar.exact import exact, twin, widen, widened
+from autopar.exact import exact, is_narrow, twin, widen, widened
 from autopar.functions.carry import Carried
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.step import Step
 from autopar.simulate import DivergedError, Simulation
 from autopar.typecheck import TypeReport, typecheck
+from autopar.undo import Before
+from autopar.walk import Walk
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.cost import CostModel
-from planner.errors import PinError, VerificationError
+from planner.errors import CaptureError, PinError, VerificationError
 from planner.exchange import Exchange, exchanges
 from planner.fold import Folded, fold, refold
 from planner.formulate import Assignment, Role, Space, Training, rules_of
@@ -86,12 +88,20 @@ def reference(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
 ) -> Reference:
-    """Capture the float64 twin of ``model`` and run one step of it."""
+    """Capture the float64 twin of ``model`` and run one step of it.
+
+    Raises:
+        CaptureError: as for the model; or since tensors outside of it are of another type than the twin's.
+    """
     args, kwargs = widen(_example_inputs(model, example_args, example_kwargs))
     before, stepped = twin(model), twin(model)
+    whole = stepped if loss_fn is None else _WithLoss(stepped, loss_fn)
     with exact():
-        traced = trace(before, args, kwargs, loss_fn)
-        whole = stepped if loss_fn is None else _WithLoss(stepped, loss_fn)
+        try:
+            traced = trace(before, args, kwargs, loss_fn)
+        except CaptureError as error:
+            _refuse_narrow(whole, error)
+            raise
         with _caches_off(stepped):
             returned = whole(*args, **kwargs)
         paths, _ = pytree.tree_flatten_with_path(returned)
@@ -103,6 +113,17 @@ def reference(
     gradients = {name: p.grad for name, p in stepped.named_parameters() if p.grad is not None}
     kept = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
     return Reference(before, traced, args, kwargs, kept, names, loss, gradients, dict(stepped.named_buffers()))
+
+
+def _refuse_narrow(twin: nn.Module, error: CaptureError) -> None:
+    """Say which tensors stay in their type when a model's twin, which could not be captured, is in float64."""
+    found = [where for where, value in Before(Walk(twin)).outside.places() if is_narrow(value)]
+    if found:
+        raise CaptureError(
+            "values are compared in float64, in which the model cannot be captured. Tensors of a narrower type, which "
+            f"are not the model's own, are in {', '.join(dict.fromkeys(found))}: register them as buffers, or keep "
+            f"them in attributes of its modules.\n{error}"
+        ) from error
 
 
 def aligned(reference: Reference, traced: Traced) -> Reference:
