@@ -7,7 +7,7 @@ read it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -30,8 +30,8 @@ from planner.turns import TurnTimes
 
 EVALUATE = "autopar.evaluate(model, plan, example_kwargs=batch), with the loss_fn it was made with, if any"
 WITHOUT_GRAPH = (
-    f"this plan was read from a file and does not carry its model's graph: give it one with {EVALUATE}, and ask the "
-    "plan that returns"
+    f"this plan was read from a file, or changed, and does not carry its model's graph: give it one with {EVALUATE}, "
+    "and ask the plan that returns"
 )
 
 
@@ -112,7 +112,8 @@ class Document:
             data is on the device.
         coverage: operators that the op table does not know -> how often they occur; they run replicated.
         recorded: the details that a file brought along.
-        assignment: the decisions themselves, where the plan was made in this process; not part of the file.
+        assignment: the decisions themselves, where the plan was made in this process, as ``decided``; not part of the
+            file, nor of what :func:`dataclasses.replace` makes of a plan, since that may decide otherwise.
     """
 
     model: Mapping[str, Any]
@@ -132,7 +133,11 @@ class Document:
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element
     coverage: Mapping[str, int] = field(default_factory=dict)
     recorded: Account | None = field(default=None, compare=False, repr=False)
-    assignment: Assignment | None = field(default=None, compare=False, repr=False)
+    assignment: Assignment | None = field(default=None, init=False, compare=False, repr=False)
+    decided: InitVar[Assignment | None] = None
+
+    def __post_init__(self, decided: Assignment | None) -> None:
+        object.__setattr__(self, "assignment", decided)
 
     @property
     def sizes(self) -> dict[str, int]:

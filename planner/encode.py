@@ -14,14 +14,11 @@ from typing import Any
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
-from planner.division import Division, check_pinned
 from planner.document import BlockPlan, Document, PipelinePlan, Search
-from planner.errors import ClusterError, PinError, PlanError
+from planner.errors import ClusterError, PlanError
 from planner.exchange import Exchange
 from planner.layout import Axis, Mesh
 from planner.names import parse_runs, runs
-from planner.pins import Pins
-from planner.pipeline.stages import Pipeline
 from planner.predict import Prediction
 from planner.quantity import nearest
 from planner.timetable import Timetable
@@ -100,47 +97,7 @@ def decode(data: Any) -> dict[str, Any]:
     for name in data:
         if name not in FIELDS:
             raise PlanError(f"a plan has no field {name!r}: remove it; {nearest(str(name), FIELDS)}")
-    fields = _read_document(data)
-    pinned = fields["pin"].get("offload", "none")
-    has = "a" if fields["timetables"] else "no"
-    if (pinned == "none") != (has == "no"):
-        raise PlanError(
-            f"the plan's pin 'offload' is {pinned!r}, and it has {has} timetable: one of them was edited; restore it, "
-            "or plan again"
-        )
-    early = (moment.on == "host" for table in fields["timetables"] for moment in table.trace.moments[:-1])
-    if any(early) and fields["pin"].get("update") != "backward":
-        raise PlanError(
-            "the plan's timetable updates in backward, and its pin 'update' is not 'backward': one of them was edited; "
-            "restore it, or plan again"
-        )
-    pipeline = fields["pipeline"]
-    wanted = 1 if pipeline is None else pipeline.ranks
-    if fields["timetables"] and len(fields["timetables"]) != wanted:
-        raise PlanError(
-            f"the plan has {len(fields['timetables'])} timetables, and {wanted} pipeline ranks: one of them was "
-            "edited; restore it, or plan again"
-        )
-    ranks, devices = fields["mesh"].size * (pipeline.ranks if pipeline is not None else 1), fields["cluster"].world_size
-    if ranks != devices:
-        raise PlanError(f"the plan's mesh has {ranks} ranks, but its cluster has {devices} devices: plan again for it")
-    _check_pin(fields["pin"], fields["cluster"], fields["mesh"], pipeline)
-    return fields
-
-
-def _check_pin(pin: Mapping[str, Any], cluster: ClusterSpec, mesh: Mesh, pipeline: PipelinePlan | None) -> None:
-    """Refuse a mesh, or a pipeline, other than is pinned."""
-    stages, order = 1, None
-    if pipeline is not None:
-        stages = pipeline.ranks
-        order = Pipeline(pipeline.schedule, stages, mesh.micro_batches, pipeline.virtual_stages)
-    try:
-        check_pinned(Pins.parse(pin), cluster, Division(stages, mesh), order)
-    except PinError as error:
-        raise PlanError(
-            f"the plan does not respect its pin {json.dumps(pin)}: {error}. One of them was edited: restore it, or "
-            "plan again with that pin"
-        ) from error
+    return _read_document(data)
 
 
 def _prediction(predicted: Prediction) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from planner.chain import chain_of, links_of
+from planner.consistent import check_consistent
 from planner.document import WITHOUT_GRAPH, BlockPlan, Document, PipelinePlan, Search
 from planner.encode import decisions, decode, dump, encode
 from planner.encode import parse as parse_json
@@ -59,7 +60,15 @@ __all__ = ["BlockPlan", "Plan", "Search", "describe", "model_facts", "refold", "
 
 @dataclass(frozen=True, repr=False)
 class Plan(Document):
-    """A plan for one model on one cluster: the document, and its doors. See :class:`planner.document.Document`."""
+    """A plan for one model on one cluster: the document, and its doors. See :class:`planner.document.Document`.
+
+    Raises:
+        PlanError: it was changed in one part, and not in another that goes with it, such as its pin.
+    """
+
+    def __post_init__(self, decided: Assignment | None) -> None:
+        super().__post_init__(decided)
+        check_consistent(self)
 
     # ---- files -------------------------------------------------------------------------------------------------
 
@@ -348,7 +357,7 @@ def describe(
         timetables=timetables,
         optimizer_bytes_per_element=space.training.optimizer_bytes_per_element,
         coverage=coverage(space.graph),
-        assignment=assignment,
+        decided=assignment,
     )
 
 

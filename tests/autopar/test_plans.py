@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import autopar
 from autopar import ClusterSpec, Plan
 from autopar.api import assign, trace
+from planner.document import BlockPlan
 from planner.errors import InputError, PinError, PlanError
 
 
@@ -80,6 +82,27 @@ def test_an_edited_entry_is_applied_and_computes_the_same() -> None:
     assert priced.search.status == "edited"
     assert priced.predicted.step_time_s > planned().predicted.step_time_s
     assert next(block for block in priced.blocks if block.count == 3).ops["up: linear"] == "tensor:k"
+
+
+def test_an_entry_changed_in_python_is_applied() -> None:
+    def edited(block: BlockPlan) -> BlockPlan:
+        return replace(block, ops={**block.ops, "up: linear": "tensor:k"}) if block.count == 3 else block
+
+    plan, traced = planned(), trace(Model(), None, example())
+    changed = replace(plan, pin={}, blocks=tuple(map(edited, plan.blocks)))
+    assert changed.assignment is None and plan.assignment is not None
+    found = assign(traced, changed)
+    assert changed.blocks != plan.blocks and found.chosen != plan.assignment.chosen
+    assert found.chosen == assign(traced, Plan.from_dict(reread(changed))).chosen
+    with pytest.raises(PlanError, match=r"read from a file, or changed, .* give it one with autopar\.evaluate"):
+        changed.at(batch=8)
+
+
+def test_a_pin_changed_in_python_must_be_respected() -> None:
+    plan = autopar.plan(Model(), cluster(), example_kwargs=example(), pin={"data": 4, "zero": 0})
+    assert autopar.evaluate(Model(), plan, example_kwargs=example()).search.status == "optimal"
+    with pytest.raises(PlanError, match=r'impossible there under its pin \{"data": 4, "zero": 3\}'):
+        autopar.evaluate(Model(), replace(plan, pin={"data": 4, "zero": 3}), example_kwargs=example())
 
 
 def test_an_impossible_entry_is_refused_with_what_is_possible() -> None:

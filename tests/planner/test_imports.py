@@ -122,7 +122,8 @@ ROOMS["capacity"] = {"errors", "polynomial", "scale"}
 ROOMS["closed"] = {*ROOMS["formulate"], "formulate", "ops", "pins", "seconds", "polynomial"}
 ROOMS["formulas"] = {*ROOMS["scale"], "heap", "conversion", "pipeline", "scale", "closed", "seconds"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
-ROOMS["encode"] |= {"timetable", "quantity", "pins", "division", "pipeline"}
+ROOMS["encode"] |= {"timetable", "quantity"}
+ROOMS["consistent"] = {"errors", "document", "division", "pins", "pipeline"}
 ROOMS["levels"] = {"errors", "again", "formulate", "recompute", "turns", "names", "document"}
 VIEWS = {*ROOMS} - {
     "amounts",

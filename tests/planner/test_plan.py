@@ -372,10 +372,12 @@ def test_a_missing_field_is_named(field: str, plan: Plan) -> None:
     ids=str,
 )
 def test_a_pin_that_the_plan_does_not_respect_is_refused(pin: dict[str, Any], message: str) -> None:
-    data = document(pinned(data=2, tensor=2))
-    Plan.from_dict(data | {"pin": {"tensor": 2}})
-    with pytest.raises(PlanError, match=f"does not respect its pin .*{message}.*: restore it, or plan again"):
-        Plan.from_dict(data | {"pin": pin})
+    plan = pinned(data=2, tensor=2)
+    data = document(plan)
+    assert Plan.from_dict(data | {"pin": {"tensor": 2}}) == replace(plan, pin={"tensor": 2})
+    for change in (lambda: Plan.from_dict(data | {"pin": pin}), lambda: replace(plan, pin=pin)):
+        with pytest.raises(PlanError, match=f"does not respect its pin .*{message}.*: restore it, or plan again"):
+            change()
 
 
 def test_a_field_that_there_is_not_is_refused(plan: Plan) -> None:

@@ -34,7 +34,7 @@ def gpt2() -> Plan:
 
 def bare() -> Plan:
     """A plan that holds no details, as one written by hand may."""
-    return replace(mlp(), recorded=Account(), assignment=None)
+    return replace(mlp(), recorded=Account())
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,49 @@
+"""Consistent: what the parts of a plan must say of one another, however they came to be: searched, read, or changed."""
+
+from __future__ import annotations
+
+import json
+
+from planner.division import Division, check_pinned
+from planner.document import Document
+from planner.errors import PinError, PlanError
+from planner.pins import Pins
+from planner.pipeline.stages import Pipeline
+
+MEND = "one of them was edited; restore it, or plan again"
+
+
+def check_consistent(plan: Document) -> None:
+    """Refuse a plan of which one part was changed, and another that goes with it was not.
+
+    Raises:
+        PlanError: names both.
+    """
+    pinned = plan.pin.get("offload", "none")
+    has = "a" if plan.timetables else "no"
+    if (pinned == "none") != (has == "no"):
+        raise PlanError(f"the plan's pin 'offload' is {pinned!r}, and it has {has} timetable: {MEND}")
+    early = (moment.on == "host" for table in plan.timetables for moment in table.trace.moments[:-1])
+    if any(early) and plan.pin.get("update") != "backward":
+        raise PlanError(f"the plan's timetable updates in backward, and its pin 'update' is not 'backward': {MEND}")
+    stages = 1 if plan.pipeline is None else plan.pipeline.ranks
+    if plan.timetables and len(plan.timetables) != stages:
+        raise PlanError(f"the plan has {len(plan.timetables)} timetables, and {stages} pipeline ranks: {MEND}")
+    ranks, devices = plan.mesh.size * stages, plan.cluster.world_size
+    if ranks != devices:
+        raise PlanError(f"the plan's mesh has {ranks} ranks, but its cluster has {devices} devices: plan again for it")
+    _check_pin(plan, stages)
+
+
+def _check_pin(plan: Document, stages: int) -> None:
+    """Refuse a mesh, or a pipeline, other than is pinned."""
+    order = None
+    if plan.pipeline is not None:
+        order = Pipeline(plan.pipeline.schedule, stages, plan.mesh.micro_batches, plan.pipeline.virtual_stages)
+    try:
+        check_pinned(Pins.parse(plan.pin), plan.cluster, Division(stages, plan.mesh), order)
+    except PinError as error:
+        raise PlanError(
+            f"the plan does not respect its pin {json.dumps(dict(plan.pin))}: {error}. One of them was edited: restore "
+            "it, or plan again with that pin"
+        ) from error
