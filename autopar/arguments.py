@@ -1,43 +1,60 @@
-"""Arguments: what the words of the command line mean — models, their inputs, clusters, pins."""
+"""Arguments: what the words of the command line mean: clusters, pins, models and their inputs.
+
+Nothing here needs torch, so that wrong words are refused at once; :mod:`autopar.named` loads the models.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import inspect
+import importlib.util
 import json
-import logging
 import os
 import re
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from planner.cluster import ClusterSpec
-from planner.errors import AutoparError, InputError, PinError
+from planner.errors import InputError, PinError
+from planner.graph import ITEM_BYTES
+from planner.mesh import pinned_mesh
+from planner.pins import Pins
 from planner.plan import Plan
-
-REAL_ELEMENTS = 50_000_000
-"""A configured model of at most so many parameters can be built for real, to compare values."""
 
 CONFIGURED = (
     "write module:function (a function that returns a model, or a model and its example inputs), or the path of a "
     "Transformers config.json"
 )
+TORCHS = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32"}
+"""Torch's other names for dtypes."""
 
 
 @dataclass(frozen=True)
-class Named:
-    """A model, and its example inputs if any were given with it or asked for."""
+class Made:
+    """A model that ``function`` of ``module`` returns."""
 
-    model: nn.Module
-    inputs: dict[str, Any] | None
+    module: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.function}"
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A Transformers model, by its configuration's ``path`` and the name of its class."""
+
+    path: str
+    architecture: str
+
+
+@dataclass(frozen=True)
+class Form:
+    """Shape and dtype of an input; the dtype by torch's name."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def read_cluster(text: str) -> ClusterSpec:
@@ -97,8 +114,19 @@ def read_pins(texts: Sequence[str]) -> dict[str, Any]:
     return pins
 
 
-def read_inputs(texts: Sequence[str]) -> dict[str, Tensor]:
-    """``["input_ids=8x128:int64"]`` as zeros of that shape; the dtype is float32 where none is given.
+def check_pins(pin: Mapping[str, Any], cluster: ClusterSpec) -> None:
+    """Refuse pins that this cluster's devices cannot respect, whatever the model.
+
+    Raises:
+        PinError: names the pin.
+    """
+    pins = Pins.parse(pin)
+    if pins.sizes and cluster.world_size % (pins.stages or 1) == 0:
+        pinned_mesh(cluster, pins.sizes, pins.stages or 1)
+
+
+def read_inputs(texts: Sequence[str]) -> dict[str, Form]:
+    """``["input_ids=8x128:int64"]`` as forms by name; the dtype is float32 where none is given.
 
     Raises:
         InputError: naming the text and how to write it.
@@ -106,151 +134,48 @@ def read_inputs(texts: Sequence[str]) -> dict[str, Tensor]:
     inputs = {}
     for text in texts:
         name, _, form = text.partition("=")
-        shape, _, dtype_name = form.partition(":")
-        dtype = getattr(torch, dtype_name or "float32", None)
+        shape, _, dtype = form.partition(":")
+        dtype = TORCHS.get(dtype, dtype or "float32")
         sizes = shape.split("x")
-        if not name or not all(size.isdigit() for size in sizes) or not isinstance(dtype, torch.dtype):
+        if not name or not all(size.isdigit() for size in sizes) or dtype not in ITEM_BYTES:
             raise InputError(
                 f"--input {text!r} is not NAME=SIZESxBYxX:DTYPE; write for example --input input_ids=8x128:int64"
             )
-        inputs[name] = torch.zeros([int(size) for size in sizes], dtype=dtype)
+        inputs[name] = Form(tuple(map(int, sizes)), dtype)
     return inputs
 
 
-def read_model(
-    text: str, batch: int, sequence: int, inputs: Sequence[str], real: bool = False, planned: Plan | None = None
-) -> Named:
-    """The model that ``text`` names, and its example inputs.
-
-    Args:
-        text: ``module:function``, or the path of a Transformers ``config.json``.
-        batch, sequence: sizes of the global batch, for Transformers models whose inputs are not given.
-        inputs: as for :func:`read_inputs`; they win over all others.
-        planned: a plan of the model; its inputs take the place of ``batch`` and ``sequence``.
-        real: build a configured model on the CPU if it is small, rather than on the meta device.
+def read_model(text: str) -> Made | Configured:
+    """Which model ``module:function``, or the path of a Transformers ``config.json``, names.
 
     Raises:
-        InputError: no such file, module or function, or what it returns is no model.
+        InputError: neither; no such file or module; or a file that is no configuration of a model.
     """
-    given = read_inputs(inputs) or None
-
-    def like_planned(model: nn.Module) -> dict[str, Tensor]:
-        return (planned_inputs(planned) if planned else {}) or transformers_inputs(model, batch, sequence)
-
     if text.endswith(".json") or os.path.isfile(text):
-        with _quiet():
-            model = _configured(text, real)
-        return Named(model, given or like_planned(model))
-    model, own = _returned(text)
-    if given is None and own is None and hasattr(model, "config"):
-        own = like_planned(model)
-    return Named(model, given or own)
-
-
-def _returned(text: str) -> tuple[nn.Module, dict[str, Any] | None]:
-    module_name, colon, function_name = text.partition(":")
-    if not colon or not module_name or not function_name:
+        return _configured(text)
+    module, colon, function = text.partition(":")
+    if not colon or not module or not function:
         raise InputError(f"{text!r} names no model: {CONFIGURED}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    package = module.partition(".")[0]
+    if package not in sys.modules and (not package or importlib.util.find_spec(package) is None):
+        raise InputError(f"cannot import {module!r}: there is no module {package!r} here, nor is it installed")
+    return Made(module, function)
+
+
+def _configured(path: str) -> Configured:
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise InputError(f"cannot import {module_name!r}: {type(error).__name__}: {error}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise InputError(f"module {module_name!r} has no function {function_name!r}")
-    try:
-        result = function()
-    except AutoparError:
-        raise
-    except Exception as error:
-        raise InputError(f"{text} raised {type(error).__name__}: {error}") from error
-    model, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(model, nn.Module) or not (inputs is None or isinstance(inputs, dict)):
-        raise InputError(
-            f"{text} returned {_kind(result)}; it must return a torch.nn.Module, or (module, {{input name: tensor}})"
-        )
-    return model, inputs
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_kind, value))})"
-    return type(value).__name__
-
-
-def _configured(path: str, real: bool) -> nn.Module:
-    try:
-        config_dict = json.loads(Path(path).read_text(encoding="utf-8"))
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path!r}: {error.strerror}; {CONFIGURED}") from error
     except ValueError as error:
         raise InputError(f"{path!r} is not JSON: {error}") from error
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError(f"{path!r} needs Transformers: pip install 'autopar[hf]'") from error
-    names = config_dict.get("architectures") if isinstance(config_dict, dict) else None
-    model_type = config_dict.get("model_type") if isinstance(config_dict, dict) else None
-    name = str(names[0]) if names else ""
-    architecture = getattr(transformers, name, None) if name else None
-    if architecture is None or model_type is None:
+    names = config.get("architectures") if isinstance(config, dict) else None
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if not names or model_type is None:
         raise InputError(
             f'{path!r} names no model: it needs "model_type" and "architectures", for example '
             f'"llama" and ["LlamaForCausalLM"]; it has {model_type!r} and {names!r}'
         )
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-        config.use_cache = False
-        with torch.device("meta"):
-            model = architecture(config)
-        if real and sum(p.numel() for p in model.parameters()) <= REAL_ELEMENTS:
-            torch.manual_seed(0)
-            model = architecture(config)
-    except Exception as error:
-        raise InputError(f"{name} cannot be built from {path!r}: {type(error).__name__}: {error}") from error
-    return model.train()
-
-
-def planned_inputs(plan: Plan) -> dict[str, Tensor]:
-    """The global batch that a plan was made for, as zeros; as far as the plan tells."""
-    leaves = {name: plan.account.leaves[name] for name in plan.inputs if name in plan.account.leaves}
-    return {name: torch.zeros(leaf.shape, dtype=getattr(torch, leaf.dtype)) for name, leaf in leaves.items()}
-
-
-def transformers_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Tensor]:
-    """One global batch for a Transformers model, with labels where it computes a loss."""
-    accepted = inspect.signature(model.forward).parameters
-    config: Any = model.config
-    inputs: dict[str, Tensor] = {}
-    if "input_ids" in accepted:
-        inputs["input_ids"] = torch.zeros(batch, sequence, dtype=torch.long)
-    elif "pixel_values" in accepted:
-        size = getattr(config, "image_size", 224)
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        inputs["pixel_values"] = torch.zeros(batch, getattr(config, "num_channels", 3), height, width)
-    else:
-        raise InputError(
-            f"the inputs of {type(model).__name__} are unknown: give them with --input, e.g. --input x=8x128:float32"
-        )
-    if "labels" in accepted:
-        per_token = "input_ids" in inputs and "Sequence" not in type(model).__name__
-        inputs["labels"] = torch.zeros((batch, sequence) if per_token else (batch,), dtype=torch.long)
-    elif "decoder_input_ids" in accepted:
-        inputs["decoder_input_ids"] = torch.zeros(batch, sequence, dtype=torch.long)
-    return inputs
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the notices that Transformers writes about configurations."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
+    return Configured(path, str(names[0]))

@@ -1,7 +1,7 @@
 """The command line: ``autopar plan``, ``show``, ``verify``, ``profile``, ``checkpoint`` and ``demo``.
 
-Only what ``--help`` needs is imported at the top; torch comes with the first command that needs it. An
-error of the user's is one message and exit code 2.
+Only what ``--help`` needs is imported at the top; torch comes with the first command that needs it, and once its words
+are known to be right (:mod:`autopar.arguments`). An error of the user's is one message and exit code 2.
 """
 
 from __future__ import annotations
@@ -112,15 +112,21 @@ def plan(
     """Find the fastest plan for training a model; needs neither the cluster nor a GPU."""
     _check_writable(out, html, trace)
     with _status("reading the model") as say:
-        from autopar import api, arguments
-        from planner.search import GAP
+        from autopar import arguments
+        from planner.search import GAP, check_gap
 
         where, pins = arguments.read_cluster(cluster), arguments.read_pins(pin or ())
-        named = arguments.read_model(model, batch, seq, inputs or ())
+        arguments.check_pins(pins, where)
+        check_gap(GAP if gap is None else gap)
+        name, forms = arguments.read_model(model), arguments.read_inputs(inputs or ())
+
+        from autopar import api, named
+
+        loaded = named.load(name, batch, seq, forms)
         found = api.plan(
-            named.model,
+            loaded.model,
             where,
-            example_kwargs=named.inputs,
+            example_kwargs=loaded.inputs,
             pin=pins,
             optimizer_bytes_per_element=optimizer_bytes,
             pipelines=pipelines,
@@ -178,17 +184,22 @@ def verify(
         raise InputError("say what to check: --plan, a plan file, or --cluster, to plan for it")
     with _status("reading the model") as say:
         from autopar import arguments
-        from autopar.verification import verify as check
         from planner.plan import Plan
 
         what = Plan.load(plan) if plan is not None else arguments.read_cluster(str(cluster))
         if isinstance(what, Plan) and cluster is not None:
             arguments.check_cluster(what, cluster)
         pins = arguments.read_pins(pin or ())
+        arguments.check_pins(pins, what.cluster if isinstance(what, Plan) else what)
+        name, forms = arguments.read_model(model), arguments.read_inputs(inputs or ())
+
+        from autopar import named
+        from autopar.verification import verify as check
+
         planned = what if isinstance(what, Plan) and batch is None and seq is None else None
-        named = arguments.read_model(model, batch or 8, seq or 32, inputs or (), real=True, planned=planned)
+        loaded = named.load(name, batch or 8, seq or 32, forms, real=True, planned=planned)
         say("checking types, then values on every rank")
-        result = check(named.model, what, example_kwargs=named.inputs, pin=pins, time_limit_s=time_limit)
+        result = check(loaded.model, what, example_kwargs=loaded.inputs, pin=pins, time_limit_s=time_limit)
     typer.echo(str(result))
 
 
@@ -242,11 +253,14 @@ def demo(
     with console.status("importing torch"):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the processes
         from autopar import arguments
+        from planner.cluster import ClusterSpec
+
+        pins = arguments.read_pins(pin or ())
+        arguments.check_pins(pins, ClusterSpec.local(ranks))
+
         from autopar import demo as demonstration
 
-    settings = demonstration.Settings(
-        ranks, steps, layers, hidden, batch=batch, text=text, pin=arguments.read_pins(pin or ())
-    )
+    settings = demonstration.Settings(ranks, steps, layers, hidden, batch=batch, text=text, pin=pins)
     if not demonstration.run(settings, console, Path.cwd()):
         raise typer.Exit(1)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import autopar
-from autopar.arguments import read_cluster, read_inputs, read_pins
+from autopar.arguments import Form, read_cluster, read_inputs, read_pins
 from autopar.cli import app
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
@@ -167,13 +167,19 @@ WRONG: list[tuple[Sequence[str], str]] = [
     (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "tensor"), "is not name=value"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "data=2", "--pin", "data=4"), "given twice"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "tensors=2"), "no decision called 'tensors'"),
-    (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "data=3"), "3"),
+    (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "layers={"), "pin 'layers' maps a module path"),
+    (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "data=3"), "pinned data 3, but 'local' has 4 devices"),
+    (("plan", f"{HERE}:small", "-c", "local:4", "--gap", "2"), "gap is 2.0; give the part of a step"),
+    (("plan", f"{HERE}:small", "-c", "local:4", "--input", "x=4:floaty"), "is not NAME="),
+    (("plan", ".nowhere:f", "-c", "local:4"), "cannot import '.nowhere'"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--input", "x=axb"), "is not NAME="),
     (("plan", f"{HERE}:small", "-c", "local:4", "--out", "/no/such/place/plan.json"), "there is no directory"),
     (("show", "missing.json"), "cannot read the plan 'missing.json'"),
     (("show", "pyproject.toml"), "is not a whole plan"),
+    (("verify", f"{HERE}:small", "-c", "local:4", "--pin", "tensor=8"), "does not divide the 4 devices"),
     (("verify", f"{HERE}:small"), "say what to check: --plan, a plan file, or --cluster"),
     (("demo", "--hidden", "30"), "30 does not divide into 8 heads"),
+    (("demo", "--pin", "data=3"), "pinned data 3, but 'local' has 4 devices"),
     (("demo", "--text", "missing.txt"), "cannot read the text 'missing.txt'"),
 ]
 
@@ -206,8 +212,8 @@ def test_words_mean_what_they_say() -> None:
         "recompute": "none",
     }
     assert read_pins(["data=2,tensor=4", "zero=3"]) == {"data": 2, "tensor": 4, "zero": 3}
-    assert read_inputs(["x=2x3:int64"])["x"].dtype == torch.int64
-    assert read_inputs(["x=2x3"])["x"].shape == (2, 3)
+    forms = {"x": Form((2, 3), "int64"), "y": Form((4,), "float32"), "z": Form((5,), "int64")}
+    assert read_inputs(["x=2x3:int64", "y=4", "z=5:long"]) == forms
     assert read_cluster("preset:dgx-h100:4").world_size == 32
     with pytest.raises(AutoparError):
         read_cluster("")
@@ -244,6 +250,21 @@ def test_help_imports_no_torch_and_is_quick() -> None:
     # Measured: 0.2 s. The machine may be busy, so the bound that a newcomer feels is only asked of the best try.
     assert min(seconds) < 1.0, seconds
     code = "import sys, autopar.cli; assert not {'torch', 'numpy', 'pydantic', 'ortools'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_wrong_words_are_refused_before_torch_is_imported() -> None:
+    late = {f"{HERE}:{name}" for name in ("missing", "broken", "nothing", "bare")} | {"missing.txt"}
+    early = [words for words, _ in WRONG if late.isdisjoint(words)]
+    assert len(early) > 20
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from autopar.cli import app
+for words in {early!r}:
+    assert CliRunner().invoke(app, words).exit_code == 2, words
+    assert "torch" not in sys.modules, words
+"""
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
