@@ -24,6 +24,7 @@ def buffers(walk: Walk) -> dict[Place, Tensor]:
     return {
         (path, module, name): buffer
         for path, module in walk.modules
+        if module._buffers
         for name, buffer in module._buffers.items()
         if buffer is not None
     }

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import NoneType
@@ -306,8 +306,7 @@ def _undone(walk: Walk) -> Iterator[Before]:
 def _caches_off(model: nn.Module, walk: Walk | None = None) -> Iterator[None]:
     """Transformers configurations ask for key-value caches by default; training graphs have none."""
     modules = (walk or Walk(model)).modules
-    found = [_config(model), *(_config(module) for _, module in modules)]
-    each = {id(config): config for config in found if config is not None}
+    each = {id(config): config for config in _configs([model, *(module for _, module in modules)])}
     configs = [config for config in each.values() if getattr(config, "use_cache", False)]
     for config in configs:
         config.use_cache = False
@@ -318,12 +317,12 @@ def _caches_off(model: nn.Module, walk: Walk | None = None) -> Iterator[None]:
             config.use_cache = True
 
 
-def _config(module: nn.Module) -> Any:
-    """What a module calls its configuration, if it has one."""
-    held, kind = vars(module).get("config"), type(module)
-    if held is None and (hasattr(kind, "config") or kind.__getattr__ is not nn.Module.__getattr__):
-        return getattr(module, "config", None)
-    return held
+def _configs(modules: Sequence[nn.Module]) -> list[Any]:
+    """What modules call their configuration, of those that have one."""
+    kinds: set[Any] = set(map(type, modules))
+    asked = {kind for kind in kinds if hasattr(kind, "config") or kind.__getattr__ is not nn.Module.__getattr__}
+    found = [getattr(m, "config", None) if type(m) in asked else vars(m).get("config") for m in modules]
+    return [config for config in found if config is not None]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import operator
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -51,7 +51,7 @@ class Before:
     def restore(self) -> None:
         """Make everything as it was."""
         own, others = self._own.changed(), self._others.changed()
-        self.had_new_tensors = not _tensors(Held([held for held, _ in own])) <= _tensors(self._own)
+        self.had_new_tensors = bool(own) and not _tensors(Held([held for held, _ in own])) <= _tensors(self._own)
         for held, items in (*own, *others):
             held.clear()
             held.extend(items) if isinstance(held, (list, deque)) else held.update(items)
@@ -77,10 +77,10 @@ class Held:
         self.objects: list[Any] = []
         self._contents: list[Any] = []
         found: dict[int, Any] = {}
-        level = list(values)
-        while level:
+        contents, attributes = list(values), list[Any]()
+        while contents or attributes:
             known, objects = len(found), []
-            for value in level:
+            for value in itertools.chain(contents, attributes):
                 kind = type(value)
                 if kind in _CONTAINERS:
                     if value:
@@ -89,13 +89,13 @@ class Held:
                         self.empty.append(value)
                 elif kind not in _PLAIN:
                     objects.append(value)
-            contents = _contents(_views(itertools.islice(found.values(), known, None)))
-            level = contents + _attributes(objects)
+            contents = list(_contents(_views(itertools.islice(found.values(), known, None))))
+            attributes = _attributes(objects)
             self.objects += objects
             self._contents += contents
         self.filled = list(found.values())
         self._views, self._mappings = _views(self.filled), [held for held in self.filled if type(held) in _MAPPINGS]
-        self._sizes, self._keys = list(map(len, self.filled)), _contents(self._mappings)
+        self._sizes, self._keys = list(map(len, self.filled)), list(_contents(self._mappings))
 
     def changed(self) -> list[tuple[Any, list[Any]]]:
         """Those that hold something else by now, with what they held: keys with values, where they are mappings."""
@@ -127,23 +127,25 @@ def _views(filled: Iterable[Any]) -> list[Any]:
     return [held.values() if type(held) in _MAPPINGS else held for held in filled]
 
 
-def _contents(held: Iterable[Any]) -> list[Any]:
+def _contents(held: Iterable[Any]) -> Iterator[Any]:
     """What is in containers, one after another; of mappings their keys."""
-    return list(itertools.chain.from_iterable(held))
+    return itertools.chain.from_iterable(held)
 
 
-def _are(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether objects are the same as others, one by one."""
-    return len(a) == len(b) and all(map(operator.is_, a, b))
+def _are(a: Iterable[Any], b: Iterable[Any]) -> bool:
+    """Whether objects are the same as as many others, one by one."""
+    return all(map(operator.is_, a, b))
 
 
 def _differs(held: Any, names: list[Any], items: list[Any]) -> bool:
     """Whether a container holds other objects than these, or in another order."""
+    if len(held) != len(items):
+        return True
     if type(held) is set:
         return bool(held != set(items))
     if type(held) in _MAPPINGS:
-        return not (_are(names, [*held]) and _are(items, [*held.values()]))
-    return not _are(items, [*held])
+        return not (_are(names, held) and _are(items, held.values()))
+    return not _are(items, held)
 
 
 def _tensors(held: Held) -> set[int]:

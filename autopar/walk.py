@@ -26,18 +26,18 @@ class Walk:
     @cached_property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
         """Every module by each of its names."""
-        held = sum([len(module._modules) for _, module in self.modules])
+        held = sum([len(module._modules) for _, module in self.modules if module._modules])
         return self.modules if held == len(self.modules) - 1 else modules(self.model, once=False)
 
     @cached_property
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Every parameter by its first name."""
-        return first_names(_named([(path, module._parameters) for path, module in self.modules]))
+        return first_names(_named([(path, module._parameters) for path, module in self.modules if module._parameters]))
 
     @cached_property
     def buffers(self) -> list[tuple[str, Tensor]]:
         """Every buffer by its first name."""
-        return first_names(_named([(path, module._buffers) for path, module in self.modules]))
+        return first_names(_named([(path, module._buffers) for path, module in self.modules if module._buffers]))
 
 
 def modules(model: nn.Module, *, once: bool = True) -> list[tuple[str, nn.Module]]:
