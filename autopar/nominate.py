@@ -12,10 +12,8 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from autopar.walk import Walk
-from autopar.walk import modules as modules_of
 
 _HELD = operator.attrgetter("_parameters", "_buffers", "_modules")
-_VALUES = operator.methodcaller("values")
 
 
 @dataclass(frozen=True)
@@ -23,24 +21,15 @@ class Submodule:
     """A nominated submodule.
 
     Attributes:
-        path: its name in the model.
-        tensors: its parameters and buffers, each once.
-        inner: the modules below it, by name.
         held: which class, tensors and modules each module has, as :func:`who_holds_what` says.
         ties: for each name of a tensor, which of ``tensors`` it is, and for each of these, whose memory it lies in.
     """
 
     path: str
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     tensors: tuple[Tensor, ...]
-    inner: tuple[tuple[str, nn.Module], ...]
     held: tuple[object, ...]
     ties: tuple[int, ...]
-
-    @cached_property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """Itself and those below it."""
-        return self.module, *(module for _, module in self.inner)
 
     @cached_property
     def own(self) -> frozenset[int]:
@@ -74,7 +63,7 @@ def nominate(walk: Walk) -> list[list[Submodule]]:
                 visit(child, below)
             else:
                 groups.setdefault((keys[id(child)], found.ties), []).append(found)
-                seen.update(id(m) for _, m in found.inner)
+                seen.update(map(id, found.modules))
 
     visit(walk.model, "")
     return [group for group in groups.values() if len(group) > 1]
@@ -89,8 +78,10 @@ def first_with(keys: Sequence[Hashable]) -> tuple[int, ...]:
 def who_holds_what(modules: Sequence[nn.Module]) -> tuple[object, ...]:
     """For each module its class, and its parameters, buffers and modules by name and identity."""
     held = list(itertools.chain.from_iterable(map(_HELD, modules)))
-    names, values = itertools.chain.from_iterable(held), itertools.chain.from_iterable(map(_VALUES, held))
-    return tuple(map(type, modules)), tuple(map(len, held)), tuple(names), tuple(map(id, values))
+    sizes = tuple(map(len, held))
+    filled = list(itertools.compress(held, sizes))
+    names, values = itertools.chain.from_iterable(filled), itertools.chain.from_iterable(map(dict.values, filled))
+    return tuple(map(type, modules)), sizes, tuple(names), tuple(map(id, values))
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -100,21 +91,28 @@ def storage_of(tensor: Tensor) -> int:
 
 def _submodule(path: str, module: nn.Module) -> Submodule | None:
     """What is known of a submodule before it is called; ``None`` if it holds another one twice."""
-    inner = modules_of(module, once=False)[1:]
-    if len({id(m) for _, m in inner}) < len(inner):
-        return None
-    modules = [module, *(m for _, m in inner)]
+    modules, seen = [module], {id(module)}
+    for above in modules:
+        for child in above._modules.values():
+            if id(child) in seen:
+                return None
+            if child is not None:
+                seen.add(id(child))
+                modules.append(child)
     held = [t for m in modules if m._parameters or m._buffers for t in _own(m).values() if t is not None]
     tensors = tuple({id(t): t for t in held}.values())
     ties = (*first_with(list(map(id, held))), *first_with(list(map(storage_of, tensors))))
-    return Submodule(path, module, tensors, tuple(inner), who_holds_what(modules), ties)
+    return Submodule(path, tuple(modules), tensors, who_holds_what(modules), ties)
 
 
 def _structure(module: nn.Module, keys: Mapping[int, object]) -> object:
     """What two submodules must have equal to be nominated together: all that is there before they are called."""
-    tensors = tuple((name, _kind(t)) for name, t in _own(module).items())
-    children = tuple((name, None if m is None else keys.get(id(m))) for name, m in module._modules.items())
-    return type(module), tensors, children, frozenset(module._non_persistent_buffers_set)
+    tensors, children = [], []
+    if module._parameters or module._buffers:
+        tensors = [(name, _kind(t)) for name, t in _own(module).items()]
+    if module._modules:
+        children = [(name, keys.get(id(m))) for name, m in module._modules.items()]
+    return type(module), tuple(tensors), tuple(children), frozenset(module._non_persistent_buffers_set)
 
 
 def _own(module: nn.Module) -> dict[str, Tensor | None]:

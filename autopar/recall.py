@@ -203,12 +203,20 @@ class _Read:
         values: what was found, but for empty containers, which most of what is found is.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], read: Sequence[tuple[int, str]], elsewhere: frozenset[int]):
-        values = _found(modules, read)
+    def __init__(self, modules: Sequence[nn.Module], read: Iterable[tuple[int, str]], elsewhere: frozenset[int]):
+        absent: dict[int, set[str]] = {}
+        there = []
+        for place, name in read:
+            if name in vars(modules[place]):
+                there.append((place, name))
+            else:
+                absent.setdefault(place, set()).add(name)
+        self._without, self._absent = list(absent), list(map(frozenset, absent.values()))
+        values = _found(modules, there)
         is_empty = [type(value) in _CONTAINERS and not value for value in values]
-        self._empty = list(itertools.compress(read, is_empty))
+        self._empty = list(itertools.compress(there, is_empty))
         self._kinds = list(itertools.compress(map(type, values), is_empty))
-        self._filled = list(itertools.compress(read, map(operator.not_, is_empty)))
+        self._filled = list(itertools.compress(there, map(operator.not_, is_empty)))
         self.values = list(itertools.compress(values, map(operator.not_, is_empty)))
         self._has_filled = any(type(value) in _CONTAINERS for value in self.values)
         self._elsewhere = elsewhere
@@ -217,8 +225,13 @@ class _Read:
     def is_equal_in(self, modules: Sequence[nn.Module]) -> bool:
         """Whether code that reads the same of these modules finds equal values."""
         empty, filled = _found(modules, self._empty), _found(modules, self._filled)
-        are_empty = all(map(operator.is_, map(type, empty), self._kinds)) and not any(empty)
-        return are_empty and all(map(_equal, self.values, filled)) and self._tied(empty, filled) == self._ties
+        return (
+            all(map(frozenset.isdisjoint, self._absent, map(vars, map(modules.__getitem__, self._without))))
+            and all(map(operator.is_, map(type, empty), self._kinds))
+            and not any(empty)
+            and all(map(_equal, self.values, filled))
+            and self._tied(empty, filled) == self._ties
+        )
 
     def _tied(self, empty: list[Any], filled: list[Any]) -> object:
         """Which containers are one, and which are also found elsewhere; ``None`` where each is found once."""

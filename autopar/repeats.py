@@ -73,7 +73,7 @@ class Repeats(TorchFunctionMode):
         self._outside = outside
         self.walk = walk
         groups = nominate(walk) if outside is not None else []
-        self._nominated = {id(s.module): (s, group) for group, found in enumerate(groups) for s in found}
+        self._nominated = {id(s.modules[0]): (s, group) for group, found in enumerate(groups) for s in found}
         self._records: list[list[Record]] = [[] for _ in groups]
         self._watched = [0 for _ in groups]
         self._standins: StandIns | None = None
