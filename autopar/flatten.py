@@ -10,6 +10,7 @@ import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ class _Leaves:
 
     Attributes:
         value_of: placeholder, or mark of a hidden tensor -> name of its leaf; grows as the graph is split.
+        tensor_of: mark of a hidden tensor -> the tensor.
         constants: value of every constant, by name of its leaf.
         literals: placeholders of constants that were written in the code -> number of the traced call in which.
     """
@@ -97,6 +99,7 @@ class _Leaves:
         self, exported: ExportedProgram, model: nn.Module, repeats: Repeats, literals: Mapping[fx.Node, int | None]
     ):
         self.value_of: dict[fx.Node, str] = {}
+        self.tensor_of: dict[fx.Node, Tensor] = {}
         self.constants: dict[str, Tensor] = {}
         self.literals = literals
         kinds = [(*each, "param") for each in repeats.walk.parameters]
@@ -138,7 +141,8 @@ class _Leaves:
                     self.value_of[node] = self.add_constant(node, value)
         for node in exported.graph_module.graph.nodes:
             if node.target is LEAF:
-                self.value_of[node] = self.of(repeats.tensors[int(str(node.args[0]))])
+                self.tensor_of[node] = repeats.tensors[int(str(node.args[0]))]
+                self.value_of[node] = self.of(self.tensor_of[node])
 
     def of(self, tensor: Tensor) -> str:
         """The leaf of a parameter or buffer of the model."""
@@ -175,6 +179,23 @@ class _Traced:
     body: Body
     inputs: tuple[fx.Node, ...]
     results: Mapping[int, fx.Node]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(node.name for node in self.body.nodes)
+
+    @cached_property
+    def places(self) -> Mapping[fx.Node, Sequence[int]]:
+        """For each of its inputs, as which it is given."""
+        found: dict[fx.Node, list[int]] = {}
+        for place, node in enumerate(self.inputs):
+            found.setdefault(node, []).append(place)
+        return found
+
+    @cached_property
+    def number_of(self) -> Mapping[int, int]:
+        """Which of the submodule's tensors one is, by identity."""
+        return {id(tensor): number for number, tensor in enumerate(self.submodule.tensors)}
 
 
 @dataclass(frozen=True)
@@ -240,7 +261,7 @@ class _Splitter:
         called = self.repeats.occurrences[number]
         first = self.traced[called.like]
         given.update({place: self._result(source.call, source.value) for place, source in called.copied.items()})
-        names = tuple([f"again{number}_{node.name}" for node in first.body.nodes])
+        names = tuple(map(f"again{number}_".__add__, first.names))
         copy = self.copied[number] = _Copy(first, called.submodule, given, names)
         operands = tuple([self._instead(operand, copy) for operand in first.body.operands])
         self.calls.append(Call(first.body, operands, names, first.path, called.path))
@@ -255,16 +276,15 @@ class _Splitter:
     def _instead(self, node: fx.Node, copy: _Copy) -> str:
         """What stands in a copy for a value from outside that the first call read."""
         first = copy.first
-        places = [place for place, theirs in enumerate(first.inputs) if theirs is node]
-        given = {copy.given.get(place, self.value_of[node]) for place in places}
-        if len(given) > 1:
-            raise NotFoldable("two inputs of a block are one value in its first call, and differ in another")
-        if given:
+        places, tensor = first.places.get(node), self.leaves.tensor_of.get(node)
+        if places is not None:
+            given = {copy.given.get(place, self.value_of[node]) for place in places}
+            if len(given) > 1:
+                raise NotFoldable("two inputs of a block are one value in its first call, and differ in another")
             return given.pop()
-        if node.target is LEAF:
-            tensor = self.repeats.tensors[int(str(node.args[0]))]
-            pairs = zip(first.submodule.tensors, copy.submodule.tensors, strict=True)
-            return self.leaves.of(next((ours for theirs, ours in pairs if theirs is tensor), tensor))
+        if tensor is not None:
+            number = first.number_of.get(id(tensor))
+            return self.leaves.of(tensor if number is None else copy.submodule.tensors[number])
         if self.leaves.literals.get(node) == first.number:  # every call writes its own
             return self.leaves.add_constant(node, self.leaves.constants[self.value_of[node]])
         return self.value_of[node]

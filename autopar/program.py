@@ -10,18 +10,16 @@ import builtins
 import itertools
 import keyword
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """An input, parameter, buffer or constant.
 
     Attributes:
@@ -137,27 +135,31 @@ def _trim(body: Body, read: frozenset[int]) -> tuple[Body, tuple[int, ...]]:
 
 def named(program: Program) -> Program:
     """Number the nodes by kind in execution order, so that names do not say how the model was captured."""
-    taken = {leaf.name for leaf in program.leaves}
-    count: defaultdict[str, int] = defaultdict(int)
+    taken = frozenset([leaf.name for leaf in program.leaves])
+    numbered: dict[str, Iterator[str]] = {}
+    of_body: dict[Body, list[Iterator[str]]] = {}
+    for body in dict.fromkeys([call.body for call in program.calls]):
+        of_body[body] = [numbered.setdefault(stem, _numbered(stem, taken)) for stem in body.stems]
     renamed: dict[str, str] = {}
-
-    def name_of(stem: str) -> str:
-        while True:
-            number = count[stem]
-            count[stem] = number + 1
-            name = f"{stem}_{number}" if number else stem
-            if name not in taken and (number or not (keyword.iskeyword(name) or hasattr(builtins, name))):
-                return name
-
     calls = []
     for call in program.calls:
-        names = tuple(map(name_of, call.body.stems))
+        names = tuple(map(next, of_body[call.body]))
         operands = tuple([renamed.get(name, name) for name in call.operands])
         renamed.update(zip(call.names, names, strict=True))
         calls.append(replace(call, operands=operands, names=names))
     outputs = tuple(None if name is None else renamed.get(name, name) for name in program.outputs)
     updates = tuple((buffer, renamed.get(name, name)) for buffer, name in program.updates)
     return Program(program.leaves, tuple(calls), outputs, updates)
+
+
+def _numbered(stem: str, taken: Set[str]) -> Iterator[str]:
+    """A name, then the same with numbers, but for those that are taken or mean something to Python."""
+    if stem not in taken and not (keyword.iskeyword(stem) or hasattr(builtins, stem)):
+        yield stem
+    for number in itertools.count(1):
+        name = f"{stem}_{number}"
+        if name not in taken:
+            yield name
 
 
 def _stem(target: Any) -> str:
@@ -208,13 +210,18 @@ def constants_in_order(program: Program) -> tuple[Program, dict[str, str]]:
     fresh = (name for name in (f"c_{number}" for number in itertools.count()) if name not in taken)
     order = dict(zip(found, fresh, strict=False))
     by_name = {leaf.name: leaf for leaf in program.leaves}
-    consts = [replace(by_name[old], name=new, target=new) for old, new in order.items()]
+    consts = [by_name[old]._replace(name=new, target=new) for old, new in order.items()]
     stored = [leaf for leaf in program.leaves if leaf.kind in ("param", "buffer")]
     inputs = [leaf for leaf in program.leaves if leaf.kind == "input"]
     renamed = Program(
         (*stored, *consts, *inputs),
-        tuple(replace(call, operands=tuple(order.get(name, name) for name in call.operands)) for call in program.calls),
+        tuple([call if order.keys().isdisjoint(call.operands) else _reading(call, order) for call in program.calls]),
         tuple(None if name is None else order.get(name, name) for name in program.outputs),
         tuple((buffer, order.get(name, name)) for buffer, name in program.updates),
     )
     return renamed, order
+
+
+def _reading(call: Call, instead: Mapping[str, str]) -> Call:
+    """The call with others in place of some of its operands."""
+    return replace(call, operands=tuple(instead.get(name, name) for name in call.operands))
