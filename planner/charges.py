@@ -74,7 +74,7 @@ class Charges:
         self._paid: dict[Found, Paid] = {}
         self._charged: dict[Recompute, tuple[Paid, ...]] = {}
         self._forms = tuple(self._find_forms())
-        parameters = {leaf.name for leaf in self.graph.leaves if leaf.op == "param"}
+        parameters = frozenset(self.graph.applying("param").names)
         self._values = tuple(
             tuple([ref for ref in instance.block.inputs if ref.node not in parameters]) for instance in folded.instances
         )

@@ -159,8 +159,8 @@ class Graph:
         return Values(columns, found)
 
     @cached_property
-    def leaves(self) -> tuple[Node, ...]:
-        return tuple(self.applying(*LEAVES))
+    def leaves(self) -> Nodes:
+        return self.applying(*LEAVES)
 
     @cached_property
     def operators(self) -> Nodes:

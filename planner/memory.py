@@ -311,10 +311,11 @@ class _Step:
         values = {}
         readers = readers_of(self.assignment) if self.is_away else {}
         skipped, read = self._skipped_leaves(), self._read_here()
-        for leaf in self.graph.leaves:
-            times = skipped.get(leaf.name, 1)
-            if not times or (read is not None and leaf.name not in read):
+        for name in self.graph.leaves.names:
+            times = skipped.get(name, 1)
+            if not times or (read is not None and name not in read):
                 continue
+            leaf = self.graph.by_name[name]
             tensor, layout = leaf.results[0], self.assignment.produced(Ref(leaf.name))
             size = local_bytes(tensor, layout, self.mesh)
             use = "parameters" if leaf.op in ("param", "buffer") else "activations"

@@ -280,7 +280,7 @@ def _said(node: Node, results: str) -> str:
 
 def model_facts(graph: Graph, name: str, mode: str = "train") -> dict[str, Any]:
     """What identifies a model in a plan; ``mode`` is ``train`` or ``eval``."""
-    params = sum(node.results[0].numel for node in graph.leaves if node.op == "param")
+    params = sum(node.results[0].numel for node in graph.applying("param").firsts)
     return {"class": name, "parameters": params, "mode": mode, "fingerprint": fingerprint(graph)}
 
 

@@ -16,7 +16,7 @@ from planner.asked import brought_again, is_asked
 from planner.conversion import Collective, Route
 from planner.exchange import Exchange, exchanges
 from planner.fold import Instance
-from planner.formulate import Assignment, Chunk
+from planner.formulate import Assignment, Chunk, Role
 from planner.graph import Node, Ref
 from planner.layout import MICRO, PIPELINE, Layout
 from planner.memory import LARGEST, Usage, usage
@@ -176,13 +176,18 @@ def conversions(assignment: Assignment) -> list[tuple[Conversion, int]]:
 
 def _alike(assignment: Assignment) -> list[tuple[Instance, Level, int]]:
     """One instance of each block, entry layout and level of recomputation, and how many there are: they do the same."""
-    space = assignment.space
+    space, role_of = assignment.space, assignment.space.role_of
     found: dict[object, tuple[Instance, Level, int]] = {}
+    layouts: dict[tuple[Role, int], Layout] = {}
     for instance, (kind, nth) in zip(space.folded.instances, space.skeleton.numbers, strict=True):
         level = assignment.recompute.level(kind, nth)
         read = tuple(space.is_read(ref) for ref in instance.block.outputs)
         flows = tuple(ref in space.graph.differentiated for ref in instance.block.outputs)
-        key = (kind, level, read, flows, tuple(assignment.delivered(ref) for ref in instance.block.inputs))
+        values = [(role_of[ref.node], ref.index) for ref in instance.block.inputs]
+        for value, ref in zip(values, instance.block.inputs, strict=True):
+            if value not in layouts:
+                layouts[value] = assignment.delivered(ref)
+        key = (kind, level, read, flows, tuple([layouts[value] for value in values]))
         first, _, times = found.get(key, (instance, level, 0))
         found[key] = first, level, times + 1
     return list(found.values())

@@ -7,10 +7,11 @@ So what a period changes about a step the next one changes too.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.formulate import Assignment
+from planner.formulate import Assignment, Role
 from planner.graph import Node, Ref
 from planner.stacks import Run, periodic
 
@@ -61,6 +62,7 @@ class Wiring:
         self.assignment, self.space = assignment, assignment.space
         self.instances = self.space.folded.instances
         self._leaving = frozenset(self.space.leaving)
+        self._converted: dict[Role, bool] = {}
         self.made: dict[Ref, int] = {}
         self.last: dict[Ref, int] = {}
         numbers: dict[object, int] = {}
@@ -74,39 +76,51 @@ class Wiring:
 
     def alike(self, run: Run) -> Iterator[Run]:
         """The parts of a run, by labels, in which each instance is wired as the one a period before it."""
-        start = run.start
+        start, entering = run.start, [self._entering(number) for number in range(run.start, run.end)]
         for number in range(run.start + run.period, run.end):
-            if not self._is_again(number - run.period, number):
+            before = number - run.period
+            ways = entering[before - run.start], entering[number - run.start]
+            if not (self._enters_again(before, number, *ways) and self._leaves_again(before, number)):
                 yield Run(start, number, run.period)
-                start = number - run.period + 1
+                start = before + 1
         yield Run(start, run.end, run.period)
 
-    def _is_again(self, before: int, number: int) -> bool:
-        """Whether instance ``number`` finds its values as ``before`` did, and leaves them so."""
-        theirs, ours, apart = self.instances[before].block, self.instances[number].block, number - before
-        return (
-            all(self._enters_again(a, b, apart) for a, b in zip(theirs.inputs, ours.inputs, strict=True))
-            and all(self._leaves_again(a, b, apart) for a, b in zip(theirs.outputs, ours.outputs, strict=True))
-            and all(map(_share_alike, theirs.span.firsts, ours.span.firsts))
+    def _entering(self, number: int) -> list[object]:
+        """For each input of an instance its role, and how long ago it was made: a leaf that stays as it is, never."""
+        found: list[object] = []
+        for ref in self.instances[number].block.inputs:
+            role, made = self.space.role_of[ref.node], self.made.get(ref)
+            if made is None and self._is_converted(role, ref):
+                found.append(ref)
+            else:
+                found.append((role, ref.index, None if made is None else number - made))
+        return found
+
+    def _is_converted(self, role: Role, leaf: Ref) -> bool:
+        """Whether leaves of a role are converted where they enter."""
+        if role not in self._converted:
+            self._converted[role] = bool(self.assignment.relay_route(leaf))
+        return self._converted[role]
+
+    def _enters_again(self, before: int, number: int, theirs: list[object], ours: list[object]) -> bool:
+        """Whether instance ``number`` finds its values as ``before`` did: the same, or others in the same way."""
+        a, b = self.instances[before].block, self.instances[number].block
+        same = map(operator.eq, a.inputs, b.inputs)
+        return all(map(operator.or_, same, map(operator.eq, theirs, ours))) and (
+            all(map(_share_alike, a.span.firsts, b.span.firsts))
         )
 
-    def _enters_again(self, theirs: Ref, ours: Ref, apart: int) -> bool:
-        """Whether a value is the same, a leaf of this instance alone that stays as it is, or made so much later."""
-        if theirs == ours:
-            return True
-        space = self.space
-        if theirs.index != ours.index or space.role_of[theirs.node] != space.role_of[ours.node]:
-            return False
-        if ours in self.made:
-            return theirs in self.made and self.made[ours] - self.made[theirs] == apart
-        return not self.assignment.relay_route(ours)
-
-    def _leaves_again(self, theirs: Ref, ours: Ref, apart: int) -> bool:
-        """Whether a value is read as long as the other, so much later, and with a gradient if that has one."""
+    def _leaves_again(self, before: int, number: int) -> bool:
+        """Whether the values that an instance makes are read as long as those of another, and with gradients alike."""
+        outputs = (self.instances[each].block.outputs for each in (before, number))
         differentiated = self.space.graph.differentiated
-        is_inside = theirs not in self._leaving and ours not in self._leaving
-        as_long = self.last[ours] - self.last[theirs] == apart
-        return is_inside and as_long and (ours in differentiated) == (theirs in differentiated)
+        return all(
+            theirs not in self._leaving
+            and ours not in self._leaving
+            and self.last[ours] - self.last[theirs] == number - before
+            and (ours in differentiated) == (theirs in differentiated)
+            for theirs, ours in zip(*outputs, strict=True)
+        )
 
 
 def _share_alike(a: Node, b: Node) -> bool:

@@ -132,7 +132,7 @@ class Skeleton:
     def relayed_leaves(self) -> tuple[Ref, ...]:
         """The leaves that have a relay."""
         relayed = {relay[1] for relay in self.relays}
-        return tuple([Ref(leaf.name) for leaf in self.graph.leaves if self.role_of[leaf.name] in relayed])
+        return tuple([Ref(name) for name in self.graph.leaves.names if self.role_of[name] in relayed])
 
     @cached_property
     def relay_readers(self) -> dict[Role, tuple[tuple[Role, int], ...]]:
@@ -360,18 +360,17 @@ def _roles(folded: Folded) -> tuple[dict[str, Role], dict[Role, list[str]]]:
         for slot, ref in enumerate(instance.block.inputs):
             reading.setdefault(ref.node, []).append((number, instance.kind, slot))
     outputs = {ref.node for ref in folded.graph.outputs}
-    for node in folded.graph.leaves:
-        places = reading.get(node.name, [])
-        if len(places) == 1 and node.name not in outputs:
-            role_of[node.name] = ("leaf", *places[0][1:])
+    for name in folded.graph.leaves.names:
+        places = reading.get(name, [])
+        if len(places) == 1 and name not in outputs:
+            role_of[name] = ("leaf", *places[0][1:])
         else:
-            role_of[node.name] = ("leaf", node.name)
+            role_of[name] = ("leaf", name)
     members: dict[Role, list[str]] = {}
     for kind, instances in enumerate(folded.kinds):
         alike = zip(*(instance.block.span.names for instance in instances), strict=True)
         members.update(zip(own[kind], map(list, alike), strict=True))
-    for leaf in folded.graph.leaves:
-        members.setdefault(role_of[leaf.name], []).append(leaf.name)
-    firsts = {names[0] for names in members.values()}
-    in_order = [role_of[name] for name in folded.graph.columns.names if name in firsts]
-    return role_of, {role: members[role] for role in in_order}
+    for name in folded.graph.leaves.names:
+        members.setdefault(role_of[name], []).append(name)
+    position = folded.graph.position
+    return role_of, dict(sorted(members.items(), key=lambda each: position[each[1][0]]))

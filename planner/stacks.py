@@ -93,11 +93,10 @@ def module_paths(nodes: Iterable[Node]) -> tuple[tuple[str, ...], ...]:
 
 def shared_path(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
     """The longest common beginning, in whole path components."""
-    first, *others = [tuple(path) for path in paths] or [()]
-    for path in others:
-        same = next((i for i, (a, b) in enumerate(zip(first, path, strict=False)) if a != b), None)
-        first = first[: min(len(first), len(path)) if same is None else same]
-    return first
+    found = [tuple(path) for path in paths] or [()]
+    first, last = min(found), max(found)  # what these share, all between them have too
+    length = min(len(first), len(last))
+    return first[: next((at for at in range(length) if first[at] != last[at]), length)]
 
 
 def _tokens(graph: Graph) -> tuple[int, ...]:
