@@ -40,6 +40,7 @@ from planner.positions import check_positions
 from planner.predict import predict, predict_in_turns
 from planner.search import GAP, check_gap, check_time_limit, search
 from planner.timetable import Timetable
+from planner.words import in_all_bytes
 
 Progress = Callable[[str], None]
 Fold = Literal["capture", "graph", "off"]
@@ -332,8 +333,8 @@ def _check_fits(plan: Plan, cluster: ClusterSpec) -> None:
     if needed_bytes > usable_bytes:
         does = "moves model data within" if plan.timetables else "takes"
         raise PlanError(
-            f"the plan {does} {needed_bytes:,} bytes of a device, and this cluster's "
-            f"devices can use {usable_bytes:,}: plan again for this cluster"
+            f"the plan {does} {in_all_bytes(needed_bytes)} of a device, and this cluster's "
+            f"devices can use {in_all_bytes(usable_bytes)}: plan again for this cluster"
         )
 
 

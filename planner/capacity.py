@@ -13,6 +13,7 @@ from collections.abc import Callable
 from planner.errors import PlanError
 from planner.polynomial import at_sizes
 from planner.scale import OtherSizes, Scale, check_size
+from planner.words import in_all_bytes
 
 
 def max_batch(sizes: OtherSizes, sequence: int | None, limit_bytes: int) -> int:
@@ -61,8 +62,9 @@ def _largest(scale: Scale, what: str, pair: Callable[[int], tuple[int, int]], pl
     if not fits(first):
         needed = scale.peak_bytes(*pair(size_of(first)))
         raise PlanError(
-            f"no {what} fits: the smallest that the plan divides evenly, {size_of(first)}, takes {needed:,} bytes, and "
-            f"a device has {limit_bytes:,} to give: plan again with a larger cluster, or with parameters sharded"
+            f"no {what} fits: the smallest that the plan divides evenly, {size_of(first)}, takes "
+            f"{in_all_bytes(needed)}, and a device has {in_all_bytes(limit_bytes)} to give: plan again with a larger "
+            "cluster, or with parameters sharded"
         )
     hint = _last(foreseen, first, first) if foreseen(first) else first
     return size_of(_last(fits, first, hint))

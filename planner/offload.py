@@ -25,7 +25,7 @@ from planner.predict import Prediction, predict, predict_in_turns
 from planner.rank_step import UPDATE_THERE, RankStep, without
 from planner.timetable import Timetable, fewest_bytes, shortest_step, simulate
 from planner.turns import Staged
-from planner.words import in_bytes
+from planner.words import in_all_bytes
 
 MORE = "hosts with more memory, or pin 'offload' 'disk'"
 """The way out of hosts that are too small."""
@@ -142,9 +142,9 @@ def _check_home(step: RankStep, needed: int, saved: int = 0) -> None:
     if needed > has:
         less = " and let the activations of fewer blocks leave (pin 'activations')" if saved else ""
         raise InfeasibleError(
-            f"the {'disk' if on_disk else 'host'} has {has:,} bytes for each device ({in_bytes(has)}), and a "
-            f"device's part of parameters, gradients and optimizer state is {needed - saved:,} bytes"
-            f"{f', of activations that leave {saved:,} more' if saved else ''}: shard them over more "
+            f"the {'disk' if on_disk else 'host'} has {in_all_bytes(has)} for each device, and a device's part of "
+            f"parameters, gradients and optimizer state is {in_all_bytes(needed - saved)}"
+            f"{f', of activations that leave {in_all_bytes(saved)} more' if saved else ''}: shard them over more "
             f"devices (pin 'zero' 2 or 3, or 'tensor'){less}, or take {'larger disks' if on_disk else MORE}",
             needed - has,
         )

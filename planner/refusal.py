@@ -18,6 +18,7 @@ from planner.ops import OPS
 from planner.ops.function import reason
 from planner.problem import Edge
 from planner.strategy import Choice
+from planner.words import in_all_bytes, in_bytes
 
 DOUBLINGS = 6
 """To double the number of devices more often is no way out."""
@@ -120,7 +121,8 @@ def nothing_fits(setting: Setting, graph: Graph, looks: list[Look], leans: list[
         when, longer = " before the time limit" * is_late, "Give a longer time_limit_s, or pin" if is_late else "Pin"
         return InfeasibleError(
             f"no plan that fits {cluster.name!r} was found{when}, but none was ruled out either: the leanest one seen "
-            f"({division}) needs {least.bytes:,} bytes of {limit:,}. {longer} decisions to narrow the search.",
+            f"({division}) needs {in_all_bytes(least.bytes)} of {in_all_bytes(limit)}. {longer} decisions to narrow "
+            "the search.",
             excess,
         )
     held = [t for node in graph.leaves if node.op == "param" for t in node.results]
@@ -137,10 +139,11 @@ def nothing_fits(setting: Setting, graph: Graph, looks: list[Look], leans: list[
     more = "".join(f", or {each}" for each in others)
     pinned = " Relaxing the pins may also help." if setting.pins.to_dict() else ""
     return InfeasibleError(
-        f"no plan that fits {cluster.name!r} was found: each of its {cluster.world_size} devices can use {limit:,} "
-        f"bytes, and the leanest plan found ({division}) needs {least.bytes:,}, {excess:,} too many "
-        f"(the parameters alone are {params:,} bytes in all, {setting.training.optimizer_bytes_per_element} more per "
-        f"element for the optimizer). What would fit: devices with memory_bytes of at least {needed:,}"
+        f"no plan that fits {cluster.name!r} was found: each of its {cluster.world_size} devices can use "
+        f"{in_all_bytes(limit)}, and the leanest plan found ({division}) needs {in_all_bytes(least.bytes)}, "
+        f"{in_all_bytes(excess)} too many (the parameters alone are {in_bytes(params)} in all, "
+        f"{setting.training.optimizer_bytes_per_element} bytes more per element for the optimizer). What would fit: "
+        f"devices with memory_bytes of at least {in_all_bytes(needed)}"
         f"{more}.{pinned}",
         excess,
     )
@@ -159,12 +162,12 @@ def _nothing_works(setting: Setting, least: Lean, needed: int, is_open: bool) ->
     recompute = "" if setting.pins.recompute in (None, "full") else "pin 'recompute' 'full', "
     turns = "more micro-batches" if least.best.division.mesh.micro_batches > 1 else "micro-batches"
     return InfeasibleError(
-        f"{head}: each of its {cluster.world_size} devices can use {limit:,} bytes, and the largest working set of the "
-        f"leanest plan found ({least.best.division}) takes {working.bytes:,}, {excess:,} too many: {working.moment} "
-        f"needs {working.chunk_bytes:,} of parameters and gradients at once, and {working.beside_bytes:,} beside them "
-        f"for activations and what operators need. What would lower it: a smaller global batch, {turns} (pin "
-        f"'micro_batches'), {recompute}parameters "
-        "sharded over more devices (pin 'zero' 3 or 'tensor'). What would fit: devices with memory_bytes of at least "
-        f"{needed:,}",
+        f"{head}: each of its {cluster.world_size} devices can use {in_all_bytes(limit)}, and the largest working set "
+        f"of the leanest plan found ({least.best.division}) takes {in_all_bytes(working.bytes)}, "
+        f"{in_all_bytes(excess)} too many: {working.moment} needs {in_all_bytes(working.chunk_bytes)} of parameters "
+        f"and gradients at once, and {in_all_bytes(working.beside_bytes)} beside them for activations and what "
+        f"operators need. What would lower it: a smaller global batch, {turns} (pin 'micro_batches'), {recompute}"
+        "parameters sharded over more devices (pin 'zero' 3 or 'tensor'). What would fit: devices with memory_bytes of "
+        f"at least {in_all_bytes(needed)}",
         excess,
     )

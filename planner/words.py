@@ -62,8 +62,8 @@ def in_bytes(count: float) -> str:
 
 
 def in_all_bytes(count: int) -> str:
-    """``"29,674,701 bytes (28.3 MiB)"``."""
-    return f"{count:,} bytes ({in_bytes(count)})"
+    """``"29,674,701 bytes (28.3 MiB)"``; ``"512 bytes"``."""
+    return f"{count:,} bytes" + (f" ({in_bytes(count)})" if count >= 2**10 else "")
 
 
 def in_seconds(seconds: float) -> str:

@@ -56,6 +56,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 import autopar
 from autopar.checkpoint.parts import Box
 from planner.errors import CheckpointError
+from planner.words import in_all_bytes
 
 FORMAT = 1
 """Of the manifest and of the index; larger where an older autopar would misread it."""
@@ -213,8 +214,8 @@ def commit(path: Path, name: str, written: list[Written], index: bytes, aliases:
         there = (home / file).stat().st_size if (home / file).exists() else None
         if there != size:
             raise CheckpointError(
-                f"{size} bytes were written to {str(home / file)!r}, but rank 0 sees {there or 'none'}: save to a file "
-                "system that all ranks share"
+                f"{in_all_bytes(size)} were written to {str(home / file)!r}, but rank 0 sees "
+                f"{in_all_bytes(there or 0)}: save to a file system that all ranks share"
             )
     metadata = _metadata(path, name, written, aliases)
     pickled = pickle.dumps(metadata)
@@ -405,8 +406,8 @@ class Stored:
             )
         if name is None:
             raise CheckpointError(
-                f"{str(where / _METADATA)!r} is damaged: its {len(pickled)} bytes are not those that a manifest.json "
-                "beside it was written for; restore both from a copy, or take another checkpoint"
+                f"{str(where / _METADATA)!r} is damaged: its {in_all_bytes(len(pickled))} are not those that a "
+                "manifest.json beside it was written for; restore both from a copy, or take another checkpoint"
             )
         manifest = manifests[name]
         assert manifest is not None
@@ -457,8 +458,8 @@ class Stored:
             size = path.stat().st_size
             if size != sums["bytes"]:
                 raise CheckpointError(
-                    f"{str(path)!r} has {size} bytes instead of {sums['bytes']}: it was cut off or overwritten; "
-                    "restore it from a copy, or take another checkpoint"
+                    f"{str(path)!r} has {in_all_bytes(size)} instead of {in_all_bytes(sums['bytes'])}: it was cut off "
+                    "or overwritten; restore it from a copy, or take another checkpoint"
                 )
             crc = 0
             with path.open("rb") as opened:

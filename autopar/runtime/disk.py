@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.errors import InfeasibleError, InputError
-from planner.words import in_all_bytes, in_bytes
+from planner.words import in_all_bytes
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class Disk:
         except OSError as error:
             free = _free_bytes(self.folder)
             raise InfeasibleError(
-                f"no {size:,} bytes in {str(self.folder)!r} for {what} ({error.strerror}; {free:,} bytes are free, "
-                f"{in_bytes(free)}): make room there and go on, since nothing is lost, or take another offload_path",
+                f"no {in_all_bytes(size)} in {str(self.folder)!r} for {what} ({error.strerror}; "
+                f"{in_all_bytes(free)} are free): make room there and go on, since nothing is lost, or take another "
+                "offload_path",
                 max(0, size - free),
             ) from error
 
@@ -125,7 +126,7 @@ def _check(found: Sequence[_Found]) -> None:
         if needed > each.free_bytes:
             raise InfeasibleError(
                 f"offload_path {each.folder!r}: parameters, gradients and optimizer state of this machine's ranks take "
-                f"{in_all_bytes(needed)}, and {each.free_bytes:,} are free there "
-                f"({in_bytes(each.free_bytes)}): make room, or give a directory on a larger disk",
+                f"{in_all_bytes(needed)}, and {in_all_bytes(each.free_bytes)} are free there: make room, or give a "
+                "directory on a larger disk",
                 needed - each.free_bytes,
             )

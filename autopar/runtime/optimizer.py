@@ -22,6 +22,7 @@ from autopar.runtime.disk import Disk
 from autopar.runtime.masters import class_with_masters
 from autopar.runtime.trial import FAILURES, SCALES, at_a_rate, first_line, name_of
 from planner.errors import InfeasibleError, InputError
+from planner.words import in_all_bytes
 
 Groups = Sequence[Mapping[str, Any]]
 """Each has ``params``, a pattern of names or several (``*`` and ``?`` allowed), and options of its own."""
@@ -100,7 +101,7 @@ def expect_state(optimizer: torch.optim.Optimizer, planned: int) -> None:
             needed = math.ceil(found / elements)
             warnings.warn(
                 f"the optimizer's state takes {needed} bytes per element of the parameters, and the plan counts "
-                f"{planned}: {found - planned * elements:,} bytes more on this rank than planned. Plan with "
+                f"{planned}: {in_all_bytes(found - planned * elements)} more on this rank than planned. Plan with "
                 f"optimizer_bytes_per_element={needed}",
                 stacklevel=2,
             )

@@ -26,6 +26,7 @@ from autopar.runtime.disk import Disk
 from autopar.runtime.pinned import pinned
 from planner.errors import TimetableError
 from planner.timetable.table import ACTIONS
+from planner.words import in_all_bytes
 
 REMEMBERED = 8
 """So many of the last things that were done with a chunk are told where one is used that is not there."""
@@ -57,7 +58,7 @@ class Arena:
         """
         self.held_bytes += size
         try:
-            self.check(f"{what}, which takes {size:,} bytes")
+            self.check(f"{what}, which takes {in_all_bytes(size)}")
         except TimetableError:
             self.held_bytes -= size
             raise
@@ -67,8 +68,9 @@ class Arena:
         total = self.held_bytes + self.beside_bytes
         if total > self.budget_bytes:
             raise TimetableError(
-                f"{what}: chunks take {self.held_bytes:,} bytes on the device, and what is beside them "
-                f"{self.beside_bytes:,}, {total - self.budget_bytes:,} more than its {self.budget_bytes:,}"
+                f"{what}: chunks take {in_all_bytes(self.held_bytes)} on the device, and what is beside them "
+                f"{in_all_bytes(self.beside_bytes)}, {in_all_bytes(total - self.budget_bytes)} more than its "
+                f"{in_all_bytes(self.budget_bytes)}"
             )
         self.high_water_bytes = max(self.high_water_bytes, total)
 

@@ -29,6 +29,7 @@ from planner.errors import InfeasibleError
 from planner.pipeline.schedule import placed
 from planner.pipeline.simulate import Path, Times, critical
 from planner.pipeline.stages import Block, Chain, Cut, Pipeline, blocks_of, bound_s, check_chain, evaluate
+from planner.words import in_bytes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -695,18 +696,18 @@ def _children(work: _Work, rests: list[_Rest], node: _Node, best_s: float) -> It
 
 
 def _too_large(work: _Work, found: _Found) -> str:
-    limit = (work.limit or 0) / 2**30
+    limit = in_bytes(work.limit or 0)
     p = work.pipeline
     if found.least_excess == math.inf:
         lean = work.lean[:, np.arange(work.size), np.arange(1, work.size + 1)].min(axis=0)
         worst = int(lean.argmax())
         return (
-            f"{work.blocks[worst].name} alone needs {lean[worst] / 2**30:.2f} GiB as a stage of {p.schedule} with "
-            f"{p.micro_batches} micro-batches, or what is left cannot be shared out; the limit is {limit:.2f} GiB. "
+            f"{work.blocks[worst].name} alone needs {in_bytes(lean[worst])} as a stage of {p.schedule} with "
+            f"{p.micro_batches} micro-batches, or what is left cannot be shared out; the limit is {limit}. "
             "Take smaller micro-batches, shard more, or take a schedule with fewer in flight"
         )
     return (
-        f"no cut into {p.stages} stages was found that fits {limit:.2f} GiB: the leanest needs "
-        f"{found.least_excess / 2**30:.3f} GiB more on its fullest rank. Take smaller micro-batches, shard more, or "
+        f"no cut into {p.stages} stages was found that fits {limit}: the leanest needs "
+        f"{in_bytes(found.least_excess)} more on its fullest rank. Take smaller micro-batches, shard more, or "
         "take a schedule with fewer in flight"
     )

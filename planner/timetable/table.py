@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 from planner.errors import TimetableError
 from planner.timetable.trace import Item, Link, Moment, Trace, Use, check_whole
-from planner.words import in_bytes
+from planner.words import in_all_bytes, in_bytes
 
 ACTIONS: dict[str, tuple[str, str]] = {
     "drop": ("resident", "home"),
@@ -263,9 +263,9 @@ class _State:
             if moment.on == "device" and total > self.table.budget_bytes:
                 came = ", ".join((*entry.fetch, *entry.make)) or "nothing"
                 raise TimetableError(
-                    f"{moment.name}: {total} bytes are taken with those that are coming and leaving, "
-                    f"{total - self.table.budget_bytes} over the budget of {self.table.budget_bytes}; fetched or made "
-                    f"on entering it: {came}"
+                    f"{moment.name}: {in_all_bytes(total)} are taken with those that are coming and leaving, "
+                    f"{in_all_bytes(total - self.table.budget_bytes)} over the budget of "
+                    f"{in_all_bytes(self.table.budget_bytes)}; fetched or made on entering it: {came}"
                 )
             for item, use in self.trace.used[place]:
                 (self._on_device if moment.on == "device" else self._on_host)(moment, item, use, settled)

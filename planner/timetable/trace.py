@@ -23,7 +23,7 @@ from numbers import Integral
 from typing import Literal
 
 from planner.errors import InfeasibleError, TimetableError
-from planner.words import in_bytes
+from planner.words import in_all_bytes, in_bytes
 
 Access = Literal["r", "w", "rw"]
 ACCESSES = ("r", "w", "rw")
@@ -142,7 +142,7 @@ class Trace:
         """Raise :class:`InfeasibleError` if a moment needs more than the budget, whatever is moved."""
         check_whole("a budget", budget_bytes)
         if budget_bytes < 0:
-            raise TimetableError(f"a budget of {budget_bytes} bytes; it cannot be below zero")
+            raise TimetableError(f"a budget of {in_all_bytes(budget_bytes)}; it cannot be below zero")
         most = max(self.needed_bytes)
         if most <= budget_bytes:
             return
@@ -155,9 +155,9 @@ class Trace:
         if moment.other_bytes:
             parts.append(f"{in_bytes(moment.other_bytes)} beside the items")
         raise InfeasibleError(
-            f"a budget of {budget_bytes} bytes is below the largest working set: {moment.name} needs {most} bytes "
-            f"({', '.join(parts)}), {most - budget_bytes} more. Give {most} bytes, or make this moment's items "
-            "smaller, divide it into moments that use fewer of them, or take less beside them",
+            f"a budget of {in_all_bytes(budget_bytes)} is below the largest working set: {moment.name} needs "
+            f"{in_all_bytes(most)}, {in_all_bytes(most - budget_bytes)} more: {', '.join(parts)}. Give it that much, "
+            "make this moment's items smaller, divide it into moments that use fewer of them, or take less beside them",
             most - budget_bytes,
         )
 
@@ -177,19 +177,22 @@ def _check_moments(trace: Trace) -> None:
             raise TimetableError(f"{moment.name} takes {moment.seconds} s; seconds are finite and not below zero")
         check_whole(f"{moment.name} beside its items", moment.other_bytes)
         if moment.other_bytes < 0:
-            raise TimetableError(f"{moment.name} takes {moment.other_bytes} bytes beside its items; not below zero")
+            raise TimetableError(
+                f"{moment.name} takes {in_all_bytes(moment.other_bytes)} beside its items; not below zero"
+            )
         if moment.on not in ("device", "host"):
             raise TimetableError(f"{moment.name} computes on {moment.on!r}; moments are on 'device' or on 'host'")
         if moment.on == "host" and moment.other_bytes:
             raise TimetableError(
-                f"{moment.name} computes on the host and cannot take {moment.other_bytes} bytes of the device's budget"
+                f"{moment.name} computes on the host and cannot take {in_all_bytes(moment.other_bytes)} of the "
+                "device's budget"
             )
 
 
 def _check_item(trace: Trace, item: Item) -> None:
     check_whole(f"item {item.name}", item.bytes)
     if item.bytes < 0:
-        raise TimetableError(f"item {item.name} has {item.bytes} bytes; it cannot have fewer than none")
+        raise TimetableError(f"item {item.name} has {in_all_bytes(item.bytes)}; it cannot have fewer than none")
     if item.home not in trace.links:
         known = ", ".join(trace.links) or "none"
         raise TimetableError(f"item {item.name} is at home on {item.home!r}, to which no link leads; links: {known}")

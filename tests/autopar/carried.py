@@ -362,7 +362,7 @@ def refuses_what_does_not_fit(document: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match="timetable is of other chunks or blocks"):
         parallel(model, replace(plan, timetables=(Timetable.from_dict(data),)), batch)
     small = ClusterSpec.local(1, memory_bytes="64 KiB", cores=2, host_memory_bytes="1 GiB")
-    with pytest.raises(PlanError, match=r"can use 58,982: plan again for this cluster"):
+    with pytest.raises(PlanError, match=r"can use 58,982 bytes .*: plan again for this cluster"):
         autopar.parallelize(model, small, plan=plan, example_kwargs=batch)
     with pytest.raises(InfeasibleError):
         autopar.parallelize(model, small, example_kwargs=batch, pin={"offload": "host"})

@@ -112,7 +112,9 @@ def refuses(plan: Plan, path: str) -> None:
         parallel(model, plan, str(file))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autopar.runtime.disk._free_bytes", lambda folder: 1000)
-        with pytest.raises(InfeasibleError, match=r"take [\d,]+ bytes \(.*\), and 1,000 are free there") as caught:
+        with pytest.raises(
+            InfeasibleError, match=r"take [\d,]+ bytes \(.*\), and 1,000 bytes are free there"
+        ) as caught:
             parallel(model, plan, path)
         assert caught.value.excess_bytes > 0
     assert not os.listdir(path)
@@ -135,7 +137,7 @@ def refuses(plan: Plan, path: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("os.posix_fallocate", full)
             with pytest.raises(
-                InfeasibleError, match=r"no [\d,]+ bytes in .* for optimizer state .exp_avg. \(No space left"
+                InfeasibleError, match=r"no [\d,]+ bytes .*in .* for optimizer state .exp_avg. \(No space left"
             ):
                 optimizers[1].step()
     expected = model.state_dict()

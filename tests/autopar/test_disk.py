@@ -46,7 +46,7 @@ def test_a_cluster_must_describe_its_disk_and_the_disk_must_do() -> None:
         ClusterError, match=r"does not say what disk its devices have.*ClusterSpec.local takes disk_byt"
     ):
         on_disk.plan_of(1, disk=None)
-    with pytest.raises(InfeasibleError, match=r"the disk has 1,000 bytes for each device .* or take larger disks"):
+    with pytest.raises(InfeasibleError, match=r"the disk has 1,000 bytes for each device, .* or take larger disks"):
         on_disk.plan_of(1, disk="1 kB")
 
 

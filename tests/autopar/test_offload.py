@@ -272,7 +272,8 @@ def test_an_arena_is_never_over_its_budget() -> None:
     made = chunk(budget_bytes=150)
     made.arena.enter(beside_bytes=40)
     with pytest.raises(
-        TimetableError, match=r"fetch parameters a on entering forward, which takes 128 bytes: .* 18 more than its 150"
+        TimetableError,
+        match=r"fetch parameters a on entering forward, which takes 128 bytes: .* 18 bytes more than its 150 bytes",
     ):
         made.act("fetch", "forward")
     assert made.state == "home" and made.arena.held_bytes == 0

@@ -71,6 +71,6 @@ def test_a_plan_for_larger_devices_is_refused() -> None:
     usable = plan.predicted.peak_bytes - 1
     small = ClusterSpec.local(1, memory_bytes=int(usable / 0.9), cores=2)
     with pytest.raises(
-        PlanError, match=rf"the plan takes {plan.predicted.peak_bytes:,} bytes .* can use [\d,]+: plan again"
+        PlanError, match=rf"the plan takes {plan.predicted.peak_bytes:,} bytes .* can use [\d,]+ bytes .*: plan again"
     ):
         autopar.parallelize(model, small, plan=plan, example_kwargs=batch)

@@ -128,7 +128,7 @@ def test_trains_from_files(tmp_path: Path) -> None:
     optimizer = pmodel.optimizer(torch.optim.AdamW, lr=1e-2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.posix_fallocate", full)
-        with pytest.raises(InfeasibleError, match=r"no [\d,]+ bytes in .* for optimizer state .exp_avg."):
+        with pytest.raises(InfeasibleError, match=r"no [\d,]+ bytes .*in .* for optimizer state .exp_avg."):
             pmodel(x=batch(0)).backward()
     optimizer.step()
     steps_of(pmodel, optimizer, range(1, 3))

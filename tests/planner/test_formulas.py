@@ -425,7 +425,10 @@ def test_more_memory_holds_a_larger_batch():
 def test_no_batch_fits():
     plan = mlp_plan(pin={"data": 4, "zero": 0})
     little = replace(plan, cluster=cluster(4, "1 MiB"), decided=plan.assignment)
-    with pytest.raises(PlanError, match=r"no batch fits: the smallest .* 4, takes [\d,]+ bytes, .* has [\d,]+ to give"):
+    with pytest.raises(
+        PlanError,
+        match=r"no batch fits: the smallest .* 4, takes [\d,]+ bytes \(.*, .* has 943,718 bytes \(921.6 KiB\) to give",
+    ):
         little.max_batch()
 
 

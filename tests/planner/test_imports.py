@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "ops": {*BASE, "rules"},
     "stacks": {"graph", "columns"},
     "fold": {"graph", "columns", "stacks"},
-    "pipeline": {"errors"},
+    "pipeline": {"errors", "words"},
     "files": {"errors"},
     "quantity": {"errors"},
     "host": {"errors"},
@@ -103,7 +103,7 @@ ROOMS["lean"] = {
     "offload",
     "looks",
 }
-ROOMS["refusal"] = {*BASE, "ops", "problem", "strategy", "formulate", "division", "looks", "lean", "names"}
+ROOMS["refusal"] = {*BASE, "ops", "problem", "strategy", "formulate", "division", "looks", "lean", "names", "words"}
 ROOMS["explore"] = {"formulate", "memory", "offload", "problem", "recompute", "skeleton", "turns", "words"}
 ROOMS["explore"] |= {"division", "looks", "apart", "refusal"}
 ROOMS["fitting"] = {"problem", "skeleton", "solve", "looks", "apart", "lean", "refusal", "explore"}
@@ -118,7 +118,7 @@ ROOMS["document"] = {"errors", "layout", "cluster", "formulate", "division", "pr
 ROOMS["document"] |= {"graph", "chunks", "certificate", "pipeline", "timeline", "timetable", "turns"}
 ROOMS["follow"] = {"errors", "graph", "positions", "rules", "strategy", "polynomial"}
 ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "memory", "predict", "follow", "turns"}
-ROOMS["capacity"] = {"errors", "polynomial", "scale"}
+ROOMS["capacity"] = {"errors", "polynomial", "scale", "words"}
 ROOMS["closed"] = {*ROOMS["formulate"], "formulate", "ops", "pins", "seconds", "polynomial"}
 ROOMS["formulas"] = {*ROOMS["scale"], "heap", "conversion", "pipeline", "scale", "closed", "seconds"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}

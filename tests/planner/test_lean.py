@@ -42,7 +42,9 @@ def at_least(graph: Graph, memory: int, pin: dict[str, Any], devices: int = 1) -
         searched(graph, memory, pin, devices)
     text = str(caught.value)
     found = re.search(
-        r"can use ([\d,]+) bytes.*(?:needs|takes) ([\d,]+), ([\d,]+) too many.*memory_bytes of at least ([\d,]+)", text
+        r"can use ([\d,]+) bytes.*(?:needs|takes) ([\d,]+) bytes \(.*\), ([\d,]+) bytes .*too many.*"
+        r"memory_bytes of at least ([\d,]+) bytes",
+        text,
     )
     assert found is not None, text
     usable, needs, over, least = (int(number.replace(",", "")) for number in found.groups())

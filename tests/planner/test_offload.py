@@ -41,6 +41,7 @@ from planner.plan import Plan, Search, describe, model_facts, reprice
 from planner.predict import predict
 from planner.search import search
 from planner.timetable import Use, fewest_bytes, simulate
+from planner.words import in_all_bytes
 from tests.planner.plans import plan_of, residual_mlp
 
 
@@ -314,7 +315,7 @@ def test_a_digest_names_the_timetable_too(plans: Callable[[str], Plan]) -> None:
 def test_a_file_with_a_timetable_that_cannot_be_is_refused(plans: Callable[[str], Plan]) -> None:
     data = json.loads(json.dumps(plans("tight").to_dict()))
     data["timetable"]["budget_bytes"] = 1000
-    with pytest.raises(PlanError, match=r"timetable.*over the budget of 1000"):
+    with pytest.raises(PlanError, match=r"timetable.*over the budget of 1,000 bytes"):
         Plan.from_dict(data)
 
 
@@ -453,8 +454,9 @@ def test_a_budget_below_the_largest_working_set_says_what_is_needed_and_what_wou
     usable, takes, over, chunks, beside, memory = (
         int(re.search(pattern, text)[1].replace(",", ""))  # type: ignore[index]
         for pattern in (
-            r"can use ([\d,]+) bytes", r"takes ([\d,]+),", r"([\d,]+) too many", r"needs ([\d,]+) of parameters",
-            r"and ([\d,]+) beside", r"memory_bytes of at least ([\d,]+)",
+            r"can use ([\d,]+) bytes", r"takes ([\d,]+) bytes", r", ([\d,]+) bytes \([^,]*\) too many",
+            r"needs ([\d,]+) bytes \(.*\) of parameters", r"and ([\d,]+) bytes \(.*\) beside",
+            r"memory_bytes of at least ([\d,]+)",
         )
     )  # fmt: skip
     assert usable == spec.device.usable_bytes and takes - usable == over == caught.value.excess_bytes
@@ -496,7 +498,12 @@ def test_a_host_that_is_too_small_is_refused_with_its_numbers() -> None:
     with pytest.raises(InfeasibleError) as caught:
         offload(spec=cluster("2.5 MiB", host=needed - 1000))
     assert caught.value.excess_bytes == 1000
-    for part in (f"{needed - 1000:,} bytes for each device", f"{needed:,} bytes", "'zero' 2 or 3", "more memory"):
+    for part in (
+        f"{in_all_bytes(needed - 1000)} for each device",
+        in_all_bytes(needed),
+        "'zero' 2 or 3",
+        "more memory",
+    ):
         assert part in str(caught.value)
     assert offload(spec=cluster("2.5 MiB", host=needed)).timetable is not None
 

@@ -277,7 +277,7 @@ def test_a_cluster_too_small_says_by_how_much_and_what_would_fit() -> None:
     text = str(error.value)
     limit, needs, over = (
         int(number.replace(",", ""))
-        for number in re.search(r"can use ([\d,]+) bytes.*needs ([\d,]+), ([\d,]+) too many", text).groups()  # type: ignore[union-attr]
+        for number in re.search(r"can use ([\d,]+) bytes.*needs ([\d,]+) .*, ([\d,]+) bytes .* too many", text).groups()  # type: ignore[union-attr]
     )
     assert needs - limit == over > 0
     memory = int(re.search(r"memory_bytes of at least ([\d,]+)", text)[1].replace(",", ""))  # type: ignore[index]

@@ -259,7 +259,10 @@ def test_layers_are_cut_where_stages_outnumber_them() -> None:
 
 
 def test_a_pipeline_that_does_not_fit_says_by_how_much() -> None:
-    with pytest.raises(InfeasibleError, match=r"pipeline 4 x micro 8 x all 2\) needs [\d,]+, [\d,]+ too many"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"pipeline 4 x micro 8 x all 2\) needs [\d,]+ bytes \(.*\), [\d,]+ bytes .*too many",
+    ):
         searched(cluster(8, memory="1 MiB"), {"pipeline": 4, "micro_batches": 8})
 
 

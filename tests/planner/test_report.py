@@ -17,7 +17,7 @@ from planner.layout import Mesh
 from planner.plan import Plan
 from planner.report.html import _drawing
 from planner.report.summary import blocks, standing, traffic
-from planner.words import in_bytes, in_count, in_percent, in_seconds
+from planner.words import in_all_bytes, in_bytes, in_count, in_percent, in_seconds
 from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp
 
 
@@ -110,6 +110,10 @@ def test_traffic_keeps_every_call_and_byte() -> None:
         (in_bytes(1023), "1023 B"),
         (in_bytes(1536), "1.5 KiB"),
         (in_bytes(80 * 2**30), "80.0 GiB"),
+        (in_all_bytes(1023), "1,023 bytes"),
+        (in_all_bytes(1024), "1,024 bytes (1.0 KiB)"),
+        (in_all_bytes(-(2**31)), "-2,147,483,648 bytes"),
+        (in_all_bytes(68719476736), "68,719,476,736 bytes (64.0 GiB)"),
         (in_seconds(0), "0 s"),
         (in_seconds(2.5e-7), "0.25 us"),
         (in_seconds(1.5e-5), "15.0 us"),

@@ -15,6 +15,7 @@ from planner.graph import Graph, Node, Ref, TensorType
 from planner.memory import Usage, usage
 from planner.plan import Plan, reprice
 from planner.timetable import Use
+from planner.words import in_all_bytes
 from tests.planner.plans import residual_mlp
 from tests.planner.test_offload import GRAPH, cluster, decided, gpu, offload, with_usable
 
@@ -162,7 +163,10 @@ def test_a_host_too_small_for_what_leaves_is_refused_with_its_numbers() -> None:
         with pytest.raises(InfeasibleError) as caught:
             offload(spec=small, activations="all", recompute="none")
         assert caught.value.excess_bytes == missing
-        for part in (f"{data:,} bytes, of activations that leave {more:,} more", "fewer blocks leave"):
+        for part in (
+            f"{in_all_bytes(data)}, of activations that leave {in_all_bytes(more)} more",
+            "fewer blocks leave",
+        ):
             assert part in str(caught.value)
 
 

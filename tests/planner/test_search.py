@@ -149,7 +149,9 @@ def test_equal_layers_may_alternate():
 
 
 def test_nothing_fits_says_by_how_much_and_what_would():
-    with pytest.raises(InfeasibleError, match=r"can use 1,000 bytes.*needs [\d,]+, [\d,]+ too many.*What would fit"):
+    with pytest.raises(
+        InfeasibleError, match=r"can use 1,000 bytes,.*needs [\d,]+ bytes \(.* too many.*What would fit"
+    ):
         search(chain(4), cluster(memory=1000), Pins(), Training())
 
 
