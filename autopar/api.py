@@ -74,7 +74,14 @@ def trace(
     captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
     graph = lower(captured)
     check_positions(graph)
-    if loss_fn is not None and any(p.requires_grad for p in model.parameters()) and not graph.roots:
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    if loss_fn is not None and model.training and not trains:
+        raise InputError(
+            f"loss_fn is given, {type(model).__name__} is in train mode, and none of its parameters has requires_grad, "
+            "so that there is nothing to train: set requires_grad on what is to be trained, or call model.eval() to "
+            "have the loss computed alone"
+        )
+    if loss_fn is not None and trains and not graph.roots:
         raise InputError(
             "the loss that loss_fn returned depends on no parameter that is trained: compute it from the model's "
             "outputs, and do not detach them"
@@ -120,7 +127,7 @@ def plan(
 
     Raises:
         InputError, CaptureError: the model or its inputs cannot be captured; it looks up positions past the end of a
-            table; or it is to be trained in turns, and has no loss.
+            table; it is to be trained in turns, and has no loss; or it has a ``loss_fn``, and nothing to train.
         PinError: the pins contradict each other, the model, or the cluster.
         InfeasibleError: no plan fits in memory.
     """

@@ -196,9 +196,17 @@ def test_a_loss_that_is_none_is_refused(loss_fn: Any, what: str) -> None:
         trace(nn.Linear(8, 8), None, {"input": X}, loss_fn)
 
 
-def test_a_model_of_frozen_parameters_has_a_loss_all_the_same() -> None:
-    traced = trace(nn.Linear(8, 8).requires_grad_(False), None, {"input": X}, lambda outputs, batch: outputs.sum())
-    assert not traced.graph.roots
+@pytest.mark.parametrize("model", [nn.Linear(8, 8).requires_grad_(False), nn.ReLU()], ids=["frozen", "none"])
+def test_a_model_with_a_loss_function_and_nothing_to_train_only_has_its_loss_computed(model: nn.Module) -> None:
+    def loss_fn(outputs: Any, batch: Any) -> Tensor:
+        return outputs.sum()
+
+    with pytest.raises(InputError, match=rf"{type(model).__name__} is in train mode, and none .* or call model\.eval"):
+        trace(model.train(), None, {"input": X}, loss_fn)
+    traced = trace(model.eval(), None, {"input": X}, loss_fn)
+    (found,) = traced.graph.outputs
+    assert traced.graph.by_name[found.node].results[0].shape == () and not traced.graph.roots
+    assert not trace(model.train(), None, {"input": X}).graph.roots, "a part of a model may have nothing to train"
 
 
 def test_with_a_loss_function_names_are_the_users_own() -> None:
