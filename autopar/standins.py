@@ -73,6 +73,8 @@ class StandIns:
         self._real: dict[int, Tensor] = {}
         self._shown: dict[int, Tensor] = {}
         self._unread: dict[int, Copied] = {}
+        self._size = 0
+        self._nodes: dict[int, tuple[Tensor, fx.Node | None]] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a function gives, for the model's code.
@@ -103,7 +105,16 @@ class StandIns:
     def traced(self, tensor: Tensor) -> tuple[Tensor, fx.Node | Copied | None]:
         """What is traced for a tensor that the code holds, and what computes it, if that is known."""
         real = self.unread(tensor)
-        return real, self._unread.get(id(tensor)) or node_of(self.tracer, real)
+        return real, self._unread.get(id(tensor)) or self._node_of(real)
+
+    def _node_of(self, real: Tensor) -> fx.Node | None:
+        """The node that computes a tensor, looked up once for as long as the graph does not grow."""
+        size = len(self.tracer.graph.nodes)
+        if size != self._size:
+            self._size, self._nodes = size, {}
+        if id(real) not in self._nodes:
+            self._nodes[id(real)] = real, node_of(self.tracer, real)
+        return self._nodes[id(real)][1]
 
     def unread(self, tensor: Tensor) -> Tensor:
         """What is traced for a tensor that the code holds; nothing reads it yet."""
