@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from autopar.functions.carry import Carried
 from autopar.functions.joint import Joint, Operand
-from autopar.functions.keeping import Kept, kept
+from autopar.functions.keeping import kept
+from autopar.functions.kept import Kept
 from planner.graph import Ref, TensorType
 from planner.layout import Shard
 from planner.ops import OPS

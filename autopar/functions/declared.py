@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from autopar.functions.kept import Kept
 from planner.errors import CaptureError
-
-if TYPE_CHECKING:  # it carries Functions, which may be declared
-    from autopar.functions.keeping import Kept
 
 
 @dataclass(frozen=True)

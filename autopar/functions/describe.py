@@ -16,7 +16,8 @@ from autopar.functions.carry import Carried
 from autopar.functions.costs import costs, unseen
 from autopar.functions.declared import Declared
 from autopar.functions.joint import Joint, NotTraced, Operand, trace
-from autopar.functions.keeping import Kept, kept
+from autopar.functions.keeping import kept
+from autopar.functions.kept import Kept
 from autopar.functions.proof import Followed, Proof, Refuted, difference
 from autopar.functions.reach import refuse_reach
 from planner.errors import CaptureError

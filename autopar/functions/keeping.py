@@ -6,7 +6,6 @@ Tensors without data are enough; what decides on their values is seen as far as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,30 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.functions.carry import Carried
 from autopar.functions.joint import Operand, alone
+from autopar.functions.kept import Kept
 from autopar.functions.outside import Watching
 from autopar.nominate import storage_of
 from planner.errors import CaptureError
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What backward of a Function needs, as far as autograd and its context tell.
-
-    Attributes:
-        saves: words for operands and results (``in0``, ``out1``) that autograd saves, and backward asks for.
-        holds: those that the context holds by itself (``ctx.x = x``), or that backward does not ask for: they are never
-            let go and made again.
-        others: what else there is, as pairs of the operand or result next in size, and bytes for each of its elements.
-        works: bytes of the tensors that backward makes, at the fullest of its moments, but for the gradients it gives,
-            for each byte of the first operand or result, whichever is larger.
-        is_whole: whether backward ran to its end.
-    """
-
-    saves: tuple[str, ...] = ()
-    holds: tuple[str, ...] = ()
-    others: tuple[tuple[int, float], ...] = ()
-    works: float = 0.0
-    is_whole: bool = True
 
 
 def kept(carried: Carried, operands: Sequence[Operand]) -> Kept:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from autopar.functions.declared import DECLARED, Declared
-from autopar.functions.keeping import Kept, observed
+from autopar.functions.keeping import observed
+from autopar.functions.kept import Kept
 from planner.errors import CaptureError, InputError
 
 
