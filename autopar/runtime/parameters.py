@@ -199,7 +199,7 @@ def replicate_parameters(parameters: Sequence[Tensor], axis: ProcessGroup) -> tu
     """
     if spmd.is_type_checking() or not torch.is_grad_enabled():
         return tuple(convert(p, axis, "I", "R") for p in parameters)
-    return _SumGradients.apply(axis, *parameters)
+    return _one_by_one(_SumGradients.apply(axis, *parameters))
 
 
 def gather_parameters(
@@ -216,7 +216,12 @@ def gather_parameters(
     """
     if spmd.is_type_checking():
         return tuple(convert(p, axis, shard, "R") for p, shard in zip(parameters, shards, strict=True))
-    return _Gather.apply(gathering or Gathering(parameters, axis), axis, tuple(shards), *parameters)
+    return _one_by_one(_Gather.apply(gathering or Gathering(parameters, axis), axis, tuple(shards), *parameters))
+
+
+def _one_by_one(parameters: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """The same, each with a node of autograd of its own, where a backward in two parts may end."""
+    return tuple(parameter.view_as(parameter) for parameter in parameters)
 
 
 def gather_ahead(

@@ -22,7 +22,14 @@ MODELS: dict[str, Model] = {
     "a weight that joins the ways of two others": lambda x, a, b, c: (torch.tanh(x @ (a + c)) @ (b + c),),
     "no way to the input": lambda x, a, b, c: (a @ b,),
     "products of what weights make": lambda x, a, b, c: ((x @ (a @ b)) @ (a * c),),
+    "what weights make, and what is made of that": lambda x, a, b, c: ((x @ (a @ b)) @ ((a @ b) * c) @ c,),
+    "weights that come together": lambda x, a, b, c: (together(x, torch.stack([a, b, c])),),
 }
+
+
+def together(x: Tensor, weights: Tensor) -> Tensor:
+    a, b, c = weights.unbind()
+    return torch.tanh(torch.tanh(x @ a) @ b) @ c
 
 
 def leaves() -> list[Tensor]:
@@ -61,3 +68,14 @@ def test_weights_add_up_over_turns() -> None:
     for mine, theirs in zip((a, b, c), whole[1:], strict=True):
         assert mine.grad is not None and theirs.grad is not None
         assert torch.allclose(mine.grad, theirs.grad, rtol=1e-12)
+
+
+def test_what_weights_come_from_together_is_undone_once() -> None:
+    x, *weights = leaves()
+    stacked, came = torch.stack(weights), list[Tensor]()
+    stacked.register_hook(came.append)  # type: ignore[no-untyped-call]
+    output = together(x, stacked)
+    _, later = backward_of_inputs(((output, torch.ones_like(output)),), [x], weights)
+    assert not came
+    later.run()
+    assert len(came) == 1 and all(weight.grad is not None for weight in weights)
