@@ -237,7 +237,7 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     rules = rules_of(traced.graph)
     pins = Pins.parse(plan.pin)
     kept, stages = filters(pins, traced.graph, rules, plan.mesh), 1 if plan.pipeline is None else plan.pipeline.ranks
-    training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations)
+    training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.gathers)
     space = Space(folded, plan.mesh, CostModel(plan.cluster), training, rules, *kept, stages=stages)
     return restore(plan, space, facts)
 

@@ -88,6 +88,11 @@ class Simulation:
         return () if self._in_turns is None else self._in_turns.bounds
 
     @property
+    def late(self) -> tuple[int, ...]:
+        """Of how many micro-batches each stage finds the gradients of weights later than others."""
+        return () if self._in_turns is None else self._in_turns.schedule.late
+
+    @property
     def placed(self) -> tuple[int, ...]:
         """The rank of every stage, as if they were not all in this process."""
         return (0,) if self._in_turns is None else self._in_turns.schedule.rank_of

@@ -1,10 +1,10 @@
 """Stages: the programs of a step in turns, from a captured graph, an assignment, and where its blocks are cut.
 
 A stage converts its parameters into the layouts in which its operators use them once a step, and then runs the same
-program for one micro-batch after the other. Where they come from their home for each, its blocks convert them. What
-leaves a stage goes to the next one, values that only later ones read included. A loss that is a mean over all tokens
-that count needs to know how many do before the first backward, whether it counts them itself or is divided by their
-sum: a third program finds what one micro-batch adds to that, from the inputs alone.
+program for one micro-batch after the other; or its blocks convert them, in each micro-batch. What leaves a stage goes
+to the next one, values that only later ones read included. A loss that is a mean over all tokens that count needs to
+know how many do before the first backward, whether it counts them itself or is divided by their sum: a third program
+finds what one micro-batch adds to that, from the inputs alone.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
         returned = pytree.tree_leaves(module(*args, **kwargs))
         if reference.loss is not None:
             returned[reference.loss].backward()
-    predicted = collectives(assignment, simulation.bounds)
+    predicted = collectives(assignment, simulation.bounds, simulation.late)
     between = exchanges(assignment, simulation.placed, simulation.bounds)
     between = Counter({call: count for call, count in between.items() if call.kind == "send"})
     if reference.loss is None:
@@ -399,7 +399,8 @@ def verify(
     ref = aligned(reference(model, args, kwargs, loss_fn), traced)
     small = real if real.size <= SIMULATED_RANKS else _shrunk(real.in_turns(1)).in_turns(real.micro_batches)
     like = refold(assignment.space.folded, ref.traced.graph)
-    space = space_on(ref.traced, small, cluster, Pins.parse(None), like, assignment.space.stages)
+    training = Training(gathers=assignment.space.gathers)
+    space = space_on(ref.traced, small, cluster, Pins.parse(None), like, assignment.space.stages, training)
     simulated, missing = _transfer(assignment, space)
     if simulated is None:
         notes.append(
@@ -465,13 +466,19 @@ def _unseen(functions: Sequence[Carried]) -> str:
 
 
 def space_on(
-    traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, folded: Folded | None = None, stages: int = 1
+    traced: Traced,
+    mesh: Mesh,
+    cluster: ClusterSpec,
+    pins: Pins,
+    folded: Folded | None = None,
+    stages: int = 1,
+    training: Training | None = None,
 ) -> Space:
     """Every decision to take for a captured model on the mesh of a stage, for its own folding or a given one."""
     rules = rules_of(traced.graph)
     folded = fold(traced.graph) if folded is None else folded
     kept = filters(pins, traced.graph, rules, mesh)
-    return Space(folded, mesh, CostModel(cluster), Training(), rules, *kept, stages=stages)
+    return Space(folded, mesh, CostModel(cluster), training or Training(), rules, *kept, stages=stages)
 
 
 def decide_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, time_limit_s: float = 60.0) -> Assignment:

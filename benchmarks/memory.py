@@ -102,18 +102,19 @@ def observed_peak(
         pmodel = build(model, traced.captured, assignment, device_mesh(mesh, "cpu"), 0, part)
         optimizer = pmodel.optimizer(torch.optim.AdamW, master_dtype=master_dtype)
         leaves = {leaf.name: part(leaf) for leaf in pmodel.interface.leaves if leaf.kind == "input"}
-        _backward(pmodel, leaves)
+        backward(pmodel, leaves)
         optimizer.step()
         optimizer.zero_grad()
         tracker = MemTracker()
         tracker.track_external(pmodel, optimizer, *leaves.values(), *pmodel.buckets.tensors)
         with tracker:
-            _backward(pmodel, leaves)
+            backward(pmodel, leaves)
             snapshots = tracker.get_tracker_snapshot("peak")
     return sum(snapshot["Total"] for snapshot in snapshots.values())
 
 
-def _backward(pmodel: ParallelModule, leaves: Mapping[str, Tensor]) -> None:
+def backward(pmodel: ParallelModule, leaves: Mapping[str, Tensor]) -> None:
+    """Forward and backward of the loss, of parts of inputs by name."""
     interface = pmodel.interface
     flat = [
         static if name is None else leaves[name]

@@ -26,7 +26,6 @@ from benchmarks.published import FULL, HALF, MEGATRON_CHOICES, ROWS, Compared, l
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.conversion import local_bytes
-from planner.division import Division
 from planner.errors import AutoparError, InfeasibleError
 from planner.explore import Searched
 from planner.formulate import Assignment, Training
@@ -277,12 +276,12 @@ def _freely(run: Run, traced: Traced, cluster: ClusterSpec) -> Run:
 def _free(run: Run, traced: Traced, cluster: ClusterSpec, pin: Mapping[str, Any]) -> Free:
     """What search picks with few pins."""
     found = search(traced.graph, cluster, Pins.parse(pin), TRAINING, pipelines=True, time_limit_s=FREE_LIMIT_S)
-    space, candidates = found.assignment.space, found.candidates
+    candidates = found.candidates
     planned = [each.objective_s for each in candidates if math.isfinite(each.objective_s)]
     return Free(
         _told(pin),
         found.evaluation.time_s,
-        str(Division(space.stages, space.mesh)),
+        str(found.best.division),
         1 + sum(seconds < run.predicted_s for seconds in planned),
         1 + len(planned),
         len(candidates),

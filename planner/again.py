@@ -79,6 +79,11 @@ class Backward:
         ref = self.tensors[at][place]
         return self._root.get(ref, ref)
 
+    @cached_property
+    def read(self) -> frozenset[Ref]:
+        """The values whose memory backward needs, themselves or views of them."""
+        return frozenset(self.origin(at, place) for at, places in enumerate(self.saved) for place in places)
+
     def own_places(self, at: int) -> tuple[int, ...]:
         """The places that stand for what backward of an operator needs besides operands and results."""
         return self._own[at]

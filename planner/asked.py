@@ -6,22 +6,29 @@ again, and it gathers nothing again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from planner.fold import Instance
-from planner.formulate import Assignment
+from planner.formulate import Assignment, Space
 from planner.graph import Node, Ref
 from planner.ops import saved_places
 from planner.recompute import Level
 
 
-def is_asked(assignment: Assignment, instance: Instance, level: Level) -> bool:
-    """Whether an operator that backward passes needs something that is made again at a level."""
+def is_asked(assignment: Assignment, instance: Instance, level: Level, of_weights: bool = False) -> bool:
+    """Whether an operator that backward passes needs something that is made again at a level.
+
+    Args:
+        of_weights: count those operators alone that give gradients of parameters.
+    """
     space, nodes = assignment.space, instance.block.nodes
     if level == "none":
         return False
     again, at_of = space.skeleton.again(instance.kind, level), {node.name: at for at, node in enumerate(nodes)}
+    reads_weights = _reading_weights(space, nodes) if of_weights else at_of.keys()
     for at, node in enumerate(nodes):
         results = [Ref(node.name, index) for index in range(len(node.results))]
-        if space.graph.differentiated.isdisjoint(results):
+        if space.graph.differentiated.isdisjoint(results) or node.name not in reads_weights:
             continue
         tensors = (*node.inputs, *results)
         places = saved_places(node, space.graph.input_types(node))
@@ -32,6 +39,19 @@ def is_asked(assignment: Assignment, instance: Instance, level: Level) -> bool:
         if any(_is_converted(assignment, node, place) for place in converted):
             return True
     return False
+
+
+def _reading_weights(space: Space, nodes: Iterable[Node]) -> set[str]:
+    """The operators of a block that read trained parameters, or what is made of these alone, by name."""
+    found, made = set[str](), set[str]()
+    for node in nodes:
+        trained = [ref.node for ref in node.inputs if space.graph.type_of(ref).grad]
+        of_weights = [name in made or space.graph.by_name[name].op == "param" for name in trained]
+        if any(of_weights):
+            found.add(node.name)
+        if trained and all(of_weights):
+            made.add(node.name)
+    return found
 
 
 def brought_again(assignment: Assignment, instance: Instance, level: Level) -> set[Ref]:

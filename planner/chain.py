@@ -2,14 +2,14 @@
 
 An assignment says how one stage's ranks share each block; here its blocks, in the order of the graph, become a chain of
 :class:`planner.pipeline.stages.Block`: seconds and bytes of one micro-batch on one rank, with the levels of
-recomputation as ways to save. What happens once a step is told apart: gathering parameters, reducing gradients, and the
-update.
+recomputation as ways to save. What happens once a step is told apart: the update, and gathering parameters and reducing
+gradients, unless each micro-batch does so.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -57,6 +57,7 @@ class Link:
         held: what of the block's held bytes is of which use, see :data:`planner.heap.USES`.
         levels: for each way to save, the level of recomputation that it is.
         working_bytes: for each way to save, what its operators need while they run and what it has made again.
+        gathered_bytes: for each way to save, how much of that is parameters gathered for this micro-batch.
         shared: the leaves that other blocks read too, by name. The first block that reads one counts it as its own.
     """
 
@@ -68,6 +69,7 @@ class Link:
     held: Mapping[str, int]
     levels: tuple[Level, ...]
     working_bytes: tuple[int, ...]
+    gathered_bytes: tuple[int, ...]
     shared: tuple[tuple[str, Shared], ...] = ()
 
     @property
@@ -79,7 +81,10 @@ class Link:
     def leanest(self) -> Link:
         """The same that saves least, whatever it takes."""
         block = replace(self.block, savings=self.block.savings[-1:])
-        return replace(self, block=block, levels=self.levels[-1:], working_bytes=self.working_bytes[-1:])
+        working_bytes, gathered_bytes = self.working_bytes[-1:], self.gathered_bytes[-1:]
+        return replace(
+            self, block=block, levels=self.levels[-1:], working_bytes=working_bytes, gathered_bytes=gathered_bytes
+        )
 
 
 def links_of(assignment: Assignment, levels: Levels, schedule: str | None = None) -> tuple[Link, ...]:
@@ -108,6 +113,105 @@ def dropped_bytes(assignment: Assignment, instance: Instance, level: Level) -> i
     )
 
 
+@dataclass(frozen=True)
+class Brought:
+    """Bytes of the parameters that a block takes gathered, where each micro-batch gathers them anew.
+
+    Attributes:
+        own: those that it gathers.
+        before: those gathered for it before all blocks.
+        lets_go: its own that it may let go after forward and gather again when it is undone.
+        stays: others that backward reads again: through views, or gathered before.
+        parts: what its own are gathered from.
+        gradients: the whole gradients of its own, by the operator that makes them.
+    """
+
+    own: int = 0
+    before: int = 0
+    lets_go: int = 0
+    stays: int = 0
+    parts: int = 0
+    gradients: Mapping[str, int] = field(default_factory=dict)
+
+    def saved_bytes(self, level: Level) -> int:
+        """What is held from forward to backward."""
+        return self.stays + self.lets_go * (level == "none")
+
+    def there_bytes(self, level: Level) -> int:
+        """What is there beside that while the block runs, or is undone."""
+        return self.own + self.before - self.saved_bytes(level)
+
+
+def savers_of(assignment: Assignment) -> dict[Ref, list[int]]:
+    """The parameters that each micro-batch gathers before all blocks -> the blocks whose backward reads them again."""
+    space, found = assignment.space, defaultdict[Ref, list[int]](list)
+    if space.brings_once:
+        return {}
+    before = {leaf for leaf in space.skeleton.relayed_leaves if _grows(assignment, leaf)}
+    for number, instance in enumerate(space.folded.instances):
+        first, backward = space.folded.kinds[instance.kind][0], space.skeleton.backward(instance.kind)
+        for ref, like in zip(instance.block.inputs, first.block.inputs, strict=True):
+            if ref in before and like in backward.read:
+                found[ref].append(number)
+    return found
+
+
+def _grows(assignment: Assignment, leaf: Ref) -> bool:
+    """Whether a parameter is gathered before all blocks."""
+    space, (stored, delivered) = assignment.space, (assignment.produced(leaf), assignment.delivered(leaf))
+    if space.graph.by_name[leaf.node].op != "param" or stored == delivered:
+        return False
+    tensor = space.graph.type_of(leaf)
+    return local_bytes(tensor, delivered, space.mesh) > local_bytes(tensor, stored, space.mesh)
+
+
+def brought_by(assignment: Assignment, number: int, saved: Mapping[Ref, Sequence[int]]) -> Brought:
+    """What a block takes gathered; nothing where parameters are gathered once a step.
+
+    Args:
+        saved: see :func:`savers_of`; the first of them counts what all need.
+    """
+    space = assignment.space
+    if space.brings_once:
+        return Brought()
+    instance = space.folded.instances[number]
+    backward, taken = space.skeleton.backward(instance.kind), space.skeleton.again(instance.kind, "gathered").taken
+    sums, gradients = Counter[str](), Counter[str]()
+    for at, node in enumerate(instance.block.nodes):
+        places = {key: i for i, key in enumerate(zip(node.inputs, assignment.choice(node).operands, strict=True))}
+        for (ref, layout), place in places.items():
+            if space.graph.by_name[ref.node].op != "param":
+                continue
+            tensor = space.graph.type_of(ref)
+            delivered, used = (local_bytes(tensor, each, space.mesh) for each in (assignment.delivered(ref), layout))
+            if used > delivered:
+                again, is_read = place in taken[at], backward.tensors[at][place] in backward.read
+                sums.update(own=used, parts=delivered, lets_go=used * again, stays=used * (is_read and not again))
+                gradients[node.name] += used * tensor.grad
+    for ref in instance.block.inputs:
+        if _grows(assignment, ref) and number in (saved.get(ref) or [number])[:1]:
+            size = local_bytes(space.graph.type_of(ref), assignment.delivered(ref), space.mesh)
+            sums.update(before=size, stays=size * (ref in saved))
+    return Brought(**sums, gradients=gradients)
+
+
+def working_moments(assignment: Assignment, number: int, level: Level, brought: Brought) -> list[int]:
+    """Bytes at each moment that may be the fullest while a block runs or is undone, beside what is held and saved.
+
+    Parameters that it gathers for the micro-batch go one by one while their whole gradients come. When they are
+    gathered there is also what came, in the order of ranks, and when the gradients are reduced what is sent.
+    """
+    space, instance = assignment.space, assignment.space.folded.instances[number]
+    beside = brought.there_bytes(level)
+    again = dropped_bytes(assignment, instance, level) + beside
+    found = [
+        most + again + brought.gradients.get(node.name, 0)
+        for node in instance.block.nodes
+        for most in space.transients(node, assignment.choice(node))
+    ]
+    return [*found, beside + brought.own + brought.parts] if brought.parts else found
+
+
 @dataclass
 class _Sums:
     """What a block comes to while its leaves and operators are gone through, as in :class:`Link`.
@@ -115,7 +219,6 @@ class _Sums:
     Attributes:
         reduce_s, hidden_s: reducing gradients, and how much of it backward could hide.
         grown: bytes of what each leaf is gathered into.
-        working_bytes: of the operator that needs most while it runs.
     """
 
     forward_s: float = 0.0
@@ -128,7 +231,6 @@ class _Sums:
     update_s: float = 0.0
     held: Counter[str] = field(default_factory=Counter)
     grown: Counter[str] = field(default_factory=Counter)
-    working_bytes: int = 0
 
 
 class _Chain:
@@ -160,17 +262,22 @@ class _Chain:
         shared = tuple(name for name in leaves if len(self.space.role_of[name]) == 2)
         entered = tuple(self.assignment.delivered(ref) for ref in instance.block.inputs)
         left = tuple((self.space.is_read(ref), self._leaving(ref)) for ref in instance.block.outputs)
-        key = (instance.kind, entered, left, shared, send_s)
+        first = tuple(self._savers.get(ref, [number])[0] == number for ref in instance.block.inputs)
+        key = (instance.kind, entered, left, shared, first, send_s)
         if key not in self._known:
             self._known[key] = self._work_out(number, leaves, send_s)
         read = dict.fromkeys(ref.node for ref in instance.block.inputs if ref.node in self._shared)
         return replace(self._known[key], shared=tuple((name, self._shared[name]) for name in read))
 
     @cached_property
+    def _savers(self) -> dict[Ref, list[int]]:
+        return savers_of(self.assignment)
+
+    @cached_property
     def _shared(self) -> dict[str, Shared]:
         """The leaves that several blocks read."""
         readers = Counter(name for each in self.folded.instances for name in {ref.node for ref in each.block.inputs})
-        pair = Axis(PIPELINE, 2, self.space.stages * self.space.mesh.size // 2)
+        pair, times = Axis(PIPELINE, 2, self.space.stages * self.space.mesh.size // 2), self.space.brought
         found: dict[str, Shared] = {}
         for leaf in (leaf for leaf in self.graph.leaves if readers[leaf.name] > 1 and self.space.stages > 1):
             name = leaf.name
@@ -181,7 +288,9 @@ class _Chain:
             is_summed = leaf.op == "param" and leaf.results[0].grad
             sum_s = self.space.cost.collective_s("all_reduce", pair, size) if is_summed else 0.0
             held.update(self._versions_of(name, gathered))
-            found[name] = Shared(held, gather_s, reduce_s, update_s, sum_s)
+            if len(self._savers.get(Ref(name), ())) > 1:  # other ranks save it, too
+                held.update(gathered=gathered)
+            found[name] = Shared(held, gather_s * times, reduce_s * times, update_s, sum_s)
         return found
 
     def _stored(self, name: str) -> tuple[float, Counter[str]]:
@@ -199,13 +308,16 @@ class _Chain:
         """Bytes of all versions of a leaf as operators use it, less what is stored anyway.
 
         Args:
-            gathered: of what it is gathered into, with its gradient; 0: it is used as it is stored.
+            gathered: of what it is gathered into, with its gradient; 0: it is used as it is stored. Where each
+                micro-batch gathers it, of its whole gradient alone, which is there once, beside versions as stored.
         """
-        node, more = self.graph.by_name[name], self.versions - 1
-        if gathered or node.op != "param" or not node.results[0].grad:
+        node, is_once = self.graph.by_name[name], self.space.brings_once
+        if node.op != "param" or not node.results[0].grad:
+            return Counter(gathered=self.versions * gathered * is_once)
+        if gathered and is_once:
             return Counter(gathered=self.versions * gathered)
-        size = local_bytes(node.results[0], self.assignment.produced(Ref(name)), self.space.mesh)
-        return Counter(parameters=more * size, gradients=more * size)
+        size = (self.versions - 1) * local_bytes(node.results[0], self.assignment.produced(Ref(name)), self.space.mesh)
+        return Counter(parameters=size, gradients=size, gathered=gathered)
 
     @cached_property
     def _leaves(self) -> list[list[str]]:
@@ -227,14 +339,16 @@ class _Chain:
             self._convert_once(
                 sums, Ref(name), self.assignment.produced(Ref(name)), self.assignment.delivered(Ref(name))
             )
+            if not self.space.brings_once:
+                sums.held.update(self._versions_of(name, sums.grown[name]))
         for node in instance.block.nodes:
             self._run(sums, node)
-        brought = 0 if self.space.brings_once else sum(sums.grown.values())
         for name in {**dict.fromkeys(leaves), **+sums.grown} if self.space.brings_once else ():
             sums.held.update(self._versions_of(name, sums.grown[name]))
-        levels = self.levels.of(instance.kind) if brought else self.levels.computed(instance.kind)
+        brought = brought_by(self.assignment, number, self._savers)
+        levels = self.levels.of(instance.kind) if brought.lets_go else self.levels.computed(instance.kind)
         savings = tuple(
-            Saving(self._again_s(number, level), self._saved(number, level) + brought * (level == "none"))
+            Saving(self._again_s(number, level), self._saved(number, level) + brought.saved_bytes(level))
             for level in levels
         )
         name, held_bytes = self.folded.names[instance.kind], sum(sums.held.values())
@@ -246,10 +360,8 @@ class _Chain:
             sums.update_s,
             sums.held,
             levels,
-            tuple(
-                sums.working_bytes + dropped_bytes(self.assignment, instance, level) + brought * (level != "none")
-                for level in levels
-            ),
+            tuple(max(working_moments(self.assignment, number, each, brought), default=0) for each in levels),
+            tuple(map(brought.there_bytes, levels)),
         )
 
     def _run(self, sums: _Sums, node: Node) -> None:
@@ -261,7 +373,6 @@ class _Chain:
         sums.weight_s += weighted_s
         sums.communication_s += work.inner_s
         sums.hidden_s += work.backward_s * self.space.overlap
-        sums.working_bytes = max(sums.working_bytes, work.transient_bytes)
         for ref, source, target in self._moves(node):
             if self.graph.by_name[ref.node].op == "param":
                 self._convert_once(sums, ref, source, target)

@@ -26,6 +26,11 @@ def check_consistent(plan: Document) -> None:
     early = (moment.on == "host" for table in plan.timetables for moment in table.trace.moments[:-1])
     if any(early) and plan.pin.get("update") != "backward":
         raise PlanError(f"the plan's timetable updates in backward, and its pin 'update' is not 'backward': {MEND}")
+    if plan.timetables and plan.pipeline is not None and plan.gathers != "each":
+        raise PlanError(
+            "the plan has timetables, by which parameters come for each micro-batch, and its pipeline gathers them "
+            f"{plan.gathers!r}: {MEND}"
+        )
     stages = 1 if plan.pipeline is None else plan.pipeline.ranks
     if plan.timetables and len(plan.timetables) != stages:
         raise PlanError(f"the plan has {len(plan.timetables)} timetables, and {stages} pipeline ranks: {MEND}")
@@ -41,7 +46,7 @@ def _check_pin(plan: Document, stages: int) -> None:
     if plan.pipeline is not None:
         order = Pipeline(plan.pipeline.schedule, stages, plan.mesh.micro_batches, plan.pipeline.virtual_stages)
     try:
-        check_pinned(Pins.parse(plan.pin), plan.cluster, Division(stages, plan.mesh), order)
+        check_pinned(Pins.parse(plan.pin), plan.cluster, Division(stages, plan.mesh, plan.gathers), order)
     except PinError as error:
         raise PlanError(
             f"the plan does not respect its pin {json.dumps(dict(plan.pin))}: {error}. One of them was edited: restore "

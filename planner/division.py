@@ -14,6 +14,7 @@ from typing import cast
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import PinError
+from planner.formulate import Gathers
 from planner.graph import Graph, Node
 from planner.kernel import kernel_of
 from planner.layout import Mesh
@@ -23,6 +24,7 @@ from planner.pins import Pins
 from planner.pipeline.schedule import VIRTUAL_STAGES
 from planner.pipeline.stages import Pipeline
 from planner.skeleton import Skeleton
+from planner.words import IN_EACH, sizes_text
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 """Schedules that are tried where none is pinned."""
@@ -36,10 +38,14 @@ MOST_TURNS = 16
 
 @dataclass(frozen=True)
 class Division:
-    """So many pipeline stages, each on its own ranks laid out as ``mesh``, which may have an axis of micro-batches."""
+    """So many pipeline stages, each on its own ranks laid out as ``mesh``, which may have an axis of micro-batches.
+
+    In turns, ``gathers`` says when parameters are gathered, see :class:`planner.formulate.Training`.
+    """
 
     stages: int
     mesh: Mesh
+    gathers: Gathers = "once"
 
     @property
     def in_turns(self) -> bool:
@@ -79,7 +85,7 @@ class Division:
         return self.stages, self.mesh.micro_batches, self.mesh.sizes[-1], 2 ** len(self.mesh.in_turns(1).axes)
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+        return sizes_text(self.sizes) + IN_EACH * (self.gathers == "each")
 
 
 def in_one_turn(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tuple[Division, ...]:
@@ -94,6 +100,8 @@ def in_turns(
 ) -> tuple[Division, ...]:
     """Every other division: stages among which so many blocks can be cut, and micro-batches that divide the batch.
 
+    Of those whose parameters may be gathered once a step and in each micro-batch, the former.
+
     Args:
         pipelines: whether stages are searched also where the pins put all devices of a stage on the data axis.
 
@@ -105,7 +113,8 @@ def in_turns(
     meshes = {stages: _meshes(cluster, pins, max_axes, stages) for stages in counts}
     for stages in [each for each in counts if samples % _data(meshes[each]) == 0] or counts:
         for mesh in meshes[stages]:
-            found += [Division(stages, mesh.in_turns(turns)) for turns in _turn_counts(pins, graph, mesh)]
+            turned = (mesh.in_turns(turns) for turns in _turn_counts(pins, graph, mesh))
+            found += [Division(stages, each, pins.gathers[0]) for each in turned]
     names, virtual = schedules(pins), pins.virtual_stages
     runs = [s for s in found if s.in_turns and pipelines_of(s.stages, s.mesh.micro_batches, blocks, names, virtual)]
     if not runs and pins.schedule == "2bw" and found:
@@ -140,12 +149,16 @@ def check_pinned(pins: Pins, cluster: ClusterSpec, division: Division, pipeline:
     for name, pinned, found in pairs:
         if pinned not in (None, found):
             raise PinError(f"pin {name!r} is {pinned!r}, but it is {found!r}")
+    if division.in_turns and pins.tier == "device" and division.gathers not in pins.gathers:
+        words = {"once": "once a step", "each": "in each micro-batch"}
+        wanted, has = words[pins.gathers[0]], words[division.gathers]
+        raise PinError(f"pin 'zero' is {pins.zero}, which gathers parameters {wanted}, but they are gathered {has}")
     if pins.sizes:
-        wanted, of_stage = pinned_mesh(cluster, pins.sizes, division.stages), division.mesh.in_turns(1)
-        if (wanted.names, wanted.sizes) != (of_stage.names, of_stage.sizes):
+        mesh, of_stage = pinned_mesh(cluster, pins.sizes, division.stages), division.mesh.in_turns(1)
+        if (mesh.names, mesh.sizes) != (of_stage.names, of_stage.sizes):
             raise PinError(
                 f"the mesh is {Division(division.stages, of_stage)}, but what is pinned makes it "
-                f"{Division(division.stages, wanted)}"
+                f"{Division(division.stages, mesh)}"
             )
 
 

@@ -18,7 +18,7 @@ from planner.cluster import ClusterSpec
 from planner.detail import Account
 from planner.division import Division
 from planner.errors import PlanError
-from planner.formulate import Activations, Assignment, Training
+from planner.formulate import Activations, Assignment, Gathers, Training
 from planner.graph import Ref
 from planner.layout import Mesh
 from planner.pipeline.schedule import schedule
@@ -41,8 +41,8 @@ class Search:
 
     ``seconds`` is by step of planning; every candidate is a mesh with its ``status``, ``step_time_s`` (``None``: no
     plan of it was looked for, or none fits), ``bound_s`` (``None``: proven infeasible), ``peak_bytes`` (of that plan,
-    or at least), and the ``proof`` of the bound, see :class:`planner.looks.Candidate`. ``unseen`` further ones were
-    not looked at; they count in the gap.
+    or at least), ``gathers`` where that is in ``each`` micro-batch (see :class:`PipelinePlan`), and the ``proof`` of
+    the bound, see :class:`planner.looks.Candidate`. ``unseen`` further ones were not looked at; they count in the gap.
     """
 
     status: str
@@ -80,7 +80,8 @@ class PipelinePlan:
     ``schedule`` says in which order, see :mod:`planner.pipeline.schedule`; each of ``ranks`` pipeline ranks, which are
     meshes of devices, has ``virtual_stages``. Stage ``s`` has the blocks from ``bounds[s]`` up to, not including,
     ``bounds[s + 1]``, numbered in execution order as in :class:`BlockPlan`; ``recompute`` says which of them make again
-    in backward what they computed, by level, of which there are those in :class:`BlockPlan`.
+    in backward what they computed, by level, of which there are those in :class:`BlockPlan`. ``gathers`` says when
+    parameters are gathered and their gradients reduced: ``once`` a step, or in ``each`` micro-batch.
     """
 
     schedule: str
@@ -88,6 +89,7 @@ class PipelinePlan:
     virtual_stages: int
     bounds: tuple[int, ...]
     recompute: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    gathers: Gathers = "once"
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,11 @@ class Document:
     def timetable(self) -> Timetable | None:
         """That of the first rank, which is the only one where there is no pipeline."""
         return self.timetables[0] if self.timetables else None
+
+    @property
+    def gathers(self) -> Gathers:
+        """When a step in turns gathers parameters, see :class:`PipelinePlan`."""
+        return "once" if self.pipeline is None else self.pipeline.gathers
 
     @property
     def activations(self) -> Activations:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
@@ -17,6 +18,7 @@ from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
 from planner.document import BlockPlan, Document, PipelinePlan, Search
 from planner.errors import ClusterError, PlanError
 from planner.exchange import Exchange
+from planner.formulate import Gathers
 from planner.layout import Axis, Mesh
 from planner.names import parse_runs, runs
 from planner.predict import Prediction
@@ -117,6 +119,7 @@ def _pipeline(pipeline: PipelinePlan) -> dict[str, Any]:
         "virtual_stages": pipeline.virtual_stages,
         "stages": [runs(tuple(range(low, high))) for low, high in pairwise(pipeline.bounds)],
         "recompute": {level: runs(numbers) for level, numbers in pipeline.recompute.items()},
+        "gathers": pipeline.gathers,
     }
 
 
@@ -130,7 +133,11 @@ def _read_timetables(data: Any) -> tuple[Timetable, ...]:
     return tuple(map(Timetable.from_dict, data if isinstance(data, list) else [data]))
 
 
-def _read_pipeline(data: Mapping[str, Any]) -> PipelinePlan:
+def _read_pipeline(data: Mapping[str, Any], default: Gathers) -> PipelinePlan:
+    gathers: Gathers = data.get("gathers", default)
+    if gathers not in get_args(Gathers):
+        known = " or ".join(map(repr, get_args(Gathers)))
+        raise ValueError(f'the pipeline\'s "gathers" is {gathers!r}, and takes {known}')
     stages = [parse_runs(text) for text in data["stages"]]
     numbers = [number for stage in stages for number in stage]
     if not stages or not all(stages) or numbers != list(range(len(numbers))):
@@ -141,6 +148,7 @@ def _read_pipeline(data: Mapping[str, Any]) -> PipelinePlan:
         int(data["virtual_stages"]),
         (0, *(stage[-1] + 1 for stage in stages)),
         {level: parse_runs(text) for level, text in data["recompute"].items()},
+        gathers,
     )
 
 
@@ -200,6 +208,8 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         except (TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"the plan's field {name!r} is wrong: {error}; restore it, or plan again") from error
 
+    # Before there was a choice, parameters were gathered once a step, unless they came from elsewhere.
+    gathers: Gathers = "each" if "timetable" in data else "once"
     names = ("model", "pin", "inputs", "parameters", "buffers", "values", "coverage")
     return {
         **{name: field(name, _mapping) for name in names},
@@ -209,7 +219,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         "outputs": field("outputs", lambda outputs: tuple(_list(outputs))),
         "predicted": field("predicted", _read_prediction),
         "search": field("search", _read_search),
-        "pipeline": field("pipeline", _read_pipeline) if "pipeline" in data else None,
+        "pipeline": field("pipeline", partial(_read_pipeline, default=gathers)) if "pipeline" in data else None,
         "timetables": field("timetable", _read_timetables) if "timetable" in data else (),
         "optimizer_bytes_per_element": field("optimizer_bytes_per_element", _read_bytes)
         if "optimizer_bytes_per_element" in data

@@ -214,8 +214,13 @@ def _best_first(
                 setting.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.division}, the best so far")
             (closed if each.is_done else waiting).append(each)
     check_divisible(setting, skeleton.graph, closed)
-    order = {division: number for number, division in enumerate(divisions)}
-    return best, sorted(closed, key=lambda look: (order[look.candidate.division], look.low))
+    order = {(each.stages, each.mesh): number for number, each in enumerate(divisions)}
+
+    def place(look: Look) -> tuple[int, bool, int]:
+        division = look.candidate.division
+        return order[division.stages, division.mesh], division.gathers == "each", look.low
+
+    return best, sorted(closed, key=place)
 
 
 def _turn(look: Look, first: Sequence[Division], best: Best | None) -> tuple[float, float]:
@@ -223,6 +228,9 @@ def _turn(look: Look, first: Sequence[Division], best: Best | None) -> tuple[flo
     division, bound_s = look.candidate.division, look.candidate.bound_s
     if division in first and not look.is_tried:
         return -1, first.index(division)
+    once = replace(division, gathers="once")
+    if best is None and once in first and not look.is_tried:
+        return -1, first.index(once)
     if look.is_tried or best is None:
         return NEAR + 1, bound_s
     return min(division.distance(best.division), NEAR + 1), bound_s

@@ -209,7 +209,7 @@ def _in_turns(assignment: Assignment, staged: Staged) -> _Grown:
         staged.memory_bytes,
         dict.fromkeys(moments(assignment, staged)),
         _flops_in_turns(assignment, staged),
-        collectives(recomputing, staged.cut.bounds),
+        collectives(recomputing, staged.cut.bounds, staged.pipeline.late),
         _seconds_in_turns(staged),
     )
 

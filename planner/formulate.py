@@ -38,6 +38,7 @@ AllowLeaf = Callable[[Node, Layout], bool]
 Mask = NDArray[np.bool_]
 Tier = Literal["device", "host", "either", "disk"]
 Update = Literal["after", "backward"]
+Gathers = Literal["once", "each"]
 Activations = int | Literal["all"]
 """Of how many blocks, the first ones, what is saved for backward may leave the device."""
 BUCKET_BYTES = 25 * 2**20
@@ -65,12 +66,15 @@ class Training:
         update: when the host updates what is at home there: after all of backward, or in backward, each block as soon
             as its gradients are complete. To the search it is after.
         activations: of how many blocks what is saved for backward may leave for where model data is at home.
+        gathers: of a step in turns: whether parameters are gathered, and their gradients reduced, once for all of it,
+            or in each micro-batch, so that no more than a block's are there. What is at home elsewhere comes in each.
     """
 
     optimizer_bytes_per_element: int = 8
     tier: Tier = "device"
     update: Update = "after"
     activations: Activations = 0
+    gathers: Gathers = "once"
 
     @property
     def on_disk(self) -> bool:
@@ -251,9 +255,9 @@ class Space:
         waits: whether ranks of the pipeline moreover wait for the stages before theirs to fill and to empty.
         like: another space of the same graph, mesh, prices and rules.
 
-    With micro-batches (:data:`planner.layout.MICRO`) work and storage are those of one; parameters are gathered and
-    gradients reduced once a step, so that both are held in the layout in which they are used. Where model data is at
-    home elsewhere, they come and go with every micro-batch instead, in the layout in which they are stored.
+    With micro-batches (:data:`planner.layout.MICRO`) work and storage are those of one. Where parameters are gathered
+    and gradients reduced once a step, both are held in the layout in which they are used; where in each micro-batch,
+    in the layout in which they are stored (:attr:`brings_once`).
     """
 
     def __init__(
@@ -321,10 +325,15 @@ class Space:
 
     @property
     def brings_once(self) -> bool:
-        """Whether parameters are gathered, and gradients reduced, once for all of a step in turns: not where they come
-        from their home for each forward and backward.
+        """Whether parameters are gathered, and gradients reduced, once for all of a step in turns: not where that was
+        decided otherwise, nor where they come from their home for each forward and backward.
         """
-        return self.in_turns and self.training.tier == "device"
+        return self.in_turns and self.training.tier == "device" and self.training.gathers == "once"
+
+    @property
+    def gathers(self) -> Gathers:
+        """When that is done in a step in turns."""
+        return "once" if self.brings_once else "each"
 
     @property
     def brought(self) -> int:
@@ -402,8 +411,7 @@ class Space:
         is_param = self.graph.by_name[ref.node].op == "param"
         # What is gathered is used by all micro-batches; what they sum up is reduced once.
         is_summed_first = turns is not None and tensor.grad and is_param and self.brings_once
-        # A parameter that comes with each of them is priced for one.
-        parts = self.mesh.micro_batches if is_param and not self.brings_once else 1
+        parts = self.parts(ref)
         together, is_brought = self.together(ref), self.role_of[ref.node] in self.skeleton.together
         beside = self.brings_beside
         key = (tensor, shards, turns, is_summed_first, parts, together, is_brought, beside)
@@ -426,6 +434,13 @@ class Space:
                 tensor, self.mesh, shards, price, touch, launch, turns, is_summed_first, together.parameters, is_brought
             )
         return self._prices.tables[key]
+
+    def parts(self, ref: Ref) -> int:
+        """Among how many micro-batches a sum over all of them is shared out: a parameter that comes with each of them
+        is priced for one.
+        """
+        is_param = self.graph.by_name[ref.node].op == "param"
+        return self.mesh.micro_batches if is_param and not self.brings_once else 1
 
     def together(self, ref: Ref) -> Together:
         """Parameters that are brought in one call with this one, itself included; each has its share of the call.
@@ -534,8 +549,12 @@ class Space:
         if not is_param:
             return (forward * runs + backward * count) * self.rounds, np.zeros(forward.shape), gathered
         there, back = ((count if self.brings_once else runs) * self.brought, count * self.brought)
-        held = self.on_average(gathered * kept)
-        return forward * there / self.stages, backward * back / self.stages, held
+        times = self.in_flight if self.in_flight is not None and not self.brings_once else 1
+        held = self.on_average((gathered * kept * times).astype(np.int64))
+        there_s, back_s = forward * there / self.stages, backward * back / self.stages
+        if self.in_turns and not self.brings_once:  # nothing is beside it
+            return there_s + back_s, np.zeros(forward.shape), held
+        return there_s, back_s, held
 
     def on_average(self, held: Ints) -> Ints:
         """Bytes that the average rank holds of what the stages hold together, rounded down so that bounds stay ones."""

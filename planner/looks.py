@@ -12,7 +12,9 @@ of the ladder. Between two of them costs change evenly, and the bounds of both e
 Where everything fits at the first step, no other is looked at: more recomputation would only take more time.
 
 Of a division in turns the second look bounds all its pipelines, by the problem of the average rank; the third cuts
-pipelines for what solves that, and for what solves the problem of a typical rank. A bound costs a fifth of a cut.
+pipelines for what solves that, and for what solves the problem of a typical rank. A bound costs a fifth of a cut. Where
+memory then leaves no plan that gathers parameters once a step, or not the fastest, the same division that gathers them
+in each micro-batch is a candidate of its own.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ class Candidate:
         """What a plan says of it: see :class:`planner.document.Search`."""
         return {
             "mesh": self.division.sizes,
+            **({"gathers": "each"} if self.division.gathers == "each" else {}),
             "status": self.status,
             "step_time_s": self.objective_s,
             "bound_s": self.bound_s,
@@ -104,7 +107,7 @@ class Best:
 
     @property
     def division(self) -> Division:
-        return Division(self.space.stages, self.space.mesh)
+        return Division(self.space.stages, self.space.mesh, self.space.training.gathers)
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ class Setting:
             skeleton.folded,
             mesh,
             self.cost,
-            self.training,
+            replace(self.training, gathers=division.gathers),
             self.rules,
             *kept,
             skeleton,
@@ -259,15 +262,34 @@ def begin(division: Division, bound_s: float, rungs: Ladder) -> Look:
 def look_closer(setting: Setting, skeleton: Skeleton, look: Look, best: Best | None) -> list[Look]:
     """The next look at a candidate, of all that it covers or of its parts."""
     if look.posed is None:
-        return [_at_work(setting, skeleton, look)]
+        closer = _at_work(setting, skeleton, look)
+        return [closer, *_gathering_in_each(setting, look, closer)]
     if look.candidate.division.in_turns:
-        return [(_for_pipeline if look.is_priced else _at_average)(setting, look, best)]
+        closer = (_for_pipeline if look.is_priced else _at_average)(setting, look, best)
+        return [closer, *_gathering_in_each(setting, look, closer)]
     if not look.is_priced:
         look = _where_memory_counts(setting, look)
         return [(_between if look.is_even else _relaxed)(setting, look, best)]
     if look.high - look.low >= FEW or look.candidate.proof == "search":
         return _split(look)
     return [_whole(setting, look, best)]
+
+
+def _gathering_in_each(setting: Setting, look: Look, closer: Look) -> list[Look]:
+    """The same division with parameters gathered in each micro-batch, if that may be better.
+
+    It takes longer and holds less: so what bounds a step that gathers once bounds it, too, memory aside, and it is
+    looked at only where memory leaves no plan of the other, or another than the fastest.
+    """
+    division = look.candidate.division
+    if not division.in_turns or division.gathers == "each" or "each" not in setting.pins.gathers:
+        return []
+    if division.mesh.in_turns(1).size == 1 or not (math.isinf(closer.candidate.bound_s) or closer.is_sought):
+        return []
+    staged = closer.staged
+    if staged is not None and closer.choices == closer.relaxed and not any(staged.cut.savings):
+        return []
+    return [begin(replace(division, gathers="each"), look.candidate.bound_s, look.ladder)]
 
 
 def _at_work(setting: Setting, skeleton: Skeleton, look: Look) -> Look:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from planner.errors import PinError
-from planner.formulate import Activations, AllowLeaf, Tier, Update
+from planner.formulate import Activations, AllowLeaf, Gathers, Tier, Update
 from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.mesh import BATCH, ROLES, batch_ranks
@@ -47,9 +47,9 @@ class Pins:
         sequence_parallel: on the tensor axis, keep norms and residuals sharded along the sequence, or (``False``)
             whole; ``None`` leaves it to the search.
         zero: 0 stores parameters whole on the data axis, 2 and 3 sharded; on the replicate axis they are whole. With 2
-            they are held as they are used from forward to backward, with 3 gathered again in backward. ``None`` leaves
-            it to the search. Where no size is pinned with it, every device of a stage is on the data axis, as if
-            ``tensor`` were pinned to 1.
+            they are held as they are used from forward to backward, in turns for all micro-batches, with 3 gathered
+            again in backward, in turns of each micro-batch. ``None`` leaves it to the search. Where no size is pinned
+            with it, every device of a stage is on the data axis, as if ``tensor`` were pinned to 1.
         recompute: what every block that repeats makes again in backward: ``none``, ``selective`` (all but contractions,
             convolutions and attention) or ``full``; ``None`` leaves it to the search.
         keep: globs of module paths whose operators' results these blocks keep all the same.
@@ -113,7 +113,7 @@ class Pins:
         if zero not in (None, 0, 2, 3):
             raise PinError(
                 f"pin 'zero' is {zero!r}; parameters are stored whole (0), sharded and held from forward to backward "
-                "as they are used (2), or sharded and gathered again in backward (3)"
+                "as they are used (2), or sharded and gathered again in backward, in turns of each micro-batch (3)"
             )
         if zero is not None and not sizes:
             sizes["tensor"] = 1
@@ -161,6 +161,13 @@ class Pins:
     def in_turns(self) -> bool:
         """Whether they leave only steps of several stages, of several micro-batches, or of two versions of weights."""
         return (self.stages or 1) > 1 or (self.micro_batches or 1) > 1 or versions(self.schedule) > 1
+
+    @property
+    def gathers(self) -> tuple[Gathers, ...]:
+        """When a step in turns may gather parameters, first what is looked at first."""
+        if self.zero is None and self.tier == "device":
+            return "once", "each"
+        return ("each",) if self.zero == 3 and self.tier == "device" else ("once",)
 
     @property
     def levels(self) -> tuple[tuple[Level, ...], tuple[Level, ...]]:

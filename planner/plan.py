@@ -29,7 +29,7 @@ from planner.encode import parse as parse_json
 from planner.errors import PlanError, ScheduleError
 from planner.files import write_text
 from planner.fold import Folded, fold, fold_off, relabel
-from planner.formulate import Assignment, Role, Space, rules_of
+from planner.formulate import Assignment, Gathers, Role, Space, rules_of
 from planner.graph import Graph, Node, Ref, static
 from planner.layout import Layout, format_layout
 from planner.levels import Stated, read_amounts, read_by_number
@@ -353,7 +353,7 @@ def describe(
         outputs=tuple(outputs),
         predicted=predicted,
         search=replace(search, candidates=tuple(_finite(c) for c in search.candidates)),
-        pipeline=None if staged is None else _pipeline(staged, stated.by_number(staged, assignment)),
+        pipeline=None if staged is None else _pipeline(staged, stated.by_number(staged, assignment), space.gathers),
         timetables=timetables,
         optimizer_bytes_per_element=space.training.optimizer_bytes_per_element,
         coverage=coverage(space.graph),
@@ -361,9 +361,9 @@ def describe(
     )
 
 
-def _pipeline(staged: Staged, recompute: Mapping[str, tuple[int, ...]]) -> PipelinePlan:
-    pipeline = staged.pipeline
-    return PipelinePlan(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages, tuple(staged.cut.bounds), recompute)
+def _pipeline(staged: Staged, recompute: Mapping[str, tuple[int, ...]], gathers: Gathers) -> PipelinePlan:
+    each, bounds = staged.pipeline, tuple(staged.cut.bounds)
+    return PipelinePlan(each.schedule, each.ranks, each.virtual_stages, bounds, recompute, gathers)
 
 
 def restage(plan: Plan, assignment: Assignment) -> Staged | None:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from planner.asked import brought_again, is_asked
 from planner.conversion import Collective, Route
-from planner.exchange import Exchange, exchanges
+from planner.exchange import Exchange, crossing, exchanges
 from planner.fold import Instance
 from planner.formulate import Assignment, Chunk, Role
 from planner.graph import Node, Ref
@@ -88,27 +88,35 @@ class Prediction:
 Calls = Counter[Collective]
 
 
-def collectives(assignment: Assignment, bounds: Sequence[int] = ()) -> Calls:
+def collectives(assignment: Assignment, bounds: Sequence[int] = (), late: Sequence[int] = ()) -> Calls:
     """Every collective call of one forward and backward pass on one rank.
 
     Args:
         bounds: where the blocks are cut into stages, if they are: the calls are those of one rank of every stage.
+        late: of each stage, of how many micro-batches it finds the gradients of weights later than others, see
+            :attr:`planner.pipeline.schedule.Schedule.late`.
     """
     calls: Calls = Counter()
-    for each in calls_by_block(assignment, bounds).values():
+    for each in calls_by_block(assignment, bounds, late).values():
         calls.update(each)
     return calls
 
 
-def calls_by_block(assignment: Assignment, bounds: Sequence[int] = ()) -> dict[int | None, Calls]:
+def calls_by_block(
+    assignment: Assignment, bounds: Sequence[int] = (), late: Sequence[int] = ()
+) -> dict[int | None, Calls]:
     """Distinct block -> its calls over all instances; ``None`` holds those of leaves and outputs."""
     space = assignment.space
     stages = _stages_reading(assignment, bounds)
     found: dict[int | None, Calls] = {None: Counter()}
-    for instance, level, times in _alike(assignment):
+    for instance, level, twice, times in _alike(assignment, _undone_twice(assignment, bounds, late)):
         calls = found.setdefault(instance.kind, Counter())
-        for call, count in (_block_calls(assignment, instance) + _calls_again(assignment, instance, level)).items():
+        again = _calls_again(assignment, instance, level)
+        for call, count in (_block_calls(assignment, instance) + again).items():
             calls[call] += count * times
+        if twice and is_asked(assignment, instance, level, of_weights=True):
+            for call, count in again.items():
+                calls[call] += count // space.mesh.micro_batches * twice * times
     for leaf in filter(space.is_read, space.skeleton.relayed_leaves):
         backward = leaf in space.graph.differentiated
         calls = _route_calls(assignment, leaf, assignment.relay_route(leaf), backward)
@@ -116,6 +124,20 @@ def calls_by_block(assignment: Assignment, bounds: Sequence[int] = ()) -> dict[i
     for position, ref in enumerate(space.leaving):
         backward = position in space.graph.roots
         found[None].update(_route_calls(assignment, ref, assignment.output_route(position), backward))
+    return found
+
+
+def _undone_twice(assignment: Assignment, bounds: Sequence[int], late: Sequence[int]) -> list[int]:
+    """In how many micro-batches each instance is undone in two parts, each of which needs what it makes again.
+
+    Where nothing with a gradient comes from the stage before, all is left to the second part.
+    """
+    space = assignment.space
+    found = [0] * len(space.folded.instances)
+    behind = crossing(space.folded) if any(late) else []
+    for turns, (low, high) in zip(late, pairwise(bounds), strict=False):
+        if turns and low and not space.graph.differentiated.isdisjoint(behind[low - 1]):
+            found[low:high] = [turns] * (high - low)
     return found
 
 
@@ -162,7 +184,7 @@ def conversions(assignment: Assignment) -> list[tuple[Conversion, int]]:
 
     for leaf in space.skeleton.relayed_leaves:
         deliver(leaf, 1)
-    for instance, _, times in _alike(assignment):
+    for instance, *_, times in _alike(assignment):
         for node in instance.block.nodes:
             for index in range(len(node.results)):
                 deliver(Ref(node.name, index), times)
@@ -174,22 +196,24 @@ def conversions(assignment: Assignment) -> list[tuple[Conversion, int]]:
     return found
 
 
-def _alike(assignment: Assignment) -> list[tuple[Instance, Level, int]]:
-    """One instance of each block, entry layout and level of recomputation, and how many there are: they do the same."""
+def _alike(assignment: Assignment, twice: Sequence[int] = ()) -> list[tuple[Instance, Level, int, int]]:
+    """One instance of each block, entry layout and level of recomputation, in how many micro-batches it is undone
+    twice, and how many there are: they do the same.
+    """
     space, role_of = assignment.space, assignment.space.role_of
-    found: dict[object, tuple[Instance, Level, int]] = {}
+    found: dict[object, tuple[Instance, Level, int, int]] = {}
     layouts: dict[tuple[Role, int], Layout] = {}
-    for instance, (kind, nth) in zip(space.folded.instances, space.skeleton.numbers, strict=True):
-        level = assignment.recompute.level(kind, nth)
+    for number, (instance, (kind, nth)) in enumerate(zip(space.folded.instances, space.skeleton.numbers, strict=True)):
+        level, often = assignment.recompute.level(kind, nth), twice[number] if twice else 0
         read = tuple(space.is_read(ref) for ref in instance.block.outputs)
         flows = tuple(ref in space.graph.differentiated for ref in instance.block.outputs)
         values = [(role_of[ref.node], ref.index) for ref in instance.block.inputs]
         for value, ref in zip(values, instance.block.inputs, strict=True):
             if value not in layouts:
                 layouts[value] = assignment.delivered(ref)
-        key = (kind, level, read, flows, tuple([layouts[value] for value in values]))
-        first, _, times = found.get(key, (instance, level, 0))
-        found[key] = first, level, times + 1
+        key = (kind, level, often, read, flows, tuple([layouts[value] for value in values]))
+        first, _, _, times = found.get(key, (instance, level, often, 0))
+        found[key] = first, level, often, times + 1
     return list(found.values())
 
 
@@ -317,7 +341,7 @@ def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
         staged.peak_bytes,
         staged.time_s,
         staged.memory_bytes,
-        tuple(sorted_calls(collectives(recomputing, staged.cut.bounds))),
+        tuple(sorted_calls(collectives(recomputing, staged.cut.bounds, staged.pipeline.late))),
         f"pipeline rank {fullest}" if staged.pipeline.ranks > 1 else "",
         exchanges=tuple(exchanges(assignment, staged.pipeline.placed, staged.cut.bounds).items()),
         turns=staged.times,

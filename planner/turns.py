@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.chain import Link, Shared, chain_of, dropped_bytes
+from planner.chain import Link, Shared, brought_by, chain_of, savers_of, working_moments
 from planner.errors import InfeasibleError
 from planner.fold import Folded
 from planner.formulate import Assignment
@@ -163,16 +163,16 @@ class Staged:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes by use on the fullest rank."""
         fullest = self.rank_bytes.index(self.peak_bytes)
-        found, working = Counter[str](), 0
+        found, working, gathered = Counter[str](), 0, 0
         for stage, link, way in self.placed:
             if self.pipeline.placed[stage] == fullest:
                 found.update(link.held)
-                working = max(working, link.working_bytes[way])
+                working, gathered = max((working, gathered), (link.working_bytes[way], link.gathered_bytes[way]))
         for rank, each in self.also_read:
             if rank == fullest:
                 found.update(each.held)
         found["activations"] += self.peak_bytes - working - found.total()
-        found["temporary"] = working
+        found.update(gathered=gathered, temporary=working - gathered)
         return {use: found[use] for use in USES}
 
     @property
@@ -271,16 +271,15 @@ def moments(assignment: Assignment, staged: Staged) -> Iterator[int]:
     pipeline, space = staged.pipeline, assignment.space
     held, saved = [0] * pipeline.ranks, [0] * pipeline.stages
     working: list[dict[int, None]] = [{} for _ in held]
-    known: dict[tuple[int, Level], dict[int, None]] = {}
+    known: dict[tuple[int, Level, int], dict[int, None]] = {}
+    savers = savers_of(assignment)
     for number, (stage, link, way) in enumerate(staged.placed):
-        home, instance = pipeline.placed[stage], space.folded.instances[number]
+        home, brought = pipeline.placed[stage], brought_by(assignment, number, savers)
         held[home] += link.block.held_bytes
         saved[stage] += link.block.savings[way].saved_bytes
-        key = instance.kind, link.levels[way]
+        key = space.folded.instances[number].kind, link.levels[way], brought.there_bytes(link.levels[way])
         if key not in known:
-            again = dropped_bytes(assignment, instance, link.levels[way])
-            operators = (space.transients(node, assignment.choice(node)) for node in instance.block.nodes)
-            known[key] = dict.fromkeys(most + again for each in operators for most in each)
+            known[key] = dict.fromkeys(working_moments(assignment, number, link.levels[way], brought))
         working[home].update(known[key])
     for home, each in staged.also_read:
         held[home] += sum(each.held.values())

@@ -15,7 +15,6 @@ from typing import Any
 
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
-from planner.division import Division
 from planner.document import WITHOUT_GRAPH, Document
 from planner.errors import InfeasibleError, PinError, PlanError
 from planner.explore import Searched
@@ -161,7 +160,7 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
     return WhyNot(
         pin,
         *facts,
-        mesh=str(Division(space.stages, space.mesh)),
+        mesh=str(found.best.division),
         extra_s=found.evaluation.time_s - facts[0],
         extra_bytes=found.peak_bytes - facts[1],
         blocks=()

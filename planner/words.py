@@ -101,6 +101,10 @@ def in_count(number: int) -> str:
     return str(number)
 
 
+IN_EACH = ", gathering in each micro-batch"
+"""What follows sizes where that is not done once a step."""
+
+
 def sizes_text(sizes: Mapping[str, int]) -> str:
     """``"outer 2 x inner 4"`` from axis sizes by name."""
     return " x ".join(f"{name} {size}" for name, size in sizes.items())

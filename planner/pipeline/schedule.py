@@ -23,7 +23,7 @@ many micro-batches as stages.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -90,6 +90,12 @@ class Schedule:
     def overlaps(self) -> bool:
         """Whether a step takes over what the one before has left."""
         return any(map(is_left_over, self.actions))
+
+    @cached_property
+    def late(self) -> tuple[int, ...]:
+        """Of how many micro-batches each stage finds the gradients of weights in an action of their own."""
+        found = Counter(action.stage for action in self.actions if action.kind == "W")
+        return tuple(found[stage] for stage in range(self.stages))
 
     @property
     def actions(self) -> Iterator[Action]:

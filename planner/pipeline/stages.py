@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from planner.errors import ScheduleError
-from planner.pipeline.schedule import check_fits, fullest, placed
+from planner.pipeline.schedule import check_fits, fullest, placed, schedule
 from planner.pipeline.simulate import Times, step_s
 
 
@@ -74,6 +74,11 @@ class Pipeline:
     def placed(self) -> tuple[int, ...]:
         """The rank of every stage."""
         return placed(self.schedule, self.ranks, self.virtual_stages)
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """As of :class:`planner.pipeline.schedule.Schedule`."""
+        return schedule(self.schedule, self.ranks, self.micro_batches, self.virtual_stages).late
 
     @property
     def moments(self) -> list[tuple[list[int], tuple[tuple[int, ...], ...]]]:

@@ -22,6 +22,7 @@ from planner.report.summary import (
     BlockSummary,
     blocks,
     candidate_cells,
+    candidate_name,
     counted,
     in_turns,
     is_notable,
@@ -41,7 +42,6 @@ from planner.words import (
     in_percent,
     in_seconds,
     recomputed,
-    sizes_text,
 )
 
 DARK = """
@@ -383,7 +383,7 @@ def _search(document: Document) -> str:
         seconds, bound = candidate["step_time_s"], candidate["bound_s"]
         status, _ = candidate_cells(candidate)
         rows.append([
-            escape(sizes_text(candidate["mesh"])),
+            escape(candidate_name(candidate)),
             escape(status) if bound is not None else f'<span style="color:var(--bad)">{escape(status)}</span>',
             (in_seconds(seconds) if seconds is not None else "", "n"),
             (in_seconds(bound) if bound is not None else "∞", "n"),

@@ -14,7 +14,7 @@ from planner.detail import BlockDetail, OpDetail
 from planner.document import BlockPlan, Document
 from planner.layout import PIPELINE
 from planner.pipeline.schedule import versions
-from planner.words import again, in_bytes, in_seconds, sizes_text
+from planner.words import IN_EACH, again, in_bytes, in_seconds, sizes_text
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,11 @@ def stored(document: Document, op: OpDetail) -> list[tuple[str, str]]:
     return [(local_name(name, op.path), document.parameters.get(name, "?")) for name in op.parameters]
 
 
+def candidate_name(candidate: Mapping[str, Any]) -> str:
+    """What a candidate is called."""
+    return sizes_text(candidate["mesh"]) + IN_EACH * (candidate.get("gathers") == "each")
+
+
 def candidate_cells(candidate: Mapping[str, Any]) -> tuple[str, str]:
     """A candidate's status, and its seconds or what they are at least."""
     seconds, bound = candidate["step_time_s"], candidate["bound_s"]
@@ -136,15 +141,16 @@ def standing(document: Document) -> str:
     pipelines = [c for c in fits if PIPELINE in c["mesh"] and c["status"] != "not tried"]
     if pipelines and PIPELINE not in document.sizes:
         parts.append(f"no faster pipeline found ({len(pipelines)} looked at or bounded away)")
-    others = [c for c in fits if c["mesh"] != document.sizes]
+    own = document.sizes, document.gathers if not document.timetables else "once"
+    others = [c for c in fits if (c["mesh"], c.get("gathers", "once")) != own]
     if others:
         following = min(others, key=lambda c: c["bound_s"])
         more = following["bound_s"] / (document.predicted.step_time_s or 1.0) - 1
         at_least = "" if following["status"] == "optimal" else "at least "
         if more < 0:
-            parts.append(f"not excluded: {sizes_text(following['mesh'])}, up to {-more * 100:.2g} % faster")
+            parts.append(f"not excluded: {candidate_name(following)}, up to {-more * 100:.2g} % faster")
         else:
-            parts.append(f"next {sizes_text(following['mesh'])}, {at_least}{more * 100:.2g} % slower")
+            parts.append(f"next {candidate_name(following)}, {at_least}{more * 100:.2g} % slower")
     return "; ".join(parts)
 
 
@@ -215,6 +221,8 @@ def in_turns(document: Document) -> str:
         parts.append(f"bubble {bubble * 100:.1f} % of all ranks' time")
     if versions(pipeline.schedule) > 1:
         parts.append("this changes training: an update takes the gradient of the batch before, found one update ago")
+    if pipeline.gathers == "each" and document.mesh.in_turns(1).size > 1:
+        parts.append("parameters gathered and gradients reduced in each micro-batch")
     found = [f"{len(numbers)} {again(level)}" for level, numbers in pipeline.recompute.items()]
     if found:
         parts.append(f"of {pipeline.bounds[-1]} blocks recomputed in backward: {', '.join(found)}")

@@ -11,6 +11,7 @@ from planner.report.summary import (
     BlockSummary,
     blocks,
     candidate_cells,
+    candidate_name,
     counted,
     in_turns,
     is_notable,
@@ -148,7 +149,7 @@ def _candidates(document: Document) -> str:
         status, seconds = candidate_cells(candidate)
         needs = in_bytes(candidate["peak_bytes"])
         memory = needs if candidate["step_time_s"] is not None else f"at least {needs}"
-        rows.append([f"  {sizes_text(candidate['mesh'])}", status, seconds, memory])
+        rows.append([f"  {candidate_name(candidate)}", status, seconds, memory])
     if len(document.search.candidates) > SHOWN:
         rows.append(f"  and {len(document.search.candidates) - SHOWN} more")
     return _table(["meshes", "", "step", "memory"], rows, right=(2, 3))

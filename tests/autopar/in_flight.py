@@ -56,7 +56,8 @@ class InFlight:
 
     def _forward(self, stage: Stage, *args: Any) -> Any:
         key = stage.number, self._step.turns.now
-        first = len(stage.gather.graph.output_node().args[0]) + len(stage.leaves)  # type: ignore[arg-type]
+        used = stage.parameters if stage.gather is None else stage.gather.graph.output_node().args[0]
+        first = len(used) + len(stage.leaves)  # type: ignore[arg-type]
         for value in args[first : first + len(stage.received)]:
             self._hold(key, value)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._saved(key, tensor), lambda box: box.tensor):

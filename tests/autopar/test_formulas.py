@@ -106,9 +106,13 @@ def test_what_the_search_picks_itself(name):
     check(name, {}, **LARGER)
 
 
-@pytest.mark.parametrize("name", ["llama", "shared-layers"])
-def test_formulas_in_turns(name):
-    plan = planned(name, {"pipeline": 2, "micro_batches": 2, "data": 2, "recompute": "full"})
+@pytest.mark.parametrize(
+    "name, more",
+    [("llama", {"recompute": "full"}), ("shared-layers", {"recompute": "full"}), ("llama", {"zero": 3})],
+    ids=str,
+)
+def test_formulas_in_turns(name, more):
+    plan = planned(name, {"pipeline": 2, "micro_batches": 2, "data": 2, **more})
     formulas, there = plan.formulas, plan.at(**LARGER)
     numbers = {formulas.batch: LARGER["batch"], formulas.sequence: LARGER["sequence"]}
     assert formulas.peak_bytes.subs(numbers) == there.peak_bytes

@@ -165,11 +165,20 @@ def test_a_file_with_too_few_timetables_is_refused(plans: Callable[[str], Plan],
         Plan.from_dict({**data, "timetable": data["timetable"][0]})
 
 
+def test_parameters_that_move_come_for_each_micro_batch(plans: Callable[[str], Plan]) -> None:
+    data = plans(PIPELINES[0]).to_dict()
+    with pytest.raises(PlanError, match="parameters come for each micro-batch, and its pipeline gathers them 'once'"):
+        Plan.from_dict({**data, "pipeline": {**data["pipeline"], "gathers": "once"}})
+    del data["pipeline"]["gathers"]  # as it was before there was a choice
+    assert Plan.from_dict(data).gathers == "each"
+
+
 @pytest.mark.parametrize("name", [*PLANS])
 def test_a_plan_comes_back_from_its_file_and_keeps_its_price(plans: Callable[[str], Plan], name: str) -> None:
     plan = plans(name)
     again = Plan.from_dict(plan.to_dict())
     assert again.to_dict() == plan.to_dict() and again.digest() == plan.digest()
+    assert again.pipeline is not None and again.pipeline.gathers == "each"
     priced = reprice(again, decided(plan))
     assert priced.timetables == plan.timetables and priced.search == plan.search
     assert priced.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s)

@@ -259,10 +259,8 @@ def test_layers_are_cut_where_stages_outnumber_them() -> None:
 
 
 def test_a_pipeline_that_does_not_fit_says_by_how_much() -> None:
-    with pytest.raises(
-        InfeasibleError,
-        match=r"pipeline 4 x micro 8 x all 2\) needs [\d,]+ bytes \(.*\), [\d,]+ bytes .*too many",
-    ):
+    leanest = r"pipeline 4 x micro 8 x all 2, gathering in each micro-batch\)"
+    with pytest.raises(InfeasibleError, match=leanest + r" needs [\d,]+ bytes \(.*\), [\d,]+ bytes .*too many"):
         searched(cluster(8, memory="1 MiB"), {"pipeline": 4, "micro_batches": 8})
 
 
@@ -331,7 +329,7 @@ def test_2bw_is_planned_by_name_and_says_that_it_changes_training() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec, pin", [(cluster(4), {}), (cluster(8), {"data": 2, "zero": 3})], ids=["whole", "sharded"]
+    "spec, pin", [(cluster(4), {}), (cluster(8), {"data": 2, "zero": 2})], ids=["whole", "sharded"]
 )
 def test_2bw_holds_a_second_version_of_the_weights_and_of_their_gradients(
     spec: ClusterSpec, pin: dict[str, Any]
@@ -347,6 +345,14 @@ def test_2bw_holds_a_second_version_of_the_weights_and_of_their_gradients(
     used_as_stored = sum(sizes.values()) - gathered
     stored = (gathered // 2 if pin else 0) + used_as_stored
     assert held["parameters"] == held["gradients"] == stored + used_as_stored
+
+
+def test_2bw_that_gathers_in_each_micro_batch_holds_two_versions_as_stored() -> None:
+    found = searched(cluster(8), {"pipeline": 4, "micro_batches": 8, "schedule": "2bw", "data": 2, "zero": 3})
+    assert found.staged is not None
+    held = sum((Counter(link.held) for link in found.staged.links), Counter[str]())
+    stored = sum(leaf.results[0].size_bytes for leaf in GRAPH.leaves if leaf.op == "param") // 2
+    assert (held["parameters"], held["gradients"], held["gathered"]) == (2 * stored, 2 * stored, 0)
 
 
 @pytest.mark.parametrize("turns, stages", [(2, 4), (1, 1)])
@@ -400,3 +406,82 @@ def test_samples_that_are_mixed_leave_no_micro_batches() -> None:
     for limit_s in (60.0, 1e-9):
         with pytest.raises(PinError, match=r"sub.Tensor on operands of shapes \(64, 8\), \(8,\) mixes samples"):
             search(graph, cluster(8), Pins.parse({"micro_batches": 2}), Training(), time_limit_s=limit_s)
+
+
+# ---- when parameters are gathered ------------------------------------------------------------------------------------
+
+IN_EACH = '{"data": 4, "micro_batches": 4, "zero": 3}'
+
+
+def test_parameters_are_gathered_in_each_micro_batch_where_memory_asks_for_it() -> None:
+    """Once a step all of them, and their gradients, are there whole; in each micro-batch those of a block."""
+    pin: dict[str, Any] = {"data": 4, "micro_batches": 4}
+    once, each = (searched(cluster(4), {**pin, "zero": zero}) for zero in (2, 3))
+    assert (once.best.division.gathers, each.best.division.gathers) == ("once", "each")
+    assert once.staged is not None and each.staged is not None
+    assert once.staged.memory_bytes["gathered"] > 5 * each.staged.memory_bytes["gathered"] > 0
+    assert each.evaluation.peak_bytes < 0.5 * once.evaluation.peak_bytes
+    assert each.evaluation.time_s > once.evaluation.time_s
+    roomy, tight = searched(cluster(4), pin), searched(cluster(4, "30 MiB"), pin)
+    assert roomy.best.division.gathers == "once" and {c.division.gathers for c in roomy.candidates} == {"once"}
+    assert roomy.evaluation.time_s <= once.evaluation.time_s
+    assert tight.best.division.gathers == "each" and tight.gap < 0.02
+    assert tight.evaluation.time_s <= each.evaluation.time_s
+    assert [(c.division.gathers, c.status) for c in tight.candidates] == [("each", "feasible"), ("once", "infeasible")]
+    with pytest.raises(InfeasibleError):
+        searched(cluster(4, "30 MiB"), {**pin, "zero": 2})
+
+
+def test_a_search_takes_the_faster_of_both() -> None:
+    """With pipelines, and memory that leaves both possible: no plan that a pin asks for is faster."""
+    free = searched(cluster(4, "45 MiB"), {"data": 2, "pipeline": 2})
+    pinned = [searched(cluster(4, "45 MiB"), {"data": 2, "pipeline": 2, "zero": zero}) for zero in (0, 2, 3)]
+    seconds = [each.evaluation.time_s for each in pinned]
+    assert free.evaluation.time_s * (1 - free.gap) <= min(seconds)
+    assert free.evaluation.time_s <= min(seconds) * (1 + 1e-9)
+
+
+def test_a_plan_says_when_it_gathers_and_comes_back() -> None:
+    plan, usual = planned(IN_EACH.replace("4", "8", 1)), planned('{"data": 8, "micro_batches": 4, "zero": 2}')
+    data, usually = plan.to_dict(), usual.to_dict()
+    assert data["pipeline"]["gathers"] == "each" and usually["pipeline"]["gathers"] == "once"
+    assert Plan.from_dict(json.loads(json.dumps(data))) == plan and plan.certificate.holds
+    told = "parameters gathered and gradients reduced in each micro-batch"
+    for shown, other in ((str(plan), str(usual)), (plan.to_html(), usual.to_html())):
+        assert told in shown and told not in other
+    assert plan.assignment is not None
+    priced = reprice(Plan.from_dict(data), plan.assignment)
+    assert priced.predicted == plan.predicted
+    told_why = usual.why_not({"data": 8, "micro_batches": 4, "zero": 3})
+    assert told_why.mesh == "micro 4 x data 8, gathering in each micro-batch"
+    assert told_why.extra_s == pytest.approx(plan.predicted.step_time_s - usual.predicted.step_time_s, rel=1e-9)
+    assert told_why.extra_bytes == plan.predicted.peak_bytes - usual.predicted.peak_bytes < 0
+    del usually["pipeline"]["gathers"]  # as it was before there was a choice
+    assert Plan.from_dict(usually) == usual
+
+
+@pytest.mark.parametrize(
+    "zero, gathers, message",
+    [
+        (3, "once", "pin 'zero' is 3, which gathers parameters in each micro-batch, but they are gathered once a step"),
+        (2, "each", "pin 'zero' is 2, which gathers parameters once a step, but they are gathered in each micro-batch"),
+        (3, "never", "\"gathers\" is 'never', and takes 'once' or 'each'"),
+    ],
+)
+def test_a_plan_that_gathers_otherwise_than_pinned_is_refused(zero: int, gathers: str, message: str) -> None:
+    data = planned(f'{{"data": 8, "micro_batches": 4, "zero": {zero}}}').to_dict()
+    with pytest.raises(PlanError, match=message):
+        Plan.from_dict({**data, "pipeline": {**data["pipeline"], "gathers": gathers}})
+
+
+def test_what_is_gathered_in_each_micro_batch_is_counted_in_each() -> None:
+    plan = planned('{"data": 2, "pipeline": 4, "micro_batches": 8, "zero": 3}')
+    calls, sizes = Counter[str](), [leaf.results[0].size_bytes for leaf in GRAPH.leaves if leaf.op == "param"]
+    for call, count in plan.predicted.collectives:
+        if call.bytes_in > 8:
+            calls[call.kind, call.phase] += call.bytes_in * count  # type: ignore[index]
+    weights = sum(sizes) // 2
+    assert calls["reduce_scatter", "backward"] == 8 * 2 * weights  # type: ignore[index]
+    assert calls["all_gather", "forward"] == 8 * weights  # type: ignore[index]
+    # Of what backward reads again: not the first layer's of a stage whose input needs no gradient, and no biases.
+    assert 0.9 * 8 * weights < calls["all_gather", "backward"] <= 8 * weights  # type: ignore[index]

@@ -14,7 +14,7 @@ from planner.conversion import local_bytes
 from planner.cost import CostModel
 from planner.division import Division, pipelines_of
 from planner.fold import Folded, fold
-from planner.formulate import BUCKET_BYTES, Assignment, Space, Training, rules_of
+from planner.formulate import BUCKET_BYTES, Assignment, Gathers, Space, Training, rules_of
 from planner.graph import Graph, Ref
 from planner.keep import with_levels_between
 from planner.layout import MICRO, Mesh
@@ -43,13 +43,15 @@ def tapped() -> Graph:
     return Graph(graph.nodes, (*graph.outputs, Ref("add1")))
 
 
-def space_of(which: str, spec, stages: int, turns: int, schedule: str | None = None, **sizes: int) -> Space:  # type: ignore[no-untyped-def]
+def space_of(  # type: ignore[no-untyped-def]
+    which: str, spec, stages: int, turns: int, schedule: str | None = None, gathers: Gathers = "once", **sizes: int
+) -> Space:
     graph, folded, rules = model(which)
     mesh = Mesh.of(**sizes).in_turns(turns)
     kept = filters(Pins(), graph, rules, mesh)
     shape = Division(stages, mesh)
     least = shape.rounds(schedule), shape.waits(schedule)
-    return Space(folded, mesh, CostModel(spec), Training(), rules, *kept, None, stages, *least)
+    return Space(folded, mesh, CostModel(spec), Training(gathers=gathers), rules, *kept, None, stages, *least)
 
 
 def assignments(space: Space, rng: random.Random, count: int) -> list[tuple[tuple[int, ...], Assignment]]:
@@ -70,15 +72,15 @@ def assignments(space: Space, rng: random.Random, count: int) -> list[tuple[tupl
 
 
 @pytest.mark.parametrize("which", ["residual", "chain", "tapped"])
-@pytest.mark.parametrize("turns", [1, 4])
-def test_the_chain_adds_up_to_the_problem(which: str, turns: int) -> None:
+@pytest.mark.parametrize("turns, gathers", [(1, "once"), (4, "once"), (4, "each")])
+def test_the_chain_adds_up_to_the_problem(which: str, turns: int, gathers: Gathers) -> None:
     """Over gloo nothing hides communication, so that seconds and bytes of one stage are sums over blocks."""
     rng = random.Random(f"{which} {turns}")
     for _ in range(4):
         spec = random_cluster(rng, (4,)).model_copy(update={"backend": "gloo"})
-        space = space_of(which, spec, 1, turns, outer=2, inner=2)
+        space = space_of(which, spec, 1, turns, gathers=gathers, outer=2, inner=2)
         for _, assignment in assignments(space, rng, 4):
-            links = links_of(assignment, named(space.folded, COMPUTED))
+            links = links_of(assignment, named(space.folded, COMPUTED, ("none",)))
             for number, level in enumerate(COMPUTED):
                 step = ladder(space.folded, named(space.folded, (level,), ("none",))).steps[0]
                 problem = Decided(assignment, space.skeleton).problem(None, step)
@@ -91,7 +93,7 @@ def test_the_chain_adds_up_to_the_problem(which: str, turns: int) -> None:
                 once_s = math.fsum(link.once_s for link in links)
                 if turns > 1 or level == "none":  # one turn gathers parameters again, several do not
                     assert turns * work_s + once_s == pytest.approx(whole.time_s, rel=1e-9)
-                if level == "none" and turns > 1:  # in one turn gradients are counted beside their buckets, too
+                if level == "none" and space.brings_once:  # else gradients are counted beside their buckets, too
                     held = sum(link.block.held_bytes + link.block.savings[0].saved_bytes for link in links)
                     assert held + max(link.working_bytes[0] for link in links) == whole.peak_bytes
                 assert sum(sum(link.held.values()) for link in links) == sum(link.block.held_bytes for link in links)
@@ -133,9 +135,10 @@ def test_no_pipeline_beats_the_average_rank(
     """What the search counts on as a lower bound: for every assignment, schedule, limit of memory and pinned level."""
     rng = random.Random(f"{which} {stages} {turns}")
     seen = 0
-    for _ in range(3):
+    ways: tuple[Gathers, ...] = ("once", "each", "once")
+    for gathers in ways:
         spec = random_cluster(rng, (2, 4))
-        space = space_of(which, spec, stages, turns, names[0], all=8 // stages)
+        space = space_of(which, spec, stages, turns, names[0], gathers, all=8 // stages)
         levels = named(space.folded, LEVELS if level is None else (level,))
         if level is None:
             levels = with_levels_between(levels, space.skeleton, space.cost)
