@@ -249,7 +249,14 @@ def t5() -> nn.Module:
 
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCAB, d_model=WIDTH, d_ff=64, d_kv=8, num_layers=2, num_heads=HEADS, decoder_start_token_id=0
+            vocab_size=VOCAB,
+            d_model=WIDTH,
+            d_ff=64,
+            d_kv=8,
+            num_layers=2,
+            num_heads=HEADS,
+            decoder_start_token_id=0,
+            use_cache=False,  # with caches the original concatenates keys, which then lie otherwise in memory
         )
     )
 

@@ -135,6 +135,8 @@ def test_a_plan_in_turns_is_verified(pin: dict[str, Any], ranks: int) -> None:
     [
         ("gpt2", {}),
         ("gpt2", {"offload": "host"}),
+        ("t5", {}),
+        ("t5", {"offload": "host"}),
         ("shared-layers", {"offload": "host", "update": "backward", "activations": "all"}),
     ],
     ids=str,
