@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.kept import Kept, kept
 from autopar.outside import Outside
 from autopar.walk import Walk
 
@@ -53,8 +54,11 @@ class Before:
         own, others = self._own.changed(), self._others.changed()
         self.had_new_tensors = bool(own) and not _tensors(Held([held for held, _ in own])) <= _tensors(self._own)
         for held, items in (*own, *others):
-            held.clear()
-            held.extend(items) if isinstance(held, (list, deque)) else held.update(items)
+            if isinstance(held, Kept):
+                held.restore()
+            else:
+                held.clear()
+                held.extend(items) if isinstance(held, (list, deque)) else held.update(items)
         self.outside.restore()
         python, torchs, numpys = self._random
         random.setstate(python)
@@ -70,11 +74,13 @@ class Held:
         filled: those that held something, each once.
         empty: the others, which are most of them.
         objects: what was in those that are filled, but for containers and what is plain.
+        kept: what some of these keep apart from their attributes.
     """
 
     def __init__(self, values: Iterable[Any]):
         self.empty: list[Any] = []
         self.objects: list[Any] = []
+        self.kept: list[Kept] = []
         self._contents: list[Any] = []
         found: dict[int, Any] = {}
         contents, attributes = list(values), list[Any]()
@@ -90,16 +96,27 @@ class Held:
                 elif kind not in _PLAIN:
                     objects.append(value)
             contents = list(_contents(_views(itertools.islice(found.values(), known, None))))
-            attributes = _attributes(objects)
+            kinds = {kind for kind in set(map(type, objects)) if not issubclass(kind, _NOT_STATE)}
+            attributes = _attributes(objects, kinds) + self._keep(objects, kinds)
             self.objects += objects
             self._contents += contents
         self.filled = list(found.values())
         self._views, self._mappings = _views(self.filled), [held for held in self.filled if type(held) in _MAPPINGS]
         self._sizes, self._keys = list(map(len, self.filled)), list(_contents(self._mappings))
 
+    def _keep(self, objects: Sequence[Any], kinds: set[type]) -> list[Any]:
+        """Note what objects keep apart from their attributes, each once; all that is in there."""
+        found = kept(objects, kinds)
+        if found:
+            seen = {id(each.value) for each in self.kept}
+            found = list({id(each.value): each for each in found if id(each.value) not in seen}.values())
+            self.kept += found
+        return [value for each in found for value in each.inside]
+
     def changed(self) -> list[tuple[Any, list[Any]]]:
         """Those that hold something else by now, with what they held: keys with values, where they are mappings."""
         found: list[tuple[Any, list[Any]]] = [(held, []) for held in filter(None, self.empty)]
+        found += [(held, held.inside) for held in self.kept if held.is_changed()]
         if (
             list(map(len, self.filled)) == self._sizes
             and _are(self._contents, _contents(self._views))
@@ -115,9 +132,8 @@ class Held:
         return found
 
 
-def _attributes(objects: Sequence[Any]) -> list[Any]:
-    """What holds the attributes of those objects for which they are state."""
-    kinds = {kind for kind in set(map(type, objects)) if not issubclass(kind, _NOT_STATE)}
+def _attributes(objects: Sequence[Any], kinds: set[type]) -> list[Any]:
+    """What holds the attributes of those objects for which they are state, whose classes are ``kinds``."""
     found = [getattr(value, "__dict__", None) for value in objects if type(value) in kinds]
     return [held for held in found if type(held) in _CONTAINERS]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,6 +31,95 @@ class Model(nn.Module):
         self.shared: Any = self.made["a"]
 
 
+class Named(NamedTuple):
+    names: list[str]
+
+
+class Ledger(dict[str, Any]):
+    """Writes more than it is told to, and hides what it has."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setitem__("last", key)
+
+    def values(self) -> Any:
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        raise NotImplementedError
+
+
+class Ordered(OrderedDict[str, Any]):
+    """With attributes of its own."""
+
+
+class Row(list[Any]):
+    __slots__ = ("name",)
+
+
+class Seen(set[int]):
+    """Numbers."""
+
+
+class Last(deque[int]):
+    """Numbers."""
+
+
+class Own:
+    """Its objects may be in sets."""
+
+    calls = 0
+
+
+@dataclass(frozen=True)
+class Slotted:
+    """Filled in, though frozen."""
+
+    __slots__ = ("empty", "names")
+
+    def fill(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+class Apart(Model):
+    """Holds what keeps something apart from attributes, below one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: Any = Counter(a=1)
+        self.ledger: Any = Ledger(a=[1], last="a")
+        self.ordered: Any = Ordered(a=1, b={"deep": Row([1, 2])})
+        self.ordered.note = "x"
+        self.row: Any = Row([Named(["a"]), frozenset({Own()})])
+        self.marks: Any = Seen({1, 2})
+        self.recent: Any = Last([1, 2], maxlen=2)
+        self.raw: Any = bytearray(b"abc")
+        self.slotted: Any = Slotted()
+        self.slotted.fill("names", [1])
+
+
+APART: dict[str, Callable[[Any], Any]] = {
+    "a count": lambda m: m.times.update("ab"),
+    "a key": lambda m: m.ledger.update(b=2),
+    "a key by its own method": lambda m: m.ledger.__setitem__("b", 2),
+    "a list in a dict of one's own": lambda m: m.ledger["a"].append(2),
+    "the order of keys": lambda m: m.ordered.move_to_end("a"),
+    "an attribute of a dict": lambda m: setattr(m.ordered, "note", "y"),
+    "a list of one's own, deep down": lambda m: m.ordered["b"]["deep"].reverse(),
+    "a list in a named tuple": lambda m: m.row[0].names.append("b"),
+    "an attribute of what is in a frozen set": lambda m: setattr(next(iter(m.row[1])), "calls", 1),
+    "a slot of a list": lambda m: setattr(m.row, "name", "x"),
+    "a set": lambda m: (m.marks.discard(1), m.marks.add(3)),
+    "a deque": lambda m: m.recent.append(3),
+    "bytes": lambda m: m.raw.extend(b"d"),
+    "bytes of equal number": lambda m: m.raw.__setitem__(0, 0),
+    "a slot": lambda m: m.slotted.fill("names", [1]),
+    "an empty slot": lambda m: m.slotted.fill("empty", nn.Linear(2, 2)),
+    "a list in a slot": lambda m: m.slotted.names.append(2),
+    "a slot that is emptied": lambda m: Slotted.names.__delete__(m.slotted),  # type: ignore[attr-defined]
+    "a tensor": lambda m: m.row.append(torch.zeros(2)),
+}
+
 CHANGES: dict[str, Callable[[Model], Any]] = {
     "an attribute": lambda m: setattr(m, "extra", 1),
     "another of equal value": lambda m: setattr(m.own, "calls", False),
@@ -51,11 +141,17 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
 
 def written(value: Any) -> object:
     """All that is below a value, in order, by identity and by what it holds."""
+    found: list[object] = [id(value)]
     if isinstance(value, dict):
-        return id(value), [(written(key), written(each)) for key, each in value.items()]
-    if isinstance(value, (list, tuple, set, deque)):
-        return id(value), [written(each) for each in (sorted(value) if isinstance(value, set) else value)]
-    return id(value), repr(value), written(vars(value)) if isinstance(value, (nn.Module, SimpleNamespace)) else None
+        found += [(written(key), written(each)) for key, each in value.items()]
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        found += [written(each) for each in (sorted(value) if isinstance(value, set) else value)]
+    else:
+        found.append(repr(value))
+    if isinstance(value, (nn.Module, SimpleNamespace, Ordered, Own)):
+        found.append(written(vars(value)))
+    slots = getattr(type(value), "__slots__", ())
+    return found + [written(getattr(value, name)) if hasattr(value, name) else name for name in slots]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -68,6 +164,20 @@ def test_a_change_is_taken_back(change: str) -> None:
     assert written(model) == state
     assert model.last.maxlen == 2
     assert before.had_new_tensors == (change == "a module")
+
+
+@pytest.mark.parametrize("change", APART)
+def test_a_change_apart_from_attributes_is_taken_back(change: str) -> None:
+    model = Apart()
+    state, before = written(model), Before(Walk(model))
+    before.restore()
+    assert written(model) == state
+    APART[change](model)
+    assert written(model) != state
+    before.restore()
+    assert written(model) == state
+    assert model.recent.maxlen == 2
+    assert before.had_new_tensors == (change in ("a tensor", "an empty slot"))
 
 
 def test_only_what_is_changed_is_told() -> None:
