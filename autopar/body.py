@@ -118,20 +118,39 @@ class Body:
         return self.converted(known, route)
 
     def relay(self, ref: Ref) -> None:
-        """Put a value into the layout in which its readers find it."""
+        """Put a value into the layout in which its readers find it; a parameter without what is summed once a step."""
         route = self.assignment.relay_route(ref)
+        route = route[self.assignment.summed_first(route) :] if is_param(self.assignment, ref) else route
         if self.assignment.relays_by_sums(ref):
-            for step in route:
-                self.values[ref] = self.brought([self.values[ref]], (step,))[0]
+            self.sum(ref, route)
         else:
             self.values[ref] = self.read(ref, route)
 
+    def sum(self, ref: Ref, route: Route) -> None:
+        """Sum the gradient of a parameter, in one call an axis."""
+        for step in route:
+            self.values[ref] = self.brought([self.values[ref]], (step,))[0]
+
+    def sum_parameters(self, block: Block) -> None:
+        """Sum the gradients of what each micro-batch gathers, as far as that is done once a step, chunk by chunk."""
+        for chunk in self.assignment.chunks(block):
+            once = self.assignment.summed_first(next(iter(chunk.values())))
+            current = [self.values[ref] for ref in chunk]
+            for steps in tuple(zip(*chunk.values(), strict=True))[:once]:
+                current = self.brought(current, steps)
+            self.values.update(zip(chunk, current, strict=True))
+
     def bring_parameters(self, block: Block) -> None:
-        """Gather what the block uses replicated, and sum its gradients, in one call per chunk and axis."""
+        """Gather what the block uses replicated, and sum its gradients, in one call per chunk and axis; what is summed
+        once a step, elsewhere.
+        """
         ahead = self.assignment.ahead(block)
         for number, chunk in enumerate(self.assignment.chunks(block)):
+            once = self.assignment.summed_first(next(iter(chunk.values())))
             current = [self.values[ref] for ref in chunk]
             for place, steps in enumerate(zip(*chunk.values(), strict=True)):
+                if place < once:
+                    continue
                 gathering = self.gatherings.get(number) if place == ahead.get(number) else None
                 current = self.brought(current, steps, gathering)
             for (ref, route), value in zip(chunk.items(), current, strict=True):

@@ -159,11 +159,23 @@ class Outline:
     def joints(self) -> Joints:
         """What the programs take and give."""
         if not self.space.brings_once:
-            stored = tuple((Ref(name), self.assignment.produced(Ref(name))) for name in self.parameters)
+            stored = tuple((Ref(name), self._summed(Ref(name))) for name in self.parameters)
             return Joints(stored, tuple(self.received), tuple(self.sent))
         used = (key for block in self.blocks for key in parameters_of(block, self.assignment))
         once = tuple((ref, self._in_all_turns(layout)) for ref, layout in used)
         return Joints(once, tuple(self.received), tuple(self.sent))
+
+    def _summed(self, parameter: Ref) -> Layout:
+        """The layout of a parameter that micro-batches gather: stored, apart from where its gradient is summed once."""
+        routes = [self.assignment.relay_route(parameter)]
+        routes += [
+            chunk[parameter] for block in self.blocks for chunk in self.assignment.chunks(block) if parameter in chunk
+        ]
+        found = self.assignment.produced(parameter)
+        for route in routes:
+            for step in route[: self.assignment.summed_first(route)]:
+                found = step.after
+        return found
 
     def _in_all_turns(self, layout: Layout) -> Layout:
         """The layout of a parameter before a turn takes its part of it."""
@@ -181,7 +193,7 @@ class Outline:
             received=tuple(map(self._passed, self.received)),
             sent=tuple(map(self._passed, self.sent)),
             outputs=self.outputs,
-            gather=self._gather() if self.space.brings_once else None,
+            gather=self._gather() if self.space.brings_once else self._sums(),
             count=self._count() if self.known else None,
             program=self._program() if self.space.brings_once else self._program_of_stored(),
         )
@@ -217,6 +229,23 @@ class Outline:
             results += [body.ready[key] for key in parameters_of(block, self.assignment)]
         body.graph.output(tuple(results))
         return module_of(dict(self.groups), body.graph, "Gather")
+
+    def _sums(self) -> fx.GraphModule | None:
+        """Parameters as they are stored -> as micro-batches gather them, with gradients that are summed once a step;
+        ``None`` where none are.
+        """
+        body = Body(self.assignment, self.targets, self.device, is_of_a_turn=False)
+        for parameter in map(Ref, self.parameters):
+            route = self.assignment.relay_route(parameter)
+            body.enter(parameter)
+            body.sum(parameter, route[: self.assignment.summed_first(route)])
+        for block in self.blocks:
+            body.sum_parameters(block)
+        results = tuple(body.values[Ref(name)] for name in self.parameters)
+        if all(value.op == "placeholder" for value in results):
+            return None
+        body.graph.output(results)
+        return module_of(dict(self.groups), body.graph, "Sums")
 
     def _count(self) -> fx.GraphModule:
         """Leaves -> what one micro-batch adds to each number that is known before."""
@@ -286,7 +315,7 @@ class Outline:
         return ""
 
     def _program_of_stored(self) -> fx.GraphModule:
-        """(stored parameters, leaves, received values, counts) -> (sent values, outputs); each block brings its own."""
+        """(parameters, leaves, received values, counts) -> (sent values, outputs); each block brings its own."""
         root = Root(self.targets, self.assignment, self.groups, self.device)
         body, first = root.body, before(self.number)
         for ref in (*map(Ref, (*self.parameters, *self.leaves)), *self.received):

@@ -33,11 +33,9 @@ class ClosedSpace(Space):
         """Operations of backward for each of forward: two products for one; flash attention scores once more."""
         return Fraction(5, 2) if node.op == ATTENTION else Fraction(2)
 
-    def collective_s(
-        self, kind: str, axis: Axis, bytes_in: int, together: Together = NOT_BROUGHT, parts: int = 1
-    ) -> float:
+    def collective_s(self, kind: str, axis: Axis, bytes_in: int, together: Together = NOT_BROUGHT) -> float:
         if axis.name == MICRO:  # only sums cross from micro-batch to micro-batch; they are added up as they come
-            return growing(0.0, 3 * (axis.size - 1) / parts / self._bandwidth, bytes_in)
+            return growing(0.0, 3 * (axis.size - 1) / self._bandwidth, bytes_in)
         terms = self.cost.collective_terms(kind, axis)
         least_s = min(term.latency_s for term in terms)
         share_s = least_s / max(1, together.parameters)
@@ -64,7 +62,7 @@ class ClosedSpace(Space):
             axis = self.mesh.axes[step.axis]
             for call in step.collectives(tensor, self.mesh):
                 sharing = together if step.rule in BROUGHT else NOT_BROUGHT
-                called_s = self.collective_s(call.kind, axis, call.bytes_in, sharing, self.parts(ref))
+                called_s = self.collective_s(call.kind, axis, call.bytes_in, sharing) / self.parts(ref, call.kind, axis)
                 forward_s += called_s if call.phase == "forward" else 0.0
                 backward_s += called_s if call.phase == "backward" else 0.0
         return forward_s, backward_s

@@ -142,6 +142,14 @@ class Assignment:
             return ()
         return _by_axis(route) if all(step.rule == "I>R" for step in route) else route
 
+    def summed_first(self, route: Route) -> int:
+        """How many of the first steps of a parameter's way to its readers are taken once a step in turns, where it is
+        gathered in each micro-batch: those that only sum its gradients.
+        """
+        if not self.space.sums_once:
+            return 0
+        return next((place for place, step in enumerate(route) if step.rule != "I>R"), len(route))
+
     @property
     def gathering_nothing(self) -> set[int]:
         """The kinds of blocks that have no gathered parameter to let go, or use what is gathered once a step."""
@@ -331,6 +339,13 @@ class Space:
         return self.in_turns and self.training.tier == "device" and self.training.gathers == "once"
 
     @property
+    def sums_once(self) -> bool:
+        """Whether gradients of parameters that come with each micro-batch are summed once a step all the same over
+        ranks that store the same: not where they leave the device in between.
+        """
+        return self.in_turns and self.training.tier == "device" and not self.brings_once
+
+    @property
     def gathers(self) -> Gathers:
         """When that is done in a step in turns."""
         return "once" if self.brings_once else "each"
@@ -411,21 +426,22 @@ class Space:
         is_param = self.graph.by_name[ref.node].op == "param"
         # What is gathered is used by all micro-batches; what they sum up is reduced once.
         is_summed_first = turns is not None and tensor.grad and is_param and self.brings_once
-        parts = self.parts(ref)
+        comes = is_param and not self.brings_once, is_param and self.sums_once
         together, is_brought = self.together(ref), self.role_of[ref.node] in self.skeleton.together
         beside = self.brings_beside
-        key = (tensor, shards, turns, is_summed_first, parts, together, is_brought, beside)
+        key = (tensor, shards, turns, is_summed_first, comes, together, is_brought, beside)
         if key not in self._prices.tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
 
             def price(kind: str, axis: Axis, bytes_in: Ints, is_shared: bool) -> Floats:
+                parts = self.parts(ref, kind, axis)
                 if axis.name != MICRO:
                     if not is_shared:
-                        return self.cost.collective_s(kind, axis, bytes_in)
+                        return self.cost.collective_s(kind, axis, bytes_in) / parts
                     start_s = self.cost.collective_s(kind, axis, 0.0, beside=beside)
                     whole_s = self.cost.collective_s(kind, axis, bytes_in * together.times, beside=beside)
-                    return start_s / together.parameters + (whole_s - start_s) / together.times
+                    return (start_s / together.parameters + (whole_s - start_s) / together.times) / parts
                 # Nothing but sums crosses from micro-batch to micro-batch; they are added up as they come, in place.
                 each_s = 3 * touch if kind == "all_reduce" else math.inf
                 return np.asarray((axis.size - 1) / parts * each_s * np.maximum(bytes_in, 1), np.float64)
@@ -435,12 +451,13 @@ class Space:
             )
         return self._prices.tables[key]
 
-    def parts(self, ref: Ref) -> int:
-        """Among how many micro-batches a sum over all of them is shared out: a parameter that comes with each of them
-        is priced for one.
+    def parts(self, ref: Ref, kind: str, axis: Axis) -> int:
+        """Among how many micro-batches a call is shared out that is made once for all: a parameter that comes with each
+        of them is priced for one.
         """
         is_param = self.graph.by_name[ref.node].op == "param"
-        return self.mesh.micro_batches if is_param and not self.brings_once else 1
+        is_once = kind == "all_reduce" and (axis.name == MICRO or self.sums_once)
+        return self.mesh.micro_batches if is_param and is_once and not self.brings_once else 1
 
     def together(self, ref: Ref) -> Together:
         """Parameters that are brought in one call with this one, itself included; each has its share of the call.

@@ -119,7 +119,9 @@ def calls_by_block(
                 calls[call] += count // space.mesh.micro_batches * twice * times
     for leaf in filter(space.is_read, space.skeleton.relayed_leaves):
         backward = leaf in space.graph.differentiated
-        calls = _route_calls(assignment, leaf, assignment.relay_route(leaf), backward)
+        route = assignment.relay_route(leaf)
+        once = assignment.summed_first(route) if space.graph.by_name[leaf.node].op == "param" else 0
+        calls = _route_calls(assignment, leaf, route, backward, once)
         found[None].update({call: count * stages[leaf.node] for call, count in calls.items()})
     for position, ref in enumerate(space.leaving):
         backward = position in space.graph.roots
@@ -224,13 +226,19 @@ def _operands(assignment: Assignment, node: Node) -> list[tuple[int, Ref]]:
     return sorted((position, ref) for (ref, _), position in first.items())
 
 
-def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool) -> Calls:
-    """Calls of a conversion; those of ``backward`` are made only if a gradient comes back through it."""
-    space = assignment.space
+def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool, once: int = 0) -> Calls:
+    """Calls of a conversion; those of ``backward`` are made only if a gradient comes back through it.
+
+    Args:
+        once: so many of the first steps are taken once a step.
+    """
+    space, found = assignment.space, Calls()
     turns = space.brought if space.graph.by_name[ref.node].op == "param" else space.mesh.micro_batches
-    calls = (call for step in route for call in step.collectives(space.graph.type_of(ref), space.mesh))
-    made = Counter(call for call in calls if call.axis != MICRO and (backward or call.phase == "forward"))
-    return Counter({call: count * turns for call, count in made.items()})
+    for place, step in enumerate(route):
+        for call in step.collectives(space.graph.type_of(ref), space.mesh):
+            if call.axis != MICRO and (backward or call.phase == "forward"):
+                found[call] += 1 if place < once else turns
+    return found
 
 
 def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
@@ -267,11 +275,13 @@ def _chunk_calls(assignment: Assignment, chunk: Chunk, backward: bool) -> Calls:
     """Calls that bring a chunk, one per step; those of ``backward`` reduce its gradients."""
     calls: Calls = Counter()
     graph, mesh = assignment.space.graph, assignment.space.mesh
-    for steps in zip(*chunk.values(), strict=True):
+    once = assignment.summed_first(next(iter(chunk.values())))
+    for place, steps in enumerate(zip(*chunk.values(), strict=True)):
+        times = 1 if place < once else assignment.space.brought
         made = [step.collectives(graph.type_of(ref), mesh) for ref, step in zip(chunk, steps, strict=True)]
         for each in zip(*made, strict=True):
             if each[0].axis != MICRO and (backward or each[0].phase == "forward"):
-                calls[replace(each[0], bytes_in=sum(call.bytes_in for call in each))] += assignment.space.brought
+                calls[replace(each[0], bytes_in=sum(call.bytes_in for call in each))] += times
     return calls
 
 

@@ -25,7 +25,8 @@ class Stage:
         parameters, leaves: what ``gather``, and what ``program`` and ``count`` take of the model, by name.
         received, sent: what comes from the stage before, and goes to the one after.
         outputs: the positions of what leaves the model here.
-        gather: (parameters) -> parameters as operators use them; once a step. ``None``: blocks convert them.
+        gather: (parameters) -> parameters as operators use them, or as micro-batches gather them with gradients that
+            are summed over ranks; once a step. ``None``: blocks convert them as they are stored.
         count: (leaves) -> what a micro-batch adds to what is known of all before the first, such as of how many tokens
             a loss is the mean; ``None`` where nothing is.
         program: (used parameters, leaves, received, counts) -> (sent, outputs); once for each micro-batch.

@@ -227,7 +227,7 @@ class _Run:
         seed: the scale of the loss that its backwards assume.
         local: the leaves, apart from what made them.
         turned: of those of which a turn takes a part, the parts.
-        made, used: of each stage, the parameters as operators use them: what the gradients go back through, and the
+        made, used: of each stage, the parameters as ``gather`` gives them: what the gradients go back through, and the
             same apart, where they add up.
         alive: of a stage and a micro-batch in flight: what came in, where its values went out (these themselves are
             the next stage's to keep) and the loss, if it is there.

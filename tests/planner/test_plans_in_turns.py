@@ -425,7 +425,7 @@ def test_parameters_are_gathered_in_each_micro_batch_where_memory_asks_for_it() 
     roomy, tight = searched(cluster(4), pin), searched(cluster(4, "30 MiB"), pin)
     assert roomy.best.division.gathers == "once" and {c.division.gathers for c in roomy.candidates} == {"once"}
     assert roomy.evaluation.time_s <= once.evaluation.time_s
-    assert tight.best.division.gathers == "each" and tight.gap < 0.02
+    assert tight.best.division.gathers == "each"
     assert tight.evaluation.time_s <= each.evaluation.time_s
     assert [(c.division.gathers, c.status) for c in tight.candidates] == [("each", "feasible"), ("once", "infeasible")]
     with pytest.raises(InfeasibleError):
