@@ -58,6 +58,7 @@ class Link:
         levels: for each way to save, the level of recomputation that it is.
         working_bytes: for each way to save, what its operators need while they run and what it has made again.
         gathered_bytes: for each way to save, how much of that is parameters gathered for this micro-batch.
+        gathered_s: for each way to save, what of its recomputing is gathering parameters again.
         shared: the leaves that other blocks read too, by name. The first block that reads one counts it as its own.
     """
 
@@ -70,6 +71,7 @@ class Link:
     levels: tuple[Level, ...]
     working_bytes: tuple[int, ...]
     gathered_bytes: tuple[int, ...]
+    gathered_s: tuple[float, ...]
     shared: tuple[tuple[str, Shared], ...] = ()
 
     @property
@@ -80,10 +82,13 @@ class Link:
     @property
     def leanest(self) -> Link:
         """The same that saves least, whatever it takes."""
-        block = replace(self.block, savings=self.block.savings[-1:])
-        working_bytes, gathered_bytes = self.working_bytes[-1:], self.gathered_bytes[-1:]
         return replace(
-            self, block=block, levels=self.levels[-1:], working_bytes=working_bytes, gathered_bytes=gathered_bytes
+            self,
+            block=replace(self.block, savings=self.block.savings[-1:]),
+            levels=self.levels[-1:],
+            working_bytes=self.working_bytes[-1:],
+            gathered_bytes=self.gathered_bytes[-1:],
+            gathered_s=self.gathered_s[-1:],
         )
 
 
@@ -347,9 +352,10 @@ class _Chain:
             sums.held.update(self._versions_of(name, sums.grown[name]))
         brought = brought_by(self.assignment, number, self._savers)
         levels = self.levels.of(instance.kind) if brought.lets_go else self.levels.computed(instance.kind)
+        again_s = [self._again_s(number, level) for level in levels]
         savings = tuple(
-            Saving(self._again_s(number, level), self._saved(number, level) + brought.saved_bytes(level))
-            for level in levels
+            Saving(made_s + gathered_s, self._saved(number, level) + brought.saved_bytes(level))
+            for (made_s, gathered_s), level in zip(again_s, levels, strict=True)
         )
         name, held_bytes = self.folded.names[instance.kind], sum(sums.held.values())
         return Link(
@@ -362,6 +368,7 @@ class _Chain:
             levels,
             tuple(max(working_moments(self.assignment, number, each, brought), default=0) for each in levels),
             tuple(map(brought.there_bytes, levels)),
+            tuple(gathered_s for _, gathered_s in again_s),
         )
 
     def _run(self, sums: _Sums, node: Node) -> None:
@@ -464,22 +471,25 @@ class _Chain:
             self.space.saved_bytes(node, self.assignment.choice(node), recompute) for node in instance.block.nodes
         )
 
-    def _again_s(self, number: int, level: Level) -> float:
-        """Seconds of what a block makes again."""
+    def _again_s(self, number: int, level: Level) -> tuple[float, float]:
+        """Seconds of what a block makes again, and of gathering parameters for that."""
         if level == "none":
-            return 0.0
-        instance, space, seconds = self.folded.instances[number], self.space, 0.0
+            return 0.0, 0.0
+        instance, space, made_s, gathered_s = self.folded.instances[number], self.space, 0.0, 0.0
         again = space.skeleton.again(instance.kind, level)
         for at, node in enumerate(instance.block.nodes):
             choice = self.assignment.choice(node)
             if at in again.operators:
                 work = space.work(node, choice)
-                seconds += work.forward_s + work.inner_forward_s
+                made_s += work.forward_s + work.inner_forward_s
             wanted = {(node.inputs[i], choice.operands[i]) for i in again.taken[at]}
             moves = [(ref, self.assignment.delivered(ref), to) for ref, to in wanted]
             made = [Ref(node.name, index) for index in range(len(node.results)) if (at, index) in again.values]
             moves += [(ref, self.assignment.produced(ref), self.assignment.delivered(ref)) for ref in made]
-            if space.brings_once:
-                moves = [move for move in moves if self.graph.by_name[move[0].node].op != "param"]
-            seconds += sum(self._conversion(*move)[0] for move in moves)
-        return seconds
+            for ref, source, target in moves:
+                seconds = self._conversion(ref, source, target)[0]
+                if self.graph.by_name[ref.node].op != "param":
+                    made_s += seconds
+                elif not space.brings_once:
+                    gathered_s += seconds
+        return made_s, gathered_s

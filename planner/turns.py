@@ -137,8 +137,8 @@ class Staged:
         for stage, link, way in self.placed:
             block, rank = link.block, found[self.pipeline.placed[stage]]
             rank[0] += turns * (block.forward_s + block.input_s + block.weight_s - link.communication_s)
-            rank[1] += turns * block.savings[way].recompute_s
-            rank[2] += turns * link.communication_s
+            rank[1] += turns * (block.savings[way].recompute_s - link.gathered_s[way])
+            rank[2] += turns * (link.communication_s + link.gathered_s[way])
         return found
 
     @cached_property

@@ -64,8 +64,8 @@ def blocks(document: Document) -> list[BlockSummary]:
     found = []
     for plan, detail in zip(document.blocks, details, strict=True):
         ops, moves = detail.ops.values(), [m for op in detail.ops.values() for m in (*op.before, *op.after)]
-        once = [m for m in moves if m.value in document.parameters]
-        each = [m for m in moves if m.value not in document.parameters]
+        once = [m for m in moves if m.value in document.parameters and document.gathers == "once"]
+        each = [m for m in moves if m.value not in document.parameters or document.gathers == "each"]
         compute = turns * sum(op.forward_s + op.backward_s for op in ops) * plan.count / ranks
         gradients = exposed * sum(m.backward_s * m.times for m in once) / ranks
         communication = turns * sum(op.inner_s for op in ops) * plan.count
@@ -223,7 +223,10 @@ def in_turns(document: Document) -> str:
         parts.append("this changes training: an update takes the gradient of the batch before, found one update ago")
     if pipeline.gathers == "each" and document.mesh.in_turns(1).size > 1:
         parts.append("parameters gathered and gradients reduced in each micro-batch")
-    found = [f"{len(numbers)} {again(level)}" for level, numbers in pipeline.recompute.items()]
+    found = [f"{len(numbers)} {again(level)}" for level, numbers in pipeline.recompute.items() if level != "gathered"]
     if found:
         parts.append(f"of {pipeline.bounds[-1]} blocks recomputed in backward: {', '.join(found)}")
+    if "gathered" in pipeline.recompute:
+        count = len(pipeline.recompute["gathered"])
+        parts.append(f"of {pipeline.bounds[-1]} blocks gathered again in backward: {count}")
     return "; ".join(parts)

@@ -26,7 +26,7 @@ from planner.layout import Mesh
 from planner.pins import Pins, filters
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice
 from planner.predict import predict_in_turns
-from planner.report.summary import stages
+from planner.report.summary import blocks, stages
 from planner.seams import finer
 from planner.search import search
 from planner.solve import lower_bounds
@@ -449,6 +449,11 @@ def test_a_plan_says_when_it_gathers_and_comes_back() -> None:
     told = "parameters gathered and gradients reduced in each micro-batch"
     for shown, other in ((str(plan), str(usual)), (plan.to_html(), usual.to_html())):
         assert told in shown and told not in other
+    assert plan.predicted.time_s["recompute"] == plan.predicted.time_s["gradients"] == 0  # all of it communication
+    assert "of 8 blocks gathered again in backward: 7" in str(plan)
+    works = [block for block in blocks(plan) if block.compute_s]
+    communication_s = sum(block.communication_s for block in works)
+    assert 0.5 * plan.predicted.time_s["communication"] < communication_s < plan.predicted.time_s["communication"]
     assert plan.assignment is not None
     priced = reprice(Plan.from_dict(data), plan.assignment)
     assert priced.predicted == plan.predicted
