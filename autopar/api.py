@@ -32,13 +32,14 @@ from planner.errors import ClusterError, InputError, PinError, PlanError
 from planner.formulate import Assignment, Space, Training, rules_of
 from planner.graph import Graph
 from planner.memory import usage
+from planner.mesh import MAX_AXES
 from planner.offload import offloaded, saved_bytes
 from planner.pins import Pins, filters
 from planner.pipeline.schedule import schedule
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restage, restore
 from planner.positions import check_positions
 from planner.predict import predict, predict_in_turns
-from planner.search import GAP, check_gap, check_time_limit, search
+from planner.search import GAP, check_axes, check_gap, check_time_limit, search
 from planner.timetable import Timetable
 from planner.words import in_all_bytes
 
@@ -103,6 +104,7 @@ def plan(
     pipelines: bool = False,
     time_limit_s: float = 60.0,
     gap: float = GAP,
+    max_axes: int = MAX_AXES,
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan found for training ``model`` on ``cluster``; needs no device and no process group.
@@ -123,6 +125,8 @@ def plan(
         time_limit_s: when to stop proving; the plan then carries the proven gap.
         gap: part of a step that the proof may leave open: the plan is at most so much slower than the fastest; 0 proves
             that it is the fastest, which may take a minute where memory is tight.
+        max_axes: how many axes a mesh may have at most that no pin makes, 1 to 3: the plan is the fastest of these.
+            Three take about ten times as long as two.
         progress: called with a line of text as the search advances.
 
     Raises:
@@ -132,7 +136,7 @@ def plan(
         InfeasibleError: no plan fits in memory.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
-    _check_search(fold, time_limit_s, gap)
+    _check_search(fold, time_limit_s, gap, max_axes)
     training = _training(optimizer_bytes_per_element)
     pins = Pins.parse(pin)
     _say(progress, f"capturing {type(model).__name__}")
@@ -146,6 +150,7 @@ def plan(
         pipelines=pipelines,
         time_limit_s=time_limit_s,
         gap=gap,
+        max_axes=max_axes,
         progress=progress,
     )
 
@@ -161,6 +166,7 @@ def plan_traced(
     pipelines: bool = False,
     time_limit_s: float = 60.0,
     gap: float = GAP,
+    max_axes: int = MAX_AXES,
     progress: Progress | None = None,
 ) -> Plan:
     """Plan a captured model; see :func:`plan`."""
@@ -175,6 +181,7 @@ def plan_traced(
         folding=fold != "off",
         time_limit_s=time_limit_s,
         gap=gap,
+        max_axes=max_axes,
         pipelines=pipelines,
         progress=progress,
     )
@@ -197,7 +204,7 @@ def plan_traced(
         traced.facts,
         pins.to_dict(),
         predicted,
-        Search(found.status, found.gap, seconds, seen, unseen),
+        Search(found.status, found.gap, seconds, seen, unseen, max_axes),
         staged,
         timetables,
     )
@@ -258,6 +265,7 @@ def parallelize(
     offload_path: str | os.PathLike[str] | None = None,
     time_limit_s: float = 60.0,
     gap: float = GAP,
+    max_axes: int = MAX_AXES,
     progress: Progress | None = None,
 ) -> ParallelModule:
     """This rank's share of ``model``, ready to train; call it in every process that ``torchrun`` started.
@@ -267,7 +275,7 @@ def parallelize(
 
     Args:
         model, cluster, example_args, example_kwargs, loss_fn, pin, optimizer_bytes_per_element, pipelines,
-            time_limit_s, gap: as in :func:`plan`; the last five are of the search, where no plan is given.
+            time_limit_s, gap, max_axes: as in :func:`plan`; the last six are of the search, where no plan is given.
         plan: a plan to apply without searching, or the path of one's file.
         state_dict: the original model's full state dict, or the path of a file that ``torch.save`` wrote of it, of a
             safetensors file, of a directory of such files with their index, or of what
@@ -308,7 +316,7 @@ def parallelize(
         _say(progress, f"capturing {type(model).__name__}")
     traced = _traced_alike(model, example_args, example_kwargs, loss_fn)
     if plan is None:
-        plan = _plan_on_rank_0(traced, cluster, pins, training, pipelines, time_limit_s, gap, progress)
+        plan = _plan_on_rank_0(traced, cluster, pins, training, pipelines, time_limit_s, gap, max_axes, progress)
     assignment = assign(traced, plan)
     assignment, in_turns = staged(plan, assignment)
     stage_mesh = plan.mesh.in_turns(1)
@@ -432,14 +440,15 @@ def _plan_on_rank_0(
     pipelines: bool,
     time_limit_s: float,
     gap: float,
+    max_axes: int,
     progress: Progress | None,
 ) -> Plan:
     """Search once; an error is raised on every rank."""
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            limits: dict[str, Any] = {"pipelines": pipelines, "time_limit_s": time_limit_s, "gap": gap}
-            found = plan_traced(traced, cluster, pins, training, **limits, progress=progress)
+            limits: dict[str, Any] = {"time_limit_s": time_limit_s, "gap": gap, "max_axes": max_axes}
+            found = plan_traced(traced, cluster, pins, training, pipelines=pipelines, **limits, progress=progress)
             message = [found.to_dict()]
         except Exception as error:
             message = [error]
@@ -492,7 +501,7 @@ def check_arguments(
     Pins.parse(pin)
 
 
-def _check_search(fold: str, time_limit_s: float, gap: float) -> None:
+def _check_search(fold: str, time_limit_s: float, gap: float, max_axes: int) -> None:
     if fold not in get_args(Fold):
         raise InputError(
             f"fold is {fold!r}; it is 'capture' (trace and decide once per distinct block), 'graph' (trace the whole "
@@ -500,6 +509,7 @@ def _check_search(fold: str, time_limit_s: float, gap: float) -> None:
         )
     check_time_limit(time_limit_s)
     check_gap(gap)
+    check_axes(max_axes)
 
 
 def _training(optimizer_bytes_per_element: object) -> Training:

@@ -108,6 +108,7 @@ def plan(
         float | None,
         typer.Option(help="Part of a step that need not be proved; 0: prove the fastest.", show_default="0.001"),
     ] = None,
+    max_axes: Annotated[int, typer.Option(min=1, max=3, help="Axes of meshes that no pin makes, at most.")] = 2,
 ) -> None:
     """Find the fastest plan for training a model; needs neither the cluster nor a GPU."""
     _check_writable(out, html, trace)
@@ -132,6 +133,7 @@ def plan(
             pipelines=pipelines,
             time_limit_s=time_limit,
             gap=GAP if gap is None else gap,
+            max_axes=max_axes,
             progress=say,
         )
     typer.echo(str(found), nl=False)

@@ -21,6 +21,7 @@ from planner.errors import PlanError
 from planner.formulate import Activations, Assignment, Gathers, Training
 from planner.graph import Ref
 from planner.layout import Mesh
+from planner.mesh import MAX_AXES
 from planner.pipeline.schedule import schedule
 from planner.pipeline.simulate import simulate
 from planner.predict import Prediction
@@ -43,6 +44,7 @@ class Search:
     plan of it was looked for, or none fits), ``bound_s`` (``None``: proven infeasible), ``peak_bytes`` (of that plan,
     or at least), ``gathers`` where that is in ``each`` micro-batch (see :class:`PipelinePlan`), and the ``proof`` of
     the bound, see :class:`planner.looks.Candidate`. ``unseen`` further ones were not looked at; they count in the gap.
+    Meshes of more than ``max_axes`` axes were no candidates.
     """
 
     status: str
@@ -50,6 +52,7 @@ class Search:
     seconds: Mapping[str, float]
     candidates: tuple[Mapping[str, Any], ...] = ()
     unseen: int = 0
+    max_axes: int = MAX_AXES
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from planner.errors import ClusterError, PlanError
 from planner.exchange import Exchange
 from planner.formulate import Gathers
 from planner.layout import Axis, Mesh
+from planner.mesh import MAX_AXES
 from planner.names import parse_runs, runs
 from planner.predict import Prediction
 from planner.quantity import nearest
@@ -294,8 +295,8 @@ def _read_turns(data: Mapping[str, Any]) -> TurnTimes:
 
 
 def _read_search(data: Any) -> Search:
-    candidates, unseen = tuple(data["candidates"]), data.get("unseen", 0)
-    return Search(data["status"], data["gap"], data["seconds"], candidates, unseen)
+    candidates, unseen, axes = tuple(data["candidates"]), data.get("unseen", 0), data.get("max_axes", MAX_AXES)
+    return Search(data["status"], data["gap"], data["seconds"], candidates, unseen, axes)
 
 
 def _read_details(data: Any) -> BlockDetail:

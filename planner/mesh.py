@@ -20,6 +20,8 @@ BATCH = ("replicate", "data")
 ROLES = (*BATCH, "context", "tensor")
 """Axes that a recipe may pin, major first: the tensor axis is contiguous. The stages of a pipeline stride wider yet."""
 
+MAX_AXES = 2
+"""Axes of a mesh at most, where nobody says how many: with three, to bound a mesh takes about ten times as long."""
 _NAMES = {1: ("all",), 2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
 
 
@@ -28,7 +30,7 @@ def batch_ranks(mesh: Mesh) -> int:
     return math.prod(axis.size for axis in mesh.axes if axis.name in BATCH)
 
 
-def candidate_meshes(cluster: ClusterSpec, max_axes: int = 2, devices: int | None = None) -> tuple[Mesh, ...]:
+def candidate_meshes(cluster: ClusterSpec, max_axes: int = MAX_AXES, devices: int | None = None) -> tuple[Mesh, ...]:
     """Every mesh of up to ``max_axes`` axes (at most three), fewest axes first, that respects the cluster's levels.
 
     Axes within one level are interchangeable, so only their ascending order is kept. A single device is

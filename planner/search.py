@@ -25,6 +25,7 @@ from planner.formulate import Training, rules_of
 from planner.graph import Graph
 from planner.keep import keeping, with_levels_between
 from planner.looks import Progress, Setting
+from planner.mesh import MAX_AXES
 from planner.pins import Pins
 from planner.recompute import named
 from planner.seams import finer
@@ -43,7 +44,7 @@ def search(
     training: Training,
     *,
     folding: bool = True,
-    max_axes: int = 2,
+    max_axes: int = MAX_AXES,
     time_limit_s: float = 60.0,
     gap: float = 0.0,
     pipelines: bool = False,
@@ -53,8 +54,9 @@ def search(
 
     With ``pipelines``, or where the pins ask for it, also over stages and micro-batches, see :mod:`planner.division`.
 
-    A mesh that is not pinned has up to ``max_axes`` axes, at most three, along the levels of the cluster. With three
-    an operator has up to a thousand ways to run, and to bound a mesh takes about ten times as long as with two.
+    A mesh that is not pinned has up to ``max_axes`` axes, at most three, along the levels of the cluster; what is
+    proved is proved of these. With three an operator has up to a thousand ways to run, and to bound a mesh takes about
+    ten times as long as with two.
     The same graph, cluster and pins give the same plan in every process, unless the time limit cuts the search short.
 
     Args:
@@ -68,6 +70,7 @@ def search(
     """
     check_time_limit(time_limit_s)
     check_gap(gap)
+    check_axes(max_axes)
     start = time.monotonic()
     training = replace(training, tier=pins.tier, update=pins.update, activations=pins.activations or 0)
     if training.tier != "device":
@@ -115,3 +118,9 @@ def check_gap(gap: float) -> None:
     """Raises :class:`InputError` unless ``gap`` is a number from 0 to below 1."""
     if isinstance(gap, bool) or not isinstance(gap, (int, float)) or not 0 <= gap < 1:
         raise InputError(f"gap is {gap!r}; give the part of a step that need not be proved, at least 0 and below 1")
+
+
+def check_axes(count: int) -> None:
+    """Raises :class:`InputError` unless ``count`` is a number of axes that a mesh may have."""
+    if isinstance(count, bool) or count not in (1, 2, 3):
+        raise InputError(f"max_axes is {count!r}; give how many axes a mesh may have at most: 1, 2 or 3")

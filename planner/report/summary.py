@@ -13,6 +13,7 @@ from planner.conversion import Collective
 from planner.detail import BlockDetail, OpDetail
 from planner.document import BlockPlan, Document
 from planner.layout import PIPELINE
+from planner.pins import FREE_AXES
 from planner.pipeline.schedule import versions
 from planner.words import IN_EACH, again, in_bytes, in_seconds, sizes_text
 
@@ -129,7 +130,8 @@ def standing(document: Document) -> str:
     away = Counter(c.get("proof", "search") for c in candidates if c["status"] == "bounded away")
     fits = [c for c in candidates if c["status"] != "infeasible"]
     count = len(candidates) + document.search.unseen
-    parts = [f"{count:,} mesh{'es' * (count != 1)}"]
+    axes = "" if set(FREE_AXES).isdisjoint(document.mesh.names) else f" of up to {document.search.max_axes} axes"
+    parts = [f"{count:,} mesh{'es' * (count != 1)}{axes}"]
     if away:
         proofs = ", ".join(f"{count} by {proof}" for proof, count in sorted(away.items()))
         parts.append(f"{sum(away.values())} bounded away ({proofs})")

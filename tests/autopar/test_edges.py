@@ -172,6 +172,7 @@ def test_more_positions_than_a_table_has():
         ({"fold": "of"}, InputError, "'graph'"),
         ({"time_limit_s": float("nan")}, InputError, "more than 0"),
         ({"time_limit_s": -1}, InputError, "more than 0"),
+        ({"max_axes": 4}, InputError, "max_axes is 4; give how many axes"),
         ({"time_limit_s": "60"}, InputError, "time_limit_s is '60'; give seconds"),
         ({"time_limit_s": None}, InputError, "time_limit_s is None; give seconds"),
         ({"gap": "0.1 %"}, InputError, "gap is '0.1 %'; give the part"),

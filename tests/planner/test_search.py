@@ -252,6 +252,12 @@ def test_a_gap_that_is_none(gap):
         search(chain(1), cluster(), Pins(), Training(), gap=gap)
 
 
+@pytest.mark.parametrize("axes", [0, 4, True, "2"])
+def test_axes_of_which_there_are_no_so_many(axes):
+    with pytest.raises(InputError, match=r"max_axes is .*: 1, 2 or 3"):
+        search(chain(1), cluster(), Pins(), Training(), max_axes=axes)
+
+
 def test_a_proof_may_leave_a_gap():
     """What it leaves is told, and no plan is below it; without a gap nothing is left."""
     graph, spec = chain(6, width=1024, batch=64), cluster(8)
