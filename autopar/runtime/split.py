@@ -2,14 +2,15 @@
 
 Where a way back to the inputs has side ways to weights alone, what arrives is kept. The second part runs each such node
 once more, as far as its side ways begin, and then all of these together, so that weights which were gathered in one
-call are reduced in one. Found as :mod:`torch.distributed.pipelining` finds it (zero bubble: Qi et al., 2023).
+call are reduced in one. Where side ways of several nodes meet before they reach weights, such as those of a value that
+is made of weights alone and read by many, the second part is a backward of its own from all of these nodes. Found as
+:mod:`torch.distributed.pipelining` finds it (zero bubble: Qi et al., 2023).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,27 +38,49 @@ class Later:
 
     def run(self) -> None:
         """Add the gradients of the weights to their ``grad``."""
-        starts, running = [*self.apart], list[Node]()
+        arrived = {node: starts for node, came in self.arrived.items() if (starts := _starts(node, came))}
+        if self._meet():
+            self._add([*self.apart, *(start for starts in arrived.values() for start in starts)], fixed=True)
+            return
+        begun = [*self.apart]
+        for node, starts in arrived.items():
+            ways, (edges, gradients) = self.sides[node], zip(*starts, strict=True)
+            found = torch.autograd.grad(edges, ways, gradients, retain_graph=True, allow_unused=True)
+            begun += [(way, gradient) for way, gradient in zip(ways, found, strict=True) if gradient is not None]
+        self._add(begun)
 
-        def pass_on(came: tuple[Tensor | None, ...], node: Node) -> tuple[Tensor | None, ...] | None:
-            """What comes along other ways is not of the node that runs, and goes no further."""
-            return None if node in running else tuple(None if g is None else torch.zeros_like(g) for g in came)
-
-        stops = (end.node for ways in self.sides.values() for end in ways if end.node.next_functions)
-        handles = [node.register_prehook(partial(pass_on, node=node)) for node in {*self.sides, *stops}]
+    def _add(self, starts: Sequence[tuple[Tensor | GradientEdge, Tensor]], fixed: bool = False) -> None:
+        """From ``starts`` to the weights; ``fixed``: nodes pass on what arrived before, not what comes from others."""
+        if not starts:
+            return
+        came = self.arrived if fixed else {}
+        handles = [node.register_prehook(lambda _, kept=kept: kept) for node, kept in came.items()]
         try:
-            for node, came in self.arrived.items():
-                ways, running[:] = self.sides[node], [node]
-                there = [(GradientEdge(node, i), gradient) for i, gradient in enumerate(came) if gradient is not None]
-                edges, gradients = zip(*there, strict=True)
-                found = torch.autograd.grad(edges, ways, gradients, retain_graph=True, allow_unused=True)
-                starts += [(way, gradient) for way, gradient in zip(ways, found, strict=True) if gradient is not None]
+            edges, gradients = zip(*starts, strict=True)
+            torch.autograd.backward(edges, gradients, inputs=self.weights)
         finally:
             for handle in handles:
                 handle.remove()
-        if starts:
-            beginning, gradients = zip(*starts, strict=True)
-            torch.autograd.backward(beginning, gradients, inputs=self.weights)
+
+    def _meet(self) -> bool:
+        """Whether side ways of several nodes lead to the beginning of one: then a node cannot run without others."""
+        ends, seen = {end.node for ways in self.sides.values() for end in ways}, set[Node]()
+        for ways in self.sides.values():
+            passed, waiting = set[Node](), [end.node for end in ways]
+            while waiting:
+                node = waiting.pop()
+                if node not in passed:
+                    passed.add(node)
+                    waiting += [following for following, _ in node.next_functions if following is not None]
+            if not seen.isdisjoint(passed & ends):
+                return True
+            seen |= passed & ends
+        return False
+
+
+def _starts(node: Node, came: Sequence[Tensor | None]) -> Starts:
+    """What came to a node, as a beginning."""
+    return tuple((GradientEdge(node, i), gradient) for i, gradient in enumerate(came) if gradient is not None)
 
 
 def backward_of_inputs(

@@ -314,6 +314,7 @@ def pinned(stages: int, micro_batches: int, schedule: str = "", **others: Any) -
 
 
 CASES: list[tuple[str, Pin]] = [
+    ("t5", {"micro_batches": 7, "pipeline": 2, "data": 2, "zero": 3, "schedule": "zero_bubble"}),
     ("gpt2", pinned(2, 4, "1f1b")),
     ("llama", pinned(2, 4, "interleaved_1f1b")),
     ("bert", pinned(4, 2, "1f1b")),
