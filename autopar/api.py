@@ -204,7 +204,7 @@ def plan_traced(
         traced.facts,
         pins.to_dict(),
         predicted,
-        Search(found.status, found.gap, seconds, seen, unseen, max_axes),
+        Search(found.status, found.gap, seconds, seen, unseen, max_axes, time_limit_s),
         staged,
         timetables,
     )

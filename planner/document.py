@@ -44,7 +44,8 @@ class Search:
     plan of it was looked for, or none fits), ``bound_s`` (``None``: proven infeasible), ``peak_bytes`` (of that plan,
     or at least), ``gathers`` where that is in ``each`` micro-batch (see :class:`PipelinePlan`), and the ``proof`` of
     the bound, see :class:`planner.looks.Candidate`. ``unseen`` further ones were not looked at; they count in the gap.
-    Meshes of more than ``max_axes`` axes were no candidates.
+    Meshes of more than ``max_axes`` axes were no candidates. ``time_limit_s`` is what the search could have taken after
+    capture; ``None`` if that is not known.
     """
 
     status: str
@@ -53,6 +54,7 @@ class Search:
     candidates: tuple[Mapping[str, Any], ...] = ()
     unseen: int = 0
     max_axes: int = MAX_AXES
+    time_limit_s: float | None = None
 
 
 @dataclass(frozen=True)

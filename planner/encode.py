@@ -296,7 +296,8 @@ def _read_turns(data: Mapping[str, Any]) -> TurnTimes:
 
 def _read_search(data: Any) -> Search:
     candidates, unseen, axes = tuple(data["candidates"]), data.get("unseen", 0), data.get("max_axes", MAX_AXES)
-    return Search(data["status"], data["gap"], data["seconds"], candidates, unseen, axes)
+    limit_s = data.get("time_limit_s")
+    return Search(data["status"], data["gap"], data["seconds"], candidates, unseen, axes, limit_s)
 
 
 def _read_details(data: Any) -> BlockDetail:

@@ -53,6 +53,8 @@ def _head(document: Document) -> str:
     predicted, search, device = document.predicted, document.search, document.cluster.device
     proof = "" if search.status == "optimal" else f", at most {search.gap * 100:.1f} % from the best"
     steps = ", ".join(f"{step} {seconds:.2f}" for step, seconds in search.seconds.items())
+    if proof and search.time_limit_s is not None:
+        steps += f"; limit {search.time_limit_s:g} s"
     pins = ", ".join(f"{name} {value}" for name, value in document.pin.items())
     devices = f"{document.cluster.world_size} x {device.kind} ({document.cluster.backend})"
     rows = [

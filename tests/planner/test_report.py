@@ -49,8 +49,9 @@ def test_the_text_is_as_expected(name: str, plan: Any) -> None:
 
 
 def test_a_plan_with_a_gap_says_how_far_from_the_best_it_may_be() -> None:
-    plan = replace(mlp(), search=replace(mlp().search, status="feasible", gap=0.034))
+    plan = replace(mlp(), search=replace(mlp().search, status="feasible", gap=0.034, time_limit_s=20))
     assert "feasible, at most 3.4 % from the best" in str(plan)
+    assert re.search(r"solve 0\.\d+; limit 20 s\)", str(plan))
     assert "at most 3.4 % from the best" in plan.to_html()
 
 
