@@ -3,7 +3,8 @@
 Prints one JSON object: ``assignment`` (a strategy per node), ``cost``, ``bound`` (no assignment costs less),
 ``status`` and ``seconds``. The status is optimal; feasible, if the search ended before that was proven; infeasible, if
 it is proven that nothing fits; or unknown, if nothing that fits was found. Then ``assignment`` and ``cost`` are null,
-and so is a bound that is not known. Ctrl-C ends the search with what was found.
+and so is a bound that is not known. Ctrl-C ends it at any time with what was found. So does the time limit, which also
+counts reading.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import argparse
 import gc
 import json
 import math
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 
@@ -25,6 +29,7 @@ from planner.solve.front import solve
 from planner.solve.read import read_problem
 
 _PRINTING_S = 1.0  # kept back from the time limit, for what follows the search
+_ENDING_S = 0.5  # before the limit, at which a search that is still at work is broken off
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,18 +39,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("problem", type=Path, help="problem in the public iopddl format, JSON or gzipped JSON")
     parser.add_argument("--time-limit", type=_seconds, default=60.0, metavar="SECONDS", help="default: 60")
     options = parser.parse_args(arguments)
-    try:
-        problem = read_problem(options.problem)
-        left = options.time_limit - (time.monotonic() - start) - _PRINTING_S
-        answer = solve(problem, time_limit_s=max(0.0, left), interruptible=True)
-    except AutoparError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted before the problem was read", file=sys.stderr)
-        return 130
-    print(json.dumps(_document(problem, answer, time.monotonic() - start)))
+    # What is known before anything is read.
+    problem, answer = Problem((), ()), Answer((), math.inf, -math.inf, "infeasible", 0.0)
+    with _one_interrupt(max(options.time_limit - _ENDING_S, options.time_limit / 2)):
+        try:
+            problem = read_problem(options.problem)
+            left = options.time_limit - (time.monotonic() - start) - _PRINTING_S
+            answer = solve(problem, time_limit_s=max(0.0, left), interruptible=True, leanest=False)
+        except AutoparError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            pass  # before the search began
+        print(json.dumps(_document(problem, answer, time.monotonic() - start)))
     return 0
+
+
+@contextmanager
+def _one_interrupt(after_s: float) -> Iterator[None]:
+    """Raise ``KeyboardInterrupt`` at Ctrl-C or after so many seconds, whichever is first, and not again.
+
+    So the time ends what does not look at the clock, like reading, and nothing breaks into what ends it.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGINT)}
+    signal.signal(signal.SIGALRM, interrupt)
+    if before[signal.SIGINT] != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, max(after_s, 1e-6))  # 0 would mean never
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _seconds(text: str) -> float:

@@ -21,10 +21,19 @@ class Best:
         self._cutoff_s = cutoff_s
         self._least_excess = math.inf
         self.aim_s = math.inf
-        self.choices: tuple[int, ...] | None = None
         self.lightest: tuple[int, ...] | None = None
-        self.objective_s = math.inf
         self.bound_s = -math.inf
+        self._found: tuple[tuple[int, ...] | None, float] = None, math.inf  # one value: an interrupt parts nothing
+
+    @property
+    def choices(self) -> tuple[int, ...] | None:
+        """The problem's assignment, if one was found."""
+        return self._found[0]
+
+    @property
+    def objective_s(self) -> float:
+        """What it takes."""
+        return self._found[1]
 
     @property
     def target_s(self) -> float:
@@ -45,7 +54,7 @@ class Best:
         """Keep the problem's assignment if it is feasible and better."""
         found = evaluate(self._problem, choices)
         if found.feasible and found.time_s < self.objective_s:
-            self.choices, self.objective_s = choices, found.time_s
+            self._found = choices, found.time_s
 
     def offer_assignment(self, model: Model, assignment: Ints) -> None:
         """Keep a model's assignment if it is feasible and better."""

@@ -34,8 +34,8 @@ def solve(
     process unless the time limit cuts the search short. ``infeasible`` is proven when ``bound_s`` is infinite; with
     a finite bound the time limit or the cutoff came before any feasible assignment. The assignment of least peak is
     looked for then, which may take longer than the search, unless ``leanest`` is false: ``choices`` are empty then.
-    ``interruptible`` takes a keyboard interrupt for the end of the time. Raises :class:`AutoparError` on malformed
-    problems.
+    ``interruptible`` ends the search at a keyboard interrupt, and looks for nothing more. Raises
+    :class:`AutoparError` on malformed problems.
     """
     start = time.monotonic()
     deadline = start + time_limit_s
@@ -48,8 +48,7 @@ def solve(
     except KeyboardInterrupt:
         if not interruptible:
             raise
-        deadline = start
-        bound = best.bound_s
+        bound, leanest = best.bound_s, False
     if best.choices is None and not leanest:
         return Answer((), math.inf, bound, "infeasible", time.monotonic() - start)
     if best.choices is None:
@@ -70,7 +69,7 @@ def _search(problem: Problem, best: Best, deadline: float) -> float:
     if _easy(model):
         allowed = drop_forbidden(model)
         return math.inf if allowed is None else search(allowed, best, deadline)
-    smaller = reduce(model)
+    smaller = reduce(model, deadline)
     if smaller is None:
         return math.inf
     return search(smaller, best, deadline) if _exact(smaller) else search_large(smaller, best, deadline)

@@ -47,7 +47,7 @@ def search_large(model: Model, best: Best, deadline: float) -> float:
             return stage.bound
         if sum(int(mask.sum()) for mask in keep) <= _SHRUNK * sum(stage.model.sizes):
             kept = restrict(stage.model, keep)
-            smaller = None if kept is None else reduce(kept)
+            smaller = None if kept is None else reduce(kept, deadline)
             if smaller is None:
                 return best.target_s
             stage = stage.on(smaller)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,11 +27,11 @@ _COMPARED = 64  # choices of a vertex, and neighbours, up to which choices are c
 _LARGEST = 1_000_000  # entries of a table to compare or eliminate over
 
 
-def reduce(model: Model) -> Model | None:
-    """The smaller model, or None when no assignment is allowed."""
+def reduce(model: Model, deadline: float = math.inf) -> Model | None:
+    """The smaller model, as far as ``deadline`` (``time.monotonic``) allows; None when no assignment is allowed."""
     work = _Work(model)
     try:
-        work.run()
+        work.run(deadline)
     except _NothingLeft:
         return None
     return drop_moments(work.model())
@@ -72,11 +73,11 @@ class _Work:
         self._pairs_to_see = dict.fromkeys(reversed(model.pairs))
         self._to_see = dict.fromkeys(reversed(range(len(model.singles))))
 
-    def run(self) -> None:
-        """Apply every rule until none applies."""
+    def run(self, deadline: float) -> None:
+        """Apply every rule until none applies, or until ``deadline``."""
         for v in list(self._alive):
             self._restrict(v, np.isfinite(self._single[v][:, WALL]))
-        while self._pairs_to_see or self._to_see:
+        while (self._pairs_to_see or self._to_see) and time.monotonic() < deadline:
             if self._pairs_to_see:
                 (tail, head), _ = self._pairs_to_see.popitem()
                 if head in self._near[tail]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,11 @@ from planner.errors import AutoparError
 from planner.problem import evaluate
 from planner.solve import front
 from planner.solve.__main__ import main
+from planner.solve.best import Best
+from planner.solve.model import Model, build_model
 from planner.solve.read import read_problem
+from planner.solve.reduce import reduce
+from planner.solve.window import search
 
 ROOT = Path(__file__).resolve().parents[2]
 FORBIDDEN = 10**18
@@ -190,6 +195,58 @@ def test_an_interrupt_ends_with_what_is_known(tmp_path: Path) -> None:
     answer = json.loads(out)
     assert process.returncode == 0 and not err
     assert answer["status"] in ("feasible", "unknown") and answer["bound"] is not None
+
+
+@pytest.mark.parametrize("by_clock", [pytest.param(True, id="the limit"), pytest.param(False, id="Ctrl-C")])
+def test_stopped_before_any_assignment_nothing_more_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, by_clock: bool
+) -> None:
+    def search_forever(model: Model, best: Best, deadline: float) -> float:
+        best.prove(7.0)
+        while True:
+            if not by_clock:
+                signal.raise_signal(signal.SIGINT)
+            time.sleep(0.01)
+
+    def find_nothing(*_: object) -> None:
+        pytest.fail("the time is up")
+
+    monkeypatch.setattr(front, "_easy", lambda model: False)
+    monkeypatch.setattr(front, "_exact", lambda model: False)
+    monkeypatch.setattr(front, "search_large", search_forever)
+    monkeypatch.setattr(front, "least_peak", find_nothing)
+    handlers = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGINT)
+    answer = run(write(tmp_path, SMALL), capsys, "--time-limit", "0.4" if by_clock else "100")
+    assert (answer["assignment"], answer["cost"], answer["bound"], answer["status"]) == (None, None, 7, "unknown")
+    assert answer["seconds"] < 3
+    assert handlers == (signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGINT))
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_reading_counts_towards_the_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planner.solve.__main__.read_problem", lambda path: time.sleep(60))
+    answer = run(write(tmp_path, SMALL), capsys, "--time-limit", "0.4")
+    assert (answer["assignment"], answer["bound"], answer["status"]) == (None, None, "unknown")
+    assert answer["seconds"] < 3
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(document=documents)
+def test_a_reduction_cut_short_leaves_the_same_problem(tmp_path: Path, document: dict[str, Any]) -> None:
+    problem = read_problem(write(tmp_path, document))
+    ticks = itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        clock = SimpleNamespace(monotonic=lambda: math.inf if next(ticks) > 5 else 0.0)
+        patch.setattr("planner.solve.reduce.time", clock)
+        smaller = reduce(build_model(problem), 1.0)
+    least = least_cost(document)
+    assert (smaller is not None) or math.isinf(least)
+    if smaller is not None:
+        best = Best(problem, math.inf)
+        assert search(smaller, best, math.inf) >= least * (1 - 1e-9) - 1e-9
+        assert best.objective_s == least
 
 
 def test_starting_up_loads_no_torch() -> None:
