@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import sys
 import zlib
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from planner.problem import Edge, Floats, Ints, Problem, Span, Vertex
 
 FORBIDDEN = 10**18
 _EXACT = 2**53  # whole numbers up to this are exact as floats
+_SHOWN = 40  # digits of a number in an error, at most
 
 
 def read_problem(path: Path) -> Problem:
@@ -37,8 +39,8 @@ def read_problem(path: Path) -> Problem:
     problem = _field(document, "", "problem")
     vertices = _vertices(_field(problem, "problem", "nodes"))
     limit = _field(problem, "problem", "usage_limit") if "usage_limit" in problem else None
-    if limit is not None and (type(limit) is not int or not 0 <= limit <= _EXACT):
-        raise AutoparError(f"problem.usage_limit: must be a whole number, 0 or more, is {limit!r}")
+    if limit is not None:
+        limit = _whole(limit, "problem.usage_limit")
     return Problem(vertices, _edges(_field(problem, "problem", "edges"), vertices), limit)
 
 
@@ -51,8 +53,10 @@ def _vertices(nodes: Any) -> tuple[Vertex, ...]:
     for i, (cost, usage, interval) in enumerate(zip(costs, usages, intervals, strict=True)):
         time_s = _with_forbidden(_numbers(cost, f"{where}.costs[{i}]"))
         held = _numbers(usage, f"{where}.usages[{i}]", len(time_s))
-        if not np.array_equal(held, np.floor(held)) or held.max() > _EXACT:
-            raise AutoparError(f"{where}.usages[{i}]: must be whole numbers up to 2^53")
+        wrong = (held != np.floor(held)) | (held > _EXACT)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise AutoparError(f"{where}.usages[{i}][{at}]: must be whole, 2^53 at most, is {_shown(usage[at])}")
         first, last = _two_whole(interval, f"{where}.intervals[{i}]")
         if last < first:
             raise AutoparError(f"{where}.intervals[{i}]: must not end before it starts, is [{first}, {last}]")
@@ -116,11 +120,16 @@ def _numbers(value: Any, where: str, length: int | None = None) -> Floats:
     if _types(values):
         at = next(i for i, entry in enumerate(values) if type(entry) not in (int, float))
         raise AutoparError(f"{where}[{at}]: must be a number, is {_kind(values[at])}")
-    numbers: Floats = np.array(values, dtype=np.float64)
+    try:
+        numbers: Floats = np.array(values, dtype=np.float64)
+    except OverflowError:
+        most = sys.float_info.max
+        at = next(i for i, entry in enumerate(values) if type(entry) is int and abs(entry) > most)
+        raise AutoparError(f"{where}[{at}]: must be {most:.3g} at most, is {_shown(values[at])}") from None
     wrong = ~(numbers >= 0)
     if wrong.any():
         at = int(wrong.argmax())
-        raise AutoparError(f"{where}[{at}]: must be 0 or more, is {values[at]}")
+        raise AutoparError(f"{where}[{at}]: must be 0 or more, is {_shown(values[at])}")
     return numbers
 
 
@@ -131,11 +140,21 @@ def _types(values: list[Any]) -> set[type]:
 
 def _two_whole(value: Any, where: str) -> tuple[int, int]:
     pair = _list(value, where, 2)
-    for at, entry in enumerate(pair):
-        if type(entry) is not int or entry < 0:
-            shown = entry if isinstance(entry, int | float) else _kind(entry)
-            raise AutoparError(f"{where}[{at}]: must be a whole number, 0 or more, is {shown}")
-    return pair[0], pair[1]
+    return _whole(pair[0], f"{where}[0]"), _whole(pair[1], f"{where}[1]")
+
+
+def _whole(value: Any, where: str) -> int:
+    if type(value) is not int or not 0 <= value <= _EXACT:
+        raise AutoparError(f"{where}: must be a whole number, 0 or more and 2^53 at most, is {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value in an error: a number, or what it is instead."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return _kind(value)
+    digits = str(abs(value))
+    return str(value) if len(digits) <= _SHOWN else f"a number of {len(digits)} digits"
 
 
 def _kind(value: Any) -> str:
