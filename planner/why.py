@@ -1,33 +1,29 @@
 """Why not: the best plan around a pinned recipe beside the best plan, or the limits that rule the recipe out.
 
 The recipe is planned as :func:`autopar.plan` would plan it, on the graph that the plan carries. What differs is told
-in total and by distinct block. Where nothing is possible, sets of the limits in play (each pin, and the memory of a
-device) are tried, smallest first, until one is impossible by itself: nothing outside it is to blame.
+in total and by distinct block. Where nothing is possible, :mod:`planner.conflict` says which limits leave no plan.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from planner.certificate import Decided
-from planner.cluster import ClusterSpec
+from planner.conflict import MEMORY, Conflict, Recipe, as_written, conflict_of
 from planner.document import WITHOUT_GRAPH, Document
-from planner.errors import InfeasibleError, PinError, PlanError
+from planner.errors import PinError, PlanError
 from planner.explore import Searched
 from planner.formulate import Assignment, Role
 from planner.layout import MICRO
 from planner.looks import PROVED
 from planner.pins import Pins
 from planner.problem import evaluate
-from planner.search import GAP, check_time_limit, search
+from planner.search import check_time_limit
 from planner.words import in_bytes, in_seconds
 
-MEMORY = "memory"
-UNLIMITED_BYTES = 2**50
 ELSEWHERE = "shared by blocks, and outputs"
 TEMPORARY = "temporary"
 
@@ -39,23 +35,6 @@ class BlockDifference:
     name: str
     extra_s: float
     extra_bytes: int
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Limits that cannot all hold.
-
-    Attributes:
-        limits: a smallest set of them, in the user's words.
-        reason: what goes wrong under just these.
-        relax: the smallest sets of limits without which the recipe becomes possible.
-        excess_bytes: what the leanest plan of the recipe needs beyond a device's memory; 0 if memory is not at stake.
-    """
-
-    limits: tuple[str, ...]
-    reason: str
-    relax: tuple[tuple[str, ...], ...]
-    excess_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,9 +65,9 @@ class WhyNot:
     conflict: Conflict | None = None
 
     def __str__(self) -> str:
-        head = f"why not {', '.join(_limit(name, value) for name, value in self.pin.items()) or 'free'}"
+        head = f"why not {', '.join(as_written(name, value) for name, value in self.pin.items()) or 'free'}"
         if self.conflict is not None:
-            return "\n".join([f"{head}: it cannot be", *self._refusal(self.conflict)]) + "\n"
+            return f"{head}: it cannot be\n{self.conflict}\n"
         share = self.extra_s / self.step_time_s if self.step_time_s else 0.0
         proof = "" if self.proven else " (of the best plans found in the time)"
         rows = [
@@ -114,15 +93,6 @@ class WhyNot:
         return "\n".join(rows) + "\n"
 
     __repr__ = __str__
-
-    @staticmethod
-    def _refusal(conflict: Conflict) -> list[str]:
-        rows = [f"  together impossible: {', '.join(conflict.limits)}", f"  because: {conflict.reason}"]
-        if conflict.excess_bytes:
-            rows.append(f"  smallest excess: {in_bytes(conflict.excess_bytes)} per device")
-        ways = [" and ".join(names) for names in conflict.relax]
-        rows.append(f"  leave out or change: {', or '.join(ways)}" if ways else "  nothing short of all of it helps")
-        return rows
 
 
 def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.0) -> WhyNot:
@@ -151,11 +121,11 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
             "pins 'schedule' and 'virtual_stages' are a pipeline's, and the recipe stands by itself: pin 'pipeline', "
             "its number of stages, too"
         )
-    recipe = _Recipe(plan.assignment, plan.cluster, dict(pin), time_limit_s)
+    recipe = Recipe(plan.assignment, plan.cluster, {k: v for k, v in pin.items() if v is not None}, time_limit_s)
     facts = plan.predicted.step_time_s, plan.predicted.peak_bytes
-    found = recipe.search(frozenset({*pin, MEMORY}))
+    found = recipe.search((*recipe.pin, MEMORY))
     if not isinstance(found, Searched):
-        return WhyNot(pin, *facts, conflict=_conflict(recipe, found))
+        return WhyNot(pin, *facts, conflict=conflict_of(recipe))
     space = found.assignment.space
     return WhyNot(
         pin,
@@ -222,81 +192,6 @@ def _block(assignment: Assignment, role: Role) -> str:
     if len(role) != 3:
         return ELSEWHERE
     return assignment.space.folded.names[int(str(role[1]))].partition("#")[0]
-
-
-# ---- what cannot be --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """A pinned recipe, any of whose limits may be left out; searches for what remains."""
-
-    assignment: Assignment
-    cluster: ClusterSpec
-    pin: Mapping[str, Any]
-    time_limit_s: float
-
-    def search(self, limits: frozenset[str]) -> Searched | Exception:
-        """The best plan under some of the limits, or why there is none."""
-        pin = {name: value for name, value in self.pin.items() if name in limits}
-        if "tensor" not in pin:  # which it is a part of
-            pin.pop("sequence_parallel", None)
-        if not pin.keys() & {"pipeline", "micro_batches"}:
-            pin = {name: value for name, value in pin.items() if name not in ("schedule", "virtual_stages")}
-        cluster = self.cluster
-        if MEMORY not in limits:
-            device = cluster.device.model_copy(update={"memory_bytes": UNLIMITED_BYTES})
-            cluster = cluster.model_copy(update={"device": device})
-        space = self.assignment.space
-        try:
-            return search(
-                space.graph,
-                cluster,
-                Pins.parse(pin),
-                space.training,
-                time_limit_s=self.time_limit_s,
-                gap=GAP,
-                pipelines=space.in_turns,
-            )
-        except (PinError, InfeasibleError) as error:
-            return error
-
-    def words(self, limits: Iterable[str]) -> tuple[str, ...]:
-        """Limits as the user wrote them."""
-        usable = in_bytes(self.cluster.device.usable_bytes)
-        return tuple(
-            f"{usable} of memory per device" if name == MEMORY else f"pin {_limit(name, self.pin[name])}"
-            for name in limits
-        )
-
-
-def _conflict(recipe: _Recipe, error: Exception) -> Conflict:
-    """The smallest set of limits that is impossible by itself, and the smallest sets to drop."""
-    limits = (*recipe.pin, MEMORY)
-    outcomes: dict[frozenset[str], Searched | Exception] = {frozenset(limits): error}
-
-    def outcome(names: Iterable[str]) -> Searched | Exception:
-        key = frozenset(names)
-        if key not in outcomes:
-            outcomes[key] = recipe.search(key)
-        return outcomes[key]
-
-    subsets = [each for size in range(1, len(limits) + 1) for each in itertools.combinations(limits, size)]
-    guilty = next(each for each in subsets if isinstance(outcome(each), Exception))
-    reason = outcome(guilty)
-    relax: list[tuple[str, ...]] = []
-    for dropped in subsets:
-        if relax and len(dropped) > len(relax[0]):
-            break
-        # What leaves the guilty set whole cannot help.
-        if set(dropped) & set(guilty) and isinstance(outcome(set(limits) - set(dropped)), Searched):
-            relax.append(dropped)
-    excess = error.excess_bytes if isinstance(error, InfeasibleError) else 0
-    return Conflict(recipe.words(guilty), str(reason), tuple(map(recipe.words, relax)), max(0, excess))
-
-
-def _limit(name: str, value: object) -> str:
-    return f"{name} = {value}"
 
 
 def _seconds(extra: float) -> str:

@@ -141,14 +141,14 @@ VIEWS = {*ROOMS} - {
 }
 ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}
+ROOMS["conflict"] = {*BASE, "cluster", "mesh", "pins", "formulate", "explore", "search", "words"}
 ROOMS["why"] = {
     *BASE,
-    "division",
-    "cluster",
     "pins",
     "problem",
     "formulate",
     "certificate",
+    "conflict",
     "document",
     "words",
     "explore",

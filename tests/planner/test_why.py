@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.errors import InputError, PinError, PlanError
+from planner.errors import InfeasibleError, InputError, PinError, PlanError
 from planner.plan import Plan
 from planner.why import WhyNot
 from tests.planner.plans import cluster, plan_of, residual_mlp
@@ -61,22 +61,58 @@ def test_a_size_that_does_not_divide_is_to_blame_alone():
 def test_sizes_that_do_not_multiply_are_to_blame_together():
     conflict = plan().why_not({"tensor": 2, "data": 4}).conflict
     assert conflict is not None
-    assert conflict.limits == ("pin tensor = 2", "pin data = 4")
+    assert conflict.limits == ("pins tensor = 2 and data = 4",)
     assert conflict.relax == (("pin tensor = 2",), ("pin data = 4",))
 
 
-def test_memory_and_a_pin_are_to_blame_together_and_the_excess_is_enough():
-    answer = tight().why_not({"data": 4, "zero": 0})
+def test_without_one_of_its_sizes_a_recipe_has_another_mesh_and_is_no_freer():
+    """``data = 2`` alone is impossible, and ``zero = 0`` alone puts all on it: neither is to blame where both plan."""
+    recipe = {"tensor": 2, "data": 2, "zero": 0, "recompute": "none"}
+    graph, room = residual_mlp(batch=2048), cluster(4, 25 * 2**20 * 10 // 9)
+    base = plan_of(graph, room)
+    conflict = base.why_not(recipe).conflict
+    assert conflict is not None
+    memory = "25.0 MiB of memory per device"
+    assert conflict.limits == ("pins tensor = 2 and data = 2", "pin zero = 0", "pin recompute = none", memory)
+    assert conflict.relax == (("pin zero = 0",), ("pin recompute = none",), (memory,))
+    for name in ("zero", "recompute"):
+        assert plan_of(graph, room, without(recipe, name)).predicted.peak_bytes <= room.device.usable_bytes
+    with pytest.raises(InfeasibleError) as refused:
+        plan_of(graph, room, recipe)
+    assert conflict.excess_bytes == refused.value.excess_bytes
+    assert plan_of(graph, pin=recipe).predicted.peak_bytes > room.device.usable_bytes
+
+
+def test_stages_are_of_the_mesh_and_what_a_pin_says_of_an_axis_goes_with_it():
+    layers = {"layers.*.up": {"tensor": "rows"}}
+    conflict = plan().why_not({"tensor": 3, "sequence_parallel": True, "layers": layers}).conflict
+    assert conflict is not None and conflict.limits == conflict.relax[0] == ("pin tensor = 3",)
+    conflict = plan().why_not({"pipeline": 2, "micro_batches": 3, "zero": 0}, time_limit_s=5).conflict
+    assert conflict is not None and conflict.limits == ("pin micro_batches = 3",)
+    assert conflict.relax == (("pin micro_batches = 3",),)
+
+
+def without(pin: dict[str, object], *names: str) -> dict[str, object]:
+    return {name: value for name, value in pin.items() if name not in names}
+
+
+def test_memory_and_a_pin_are_to_blame_together_and_the_excess_is_theirs_and_enough():
+    recipe = {"data": 4, "zero": 0, "recompute": "none"}
+    answer = tight().why_not(recipe)
     conflict = answer.conflict
     assert conflict is not None
-    recipe, memory = conflict.limits
-    assert recipe == "pin zero = 0" and memory.endswith("of memory per device")
-    assert conflict.relax == ((recipe,), (memory,))
-    assert conflict.excess_bytes > 0
-    assert "it cannot be" in str(answer) and "smallest excess" in str(answer)
+    zero, memory = conflict.limits
+    assert zero == "pin zero = 0" and memory.endswith("of memory per device")
+    assert conflict.relax == ((memory,), ("pin data = 4", zero), (zero, "pin recompute = none"))
+    for left in ({"recompute": "none"}, {"data": 4}):
+        assert plan_of(GRAPH, tight().cluster, left).predicted.peak_bytes <= tight().cluster.device.usable_bytes
+    assert f"{conflict.excess_bytes:,} bytes" in conflict.reason and "smallest excess under these" in str(answer)
+    assert "it cannot be" in str(answer)
     room = tight().cluster.device.usable_bytes + conflict.excess_bytes
     enough = cluster(4, -(-room * 10 // 9) + 1)
-    assert plan_of(GRAPH, enough, {"data": 4, "zero": 0}).predicted.peak_bytes <= room
+    assert plan_of(GRAPH, enough, {"zero": 0}).predicted.peak_bytes <= room
+    with pytest.raises(InfeasibleError):  # the whole recipe needs more
+        plan_of(GRAPH, enough, recipe)
 
 
 def test_a_plan_from_a_file_says_how_to_get_one_that_can_tell():
