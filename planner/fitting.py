@@ -6,13 +6,15 @@ A search adds up bytes that are not all alive at once, and misses some; what a p
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 from planner.apart import may_differ, together_again
 from planner.explore import Divisions, Nothing, Searched, completed, explore
-from planner.lean import bounds_s, fastest_that_fits, lean_plans
+from planner.lean import LEANEST_S, begun, bounds_s, fastest_that_fits, lean_plans
 from planner.looks import PROVED, Candidate, Setting
 from planner.problem import most_bytes
+from planner.recipes import by_recipe, freed
 from planner.refusal import check_turns, nothing_fits
 from planner.skeleton import Skeleton
 from planner.solve import lower_bounds
@@ -56,7 +58,7 @@ def fitted(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Search
 
 
 def _leanest(setting: Setting, skeleton: Skeleton, nothing: Nothing) -> Searched:
-    """Of the leanest plans the fastest that fits when it is followed.
+    """Of the leanest plans the fastest that fits when it is followed; where none does, of those of recipes.
 
     Raises:
         PinError: there are no plans at all, whatever they need.
@@ -64,8 +66,14 @@ def _leanest(setting: Setting, skeleton: Skeleton, nothing: Nothing) -> Searched
     """
     bounds = bounds_s(nothing.looks)
     check_turns(nothing.looks, bounds)
-    leans = lean_plans(setting, nothing.looks)
-    best = fastest_that_fits(leans, setting.cost.cluster.device.usable_bytes)
+    looks, usable = begun(nothing.looks), setting.cost.cluster.device.usable_bytes
+    leans = lean_plans(setting, looks)
+    best = fastest_that_fits(leans, usable)
+    if best is None:
+        held = by_recipe(setting, looks, min(setting.deadline, time.monotonic() + LEANEST_S))
+        leans += lean_plans(setting, held)
+        best = fastest_that_fits(leans, usable)
+        best = None if best is None else freed(best, looks)
     if best is None:
         raise nothing_fits(setting, skeleton.graph, nothing.looks, leans)
     if best.staged is None and may_differ(skeleton.folded):

@@ -47,17 +47,20 @@ class Lean:
         return self.needed.bytes
 
 
-def lean_plans(setting: Setting, looks: list[Look]) -> list[Lean]:
-    """Lean plans of the looks that were begun, the same whatever the memory limit unless time runs short.
+def begun(looks: list[Look]) -> list[Look]:
+    """A look at each division that was begun, in the order of what they need at least."""
+    found = {look.candidate.division: look for look in looks if look.posed is not None}
+    return sorted(found.values(), key=lambda look: look.candidate.peak_bytes)
 
-    A light plan of each division comes first, in the order of what they need at least. Then, while there is time, come
-    the leanest of all and the fastest of those almost as lean: what the leanest save, they may lose in conversions,
-    which the sum leaves out.
+
+def lean_plans(setting: Setting, looks: list[Look]) -> list[Lean]:
+    """Lean plans of looks at different divisions, the same whatever the memory limit unless time runs short.
+
+    A light plan of each division comes first. Then, while there is time, come the leanest of all and the fastest of
+    those almost as lean: what the leanest save, they may lose in conversions, which the sum leaves out.
     """
     found: dict[object, Lean | None] = {}
     until = min(setting.deadline, time.monotonic() + LEANEST_S)
-    begun = {look.candidate.division: look for look in looks if look.posed is not None}
-    order = sorted(begun.values(), key=lambda look: look.candidate.peak_bytes)
 
     def light(problem: Problem) -> list[tuple[int, ...] | None]:
         lean = lightest(replace(problem, limit_bytes=most_bytes(problem)))
@@ -67,7 +70,7 @@ def lean_plans(setting: Setting, looks: list[Look]) -> list[Lean]:
         lean = _solved(replace(problem, limit_bytes=0), until)
         return [*(_solved(each, until) for each in almost_as_lean(problem, lean)), lean]
 
-    rungs = itertools.zip_longest(*([(look, bend) for bend in reversed(look.ladder.bends)] for look in order))
+    rungs = itertools.zip_longest(*([(look, bend) for bend in reversed(look.ladder.bends)] for look in looks))
     steps = [(each[0], each[0].ladder.steps[each[1]]) for rung in rungs for each in rung if each is not None]
     for pick, (look, recompute) in itertools.product((light, leanest), steps):
         if found and time.monotonic() > until:

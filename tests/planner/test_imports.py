@@ -104,10 +104,12 @@ ROOMS["lean"] = {
     "offload",
     "looks",
 }
+ROOMS["recipes"] = {"errors", "layout", "strategy", "division", "looks"}
 ROOMS["refusal"] = {*BASE, "ops", "problem", "strategy", "formulate", "division", "looks", "lean", "names", "words"}
 ROOMS["explore"] = {"formulate", "memory", "offload", "problem", "recompute", "skeleton", "turns", "words"}
 ROOMS["explore"] |= {"division", "looks", "apart", "refusal"}
-ROOMS["fitting"] = {"problem", "skeleton", "solve", "looks", "apart", "lean", "refusal", "explore"}
+ROOMS["fitting"] = {"problem", "skeleton", "solve", "looks", "apart", "lean", "recipes", "refusal"}
+ROOMS["fitting"] |= {"explore"}
 ROOMS["elsewhere"] = {"errors", "cluster", "division", "looks", "offload", "pins", "problem", "recompute", "skeleton"}
 ROOMS["elsewhere"] |= {"amounts", "explore", "fitting"}
 ROOMS["search"] = {*BASE, "cluster", "cost", "division", "fold", "formulate", "keep", "looks", "pins", "recompute"}
@@ -136,6 +138,7 @@ VIEWS = {*ROOMS} - {
     "looks",
     "apart",
     "lean",
+    "recipes",
     "refusal",
     "highs",
 }

@@ -101,3 +101,15 @@ def test_what_less_memory_holds_is_not_ruled_out_by_what_is_proved_with_more() -
         found = searched(graph, memory, pin)
         fastest_s = min(fastest_s, found.evaluation.time_s)
         assert found.bound_s <= fastest_s * (1 + 1e-9)
+
+
+def test_no_less_than_what_is_said_to_do_does_and_no_recipe_that_is_pinned_needs_less() -> None:
+    """A tensor parallel plan, followed, needs less than the leanest by the sum."""
+    graph = residual_mlp(layers=1, width=32, batch=64)
+    least = at_least(graph, 1, {}, 4)
+    assert at_least(graph, least * 98 // 100, {}, 4) == least
+    found = searched(graph, least, {}, 4)
+    assert found.best.division.mesh.names == ("all",)
+    assert [row.status for row in found.candidates if row.division == found.best.division] == ["feasible"]
+    for pin in ({"tensor": 4}, {"data": 4}):
+        assert at_least(graph, 1, {**pin, "recompute": "full"}, 4) >= least

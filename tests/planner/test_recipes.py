@@ -1,0 +1,72 @@
+"""Recipes that nobody pinned: what they decide is the same on the mesh of no names, in seconds and in bytes."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.errors import InfeasibleError
+from planner.formulate import Training
+from planner.lean import Lean, begun, lean_plans
+from planner.looks import Look, Setting
+from planner.memory import usage
+from planner.pins import Pins
+from planner.problem import evaluate
+from planner.recipes import by_recipe, freed
+from planner.search import search
+from tests.planner.plans import residual_mlp
+
+
+def looked(monkeypatch: pytest.MonkeyPatch, devices: int, pin: dict[str, object]) -> tuple[Setting, list[Look]]:
+    """What a search in vain has looked at."""
+    seen: list[tuple[Setting, list[Look]]] = []
+
+    def watched(setting: Setting, looks: list[Look]) -> list[Lean]:
+        seen.append((setting, looks))
+        return lean_plans(setting, looks)
+
+    monkeypatch.setattr("planner.fitting.lean_plans", watched)
+    with pytest.raises(InfeasibleError):
+        search(residual_mlp(layers=1, width=8, batch=8), ClusterSpec.local(devices, 1, 2), Pins.parse(pin), Training())
+    return seen[0]
+
+
+def test_a_recipe_decides_the_same_where_no_axis_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, looks = looked(monkeypatch, 4, {})
+    held = by_recipe(setting, looks, math.inf)
+    names = {look.candidate.division.mesh.names for look in held}
+    assert names == {("tensor",), ("data",), ("data", "tensor")}
+    leans = lean_plans(setting, held)
+    assert {lean.best.division.mesh.names for lean in leans} == names
+    for lean in leans:
+        free = freed(lean.best, looks)
+        assert free.division in {look.candidate.division for look in looks}
+        assert evaluate(free.space.problem(None, free.recompute), free.choices) == lean.best.evaluation
+        assert usage(free.space.assignment(free.choices, free.recompute)).peak_bytes == lean.bytes
+
+
+def test_recipes_in_turns_stay_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, looks = looked(monkeypatch, 4, {"pipeline": 2, "micro_batches": 4})
+    held = by_recipe(setting, looks, math.inf)
+    assert {look.candidate.division.mesh.names for look in held} == {("micro", "tensor"), ("micro", "data")}
+    for lean in lean_plans(setting, held):
+        free = freed(lean.best, looks)
+        assert (free.division.stages, free.division.mesh.micro_batches) == (2, 4)
+        assert free.staged is lean.best.staged and free.staged is not None
+
+
+def test_no_recipe_where_one_is_pinned_or_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, looks = looked(monkeypatch, 2, {})
+    assert begun(looks) == looks and by_recipe(setting, looks, math.inf)
+    assert by_recipe(setting, looks, time.monotonic() - 1) == []
+    pinned = replace(setting, pins=Pins.parse({"data": 2}))
+    assert by_recipe(pinned, looks, math.inf) == []
+
+
+def test_one_device_has_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, looks = looked(monkeypatch, 1, {})
+    assert by_recipe(setting, looks, math.inf) == []
