@@ -1,10 +1,11 @@
 """Solve a problem file: ``python -m planner.solve problem.json[.gz] [--time-limit SECONDS]``.
 
 Prints one JSON object: ``assignment`` (a strategy per node), ``cost``, ``bound`` (no assignment costs less),
-``status`` and ``seconds``. The status is optimal; feasible, if the search ended before that was proven; infeasible, if
-it is proven that nothing fits; or unknown, if nothing that fits was found. Then ``assignment`` and ``cost`` are null,
-and so is a bound that is not known. Ctrl-C ends it at any time with what was found. So does the time limit, which also
-counts reading.
+``status`` and ``seconds``. The status is optimal, if the bound is at most 2e-7 of the cost below it, and so the same
+where costs are whole and below 5 million; feasible, if the search ended before that was proven; infeasible, if it is
+proven that nothing fits; or unknown, if nothing that fits was found. Then ``assignment`` and ``cost`` are null, and so
+is a bound that is not known. Ctrl-C ends it at any time with what was found. So does the time limit, which also counts
+reading.
 """
 
 from __future__ import annotations
@@ -29,13 +30,20 @@ from planner.solve.front import solve
 from planner.solve.read import read_problem
 
 _PRINTING_S = 1.0  # kept back from the time limit, for what follows the search
+_PROVED = 2e-7  # relative gap at which an answer counts as optimal: twice what HiGHS may leave
+_ERROR = 1e-9  # of a bound, relative: HiGHS's tolerance, and far above what adding up floats loses
 _ENDING_S = 0.5  # before the limit, at which a search that is still at work is broken off
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, solve, print; the exit status is 2 for a file that cannot be used."""
     start = time.monotonic()
-    parser = argparse.ArgumentParser(prog="python -m planner.solve", description="Solve a problem file.")
+    parser = argparse.ArgumentParser(
+        prog="python -m planner.solve",
+        description="Solve a problem file and print one JSON object: assignment, cost, bound, status, seconds.",
+        epilog=f"A status of optimal means that the bound is at most {_PROVED:g} of the cost below it. Where all costs "
+        "are whole it is rounded up, so that a cost below 5 million is the same as its bound then.",
+    )
     parser.add_argument("problem", type=Path, help="problem in the public iopddl format, JSON or gzipped JSON")
     parser.add_argument("--time-limit", type=_seconds, default=60.0, metavar="SECONDS", help="default: 60")
     options = parser.parse_args(arguments)
@@ -92,10 +100,11 @@ def _document(problem: Problem, answer: Answer, seconds: float) -> dict[str, obj
     bound = answer.bound_s
     status = "unknown" if not found and bound < math.inf else answer.status
     if _whole(problem):
-        # So is the least cost: the next whole number is a bound as well.
-        bound = math.ceil(bound - 1e-6 * max(1.0, abs(bound) * 1e-3)) if math.isfinite(bound) else bound
-    if found and bound >= answer.objective_s:
-        status, bound = "optimal", answer.objective_s
+        # So is the least cost: the next whole number is a bound as well, but for the error of the bound itself.
+        bound = math.ceil(bound - max(1e-6, _ERROR * abs(bound))) if math.isfinite(bound) else bound
+    if found:
+        bound = min(bound, answer.objective_s)
+        status = "optimal" if answer.objective_s - bound <= _PROVED * answer.objective_s else "feasible"
     return {
         "assignment": list(answer.choices) if found else None,
         "cost": _number(answer.objective_s) if found else None,

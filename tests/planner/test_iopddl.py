@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.errors import AutoparError
-from planner.problem import evaluate
+from planner.problem import Answer, evaluate
 from planner.solve import front
 from planner.solve.__main__ import main
 from planner.solve.best import Best
@@ -66,6 +66,41 @@ def test_an_example_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     roomy = copy.deepcopy(SMALL)
     roomy["problem"]["usage_limit"] = 11
     assert run(write(tmp_path, roomy), capsys)["assignment"] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("cost, gap", [(5 * 10**6 - 10, 0), (2**50, 2**50 * 2e-7)])
+def test_optimal_is_proven_to_the_tolerance_and_for_small_whole_costs_exactly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cost: int, gap: float
+) -> None:
+    answer = run(write(tmp_path, broken(*NODES, "costs", 0, value=[cost, cost - 2])), capsys)
+    assert (answer["cost"], answer["status"]) == (min(cost + 2 + 5 + 1, cost - 2 + 2 + 4 + 5 + 2), "optimal")
+    assert 0 <= answer["cost"] - answer["bound"] <= gap
+
+
+@pytest.mark.parametrize(
+    "costs, bound, printed, status",
+    [
+        ([3, 1], 2.99999, 3, "optimal"),
+        ([4_999_999, 1], 4_999_997.9999999, 4_999_998, "feasible"),
+        ([2.5, 1], 2.4999999, 2.4999999, "optimal"),
+        ([2.5, 1], 2.499999, 2.499999, "feasible"),
+        ([3, 1], 3.5, 3, "optimal"),
+    ],
+)
+def test_bounds_of_whole_costs_are_rounded_up_and_decide_the_status(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    costs: list[float],
+    bound: float,
+    printed: float,
+    status: str,
+) -> None:
+    """Whatever the solver calls it."""
+    answer = Answer((0, 0, 0), float(costs[0]), bound, "optimal", 0.0)
+    monkeypatch.setattr("planner.solve.__main__.solve", lambda problem, **_: answer)
+    shown = run(write(tmp_path, broken(*NODES, "costs", 0, value=costs)), capsys)
+    assert (shown["cost"], shown["bound"], shown["status"]) == (costs[0], printed, status)
 
 
 def test_gzipped_files_are_read_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
