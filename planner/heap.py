@@ -25,13 +25,15 @@ def is_before(number: int) -> bool:
 class Held:
     """A storage that is alive: its bytes, what it is used for (of :data:`USES`), and the value it belongs to.
 
-    ``times``: so many instances of a block hold one like it; it has the name of a first one.
+    ``times``: so many instances of a block hold one like it; it has the name of a first one. ``block``: the number of
+    the block that made it, of a first one like it, or :data:`BEFORE`.
     """
 
     name: str
     use: str
     bytes: int
     times: int = 1
+    block: int = BEFORE
 
     @property
     def all_bytes(self) -> int:
@@ -111,7 +113,7 @@ class Heap:
 
     def new(self, name: str, use: str, size: int, times: int = 1) -> Storage:
         """A storage with one holder; ``times``: it stands for so many."""
-        storage = self._add(Held(name, use, size, times))
+        storage = self._add(Held(name, use, size, times, self._block[1]))
         what, most = self.moments[-1]
         if self.total > most:
             self.moments[-1] = what, self.total

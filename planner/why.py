@@ -1,15 +1,17 @@
 """Why not: the best plan around a pinned recipe beside the best plan, or the limits that rule the recipe out.
 
 The recipe is planned as :func:`autopar.plan` would plan it, on the graph that the plan carries. What differs is told
-in total and by distinct block. Where nothing is possible, :mod:`planner.conflict` says which limits leave no plan.
+in total, by use and by distinct block, either of which adds up to the total. Where nothing is possible,
+:mod:`planner.conflict` says which limits leave no plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from planner.certificate import Decided
 from planner.conflict import MEMORY, Conflict, Recipe, as_written, conflict_of
@@ -17,20 +19,32 @@ from planner.document import WITHOUT_GRAPH, Document
 from planner.errors import PinError, PlanError
 from planner.explore import Searched
 from planner.formulate import Assignment, Role
+from planner.heap import is_before
 from planner.layout import MICRO
 from planner.looks import PROVED
+from planner.memory import Usage, usage
 from planner.pins import Pins
+from planner.predict import seconds_by_use
 from planner.problem import evaluate
 from planner.search import check_time_limit
-from planner.words import in_bytes, in_seconds
+from planner.words import in_bytes, in_lines, in_seconds, labelled
+
+Number = TypeVar("Number", int, float)
 
 ELSEWHERE = "shared by blocks, and outputs"
-TEMPORARY = "temporary"
+ROUNDING = 1e-9
+"""Part of a step that adding in another order may make."""
 
 
 @dataclass(frozen=True)
 class BlockDifference:
-    """What the pinned plan costs more than the plan, over all instances of a block on one device."""
+    """What the pinned plan costs more than the plan, over all instances of a block on one device.
+
+    Attributes:
+        extra_s: of what its operators compute and communicate.
+        extra_bytes: of what is alive at each plan's fullest moment: what the block made, and the parameters that only
+            it reads, with their optimizer state.
+    """
 
     name: str
     extra_s: float
@@ -46,8 +60,9 @@ class WhyNot:
         step_time_s, peak_bytes: of the plan.
         mesh: of the best plan around the recipe; empty if there is none.
         extra_s, extra_bytes: what that plan takes more than the plan; infinite and 0 if there is none.
-        blocks: the same by distinct block; bytes as the search adds them up, not all alive at once. Empty where one of
-            both runs in turns: there the busiest rank decides, and not every block is on it.
+        uses_s, uses_bytes: the same by use, see :class:`planner.predict.Prediction`; what does not differ is left out.
+        blocks: the same by distinct block. Empty where one of both runs in turns: there the busiest rank decides, and
+            not every block is on it.
         proven: whether both plans are proven to be the best.
         looked: whether the plan's search looked at steps in turns; or that plan takes one turn.
         conflict: why there is none.
@@ -59,6 +74,8 @@ class WhyNot:
     mesh: str = ""
     extra_s: float = math.inf
     extra_bytes: int = 0
+    uses_s: Mapping[str, float] = field(default_factory=dict)
+    uses_bytes: Mapping[str, int] = field(default_factory=dict)
     blocks: tuple[BlockDifference, ...] = ()
     proven: bool = True
     looked: bool = True
@@ -70,13 +87,22 @@ class WhyNot:
             return f"{head}: it cannot be\n{self.conflict}\n"
         share = self.extra_s / self.step_time_s if self.step_time_s else 0.0
         proof = "" if self.proven else " (of the best plans found in the time)"
-        rows = [
-            f"{head}: mesh {self.mesh}{proof}",
-            f"  step    {_seconds(self.extra_s)} ({share * 100:+.2f} %): {in_seconds(self.step_time_s + self.extra_s)} "
-            f"instead of {in_seconds(self.step_time_s)}",
-            f"  memory  {_bytes(self.extra_bytes)}: {in_bytes(self.peak_bytes + self.extra_bytes)} "
-            f"instead of {in_bytes(self.peak_bytes)}",
+        head += f": mesh {self.mesh}{proof}"
+        totals = [
+            (
+                "step",
+                f"{_seconds(self.extra_s) or '+0 s'} ({share * 100:+.2f} %): "
+                f"{in_seconds(self.step_time_s + self.extra_s)} instead of {in_seconds(self.step_time_s)}",
+            ),
+            ("", _parts(self.uses_s, _seconds)),
+            (
+                "memory",
+                f"{_bytes(self.extra_bytes) or '+0 B'}: {in_bytes(self.peak_bytes + self.extra_bytes)} "
+                f"instead of {in_bytes(self.peak_bytes)}",
+            ),
+            ("", _parts(self.uses_bytes, _bytes)),
         ]
+        rows = [head, labelled(row for row in totals if row[1])]
         if self.extra_s < -PROVED * self.step_time_s:
             rows.append(
                 "  it is faster: the plan's search did not find it. Plan again with this pin, or for longer"
@@ -84,12 +110,11 @@ class WhyNot:
                 else "  it is faster: the plan's search did not look at pipelines and micro-batches. Plan again with "
                 "pipelines=True"
             )
-        rows += ["  by block, in bytes that need not all be alive at once:"] if self.blocks else []
+        rows += ["  by block, with bytes at each plan's fullest moment:"] if self.blocks else []
         width = max((len(block.name) for block in self.blocks), default=0)
-        rows += [
-            f"    {block.name.ljust(width)}  {_seconds(block.extra_s).rjust(10)}  {_bytes(block.extra_bytes).rjust(11)}"
-            for block in self.blocks
-        ]
+        for block in self.blocks:
+            cells = f"{_seconds(block.extra_s).rjust(10)}  {_bytes(block.extra_bytes).rjust(11)}".rstrip()
+            rows += [f"    {block.name.ljust(width)}  {cells}"] if cells else []
         return "\n".join(rows) + "\n"
 
     __repr__ = __str__
@@ -126,16 +151,23 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
     found = recipe.search((*recipe.pin, MEMORY))
     if not isinstance(found, Searched):
         return WhyNot(pin, *facts, conflict=conflict_of(recipe))
-    space = found.assignment.space
+    space, staged = found.assignment.space, found.staged
+    if staged is not None:
+        time_s, memory_bytes = staged.time_s, staged.memory_bytes
+        blocks: tuple[BlockDifference, ...] = ()
+    else:
+        memory = found.memory or usage(found.assignment)
+        time_s, memory_bytes = seconds_by_use(found.assignment), memory.by_use()
+        blocks = () if plan.pipeline is not None else _differences(plan.assignment, found.assignment, memory)
     return WhyNot(
         pin,
         *facts,
         mesh=str(found.best.division),
         extra_s=found.evaluation.time_s - facts[0],
         extra_bytes=found.peak_bytes - facts[1],
-        blocks=()
-        if plan.assignment.space.in_turns or space.in_turns
-        else _differences(plan.assignment, found.assignment),
+        uses_s=_more(plan.predicted.time_s, time_s, ROUNDING * facts[0]),
+        uses_bytes=_more(plan.predicted.memory_bytes, memory_bytes),
+        blocks=blocks,
         proven=found.status == "optimal" and plan.search.status == "optimal",
         looked=not space.in_turns or plan.assignment.space.in_turns or _saw_turns(plan),
     )
@@ -149,39 +181,60 @@ def _saw_turns(plan: Document) -> bool:
 # ---- what differs ----------------------------------------------------------------------------------------------------
 
 
-def _differences(plan: Assignment, other: Assignment) -> tuple[BlockDifference, ...]:
-    """By block, as the plan orders them; together all that the plans differ by."""
-    before, after = _by_block(plan), _by_block(other)
+def _more(before: Mapping[str, Number], after: Mapping[str, Number], noise: float = 0.0) -> dict[str, Number]:
+    """What is more or less than before, beyond noise, in the order of before."""
     names = dict.fromkeys([*before, *after])
-    for last in (ELSEWHERE, TEMPORARY):
-        names[last] = names.pop(last, None)
-    pairs = [(name, before.get(name, (0.0, 0)), after.get(name, (0.0, 0))) for name in names]
-    return tuple(BlockDifference(name, b[0] - a[0], b[1] - a[1]) for name, a, b in pairs if a != b)
+    found = {name: after.get(name, 0) - before.get(name, 0) for name in names}
+    return {name: more for name, more in found.items() if abs(more) > noise}
 
 
-def _by_block(assignment: Assignment) -> dict[str, tuple[float, int]]:
-    """Seconds and bytes by block: together the step time and the peak.
+def _differences(plan: Assignment, other: Assignment, memory: Usage) -> tuple[BlockDifference, ...]:
+    """By block, as the plan orders them; together all that the plans differ by.
+
+    Args:
+        memory: of the other.
+    """
+    before, after = _seconds_by_block(plan), _seconds_by_block(other)
+    extra_s = _more(before, after, ROUNDING * math.fsum(before.values()))
+    extra_bytes = _more(_bytes_by_block(plan, usage(plan)), _bytes_by_block(other, memory))
+    names = dict.fromkeys([*before, *after])
+    names[ELSEWHERE] = names.pop(ELSEWHERE, None)
+    differing = (name for name in names if name in extra_s or name in extra_bytes)
+    return tuple(BlockDifference(name, extra_s.get(name, 0.0), extra_bytes.get(name, 0)) for name in differing)
+
+
+def _seconds_by_block(assignment: Assignment) -> dict[str, float]:
+    """Seconds by block: together the step time.
 
     Communication belongs to the block that reads; what of it backward does not hide is spread over all that might
-    have been hidden. Bytes that are there only for a while are nobody's.
+    have been hidden.
     """
     space = Decided(assignment, assignment.space.skeleton)
     problem = space.problem(None, assignment.recompute)
     blocks = [_block(assignment, role) for role in space.roles]
-    time_s, background_s, held = dict.fromkeys(blocks, 0.0), dict.fromkeys(blocks, 0.0), dict.fromkeys(blocks, 0)
+    time_s, background_s = dict.fromkeys(blocks, 0.0), dict.fromkeys(blocks, 0.0)
     for block, vertex in zip(blocks, problem.vertices, strict=True):
         time_s[block] += float(vertex.time_s[0])
         background_s[block] += float(vertex.background_s[0])
-        held[block] += int(vertex.held_bytes[0])
     for edge in problem.edges:
-        block = blocks[edge.head]
-        time_s[block] += float(edge.time_s[0, 0])
-        background_s[block] += float(edge.background_s[0, 0])
-        held[block] += int(edge.held_bytes[0, 0])
-    total = evaluate(problem, (0,) * len(blocks))
-    exposed = total.exposed_background_s / (sum(background_s.values()) or 1.0)
-    found = {name: (time_s[name] + exposed * background_s[name], held[name]) for name in time_s}
-    return {**found, TEMPORARY: (0.0, total.peak_bytes - sum(held.values()))}
+        time_s[blocks[edge.head]] += float(edge.time_s[0, 0])
+        background_s[blocks[edge.head]] += float(edge.background_s[0, 0])
+    exposed_s = evaluate(problem, (0,) * len(blocks)).exposed_background_s
+    share = exposed_s / (sum(background_s.values()) or 1.0)
+    return {name: time_s[name] + share * background_s[name] for name in time_s}
+
+
+def _bytes_by_block(assignment: Assignment, memory: Usage) -> dict[str, int]:
+    """Bytes at the fullest moment by block: together the peak. Leaves belong to the block that alone reads them."""
+    space, found = assignment.space, Counter[str]()
+    owners = {leaf.target or leaf.name: _block(assignment, space.role_of[leaf.name]) for leaf in space.graph.leaves}
+    for held in memory.alive:
+        if is_before(held.block):
+            block = owners.get(held.name, ELSEWHERE)
+        else:
+            block = _name(assignment, space.folded.instances[held.block].kind)
+        found[block] += held.all_bytes
+    return dict(found)
 
 
 def _block(assignment: Assignment, role: Role) -> str:
@@ -191,12 +244,28 @@ def _block(assignment: Assignment, role: Role) -> str:
         return _block(assignment, role[1])
     if len(role) != 3:
         return ELSEWHERE
-    return assignment.space.folded.names[int(str(role[1]))].partition("#")[0]
+    return _name(assignment, int(str(role[1])))
+
+
+def _name(assignment: Assignment, kind: int) -> str:
+    return assignment.space.folded.names[kind].partition("#")[0]
+
+
+def _parts(uses: Mapping[str, Number], show: Callable[[float], str]) -> str:
+    """What differs by use, with its sign; what is nothing in the digits shown is left out."""
+    shown = ((name, show(extra)) for name, extra in uses.items())
+    return in_lines(f"{name} {extra}" for name, extra in shown if extra)
 
 
 def _seconds(extra: float) -> str:
-    return f"{'-' if extra < 0 else '+'}{in_seconds(abs(extra))}"
+    return _signed(extra, in_seconds)
 
 
 def _bytes(extra: float) -> str:
-    return f"{'-' if extra < 0 else '+'}{in_bytes(abs(extra))}"
+    return _signed(extra, in_bytes)
+
+
+def _signed(extra: float, show: Callable[[float], str]) -> str:
+    """``"+29.2 ms"``; empty where the digits shown are all 0."""
+    shown = show(abs(extra))
+    return "" if float(shown.split()[0]) == 0 else f"{'-' if extra < 0 else '+'}{shown}"

@@ -83,8 +83,12 @@ def in_percent(share: float) -> str:
 
 def in_shares(uses: Mapping[str, float], total: float, show: Callable[[float], str]) -> str:
     """``"compute 136.8 ms (70 %), ..."``, over as many lines as it takes; what is 0 is left out."""
-    found = [f"{name} {show(value)} ({in_percent(value / total)})" for name, value in uses.items() if value]
-    filled = textwrap.fill(", ".join(found).replace(" ", "\0").replace(",\0", ", "), 100)
+    return in_lines(f"{name} {show(value)} ({in_percent(value / total)})" for name, value in uses.items() if value)
+
+
+def in_lines(parts: Iterable[str]) -> str:
+    """``"one, another, ..."``, over as many lines as it takes, none of which ends within a part."""
+    filled = textwrap.fill(", ".join(parts).replace(" ", "\0").replace(",\0", ", "), 100)
     return filled.replace("\0", " ")
 
 

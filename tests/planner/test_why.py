@@ -33,8 +33,9 @@ def test_a_recipe_costs_what_planning_it_says_and_its_blocks_add_up(pin):
     assert plan().predicted.step_time_s + answer.extra_s == pytest.approx(pinned.predicted.step_time_s)
     assert plan().predicted.peak_bytes + answer.extra_bytes == pinned.predicted.peak_bytes
     assert sum(block.extra_s for block in answer.blocks) == pytest.approx(answer.extra_s)
-    added_up = pinned.certificate.peak_bytes - plan().certificate.peak_bytes
-    assert sum(block.extra_bytes for block in answer.blocks) == added_up
+    assert sum(block.extra_bytes for block in answer.blocks) == answer.extra_bytes
+    assert sum(answer.uses_s.values()) == pytest.approx(answer.extra_s)
+    assert sum(answer.uses_bytes.values()) == answer.extra_bytes
     assert answer.extra_s >= 0 and answer.proven
 
 
@@ -48,6 +49,27 @@ def test_it_prints_totals_and_blocks():
     text = str(plan().why_not({"data": 4}))
     assert text.startswith("why not data = 4: mesh data 4\n  step    +")
     assert "memory  +" in text and "layers.*" in text
+    assert "0.00 us" not in text and " 0 B" not in text and "+0 " not in text
+
+
+def test_what_is_alive_at_the_peak_belongs_to_the_block_that_made_it_or_alone_reads_it():
+    answer = plan_of(GRAPH, pin={"tensor": 4}).why_not({"data": 4, "zero": 0})
+    extra = {block.name: block.extra_bytes for block in answer.blocks}
+    # The stem's weight and bias, each with two numbers of state, were cut in four, and are whole; the input was whole,
+    # and is cut; the stem's result is kept in its part as it is made, and was as the layers had gathered it.
+    state, x = 3 * 4 * (256 * 256 + 256), 4 * 512 * 256
+    assert extra["stem"] == state * 3 // 4 - x * 3 // 4 + x // 4
+
+
+def test_plans_in_turns_differ_by_use():
+    turned = plan_of(GRAPH, pin={"pipeline": 2, "micro_batches": 4})
+    there, back = plan().why_not({"pipeline": 2, "micro_batches": 4}), turned.why_not({"tensor": 4})
+    for answer in (there, back):
+        assert not answer.blocks
+        assert sum(answer.uses_s.values()) == pytest.approx(answer.extra_s)
+        assert sum(answer.uses_bytes.values()) == answer.extra_bytes
+        assert "bubble" in str(answer) and "parameters" in str(answer) and "by block" not in str(answer)
+    assert there.uses_s["bubble"] == turned.predicted.time_s["bubble"] == -back.uses_s["bubble"]
 
 
 def test_a_size_that_does_not_divide_is_to_blame_alone():
