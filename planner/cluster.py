@@ -175,6 +175,17 @@ class ClusterSpec(Described):
     calibration: Calibration | None = Field(default=None, examples=["calibration.yaml, in a cluster file"])
 
     @model_validator(mode="after")
+    def _with_names_of_their_own(self) -> ClusterSpec:
+        first: dict[str, int] = {}
+        for number, level in enumerate(self.levels):
+            if first.setdefault(level.name, number) != number:
+                raise ClusterError(
+                    f"levels[{first[level.name]}] and levels[{number}] are both called {level.name!r}; give each level "
+                    "of the network a name of its own, such as 'node' and 'cluster'"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _calibrated_for_this(self) -> ClusterSpec:
         found = self.calibration
         if found is None:
@@ -254,14 +265,12 @@ class ClusterSpec(Described):
                 _check_count(f"preset {name!r}", what, count)
         spec = cls.from_dict(yaml.safe_load(files[name].read_text(encoding="utf-8")))
         node, network = spec.levels
-        nodes = nodes or max(1, (devices or 1) // node.size)
-        per_node, rest = divmod(devices or nodes * node.size, nodes)
+        count = nodes or max(1, (devices or 1) // node.size)
+        per_node, rest = divmod(devices or count * node.size, count)
         if rest or not 1 <= per_node <= node.size:
-            raise ClusterError(
-                f"preset {name!r}: {devices} devices do not fill {nodes} equal nodes of up to {node.size}; "
-                f"give devices as a multiple of {node.size}, or with nodes that divide them"
-            )
-        levels = (node.model_copy(update={"size": per_node}), network.model_copy(update={"size": nodes}))
+            assert devices is not None, "whole nodes are equal ones"
+            raise ClusterError(f"preset {name!r}: {_unequal(devices, nodes, node.size)}")
+        levels = (node.model_copy(update={"size": per_node}), network.model_copy(update={"size": count}))
         return spec.model_copy(update={"levels": levels})
 
     @classmethod
@@ -444,6 +453,26 @@ _PRESETS = (
     (r"RTX 4090$", "workstation"),
 )
 """What the driver calls a GPU, as a pattern, and the preset that holds its numbers."""
+
+
+def _unequal(devices: int, nodes: int | None, size: int) -> str:
+    """That so many devices are no equal nodes of up to ``size``, and which counts near them would do."""
+    if nodes is None:
+        below, least = (
+            devices // size * size,
+            next(n for n in range(-(-devices // size), devices + 1) if not devices % n),
+        )
+        return (
+            f"{devices} devices are more than one node of {size} has, and no whole number of such nodes; give 1 to "
+            f"{size} devices, a multiple of {size} such as {below} or {below + size}, or nodes={least} too, which has "
+            f"{devices // least} in each"
+        )
+    below = max(1, min(devices // nodes, size)) * nodes
+    near = " or ".join(str(count) for count in (below, below + nodes) if count <= nodes * size)
+    return (
+        f"devices={devices} with nodes={nodes} is not the same number of 1 to {size} in each node; give "
+        f"devices={near}, or another number of nodes"
+    )
 
 
 def _check_count(owner: str, what: str, count: object) -> None:

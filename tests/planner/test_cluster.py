@@ -179,6 +179,12 @@ def test_presets_come_in_any_size(counts: dict[str, int], sizes: tuple[int, int]
     assert tuple(level.size for level in ClusterSpec.preset("dgx-h100", **counts).levels) == sizes
 
 
+def test_counts_that_a_preset_proposes_would_do() -> None:
+    assert tuple(ClusterSpec.preset("dgx-h100", devices=count).world_size for count in (8, 16)) == (8, 16)
+    for nodes, counts in ((2, (12, 16, 2, 4)), (5, (10, 15))):
+        assert tuple(ClusterSpec.preset("dgx-h100", nodes, count).world_size for count in counts) == counts
+
+
 @pytest.mark.parametrize("name", ["cluster.yaml", "cluster.json"])
 @pytest.mark.parametrize("spec", [ClusterSpec.preset("dgx-h100", nodes=4), ClusterSpec.local(3, "1 GiB", cores=2)])
 def test_a_file_reads_back_as_it_was_saved(tmp_path: Path, spec: ClusterSpec, name: str) -> None:
@@ -279,6 +285,7 @@ def edited(*path: str | int, value: object) -> dict[str, Any]:
         (edited("levels", 0, "size", value=0), ["levels[0].size is 0", "size: 8"]),
         (edited("levels", 0, "size", value="8"), ["levels[0].size is '8'", "integer", "size: 8"]),
         (edited("levels", value=[]), ["levels is ()", "at least 1 item", "{name: node, size: 8"]),
+        (edited("levels", 1, "name", value="node"), ["levels[0] and levels[1] are both called 'node'", "its own"]),
         (edited("device", value="gpu"), ["device is 'gpu'", "memory_bytes: 80 GiB"]),
         (
             edited("device", "peak_flops_per_s", value={"bfloat16": 1e12}),
@@ -359,8 +366,10 @@ def test_parts_made_in_code_are_checked_alike() -> None:
         ("dgx-h100", {"nodes": 0}, ["nodes is 0", "at least 1"]),
         ("dgx-h100", {"nodes": 1.5}, ["nodes is 1.5"]),
         ("dgx-h100", {"devices": -1}, ["devices is -1", "at least 1"]),
-        ("dgx-h100", {"devices": 12}, ["12 devices", "multiple of 8"]),
-        ("dgx-h100", {"devices": 32, "nodes": 2}, ["32 devices", "2 equal nodes of up to 8"]),
+        ("dgx-h100", {"devices": 12}, ["12 devices", "one node of 8", "1 to 8", "such as 8 or 16", "nodes=2", "6 in"]),
+        ("dgx-h100", {"devices": 32, "nodes": 2}, ["devices=32 with nodes=2", "1 to 8 in each", "give devices=16,"]),
+        ("dgx-h100", {"devices": 12, "nodes": 5}, ["devices=12 with nodes=5", "give devices=10 or 15,"]),
+        ("dgx-h100", {"devices": 1, "nodes": 2}, ["devices=1 with nodes=2", "give devices=2 or 4,"]),
     ],
 )
 def test_wrong_presets(name: str, counts: dict[str, Any], parts: list[str]) -> None:
