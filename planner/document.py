@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from planner.account import account
-from planner.certificate import Certificate, certify
+from planner.certificate import Certificate, certify, of_part
 from planner.chunks import SAVED
 from planner.cluster import ClusterSpec
 from planner.detail import Account
@@ -171,14 +171,18 @@ class Document:
 
     @cached_property
     def certificate(self) -> Certificate:
-        """The decisions priced again on the unfolded graph; worked out when somebody asks.
+        """The decisions priced again on the unfolded graph, and what of a step that is; worked out when somebody asks.
 
         Raises:
             PlanError: the plan was read from a file, without its model.
         """
         if self.assignment is None:
             raise PlanError(WITHOUT_GRAPH)
-        return certify(self.assignment, self.objective_s * (1 - self.search.gap))
+        found = certify(self.assignment, self.objective_s * (1 - self.search.gap))
+        if self.pipeline is None and not self.timetables:
+            return found
+        again = 0 if self.pipeline is None else sum(map(len, self.pipeline.recompute.values()))
+        return of_part(found, self.assignment, self.objective_s, self.predicted.step_time_s, again)
 
     @property
     def objective_s(self) -> float:

@@ -64,7 +64,7 @@ def _head(document: Document) -> str:
         *(_stages(document) if document.pipeline is not None and document.pipeline.ranks > 1 else []),
         ("search", f"{search.status}{proof}, {counted(search.seconds):.2f} s" + (f" ({steps})" if steps else "")),
         *([("", standing(document))] if len(search.candidates) > 1 else []),
-        *([("proof", textwrap.fill(_proof(document), 100))] if document.assignment is not None else []),
+        *([("proof", textwrap.fill(str(document.certificate), 100))] if document.assignment is not None else []),
         ("step", in_seconds(predicted.step_time_s)),
         ("", in_shares(predicted.time_s, predicted.step_time_s, in_seconds)),
         (
@@ -82,16 +82,6 @@ def _head(document: Document) -> str:
 def _stages(document: Document) -> list[tuple[str, str]]:
     rows = [textwrap.fill(f"{own}: {text}", 100, subsequent_indent="   ") for own, text in stages(document)]
     return [("stages" if not number else "", row) for number, row in enumerate(rows)]
-
-
-def _proof(document: Document) -> str:
-    """The certificate: of a plan in turns of the average rank, without what it waits for; of one with model data on the
-    host of what the search made least.
-    """
-    which = "average rank, without waiting: " if document.pipeline is not None else ""
-    if document.timetables:
-        which = "as if nothing stayed and nothing were moved beside computing: "
-    return which + str(document.certificate)
 
 
 def _blocks(document: Document) -> str:

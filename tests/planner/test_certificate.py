@@ -94,6 +94,40 @@ def test_the_report_shows_it():
     assert "certified" not in str(Plan.from_dict(plan.to_dict()))
 
 
+@pytest.mark.parametrize(
+    "pin, memory, of, without",
+    [
+        (
+            {"pipeline": 2, "micro_batches": 4},
+            "1 GiB",
+            "the average of 2 ranks, with the least that it waits",
+            "bubble",
+        ),
+        (
+            {"pipeline": 2, "micro_batches": 4, "schedule": "zero_bubble"},
+            "1 GiB",
+            "the average of 2 ranks",
+            "the schedule with its bubble, and what the slowest rank takes more",
+        ),
+        ({"data": 4, "micro_batches": 4}, "22 MiB", "a step that makes nothing again", "what the cut makes again"),
+        ({"data": 4, "micro_batches": 4}, "1 GiB", "", ""),
+        ({"data": 4, "micro_batches": 4, "recompute": "full"}, "1 GiB", "", ""),
+        ({"data": 4}, "1 GiB", "", ""),
+    ],
+)
+def test_it_says_what_of_a_step_it_is_of_and_what_not(pin, memory, of, without):
+    plan = plan_of(residual_mlp(layers=6), cluster(4, memory), pin)
+    found, step_s = plan.certificate, plan.predicted.step_time_s
+    assert found.holds and found.of.startswith(of) and without in found.without
+    if of:
+        assert found.objective_s < 0.95 * step_s
+        assert f"certified, of {of}" in str(found) and f"with which a step takes {step_s:.9g} s; no plan" in str(found)
+    else:
+        assert found.objective_s == pytest.approx(step_s, rel=1e-12)
+        assert str(found).startswith("certified: folded") and "; not of" not in str(found)
+    assert not replace(found, bound_s=1.01 * step_s).holds
+
+
 def test_a_broken_bound_does_not_hold():
     certificate = plan_of(MODELS["single"]).certificate
     assert not replace(certificate, bound_s=certificate.objective_s * 1.01).holds

@@ -294,7 +294,9 @@ def test_what_is_beside_chunks_is_followed_by_block(plans: Callable[[str], Plan]
 @each_plan
 def test_a_plan_is_certified_and_comes_back_from_its_file(plans: Callable[[str], Plan], name: str) -> None:
     plan = plans(name)
-    assert plan.certificate is not None and plan.certificate.holds
+    assert plan.certificate.holds and "nothing moves beside computing" in plan.certificate.of
+    without = "what stays, and what moves beside computing, with which a step takes"
+    assert f"{without} {plan.predicted.step_time_s:.9g} s" in str(plan.certificate)
     again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert again == plan and again.timetable == plan.timetable and again.digest() == plan.digest()
     assert again.predicted == plan.predicted
