@@ -210,7 +210,9 @@ def drop_moments(model: Model) -> Model:
     """The model with only the moments that can decide whether an assignment fits."""
     if not len(model.rooms):
         return model
-    spans, rooms, kept = essential(model.spans, model.rooms)
+    tables = (*model.singles, *model.pairs.values())
+    most = min(sum(float(table[..., HELD].max()) for table in tables), model.limit_bytes)
+    spans, rooms, kept = essential(model.spans, model.rooms, most)
     return replace(model, spans=spans, rooms=rooms, moments=model.moments[kept])
 
 

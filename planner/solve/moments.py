@@ -27,16 +27,16 @@ class Alive:
 Spans = tuple[tuple[Alive, ...], ...]
 
 
-def essential(spans: Spans, rooms: Floats) -> tuple[Spans, Floats, Ints]:
+def essential(spans: Spans, rooms: Floats, held_bytes: float) -> tuple[Spans, Floats, Ints]:
     """Equivalent spans over fewer moments, ``rooms``: what may be alive at each of them, and their numbers so far.
 
-    Bytes that every choice of a vertex holds are taken off the rooms; spans of one vertex over the same moments are
-    merged.
+    At most ``held_bytes`` are held at all moments, and take of every room. Bytes that every choice of a vertex holds
+    are taken off the rooms; spans of one vertex over the same moments are merged.
     """
     spans, rooms = _normalised(spans, rooms)
     numbers = np.arange(len(rooms))
     while True:
-        keep = _decisive(spans, rooms)
+        keep = _decisive(spans, rooms, held_bytes)
         if keep.all():
             return spans, rooms, numbers
         numbers = numbers[keep]
@@ -94,7 +94,7 @@ class _Change:
         return large
 
 
-def _decisive(spans: Spans, rooms: Floats) -> NDArray[np.bool_]:
+def _decisive(spans: Spans, rooms: Floats, held_bytes: float) -> NDArray[np.bool_]:
     """Which moments may be exceeded, and are not implied by the room of a neighbour among them."""
     most = np.zeros(len(rooms) + 1)
     changes = [_Change() for _ in most]
@@ -104,7 +104,7 @@ def _decisive(spans: Spans, rooms: Floats) -> NDArray[np.bool_]:
             most[span.last] -= span.bytes.max()
             changes[span.first].add(vertex, span.bytes)
             changes[span.last].add(vertex, -span.bytes)
-    exceedable = np.cumsum(most)[:-1] > rooms
+    exceedable = np.cumsum(most)[:-1] + held_bytes > rooms
     kept: list[int] = []
     until: list[_Change] = []  # from each kept moment's predecessor to it
     since = _Change()  # from the last kept moment to this one

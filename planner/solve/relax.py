@@ -182,7 +182,7 @@ class Box:
         return True
 
     def highest(self) -> tuple[Multipliers, float]:
-        """The multipliers at which the lowest plane is highest, and how high."""
+        """The multipliers at which the lowest plane is highest, and how high; where GLOP fails, the best so far."""
         planes, moments = self.planes, self.moments
         second = max(max(abs(p.time_s), abs(p.exposed_s)) for p in planes) or 1.0
         byte = max(self._room, *(abs(p.over_bytes) for p in planes)) or 1.0
@@ -206,7 +206,8 @@ class Box:
             for moment, each in zip(moments, prices, strict=True):
                 row.SetCoefficient(each, -float(p.over_rooms[moment]) / byte)
         program.Maximize(height)
-        program.Solve()
+        if program.Solve() != pywraplp.Solver.OPTIMAL:  # planes that hardly differ can be too much for its digits
+            return self._centre, self._best
         found = ((moment, each.solution_value() * second / byte) for moment, each in zip(moments, prices, strict=True))
         top = Multipliers(
             min(1.0, max(0.0, mix.solution_value())),
