@@ -78,37 +78,40 @@ class Recipe:
 
     def search(self, limits: Iterable[str]) -> Searched | Exception:
         """The best plan under some of the limits, or why there is none; searched for once."""
-        limits = frozenset(limits)
-        pin = self._pinned(limits)
-        key = MEMORY in limits, self._key(pin)
+        names = frozenset(limits)
+        pin, is_limited = self._pinned(names), MEMORY in names
+        try:
+            key = is_limited, self._key(pin)
+        except PinError as error:  # it speaks of what is left out
+            return error
         if key not in self.found:
-            self.found[key] = self._search(pin, MEMORY in limits)
+            self.found[key] = self._search(pin, is_limited)
         return self.found[key]
 
     def is_possible(self, limits: Iterable[str]) -> bool:
         """Whether there is a plan under some of the limits."""
         return isinstance(self.search(limits), Searched)
 
-    def _pinned(self, limits: frozenset[str]) -> dict[str, Any]:
-        """The pin with these limits alone, without what says more of a pin that is left out."""
-        pin = {name: value for name, value in self.pin.items() if name in limits}
-        if "tensor" not in pin:
-            pin.pop("sequence_parallel", None)
-        axes = {name for wanted in pin.get("layers", {}).values() for name in wanted}
-        if axes & {*SIZES} - pin.keys():
-            del pin["layers"]
-        if not pin.keys() & {"pipeline", "micro_batches"}:
-            pin = {name: value for name, value in pin.items() if name not in ("schedule", "virtual_stages")}
-        return pin
+    def _pinned(self, limits: Iterable[str]) -> dict[str, Any]:
+        """The pin with these limits alone."""
+        names = frozenset(limits)
+        return {name: value for name, value in self.pin.items() if name in names}
 
     def is_freer(self, limits: Iterable[str]) -> bool:
-        """Whether leaving out the other limits leaves what all of them allow: where ``zero`` is pinned without sizes,
-        all devices of a stage are on the data axis, which may be another mesh.
+        """Whether leaving out the other limits leaves what all of them allow.
+
+        It does not where what is left speaks of an axis or a pipeline that is left out, nor where ``zero`` is left
+        without sizes: then all devices of a stage are on the data axis, which may be another mesh.
         """
-        names = frozenset(limits)
-        if "zero" not in names or not names.isdisjoint(MESH):
+        pin = self._pinned(limits)
+        axes = {name for wanted in pin.get("layers", {}).values() for name in wanted}
+        if ("sequence_parallel" in pin and "tensor" not in pin) or axes & {*SIZES} - pin.keys():
+            return False
+        if pin.keys() & {"schedule", "virtual_stages"} and not pin.keys() & {"pipeline", "micro_batches"}:
+            return False
+        if "zero" not in pin or not pin.keys().isdisjoint(MESH):
             return True
-        return self._mesh(Pins.parse(self._pinned(names))) == self._mesh(Pins.parse(self.pin))
+        return self._mesh(Pins.parse(pin)) == self._mesh(Pins.parse(self.pin))
 
     def _mesh(self, pins: Pins) -> tuple[int, object]:
         """Stages, and the mesh of one; sizes that make none as they are."""

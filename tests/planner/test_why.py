@@ -105,10 +105,18 @@ def test_without_one_of_its_sizes_a_recipe_has_another_mesh_and_is_no_freer():
     assert plan_of(graph, pin=recipe).predicted.peak_bytes > room.device.usable_bytes
 
 
-def test_stages_are_of_the_mesh_and_what_a_pin_says_of_an_axis_goes_with_it():
-    layers = {"layers.*.up": {"tensor": "rows"}}
-    conflict = plan().why_not({"tensor": 3, "sequence_parallel": True, "layers": layers}).conflict
-    assert conflict is not None and conflict.limits == conflict.relax[0] == ("pin tensor = 3",)
+def test_what_a_pin_says_of_an_axis_goes_with_it():
+    recipe = {"tensor": 3, "sequence_parallel": True, "layers": {"layers.*.up": {"tensor": "rows"}}}
+    conflict = plan().why_not(recipe).conflict
+    assert conflict is not None and conflict.limits == ("pin tensor = 3",)
+    assert len(conflict.relax) == 1 and len(conflict.relax[0]) == 3  # no two of them plan
+    misspelt = f"pin layers = {(layers := {'layers.*.upp': {'tensor': 'rows'}})}"
+    conflict = plan().why_not({"tensor": 2, "layers": layers}).conflict
+    assert conflict is not None and conflict.limits == ("pin tensor = 2", misspelt)
+    assert conflict.relax == ((misspelt,),) and "no module matches" in conflict.reason
+
+
+def test_stages_that_have_no_part_in_it_are_not_blamed():
     conflict = plan().why_not({"pipeline": 2, "micro_batches": 3, "zero": 0}, time_limit_s=5).conflict
     assert conflict is not None and conflict.limits == ("pin micro_batches = 3",)
     assert conflict.relax == (("pin micro_batches = 3",),)
