@@ -18,15 +18,10 @@ from planner.strategy import Choice
 
 NAMES = {1: (("tensor",), ("data",)), 2: (("data", "tensor"),)}
 """What the axes of a mesh of so many are for, major first."""
-RUNGS = 3
-"""Of the ladder of recomputation the last bends, so many: recipes are for where the rest leaves too little."""
 
 
 def by_recipe(setting: Setting, looks: list[Look], until: float) -> list[Look]:
-    """The looks held to each recipe for their mesh, at the most recomputation; as many as time permits.
-
-    There are none where a pin says what the axes are for.
-    """
+    """The looks held to each recipe for their mesh, if no pin says what its axes are for; as many as time permits."""
     if setting.pins.sizes or setting.pins.layers:
         return []
     found: list[Look] = []
@@ -57,8 +52,7 @@ def _held(setting: Setting, look: Look, mesh: Mesh) -> Look | None:
             space = replace(setting, pins=pins, posed={division: look.space}).pose(look.space.skeleton, division)
         except PinError:
             continue
-        rungs = replace(look.ladder, bends=look.ladder.bends[-RUNGS:])
-        return replace(look, candidate=replace(look.candidate, division=division), posed=space, ladder=rungs)
+        return replace(look, candidate=replace(look.candidate, division=division), posed=space)
     return None
 
 
