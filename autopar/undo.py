@@ -81,6 +81,7 @@ class Held:
         self.empty: list[Any] = []
         self.objects: list[Any] = []
         self.kept: list[Kept] = []
+        self._seen: set[int] = set()
         self._contents: list[Any] = []
         found: dict[int, Any] = {}
         contents, attributes = list(values), list[Any]()
@@ -108,8 +109,8 @@ class Held:
         """Note what objects keep apart from their attributes, each once; all that is in there."""
         found = kept(objects, kinds)
         if found:
-            seen = {id(each.value) for each in self.kept}
-            found = list({id(each.value): each for each in found if id(each.value) not in seen}.values())
+            found = list({id(each.value): each for each in found if id(each.value) not in self._seen}.values())
+            self._seen.update([id(each.value) for each in found])
             self.kept += found
         return [value for each in found for value in each.inside]
 

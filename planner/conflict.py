@@ -67,6 +67,7 @@ class Recipe:
     cluster: ClusterSpec
     pin: Mapping[str, Any]
     time_limit_s: float
+    max_axes: int
     found: dict[object, Searched | Exception] = field(default_factory=dict)
 
     @property
@@ -139,6 +140,7 @@ class Recipe:
                 space.training,
                 time_limit_s=self.time_limit_s,
                 gap=GAP,
+                max_axes=self.max_axes,
                 pipelines=space.in_turns,
             )
         except (ClusterError, PinError, InfeasibleError) as error:

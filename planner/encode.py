@@ -211,6 +211,13 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
 
     # Before there was a choice, parameters were gathered once a step, unless they came from elsewhere.
     gathers: Gathers = "each" if "timetable" in data else "once"
+    pipeline, pin = data.get("pipeline"), data.get("pin")
+    is_old = isinstance(pipeline, Mapping) and "gathers" not in pipeline
+    if gathers == "once" and is_old and isinstance(pin, Mapping) and pin.get("zero") == 3:
+        raise PlanError(
+            "the plan is from before pin 'zero' 3 meant to gather parameters in every micro-batch: it gathers them "
+            "once a step, which is 'zero' 2. Change the pin in the file, or plan again"
+        )
     names = ("model", "pin", "inputs", "parameters", "buffers", "values", "coverage")
     return {
         **{name: field(name, _mapping) for name in names},

@@ -31,6 +31,7 @@ from planner.looks import (
     cut_well,
     is_near,
     is_reached,
+    left_behind,
     look_closer,
 )
 from planner.memory import Usage, usage
@@ -197,6 +198,7 @@ def _best_first(
     while waiting:
         is_late = setting.is_late()
         if best is not None and is_late:
+            waiting += [other for look in waiting for other in left_behind(setting, look)]
             closed += [close(look, best) for look in waiting]
             break
         # To look for plans where it is promising, or to prove bounds: where there are many divisions, in turn.
@@ -207,6 +209,7 @@ def _best_first(
         is_left_out = is_late and look.is_dear and len(closed) + 1 < len(divisions)
         if is_left_out or is_near(setting, look, best) or is_reached(look.candidate.bound_s, best):
             closed.append(close(look, best))
+            waiting += left_behind(setting, look)
             continue
         for each in look_closer(setting, skeleton, look, best):
             known, best = best, better(best, each)

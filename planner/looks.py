@@ -195,8 +195,8 @@ class Look:
     """How closely a candidate was looked at, over the steps ``low`` to ``high`` of the ladder of recomputation.
 
     ``is_priced`` once its relaxation was, ``is_sought`` once a pipeline was looked for; ``relaxed`` solves the
-    relaxation; ``choices`` and ``step`` are the best plan found there, ``evaluation`` what it costs, and ``staged``
-    how it runs in turns.
+    relaxation, and ``free_s`` is the bound before memory was priced in it, where it was; ``choices`` and ``step`` are
+    the best plan found there, ``evaluation`` what it costs, and ``staged`` how it runs in turns.
     """
 
     candidate: Candidate
@@ -207,6 +207,7 @@ class Look:
     is_priced: bool = False
     is_sought: bool = False
     relaxed: tuple[int, ...] | None = None
+    free_s: float | None = None
     choices: tuple[int, ...] | None = None
     step: int = 0
     evaluation: Evaluation | None = None
@@ -278,18 +279,38 @@ def look_closer(setting: Setting, skeleton: Skeleton, look: Look, best: Best | N
 def _gathering_in_each(setting: Setting, look: Look, closer: Look) -> list[Look]:
     """The same division with parameters gathered in each micro-batch, if that may be better.
 
-    It takes longer and holds less: so what bounds a step that gathers once bounds it, too, memory aside, and it is
-    looked at only where memory leaves no plan of the other, or another than the fastest.
+    It takes longer and holds less: so what bounds a step that gathers once bounds it, too, as long as no memory is
+    priced in the bound, and it is looked at only where memory leaves no plan of the other, or another than the fastest.
     """
-    division = look.candidate.division
-    if not division.in_turns or division.gathers == "each" or "each" not in setting.pins.gathers:
+    if not _may_gather_in_each(setting, look):
         return []
-    if division.mesh.in_turns(1).size == 1 or not (math.isinf(closer.candidate.bound_s) or closer.is_sought):
+    if not (math.isinf(closer.candidate.bound_s) or closer.is_sought):
         return []
     staged = closer.staged
     if staged is not None and closer.choices == closer.relaxed and not any(staged.cut.savings):
         return []
-    return [begin(replace(division, gathers="each"), look.candidate.bound_s, look.ladder)]
+    return [_in_each(look, look.candidate.bound_s if look.free_s is None else look.free_s)]
+
+
+def left_behind(setting: Setting, look: Look) -> list[Look]:
+    """What no bound of a look that is left is one of: the same division with parameters gathered in each micro-batch,
+    where memory is priced in the look's bound.
+    """
+    is_begun = look.is_sought or math.isinf(look.candidate.bound_s)
+    if look.free_s is None or is_begun or not _may_gather_in_each(setting, look):
+        return []
+    return [_in_each(look, look.free_s)]
+
+
+def _may_gather_in_each(setting: Setting, look: Look) -> bool:
+    division = look.candidate.division
+    is_once = division.in_turns and division.gathers == "once" and "each" in setting.pins.gathers
+    return is_once and division.mesh.in_turns(1).size > 1
+
+
+def _in_each(look: Look, bound_s: float) -> Look:
+    """The look's division with parameters gathered in each micro-batch."""
+    return begin(replace(look.candidate.division, gathers="each"), bound_s, look.ladder)
 
 
 def _at_work(setting: Setting, skeleton: Skeleton, look: Look) -> Look:
@@ -322,7 +343,7 @@ def _where_memory_counts(setting: Setting, look: Look) -> Look:
 
 
 def _bounded(setting: Setting, look: Look, best: Best | None) -> tuple[Look, Bounds]:
-    """The look with the bound of the whole problem, memory aside; what it needs of memory, by itself."""
+    """The look with the bound of the whole problem, bytes over the limit at a price; what it needs of memory."""
     before = time.monotonic()
     problem = look.space.problem(setting.limit_bytes, *look.amounts)
     before = setting.took("build", before)
@@ -350,9 +371,11 @@ def _relaxed(setting: Setting, look: Look, best: Best | None) -> Look:
 
 def _at_average(setting: Setting, look: Look, best: Best | None) -> Look:
     """The whole problem of the average rank, which no pipeline is below."""
+    known_s = look.candidate.bound_s
     look, bounds = _bounded(setting, look, best)
     status = "infeasible" if math.isinf(look.candidate.bound_s) else "none found"
-    return replace(look, candidate=replace(look.candidate, status=status), relaxed=bounds.choices)
+    candidate, free_s = replace(look.candidate, status=status), known_s if bounds.lightest is not None else None
+    return replace(look, candidate=candidate, relaxed=bounds.choices, free_s=free_s)
 
 
 def _for_pipeline(setting: Setting, look: Look, best: Best | None) -> Look:

@@ -122,5 +122,5 @@ def check_gap(gap: float) -> None:
 
 def check_axes(count: int) -> None:
     """Raises :class:`InputError` unless ``count`` is a number of axes that a mesh may have."""
-    if isinstance(count, bool) or count not in (1, 2, 3):
+    if type(count) is not int or count not in (1, 2, 3):
         raise InputError(f"max_axes is {count!r}; give how many axes a mesh may have at most: 1, 2 or 3")

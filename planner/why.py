@@ -146,7 +146,8 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
             "pins 'schedule' and 'virtual_stages' are a pipeline's, and the recipe stands by itself: pin 'pipeline', "
             "its number of stages, too"
         )
-    recipe = Recipe(plan.assignment, plan.cluster, {k: v for k, v in pin.items() if v is not None}, time_limit_s)
+    pinned = {name: value for name, value in pin.items() if value is not None}
+    recipe = Recipe(plan.assignment, plan.cluster, pinned, time_limit_s, plan.search.max_axes)
     facts = plan.predicted.step_time_s, plan.predicted.peak_bytes
     found = recipe.search((*recipe.pin, MEMORY))
     if not isinstance(found, Searched):

@@ -10,7 +10,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -23,9 +24,11 @@ from planner.fold import fold
 from planner.formulate import Space, Training, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import Mesh
+from planner.looks import Setting, begin, left_behind
 from planner.pins import Pins, filters
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice
 from planner.predict import predict_in_turns
+from planner.recompute import ladder, named
 from planner.report.summary import blocks, stages
 from planner.seams import finer
 from planner.search import search
@@ -463,6 +466,27 @@ def test_a_plan_says_when_it_gathers_and_comes_back() -> None:
     assert told_why.extra_bytes == plan.predicted.peak_bytes - usual.predicted.peak_bytes < 0
     del usually["pipeline"]["gathers"]  # as it was before there was a choice
     assert Plan.from_dict(usually) == usual
+
+
+def test_a_file_from_before_zero_3_meant_each_micro_batch_says_so() -> None:
+    data = planned(json.dumps({"data": 8, "micro_batches": 2, "zero": 2})).to_dict()
+    del data["pipeline"]["gathers"]
+    with pytest.raises(PlanError, match=r"from before pin 'zero' 3 meant .*, which is 'zero' 2"):
+        Plan.from_dict({**data, "pin": {**data["pin"], "zero": 3}})
+
+
+def test_a_bound_that_prices_memory_says_nothing_of_gathering_in_each_micro_batch() -> None:
+    """Where a division is left for such a bound, the same that gathers in each begins from the bound without it."""
+    folded, setting = fold(GRAPH), cast(Setting, SimpleNamespace(pins=Pins()))
+    division = Division(1, Mesh.of(micro=2, data=4))
+    look = replace(begin(division, 2.0, ladder(folded, named(folded))), is_priced=True)
+    assert left_behind(setting, look) == []
+    (other,) = left_behind(setting, replace(look, free_s=1.0))
+    assert (other.candidate.division, other.candidate.bound_s) == (replace(division, gathers="each"), 1.0)
+    for left in (replace(look, free_s=1.0, is_sought=True), replace(other, free_s=1.0)):
+        assert left_behind(setting, left) == []
+    pinned = cast(Setting, SimpleNamespace(pins=Pins.parse({"data": 4, "micro_batches": 2, "zero": 2})))
+    assert left_behind(pinned, replace(look, free_s=1.0)) == []
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ def test_a_gap_that_is_none(gap):
         search(chain(1), cluster(), Pins(), Training(), gap=gap)
 
 
-@pytest.mark.parametrize("axes", [0, 4, True, "2"])
+@pytest.mark.parametrize("axes", [0, 4, True, 2.0, "2"])
 def test_axes_of_which_there_are_no_so_many(axes):
     with pytest.raises(InputError, match=r"max_axes is .*: 1, 2 or 3"):
         search(chain(1), cluster(), Pins(), Training(), max_axes=axes)

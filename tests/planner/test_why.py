@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from planner.conflict import Recipe
 from planner.errors import InfeasibleError, InputError, PinError, PlanError
+from planner.explore import Searched
 from planner.plan import Plan
 from planner.why import WhyNot
 from tests.planner.plans import cluster, plan_of, residual_mlp
@@ -25,6 +27,13 @@ def tight() -> Plan:
     """A plan with hardly more memory than data parallelism needs if all is sharded and everything made again."""
     leanest = plan_of(GRAPH, pin={"data": 4, "zero": 3, "recompute": "full"}).predicted.peak_bytes
     return plan_of(GRAPH, cluster(4, int(leanest / 0.9) + 1024))
+
+
+def test_recipes_have_the_axes_of_the_plan() -> None:
+    """A plan of one axis is compared with recipes of one axis: what two axes gain is not the recipe's."""
+    for axes, count in ((1, 1), (2, 2)):
+        found = Recipe(plan().assignment, plan().cluster, {"recompute": "none"}, 60.0, axes).search(["recompute"])
+        assert isinstance(found, Searched) and len(found.candidates) == count
 
 
 @pytest.mark.parametrize("pin", [{"tensor": 4}, {"data": 4}, {"data": 2, "tensor": 2}, {"zero": 3}])
