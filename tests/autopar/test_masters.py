@@ -514,7 +514,7 @@ def test_parallelize_plans_with_them(alone: None) -> None:
         peak.append(plan.predicted.peak_bytes)
     small = ClusterSpec.local(1, memory_bytes=int(sum(peak) / 2 / 0.9))
     autopar.parallelize(model, small, optimizer_bytes_per_element=8, **given)
-    with pytest.raises(InfeasibleError, match="12 more per"):
+    with pytest.raises(InfeasibleError, match="12 bytes more per"):
         autopar.parallelize(model, small, optimizer_bytes_per_element=12, **given)
     with pytest.raises(InputError, match=r"optimizer_bytes_per_element is 1\.5; give bytes, at least 0"):
         autopar.parallelize(model, small, optimizer_bytes_per_element=1.5, **given)
