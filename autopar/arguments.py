@@ -26,7 +26,10 @@ CONFIGURED = (
     "write module:function (a function that returns a model, or a model and its example inputs), or the path of a "
     "Transformers config.json"
 )
-TORCHS = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32"}
+TORCHS = {
+    **{"float": "float32", "double": "float64", "half": "float16"},
+    **{"long": "int64", "int": "int32", "short": "int16"},
+}
 """Torch's other names for dtypes."""
 
 

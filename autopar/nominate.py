@@ -21,6 +21,9 @@ class Submodule:
     """A nominated submodule.
 
     Attributes:
+        path: its name in the model.
+        modules: itself, then those below it.
+        tensors: its parameters and buffers, each once.
         held: which class, tensors and modules each module has, as :func:`who_holds_what` says.
         ties: for each name of a tensor, which of ``tensors`` it is, and for each of these, whose memory it lies in.
     """
