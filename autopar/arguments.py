@@ -28,7 +28,7 @@ CONFIGURED = (
 )
 TORCHS = {
     **{"float": "float32", "double": "float64", "half": "float16"},
-    **{"long": "int64", "int": "int32", "short": "int16"},
+    **{"long": "int64", "int": "int32", "short": "int16", "cfloat": "complex64", "cdouble": "complex128"},
 }
 """Torch's other names for dtypes."""
 

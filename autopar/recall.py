@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from autopar.facts import PLAIN
 from autopar.nominate import Submodule, first_with
 from autopar.outside import Outside, is_installed
+from autopar.same import are_same
 from autopar.undo import Held
 
 MOST = 2000
@@ -227,7 +228,7 @@ class _Read:
         empty, filled = _found(modules, self._empty), _found(modules, self._filled)
         return (
             all(map(frozenset.isdisjoint, self._absent, map(vars, map(modules.__getitem__, self._without))))
-            and all(map(operator.is_, map(type, empty), self._kinds))
+            and are_same(map(type, empty), self._kinds)
             and not any(empty)
             and all(map(_equal, self.values, filled))
             and self._tied(empty, filled) == self._ties
@@ -276,11 +277,7 @@ class _Reach:
 
     def is_as_it_was(self) -> bool:
         now = self._outside.now()
-        return (
-            all(a is b for a, b in zip(self._values, now, strict=True))
-            and self._caches == self._outside.filled()
-            and not self._held.changed()
-        )
+        return are_same(self._values, now) and self._caches == self._outside.filled() and not self._held.changed()
 
 
 class _Known:

@@ -9,7 +9,6 @@ installed libraries keep there is not.
 from __future__ import annotations
 
 import itertools
-import operator
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -20,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.kept import Kept, kept
+from autopar.hidden import Hidden, hidden
 from autopar.outside import Outside
+from autopar.same import are_same
 from autopar.walk import Walk
 
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict})
@@ -52,9 +52,10 @@ class Before:
     def restore(self) -> None:
         """Make everything as it was."""
         own, others = self._own.changed(), self._others.changed()
-        self.had_new_tensors = bool(own) and not _tensors(Held([held for held, _ in own])) <= _tensors(self._own)
+        values = [held.value if isinstance(held, Hidden) else held for held, _ in own]
+        self.had_new_tensors = bool(own) and not _tensors(Held(values)) <= _tensors(self._own)
         for held, items in (*own, *others):
-            if isinstance(held, Kept):
+            if isinstance(held, Hidden):
                 held.restore()
             else:
                 held.clear()
@@ -74,13 +75,13 @@ class Held:
         filled: those that held something, each once.
         empty: the others, which are most of them.
         objects: what was in those that are filled, but for containers and what is plain.
-        kept: what some of these keep apart from their attributes.
+        hidden: what some of these keep apart from their attributes.
     """
 
     def __init__(self, values: Iterable[Any]):
         self.empty: list[Any] = []
         self.objects: list[Any] = []
-        self.kept: list[Kept] = []
+        self.hidden: list[Hidden] = []
         self._seen: set[int] = set()
         self._contents: list[Any] = []
         found: dict[int, Any] = {}
@@ -98,30 +99,30 @@ class Held:
                     objects.append(value)
             contents = list(_contents(_views(itertools.islice(found.values(), known, None))))
             kinds = {kind for kind in set(map(type, objects)) if not issubclass(kind, _NOT_STATE)}
-            attributes = _attributes(objects, kinds) + self._keep(objects, kinds)
+            attributes = _attributes(objects, kinds) + self._note_hidden(objects, kinds)
             self.objects += objects
             self._contents += contents
         self.filled = list(found.values())
         self._views, self._mappings = _views(self.filled), [held for held in self.filled if type(held) in _MAPPINGS]
         self._sizes, self._keys = list(map(len, self.filled)), list(_contents(self._mappings))
 
-    def _keep(self, objects: Sequence[Any], kinds: set[type]) -> list[Any]:
+    def _note_hidden(self, objects: Sequence[Any], kinds: set[type]) -> list[Any]:
         """Note what objects keep apart from their attributes, each once; all that is in there."""
-        found = kept(objects, kinds)
+        found = hidden(objects, kinds)
         if found:
             found = list({id(each.value): each for each in found if id(each.value) not in self._seen}.values())
             self._seen.update([id(each.value) for each in found])
-            self.kept += found
+            self.hidden += found
         return [value for each in found for value in each.inside]
 
     def changed(self) -> list[tuple[Any, list[Any]]]:
         """Those that hold something else by now, with what they held: keys with values, where they are mappings."""
         found: list[tuple[Any, list[Any]]] = [(held, []) for held in filter(None, self.empty)]
-        found += [(held, held.inside) for held in self.kept if held.is_changed()]
+        found += [(held, held.inside) for held in self.hidden if held.is_changed()]
         if (
             list(map(len, self.filled)) == self._sizes
-            and _are(self._contents, _contents(self._views))
-            and _are(self._keys, _contents(self._mappings))
+            and are_same(self._contents, _contents(self._views))
+            and are_same(self._keys, _contents(self._mappings))
         ):
             return found
         keys, contents = iter(self._keys), iter(self._contents)
@@ -149,11 +150,6 @@ def _contents(held: Iterable[Any]) -> Iterator[Any]:
     return itertools.chain.from_iterable(held)
 
 
-def _are(a: Iterable[Any], b: Iterable[Any]) -> bool:
-    """Whether objects are the same as as many others, one by one."""
-    return all(map(operator.is_, a, b))
-
-
 def _differs(held: Any, names: list[Any], items: list[Any]) -> bool:
     """Whether a container holds other objects than these, or in another order."""
     if len(held) != len(items):
@@ -161,8 +157,8 @@ def _differs(held: Any, names: list[Any], items: list[Any]) -> bool:
     if type(held) is set:
         return bool(held != set(items))
     if type(held) in _MAPPINGS:
-        return not (_are(names, held) and _are(items, held.values()))
-    return not _are(items, held)
+        return not (are_same(names, held) and are_same(items, held.values()))
+    return not are_same(items, held)
 
 
 def _tensors(held: Held) -> set[int]:

@@ -1,22 +1,23 @@
-"""Kept: what objects keep apart from their attributes: in slots, as containers of classes of their own, as bytes.
+"""Hidden: what objects keep apart from their attributes: in slots, as containers of classes of their own, as bytes.
 
 Few models have any. They are read and written as the built-in class does it, whatever their own class does instead.
 """
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from types import MemberDescriptorType
 from typing import Any
+
+from autopar.same import are_same
 
 _MAPPINGS = (OrderedDict, dict)
 _BASES = (*_MAPPINGS, list, set, deque, bytearray, tuple, frozenset)
 _EMPTY = object()
 
 
-class Kept:
+class Hidden:
     """What one object keeps so, as it was when this was made.
 
     Args:
@@ -37,11 +38,13 @@ class Kept:
     def is_changed(self) -> bool:
         """Whether it holds other objects by now, or in another order."""
         now, in_slots = self._now()
-        if not _are(in_slots, self._in_slots):
+        if not are_same(in_slots, self._in_slots):
             return True
         if self._base in (set, frozenset):
             return set(now) != set(self._was)
-        return now != self._was if self._base is bytearray else not _are(now, self._was)
+        if self._base is bytearray:
+            return now != self._was
+        return len(now) != len(self._was) or not are_same(now, self._was)
 
     def restore(self) -> None:
         """Let it hold what it held."""
@@ -74,11 +77,11 @@ class Kept:
         return contents, [_in_slot(self.value, slot) for slot in self._slots]
 
 
-def kept(objects: Iterable[Any], kinds: Iterable[type]) -> list[Kept]:
+def hidden(objects: Iterable[Any], kinds: Iterable[type]) -> list[Hidden]:
     """Those of some objects, whose classes are among ``kinds``, that keep something so."""
     ways = {kind: (_base(kind), _slots(kind)) for kind in kinds}
     ways = {kind: way for kind, way in ways.items() if way[0] is not None or way[1]}
-    return [Kept(value, *ways[type(value)]) for value in objects if type(value) in ways] if ways else []
+    return [Hidden(value, *ways[type(value)]) for value in objects if type(value) in ways] if ways else []
 
 
 def _base(kind: type) -> type | None:
@@ -96,8 +99,3 @@ def _in_slot(value: Any, slot: MemberDescriptorType) -> Any:
         return slot.__get__(value, type(value))
     except AttributeError:  # empty
         return _EMPTY
-
-
-def _are(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether objects are the same as others, one by one."""
-    return len(a) == len(b) and all(map(operator.is_, a, b))
