@@ -120,7 +120,7 @@ class Body:
     def relay(self, ref: Ref) -> None:
         """Put a value into the layout in which its readers find it; a parameter without what is summed once a step."""
         route = self.assignment.relay_route(ref)
-        route = route[self.assignment.summed_first(route) :] if is_param(self.assignment, ref) else route
+        route = route[self.assignment.summed_first(ref, route) :]
         if self.assignment.relays_by_sums(ref):
             self.sum(ref, route)
         else:
@@ -134,9 +134,8 @@ class Body:
     def sum_parameters(self, block: Block) -> None:
         """Sum the gradients of what each micro-batch gathers, as far as that is done once a step, chunk by chunk."""
         for chunk in self.assignment.chunks(block):
-            once = self.assignment.summed_first(next(iter(chunk.values())))
             current = [self.values[ref] for ref in chunk]
-            for steps in tuple(zip(*chunk.values(), strict=True))[:once]:
+            for steps in tuple(zip(*chunk.values(), strict=True))[: self.assignment.summed_together(chunk)]:
                 current = self.brought(current, steps)
             self.values.update(zip(chunk, current, strict=True))
 
@@ -146,7 +145,7 @@ class Body:
         """
         ahead = self.assignment.ahead(block)
         for number, chunk in enumerate(self.assignment.chunks(block)):
-            once = self.assignment.summed_first(next(iter(chunk.values())))
+            once = self.assignment.summed_together(chunk)
             current = [self.values[ref] for ref in chunk]
             for place, steps in enumerate(zip(*chunk.values(), strict=True)):
                 if place < once:

@@ -173,7 +173,7 @@ class Outline:
         ]
         found = self.assignment.produced(parameter)
         for route in routes:
-            for step in route[: self.assignment.summed_first(route)]:
+            for step in route[: self.assignment.summed_first(parameter, route)]:
                 found = step.after
         return found
 
@@ -238,7 +238,7 @@ class Outline:
         for parameter in map(Ref, self.parameters):
             route = self.assignment.relay_route(parameter)
             body.enter(parameter)
-            body.sum(parameter, route[: self.assignment.summed_first(route)])
+            body.sum(parameter, route[: self.assignment.summed_first(parameter, route)])
         for block in self.blocks:
             body.sum_parameters(block)
         results = tuple(body.values[Ref(name)] for name in self.parameters)

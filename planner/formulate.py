@@ -142,13 +142,17 @@ class Assignment:
             return ()
         return _by_axis(route) if all(step.rule == "I>R" for step in route) else route
 
-    def summed_first(self, route: Route) -> int:
-        """How many of the first steps of a parameter's way to its readers are taken once a step in turns, where it is
-        gathered in each micro-batch: those that only sum its gradients.
+    def summed_first(self, ref: Ref, route: Route) -> int:
+        """How many of the first steps of a value's way to its readers are taken once a step in turns: of a parameter
+        that is gathered in each micro-batch those that only sum its gradients.
         """
-        if not self.space.sums_once:
+        if not self.space.sums_once or self.space.graph.by_name[ref.node].op != "param":
             return 0
         return next((place for place, step in enumerate(route) if step.rule != "I>R"), len(route))
+
+    def summed_together(self, chunk: Chunk) -> int:
+        """The same of a chunk, all of whose parameters take the same steps."""
+        return self.summed_first(*next(iter(chunk.items())))
 
     @property
     def gathering_nothing(self) -> set[int]:

@@ -120,8 +120,7 @@ def calls_by_block(
     for leaf in filter(space.is_read, space.skeleton.relayed_leaves):
         backward = leaf in space.graph.differentiated
         route = assignment.relay_route(leaf)
-        once = assignment.summed_first(route) if space.graph.by_name[leaf.node].op == "param" else 0
-        calls = _route_calls(assignment, leaf, route, backward, once)
+        calls = _route_calls(assignment, leaf, route, backward, assignment.summed_first(leaf, route))
         found[None].update({call: count * stages[leaf.node] for call, count in calls.items()})
     for position, ref in enumerate(space.leaving):
         backward = position in space.graph.roots
@@ -275,7 +274,7 @@ def _chunk_calls(assignment: Assignment, chunk: Chunk, backward: bool) -> Calls:
     """Calls that bring a chunk, one per step; those of ``backward`` reduce its gradients."""
     calls: Calls = Counter()
     graph, mesh = assignment.space.graph, assignment.space.mesh
-    once = assignment.summed_first(next(iter(chunk.values())))
+    once = assignment.summed_together(chunk)
     for place, steps in enumerate(zip(*chunk.values(), strict=True)):
         times = 1 if place < once else assignment.space.brought
         made = [step.collectives(graph.type_of(ref), mesh) for ref, step in zip(chunk, steps, strict=True)]
