@@ -15,10 +15,10 @@ from torch import nn
 from autopar.materialize import Source
 from planner.cluster import ClusterSpec
 from planner.errors import PlanError
-from planner.formulate import Training
 from planner.graph import Graph
 from planner.pins import Pins
 from planner.plan import Plan
+from planner.training import Training
 
 Given = Mapping[str, str]
 """What a rank was given, in words: kind of thing -> which."""

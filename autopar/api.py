@@ -25,11 +25,12 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.room import check_room
 from autopar.stages import check_in_turns
 from planner import host as machine
+from planner.assignment import Assignment
 from planner.chunks import chunks_of, moving_bytes, parameters
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import ClusterError, InputError, PinError, PlanError
-from planner.formulate import Assignment, Space, Training, rules_of
+from planner.formulate import Space, rules_of
 from planner.graph import Graph
 from planner.memory import usage
 from planner.mesh import MAX_AXES
@@ -41,6 +42,7 @@ from planner.positions import check_positions
 from planner.predict import predict, predict_in_turns
 from planner.search import GAP, check_axes, check_gap, check_time_limit, search
 from planner.timetable import Timetable
+from planner.training import Training
 from planner.words import in_all_bytes
 
 Progress = Callable[[str], None]

@@ -21,9 +21,9 @@ from autopar.runtime.layers.loss import MEAN
 from autopar.runtime.parameters import gather_parameters, replicate_parameters
 from autopar.runtime.turns import of_this_turn
 from planner.again import Again
+from planner.assignment import Assignment
 from planner.conversion import Route, Step
 from planner.fold import Block
-from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import MICRO, I, Layout, Mark, Mesh, P, R, Shard, local_outer
 from planner.ops import saved_places

@@ -27,11 +27,11 @@ from autopar.runtime.step import Leaving, Step, Tie, Trainers
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from autopar.stages import Outline, stages_of
+from planner.assignment import Assignment
 from planner.chunks import SAVED, before, chunks_of, gradients, moments_of, of_turn, parameters, saved_item
 from planner.document import EVALUATE
 from planner.errors import PlanError
 from planner.exchange import ties
-from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
 from planner.memory import usage

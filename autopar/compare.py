@@ -13,8 +13,8 @@ from torch.fx import GraphModule
 from autopar.capture import Captured
 from autopar.runtime.recompute import recompute
 from autopar.simulate import DivergedError, Simulation
+from planner.assignment import Assignment
 from planner.fold import Instance
-from planner.formulate import Assignment
 from planner.graph import Node, Ref
 
 aten = torch.ops.aten

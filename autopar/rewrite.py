@@ -33,9 +33,9 @@ from autopar.runtime.entering import enter_block, leave_block
 from autopar.runtime.parameters import gather_ahead
 from autopar.runtime.recompute import recompute
 from planner.asked import brought_again
+from planner.assignment import Assignment
 from planner.chunks import Chunk, chunks_of, parameters
 from planner.fold import Block, Instance
-from planner.formulate import Assignment
 from planner.graph import Ref
 from planner.heap import BEFORE, is_before
 from planner.recompute import Level

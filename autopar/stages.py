@@ -23,10 +23,10 @@ from autopar.localize import draws, is_random
 from autopar.rewrite import Root, targets_of
 from autopar.runtime.layers.loss import token_count
 from autopar.runtime.stage import Passed, Stage
+from planner.assignment import Assignment
 from planner.chunks import Chunk, before
 from planner.errors import InputError, PlanError
 from planner.exchange import crossing
-from planner.formulate import Assignment
 from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, I, Layout, R, local_shape
 

@@ -35,8 +35,8 @@ from autopar.runtime.state import RunState
 from autopar.runtime.turns import Turns
 from autopar.simulate import fake_process_group
 from autopar.stages import stages_of
+from planner.assignment import Assignment
 from planner.errors import VerificationError
-from planner.formulate import Assignment
 from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, I, Layout, LocalType, Mark, Mesh, P, R, Shard, format_layout, local_shape
 from planner.strategy import Choice

@@ -35,20 +35,23 @@ from autopar.simulate import DivergedError, Simulation
 from autopar.typecheck import TypeReport, typecheck
 from autopar.undo import Before
 from autopar.walk import Walk
+from planner.assignment import Assignment, assignment_of
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.cost import CostModel
 from planner.errors import CaptureError, PinError, VerificationError
 from planner.exchange import Exchange, exchanges
 from planner.fold import Folded, fold, refold
-from planner.formulate import Assignment, Role, Space, Training, rules_of
+from planner.formulate import Space, rules_of
 from planner.graph import Graph, Ref
 from planner.layout import Layout, Mesh
 from planner.pins import Pins, filters
 from planner.plan import Plan
 from planner.predict import collectives
+from planner.skeleton import Role
 from planner.solve import solve
 from planner.strategy import Choice
+from planner.training import Training
 
 RTOL = 1e-10
 SIMULATED_RANKS = 12
@@ -484,7 +487,7 @@ def space_on(
 def decide_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, time_limit_s: float = 60.0) -> Assignment:
     """The fastest plan found on one mesh, memory unlimited."""
     space = space_on(traced, mesh, cluster, pins)
-    return space.assignment(solve(space.problem(None), time_limit_s=time_limit_s).choices)
+    return assignment_of(space, solve(space.problem(None), time_limit_s=time_limit_s).choices)
 
 
 def _transfer(assignment: Assignment, space: Space) -> tuple[Assignment | None, str]:

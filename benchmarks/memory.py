@@ -24,11 +24,12 @@ from autopar.build import build
 from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import LeafSpec, ParallelModule
 from autopar.simulate import fake_process_group
+from planner.assignment import Assignment
 from planner.cluster import ClusterSpec
 from planner.errors import PinError
-from planner.formulate import Assignment, Training
 from planner.layout import local_shape
 from planner.pins import Pins
+from planner.training import Training
 from tests.autopar.models import MODELS
 
 PLANS: tuple[tuple[int, Mapping[str, object]], ...] = (

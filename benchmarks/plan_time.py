@@ -23,8 +23,8 @@ from autopar.runtime.mesh import device_mesh, groups_of
 from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState
 from autopar.simulate import fake_process_group
-from planner.formulate import Training
 from planner.pins import Pins
+from planner.training import Training
 
 SEQUENCE = 4096
 SHAPES = {

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from autopar.api import Traced, trace
 from benchmarks.plan_time import llama
 from benchmarks.published import FULL, HALF, MEGATRON_CHOICES, ROWS, Compared, llama_cluster
+from planner.assignment import Assignment
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.conversion import local_bytes
 from planner.errors import AutoparError, InfeasibleError
 from planner.explore import Searched
-from planner.formulate import Assignment, Training
 from planner.graph import Node, Ref
 from planner.layout import Axis
 from planner.looks import PROVED
@@ -37,6 +37,7 @@ from planner.predict import predict, predict_in_turns
 from planner.problem import evaluate
 from planner.recompute import LEVELS, Amount, Recompute
 from planner.search import search
+from planner.training import Training
 
 TRAINING = Training(optimizer_bytes_per_element=12)
 """Adam's two moments and the master copy of half precision parameters, in float32."""

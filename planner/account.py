@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from planner.assignment import Assignment
 from planner.conversion import Collective, local_bytes
 from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
-from planner.formulate import Assignment, Role, Space
+from planner.formulate import Space
 from planner.graph import Node, Ref
 from planner.layout import MICRO, format_layout
 from planner.names import Section, fillings, pattern, role_names
@@ -21,6 +22,7 @@ from planner.ops.table import contraction_flops
 from planner.pins import ATTENTION, Labels, label_dims, labelled_parts
 from planner.predict import calls_by_block, conversions, sorted_calls
 from planner.rules import AxisStrategy, find
+from planner.skeleton import Role
 from planner.strategy import Choice
 
 Names = Mapping[Role, tuple[Section, str]]

@@ -10,8 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from planner.assignment import Assignment, assignment_of
 from planner.errors import InfeasibleError
-from planner.formulate import Assignment, Space
+from planner.formulate import Space
 from planner.memory import Usage, usage
 from planner.offload import largest_working_set, offloaded_s
 from planner.recompute import Recompute
@@ -37,7 +38,7 @@ def fastest_amount(
 
     def followed(number: int) -> tuple[Assignment, Usage]:
         if number not in known:
-            made = space.assignment(choices, amounts[number])
+            made = assignment_of(space, choices, amounts[number])
             known[number] = made, usage(made)
         return known[number]
 

@@ -6,14 +6,15 @@ say. So the search also decides for every instance of a small model; instances t
 
 from __future__ import annotations
 
+from planner.assignment import Assignment, assignment_of
 from planner.fold import Block, Folded, relabel
-from planner.formulate import Assignment, Role, Space
+from planner.formulate import Space
 from planner.graph import Ref
 from planner.layout import Layout
 from planner.looks import Best, Setting
 from planner.problem import evaluate
 from planner.recompute import together
-from planner.skeleton import Skeleton
+from planner.skeleton import Role, Skeleton
 from planner.strategy import Choice
 
 APART_OPERATORS = 200
@@ -35,7 +36,7 @@ def apart(skeleton: Skeleton) -> Skeleton:
 def together_again(setting: Setting, folded: Folded, best: Best) -> Best:
     """The same decisions with instances that decide alike folded into one kind."""
     space = best.space
-    chosen = space.assignment(best.choices)
+    chosen = assignment_of(space, best.choices)
     levels = [best.recompute.level(kind, 0) for kind in range(len(space.folded.kinds))]
     labels = [
         (

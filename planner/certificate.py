@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from planner.assignment import Assignment
 from planner.conversion import ConversionTable
 from planner.fold import relabel
-from planner.formulate import Assignment, Role, Space
+from planner.formulate import Space
 from planner.graph import Ref
 from planner.layout import Layout
 from planner.problem import Evaluation, Ints, evaluate
 from planner.recompute import Recompute, apart
-from planner.skeleton import Skeleton
+from planner.skeleton import Role, Skeleton
 from planner.strategy import Choice
 
 ROUNDING = 1e-9

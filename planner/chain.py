@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
+from planner.assignment import Assignment
 from planner.conversion import local_bytes
 from planner.exchange import crossing
 from planner.fold import Instance
-from planner.formulate import Assignment
 from planner.graph import Node, Ref
 from planner.layout import MICRO, PIPELINE, Axis, Layout
 from planner.ops import OPS

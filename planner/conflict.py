@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from planner.assignment import Assignment
 from planner.cluster import ClusterSpec
 from planner.errors import ClusterError, InfeasibleError, PinError
 from planner.explore import Searched
-from planner.formulate import Assignment
 from planner.mesh import pinned_mesh
 from planner.pins import SIZES, Pins
 from planner.search import GAP, search

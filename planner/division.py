@@ -14,7 +14,6 @@ from typing import cast
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import PinError
-from planner.formulate import Gathers
 from planner.graph import Graph, Node
 from planner.kernel import kernel_of
 from planner.layout import Mesh
@@ -24,6 +23,7 @@ from planner.pins import Pins
 from planner.pipeline.schedule import VIRTUAL_STAGES
 from planner.pipeline.stages import Pipeline
 from planner.skeleton import Skeleton
+from planner.training import Gathers
 from planner.words import IN_EACH, sizes_text
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
@@ -40,7 +40,7 @@ MOST_TURNS = 16
 class Division:
     """So many pipeline stages, each on its own ranks laid out as ``mesh``, which may have an axis of micro-batches.
 
-    In turns, ``gathers`` says when parameters are gathered, see :class:`planner.formulate.Training`.
+    In turns, ``gathers`` says when parameters are gathered, see :class:`planner.training.Training`.
     """
 
     stages: int

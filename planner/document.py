@@ -12,13 +12,13 @@ from functools import cached_property
 from typing import Any
 
 from planner.account import account
+from planner.assignment import Assignment
 from planner.certificate import Certificate, certify, of_part
 from planner.chunks import SAVED
 from planner.cluster import ClusterSpec
 from planner.detail import Account
 from planner.division import Division
 from planner.errors import PlanError
-from planner.formulate import Activations, Assignment, Gathers, Training
 from planner.graph import Ref
 from planner.layout import Mesh
 from planner.mesh import MAX_AXES
@@ -27,6 +27,7 @@ from planner.pipeline.simulate import simulate
 from planner.predict import Prediction
 from planner.timeline import StepTimeline, predicted
 from planner.timetable import Timetable
+from planner.training import Activations, Gathers, Training
 from planner.turns import TurnTimes
 
 EVALUATE = "autopar.evaluate(model, plan, example_kwargs=batch), with the loss_fn it was made with, if any"

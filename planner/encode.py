@@ -18,13 +18,13 @@ from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
 from planner.document import BlockPlan, Document, PipelinePlan, Search
 from planner.errors import ClusterError, PlanError
 from planner.exchange import Exchange
-from planner.formulate import Gathers
 from planner.layout import Axis, Mesh
 from planner.mesh import MAX_AXES
 from planner.names import parse_runs, runs
 from planner.predict import Prediction
 from planner.quantity import nearest
 from planner.timetable import Timetable
+from planner.training import Gathers
 from planner.turns import TurnTimes
 
 FORMAT, VERSION = "autopar-plan", 2

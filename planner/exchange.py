@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from planner.assignment import Assignment
 from planner.conversion import local_bytes
 from planner.fold import Folded
-from planner.formulate import Assignment
 from planner.graph import Ref
 
 LOSS_BYTES = 16

@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.account import Meanings, meanings
+from planner.assignment import Assignment
 from planner.detail import LeafDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
 from planner.errors import PlanError
-from planner.formulate import Assignment, Role
 from planner.layout import Layout
 from planner.names import filled, role_names
 from planner.problem import Evaluation, Problem, evaluate
 from planner.report.summary import is_notable, local_name
+from planner.skeleton import Role
 from planner.solve import solve
 from planner.strategy import Choice
 from planner.words import in_bytes, in_percent, in_seconds, shape_text, sizes_text

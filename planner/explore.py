@@ -17,8 +17,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from planner.apart import apart, may_differ, together_again
+from planner.assignment import Assignment, assignment_of
 from planner.division import Arithmetic, Division, seeds
-from planner.formulate import Assignment
 from planner.looks import (
     PROVED,
     Best,
@@ -77,7 +77,7 @@ class Searched:
     @cached_property
     def assignment(self) -> Assignment:
         """The best plan's decisions."""
-        return self.best.space.assignment(self.best.choices, self.best.recompute)
+        return assignment_of(self.best.space, self.best.choices, self.best.recompute)
 
     @property
     def staged(self) -> Staged | None:

@@ -17,9 +17,9 @@ from fractions import Fraction
 
 import sympy
 
+from planner.assignment import Assignment
 from planner.closed import ClosedSpace
 from planner.conversion import Collective
-from planner.formulate import Assignment
 from planner.graph import Node
 from planner.heap import Held
 from planner.memory import usage

@@ -12,35 +12,30 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.conversion import BROUGHT, ConversionTable, Route, Step, local_bytes
+from planner.conversion import ConversionTable, local_bytes
 from planner.cost import CostModel
-from planner.fold import Block, Folded, Instance
+from planner.fold import Folded, Instance
 from planner.graph import Graph, Node, Ref, static
 from planner.kernel import Stream, kernel_of
 from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS
 from planner.problem import Edge, Floats, Ints, Problem, Vertex
-from planner.recompute import NOTHING, Level, Recompute
+from planner.recompute import NOTHING, Recompute
 from planner.rules import Inner, Rule
-from planner.skeleton import Flow, Skeleton, Together
-from planner.skeleton import Role as Role
+from planner.skeleton import Flow, Role, Skeleton, Together
 from planner.strategy import Allow, Choice, Strips, axis_ways, choices_of, leaf_layouts, rule_of, shards_of
 from planner.traffic import Traffic
+from planner.training import Gathers, Tier, Training
 
 AllowLeaf = Callable[[Node, Layout], bool]
 Mask = NDArray[np.bool_]
-Tier = Literal["device", "host", "either", "disk"]
-Update = Literal["after", "backward"]
-Gathers = Literal["once", "each"]
-Activations = int | Literal["all"]
-"""Of how many blocks, the first ones, what is saved for backward may leave the device."""
 BUCKET_BYTES = 25 * 2**20
 NOT_BROUGHT = Together(0, 1.0)
 """Of what is no parameter that one operator of one block reads."""
@@ -50,181 +45,6 @@ cores that compute."""
 
 WIDE_STATE_BYTES = 8
 """Bytes of state for each element from which on an update is taken to compute in float32: its two moments."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a training step keeps besides the model, and where.
-
-    Attributes:
-        optimizer_bytes_per_element: of optimizer state, per parameter element; Adam's two moments in float32 are 8,
-            with masters in float32 12.
-        tier: where parameters, gradients and optimizer state are at home: on the device; on the host, which then
-            updates them, and devices hold of them what they use; or either, of each block what fits
-            (:mod:`planner.offload`); or in files, which the host updates. To the search, which decides before that,
-            either is the host.
-        update: when the host updates what is at home there: after all of backward, or in backward, each block as soon
-            as its gradients are complete. To the search it is after.
-        activations: of how many blocks what is saved for backward may leave for where model data is at home.
-        gathers: of a step in turns: whether parameters are gathered, and their gradients reduced, once for all of it,
-            or in each micro-batch, so that no more than a block's are there. What is at home elsewhere comes in each.
-    """
-
-    optimizer_bytes_per_element: int = 8
-    tier: Tier = "device"
-    update: Update = "after"
-    activations: Activations = 0
-    gathers: Gathers = "once"
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether what is not on the device is in files."""
-        return self.tier == "disk"
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """A decision for every role, and what is made again: what the rewrite obeys and the report shows."""
-
-    space: Space
-    chosen: Mapping[Role, Choice | Layout]
-    recompute: Recompute = NOTHING
-
-    def choice(self, node: Node) -> Choice:
-        """How an operator is run."""
-        choice = self.chosen[self.space.role_of[node.name]]
-        assert isinstance(choice, Choice)
-        return choice
-
-    def produced(self, ref: Ref) -> Layout:
-        """The layout in which a value is produced, or a leaf is stored."""
-        decision = self.chosen[self.space.role_of[ref.node]]
-        return decision.results[ref.index] if isinstance(decision, Choice) else decision
-
-    def delivered(self, ref: Ref) -> Layout:
-        """The layout in which a value's readers find it: its relay's, if it has one."""
-        relay = self.space.relay_of(ref)
-        if relay is None:
-            return self.produced(ref)
-        layout = self.chosen[relay]
-        assert isinstance(layout, tuple)
-        return layout
-
-    def relay_route(self, ref: Ref) -> Route:
-        """The conversion done once, right after a value is produced."""
-        return self._route(ref, self.produced(ref), self.delivered(ref))
-
-    def relays_by_sums(self, ref: Ref) -> bool:
-        """Whether a parameter is delivered as it is, and its gradient summed in one call an axis."""
-        is_param = self.space.graph.by_name[ref.node].op == "param"
-        return is_param and all(step.rule == "I>R" for step in self.relay_route(ref))
-
-    def operand_route(self, node: Node, position: int) -> Route:
-        """The conversion of one operand, done by its reader."""
-        ref = node.inputs[position]
-        return self._route(ref, self.delivered(ref), self.choice(node).operands[position])
-
-    def bringing(self, node: Node, position: int) -> Route:
-        """The conversion of a parameter operand that its block does together with those of its other parameters.
-
-        Empty unless the operand is a parameter of this reader alone, in one layout, that is used replicated where it
-        is stored whole or sharded: for those a block makes one call per axis and dtype, to gather them and to reduce
-        their gradients.
-        """
-        ref = node.inputs[position]
-        operands = self.choice(node).operands
-        if len({operands[i] for i, other in enumerate(node.inputs) if other == ref}) > 1:
-            return ()
-        if self.space.graph.by_name[ref.node].op != "param" or self.space.relay_of(ref) is not None:
-            return ()
-        route = self.operand_route(node, position)
-        if any(step.rule not in BROUGHT for step in route):
-            return ()
-        return _by_axis(route) if all(step.rule == "I>R" for step in route) else route
-
-    def summed_first(self, ref: Ref, route: Route) -> int:
-        """How many of the first steps of a value's way to its readers are taken once a step in turns: of a parameter
-        that is gathered in each micro-batch those that only sum its gradients.
-        """
-        if not self.space.sums_once or self.space.graph.by_name[ref.node].op != "param":
-            return 0
-        return next((place for place, step in enumerate(route) if step.rule != "I>R"), len(route))
-
-    def summed_together(self, chunk: Chunk) -> int:
-        """The same of a chunk, all of whose parameters take the same steps."""
-        return self.summed_first(*next(iter(chunk.items())))
-
-    @property
-    def gathering_nothing(self) -> set[int]:
-        """The kinds of blocks that have no gathered parameter to let go, or use what is gathered once a step."""
-        kinds = enumerate(self.space.folded.kinds)
-        return {kind for kind, (first, *_) in kinds if self.space.brings_once or not self._lets_go(kind, first.block)}
-
-    def _lets_go(self, kind: int, block: Block) -> bool:
-        taken = zip(block.nodes, self.space.skeleton.again(kind, "gathered").taken, strict=True)
-        routes = (self.operand_route(node, position) for node, positions in taken for position in positions)
-        return any(step.rule.startswith("S") for route in routes for step in route)
-
-    def chunks(self, block: Block) -> list[Chunk]:
-        """The parameters of a block that are brought together."""
-        found: dict[object, Chunk] = {}
-        for node in block.nodes:
-            for position, ref in enumerate(node.inputs):
-                route, tensor = self.bringing(node, position), self.space.graph.type_of(ref)
-                if route:
-                    key = (tuple((step.axis, step.rule) for step in route), tensor.dtype, tensor.grad)
-                    found.setdefault(key, {})[ref] = route
-        return list(found.values())
-
-    def brought_again(self, instance: Instance, level: Level) -> set[Ref]:
-        """The parameters that an instance of a block brings again in backward, with all others of their chunk."""
-        space, nodes, found = self.space, instance.block.nodes, set[Ref]()
-        if level == "none" or space.brings_once or not space.is_undone(instance):
-            return found
-        for node, positions in zip(nodes, space.skeleton.again(instance.kind, level).taken, strict=True):
-            found.update(node.inputs[position] for position in positions if self.bringing(node, position))
-        return found
-
-    def ahead(self, block: Block) -> dict[int, int]:
-        """The chunks of a block that are gathered while the block before computes, by number -> which step does.
-
-        Those whose parts are stored here; in turns, where parameters are gathered once for all, none.
-        """
-        found: dict[int, int] = {}
-        if not self.space.brings_beside:
-            return found
-        for number, chunk in enumerate(self.chunks(block)):
-            for place, step in enumerate(next(iter(chunk.values()))):  # like those of the others
-                if step.rule == "S>R" and self.space.mesh.axes[step.axis].size > 1:
-                    found.setdefault(number, place)
-        return found
-
-    def output_layout(self, position: int) -> Layout:
-        """The layout in which output number ``position`` leaves the model."""
-        layout = self.chosen["output", position]
-        assert isinstance(layout, tuple)
-        return layout
-
-    def output_route(self, position: int) -> Route:
-        """The conversion of an output before it leaves the model."""
-        ref = self.space.leaving[position]
-        return self._route(ref, self.delivered(ref), self.output_layout(position))
-
-    def _route(self, ref: Ref, source: Layout, target: Layout) -> Route:
-        """The steps of a conversion; what stays as it is asks for no table."""
-        return self.space.table(ref).route(source, target) if source != target else ()
-
-
-Chunk = dict[Ref, Route]
-"""Parameters that are brought together, from how they are stored to how they are used, by the same steps in order."""
-
-
-def _by_axis(route: Route) -> Route:
-    """Steps of which each goes for itself, in the order of axes."""
-    found: list[Step] = []
-    for step in sorted(route, key=lambda step: step.axis):
-        found.append(replace(step, before=found[-1].after if found else route[0].before))
-    return tuple(found)
 
 
 class Prices:
@@ -580,14 +400,6 @@ class Space:
     def on_average(self, held: Ints) -> Ints:
         """Bytes that the average rank holds of what the stages hold together, rounded down so that bounds stay ones."""
         return held // self.stages
-
-    def assignment(self, choices: Sequence[int], recompute: Recompute = NOTHING) -> Assignment:
-        """What choices for :meth:`problem` decide."""
-        chosen = {role: self.options[role][choice] for role, choice in zip(self.roles, choices, strict=True)}
-        found = Assignment(self, chosen, recompute)
-        if not recompute.gathers:
-            return found
-        return replace(found, recompute=recompute.without_gathering(found.gathering_nothing))
 
     def _vertex(
         self, role: Role, amounts: Sequence[Recompute], held_with: Sequence[Recompute], limit_bytes: float

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.assignment import assignment_of
 from planner.chain import links_of
 from planner.conversion import local_bytes
 from planner.division import Division
@@ -114,13 +115,13 @@ def _with_chunks(space: Space, problem: Problem) -> Problem:
 
 
 def _in_one_turn(best: Best) -> Lean:
-    assignment = best.space.assignment(best.choices, best.recompute)
+    assignment = assignment_of(best.space, best.choices, best.recompute)
     return Lean(best, largest_working_set(assignment, usage(assignment)))
 
 
 def _in_turns(setting: Setting, best: Best) -> Lean | None:
     """The pipeline of the choices that fits, or else the one that makes again all that can be, if there is any."""
-    links = links_of(best.space.assignment(best.choices), setting.levels, setting.pins.schedule)
+    links = links_of(assignment_of(best.space, best.choices), setting.levels, setting.pins.schedule)
     wanted, usable_bytes = setting.pipelines(best.division, len(links)), setting.cost.cluster.device.usable_bytes
     found = None
     for chain, limit_bytes in ((links, usable_bytes), ([link.leanest for link in links], None)):
@@ -137,7 +138,7 @@ def _staged(best: Best, staged: Staged) -> Lean:
     best, space = replace(best, staged=staged, evaluation=staged.evaluation), best.space
     if space.training.tier == "device":
         return Lean(best, WorkingSet("a step in turns", 0, staged.peak_bytes))
-    decided = space.assignment(best.choices, staged.recompute(space.folded))
+    decided = assignment_of(space, best.choices, staged.recompute(space.folded))
     return Lean(best, largest_working_set(decided, None, staged))
 
 

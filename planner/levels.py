@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from planner.again import shares
+from planner.assignment import Assignment
 from planner.document import BlockPlan, Document
 from planner.errors import PlanError
-from planner.formulate import Assignment, Space
+from planner.formulate import Space
 from planner.names import role_names
 from planner.recompute import LEVELS, Amount, Kept, Level, leanest_first
 from planner.turns import Staged

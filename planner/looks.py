@@ -26,12 +26,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from planner.assignment import assignment_of
 from planner.certificate import Decided
 from planner.chain import links_of
 from planner.cost import CostModel
 from planner.division import Division, pipelines_of, schedules
 from planner.errors import PinError
-from planner.formulate import Space, Training
+from planner.formulate import Space
 from planner.graph import Graph
 from planner.layout import Mesh
 from planner.pins import Labels, Pins, filters, label_dims
@@ -41,6 +42,7 @@ from planner.recompute import Ladder, Levels, Recompute
 from planner.rules import Rule
 from planner.skeleton import Skeleton
 from planner.solve import Bounds, lightest, lower_bound_between, lower_bounds, solve
+from planner.training import Training
 from planner.turns import THOROUGH, Staged, stage
 
 Progress = Callable[[str], None]
@@ -399,7 +401,7 @@ def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None
     """The look with a pipeline of these choices as its plan, if one is found that fits and is faster."""
     if choices is None:
         return look
-    links = links_of(look.space.assignment(choices), setting.levels, setting.pins.schedule)
+    links = links_of(assignment_of(look.space, choices), setting.levels, setting.pins.schedule)
     wanted = setting.pipelines(look.candidate.division, len(links))
     target_s = math.inf if best is None else _target_s(best)
     found = stage(links, wanted, setting.limit_bytes, min(target_s, look.candidate.objective_s))
@@ -496,7 +498,7 @@ def _with_plan(setting: Setting, look: Look, choices: tuple[int, ...] | None) ->
     """The look with these choices as its plan, if they fit with some of its recomputation and are faster."""
     if choices is None:
         return look
-    decided = Decided(look.space.assignment(choices), look.space.skeleton)
+    decided = Decided(assignment_of(look.space, choices), look.space.skeleton)
     known: dict[int, Evaluation] = {}
 
     def priced(step: int) -> Evaluation:

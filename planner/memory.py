@@ -25,10 +25,10 @@ from itertools import pairwise
 
 from planner.again import shares
 from planner.asked import brought_again
+from planner.assignment import Assignment, Chunk
 from planner.conversion import Route, Step, local_bytes
 from planner.exchange import crossing
 from planner.fold import Block, Instance
-from planner.formulate import Assignment, Chunk
 from planner.graph import Node, Ref, TensorType
 from planner.heap import BEFORE, USES, Direction, Heap, Held, Place, Storage, is_before
 from planner.layout import MICRO, Shard

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from planner.formulate import Role, Space
+from planner.formulate import Space
 from planner.graph import Node
+from planner.skeleton import Role
 
 Section = str | tuple[str, int]
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from planner.assignment import Assignment
 from planner.chunks import SAVED, Chunk, gradients, home_bytes, moving_bytes, parameters
 from planner.errors import InfeasibleError
-from planner.formulate import Assignment
 from planner.memory import Usage, usage
 from planner.predict import Prediction, predict, predict_in_turns
 from planner.rank_step import UPDATE_THERE, RankStep, without

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from planner.errors import PinError
-from planner.formulate import Activations, AllowLeaf, Gathers, Tier, Update
+from planner.formulate import AllowLeaf
 from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.mesh import BATCH, ROLES, batch_ranks
@@ -24,6 +24,7 @@ from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 from planner.recompute import ALONE, COMPUTED, Level
 from planner.rules import AxisStrategy, Inner, Rule, find
 from planner.strategy import Allow, factor_at, tensors_of
+from planner.training import Activations, Gathers, Tier, Update
 
 SIZES = ROLES
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from planner.assignment import Assignment
 from planner.chain import chain_of, links_of
 from planner.consistent import check_consistent
 from planner.document import WITHOUT_GRAPH, BlockPlan, Document, PipelinePlan, Search
@@ -29,7 +30,7 @@ from planner.encode import parse as parse_json
 from planner.errors import PlanError, ScheduleError
 from planner.files import write_text
 from planner.fold import Folded, fold, fold_off, relabel
-from planner.formulate import Assignment, Gathers, Role, Space, rules_of
+from planner.formulate import Space, rules_of
 from planner.graph import Graph, Node, Ref, static
 from planner.layout import Layout, format_layout
 from planner.levels import Stated, read_amounts, read_by_number
@@ -44,8 +45,10 @@ from planner.predict import Prediction, predict, predict_in_turns
 from planner.problem import evaluate
 from planner.recompute import Recompute, at_levels, used
 from planner.seams import finer
+from planner.skeleton import Role
 from planner.strategy import Choice
 from planner.timetable import Timetable
+from planner.training import Gathers
 from planner.turns import Staged, price
 from planner.words import shape_text
 

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from planner.assignment import Assignment
 from planner.chain import Link as BlockLink
 from planner.chain import links_of
 from planner.chunks import (
@@ -39,7 +40,6 @@ from planner.chunks import (
 from planner.cluster import Home
 from planner.conversion import local_bytes
 from planner.exchange import crossing
-from planner.formulate import Assignment, Tier
 from planner.graph import Ref
 from planner.heap import BEFORE, Direction
 from planner.layout import MICRO, Layout, Shard
@@ -47,6 +47,7 @@ from planner.memory import Usage
 from planner.pipeline.schedule import Action, schedule
 from planner.recompute import Level, used
 from planner.timetable import Item, Link, Moment, Timetable, Trace, Use, simulate
+from planner.training import Tier
 from planner.turns import Staged
 
 UPDATE, UPDATE_THERE = "update", "update what stays"

@@ -11,8 +11,9 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.formulate import Assignment, Role
+from planner.assignment import Assignment
 from planner.graph import Node, Ref
+from planner.skeleton import Role
 from planner.stacks import Run, periodic
 
 

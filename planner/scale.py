@@ -19,17 +19,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from planner.assignment import Assignment
 from planner.errors import PlanError
 from planner.fold import Folded, refold
 from planner.follow import Followed, NotFollowed, Sizes, follow
-from planner.formulate import Assignment, Role, Space
+from planner.formulate import Space
 from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, Layout, LocalType, Shard
 from planner.memory import usage
 from planner.polynomial import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of
 from planner.predict import Prediction, predict, predict_in_turns
 from planner.rules import AxisStrategy, Rule
-from planner.skeleton import Skeleton
+from planner.skeleton import Role, Skeleton
 from planner.strategy import Choice, Cuts
 from planner.turns import Staged, moments
 

@@ -21,7 +21,7 @@ from planner.errors import InputError, PinError
 from planner.explore import Divisions, Searched
 from planner.fitting import fitted, taking_room
 from planner.fold import fold, fold_off
-from planner.formulate import Training, rules_of
+from planner.formulate import rules_of
 from planner.graph import Graph
 from planner.keep import keeping, with_levels_between
 from planner.looks import Progress, Setting
@@ -30,6 +30,7 @@ from planner.pins import Pins
 from planner.recompute import named
 from planner.seams import finer
 from planner.skeleton import Skeleton
+from planner.training import Training
 
 GAP = 0.001
 """Part of a step that a plan's proof leaves open where nobody asks for another: to close it takes most of the time."""

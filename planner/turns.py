@@ -16,10 +16,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from planner.assignment import Assignment
 from planner.chain import Link, Shared, brought_by, chain_of, savers_of, working_moments
 from planner.errors import InfeasibleError
 from planner.fold import Folded
-from planner.formulate import Assignment
 from planner.heap import USES
 from planner.pipeline.partition import cut
 from planner.pipeline.simulate import Times, bubble

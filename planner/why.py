@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from planner.assignment import Assignment
 from planner.certificate import Decided
 from planner.conflict import MEMORY, Conflict, Recipe, as_written, conflict_of
 from planner.document import WITHOUT_GRAPH, Document
 from planner.errors import PinError, PlanError
 from planner.explore import Searched
-from planner.formulate import Assignment, Role
 from planner.heap import is_before
 from planner.layout import MICRO
 from planner.looks import PROVED
@@ -27,6 +27,7 @@ from planner.pins import Pins
 from planner.predict import seconds_by_use
 from planner.problem import evaluate
 from planner.search import check_time_limit
+from planner.skeleton import Role
 from planner.words import in_bytes, in_lines, in_seconds, labelled
 
 Number = TypeVar("Number", int, float)

@@ -16,9 +16,9 @@ import numpy as np
 from autopar.simulate import DivergedError
 from autopar.typecheck import typecheck
 from autopar.verification import RTOL, Agreement, Reference, locate, reference, simulate, space_on
+from planner.assignment import Assignment, assignment_of
 from planner.cluster import ClusterSpec
 from planner.errors import PinError, VerificationError
-from planner.formulate import Assignment
 from planner.layout import Mesh
 from planner.pins import Pins
 from planner.problem import Problem
@@ -119,7 +119,7 @@ def decide(reference: Reference, recipe: Recipe) -> Assignment:
     problem = space.problem(None)
     if recipe.seed is not None:
         problem = _bent(problem, recipe.seed)
-    return space.assignment(solve(problem, time_limit_s=5.0).choices)
+    return assignment_of(space, solve(problem, time_limit_s=5.0).choices)
 
 
 def _cluster(devices: int, slowdown: float) -> ClusterSpec:

@@ -16,6 +16,7 @@ from autopar.lower import lower
 from autopar.nominate import nominate
 from autopar.verification import RTOL, reference, simulate, space_on
 from autopar.walk import Walk
+from planner.assignment import assignment_of
 from planner.cluster import ClusterSpec
 from planner.errors import CaptureError, InputError
 from planner.graph import Graph
@@ -104,7 +105,7 @@ def test_what_is_folded_computes_what_the_model_computes() -> None:
         assert copies(ref.traced.captured) == 2
         pins = Pins.parse({"data": 2, "tensor": 2})
         space = space_on(ref.traced, Mesh.of(data=2, tensor=2), ClusterSpec.local(4), pins)
-        agreement = simulate(ref, space.assignment(solve(space.problem(None), time_limit_s=5.0).choices))
+        agreement = simulate(ref, assignment_of(space, solve(space.problem(None), time_limit_s=5.0).choices))
         assert agreement.worst[0] <= RTOL
         assert not agreement.miscounted
 

@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from autopar.api import Traced, plan_traced, trace
+from planner.assignment import Assignment
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.errors import PlanError
 from planner.fold import fold, relabel
-from planner.formulate import Assignment, Space, Training, rules_of
+from planner.formulate import Space, rules_of
 from planner.graph import Graph
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.predict import Prediction, predict
 from planner.problem import evaluate
+from planner.training import Training
 from tests.autopar.models import BATCH, LENGTH, MODELS
 
 SEQUENCES = ["gpt2", "llama", "bert", "encoder", "shared-layers"]

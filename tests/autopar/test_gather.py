@@ -27,10 +27,10 @@ from autopar.runtime.parameters import _Form, gather_parameters
 from autopar.simulate import Simulation, fake_process_group
 from autopar.verification import verify
 from planner.cluster import ClusterSpec
-from planner.formulate import Training
 from planner.layout import Mesh, Shard
 from planner.pins import Pins
 from planner.plan import Plan
+from planner.training import Training
 
 RANKS = 3
 

@@ -16,10 +16,10 @@ from autopar.runtime.module import LeafSpec
 from autopar.simulate import fake_process_group
 from benchmarks.memory import backward, observed_peak
 from planner.cluster import ClusterSpec
-from planner.formulate import Training
 from planner.layout import local_shape
 from planner.pins import Pins
 from planner.plan import Plan
+from planner.training import Training
 from tests.autopar.models import MODELS
 
 TOLERANCE = 0.05  # of models so small that a few numbers per row show; the issue of the benchmark is the mean

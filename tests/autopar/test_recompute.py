@@ -26,9 +26,9 @@ from autopar.typecheck import check_program, emit
 from benchmarks.memory import observed_peak
 from planner.again import shares
 from planner.errors import PlanError, VerificationError
-from planner.formulate import Training
 from planner.pins import Pins
 from planner.recompute import COMPUTED, NOTHING, Amount, Recompute
+from planner.training import Training
 from tests.autopar.models import MODELS
 
 DATA, TENSOR, CONTEXT, MIXED = (

@@ -22,10 +22,10 @@ from autopar.simulate import Simulation
 from autopar.typecheck import typecheck
 from planner.cluster import ClusterSpec
 from planner.errors import InputError, PlanError
-from planner.formulate import Training
 from planner.layout import I, Layout, Mesh, R, Shard, local_shape
 from planner.pins import Pins
 from planner.plan import Plan
+from planner.training import Training
 from tests.autopar import workers
 
 MESH = Mesh.of(data=2, tensor=3)

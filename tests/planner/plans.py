@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from planner.assignment import Assignment
 from planner.cluster import ClusterSpec
-from planner.formulate import Assignment, Training
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe, model_facts
 from planner.predict import predict, predict_in_turns
 from planner.search import search
+from planner.training import Training
 from planner.turns import Staged
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -8,12 +8,12 @@ import pytest
 
 from planner.certificate import Decided, certify
 from planner.fold import relabel
-from planner.formulate import Training
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.problem import Problem, evaluate
 from planner.search import search
 from planner.skeleton import Skeleton
+from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp
 from tests.planner.test_search import chain
 

@@ -9,9 +9,10 @@ from planner.calibration import Calibration
 from planner.conversion import STEPS, Collective, ConversionTable, Step, passes
 from planner.cost import CostModel
 from planner.fold import fold
-from planner.formulate import BUCKET_BYTES, NOT_BROUGHT, Space, Training, rules_of
+from planner.formulate import BUCKET_BYTES, NOT_BROUGHT, Space, rules_of
 from planner.graph import Ref, TensorType
 from planner.layout import I, Mesh, P, R, Shard, local_shape
+from planner.training import Training
 from tests.planner.plans import cluster, residual_mlp
 
 TENSOR = TensorType((8, 4), "float32", grad=True)

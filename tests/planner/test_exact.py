@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from planner.assignment import Assignment
 from planner.certificate import certify
 from planner.cluster import ClusterSpec, Device, PeakFlops
 from planner.cluster import Level as NetworkLevel
@@ -21,7 +22,7 @@ from planner.cost import CostModel
 from planner.errors import InfeasibleError
 from planner.explore import Searched
 from planner.fold import fold, fold_off, relabel
-from planner.formulate import Assignment, Space, Training, rules_of
+from planner.formulate import Space, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.keep import with_levels_between
 from planner.memory import Usage, usage
@@ -31,6 +32,7 @@ from planner.problem import Problem, evaluate, most_bytes
 from planner.recompute import Level, ladder, named
 from planner.search import search
 from planner.skeleton import Skeleton
+from planner.training import Training
 from tests.planner.test_search import chain
 
 CASES = 200

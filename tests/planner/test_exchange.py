@@ -14,7 +14,6 @@ from planner.cost import CostModel
 from planner.exchange import Exchange, crossing
 from planner.explore import Searched
 from planner.fold import fold
-from planner.formulate import Training
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import Axis
 from planner.pins import Pins
@@ -22,6 +21,7 @@ from planner.plan import Plan, Search, describe, model_facts
 from planner.predict import predict_in_turns
 from planner.report import text
 from planner.search import search
+from planner.training import Training
 from planner.turns import Staged, price
 from tests.planner.plans import cluster, residual_mlp
 

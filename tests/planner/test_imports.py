@@ -60,42 +60,90 @@ ROOMS: dict[str, set[str]] = {
         "recompute",
         "traffic",
         "skeleton",
+        "training",
     },
-    "pins": {*BASE, "rules", "ops", "mesh", "pipeline", "strategy", "recompute", "formulate"},
-    "runs": {"graph", "stacks", "formulate"},
+    "training": set(),
+    "assignment": {"conversion", "fold", "formulate", "graph", "layout", "recompute", "skeleton", "strategy"},
+    "pins": {*BASE, "rules", "ops", "mesh", "pipeline", "strategy", "recompute", "formulate", "training"},
+    "runs": {"graph", "stacks", "assignment", "skeleton"},
     "positions": {"errors", "graph"},
-    "asked": {"graph", "ops", "fold", "recompute", "formulate"},
+    "asked": {"graph", "ops", "fold", "recompute", "formulate", "assignment"},
     "heap": set(),
     "tape": {"again", "fold", "heap"},
-    "saved": {"formulate", "heap"},
-    "memory": {*BASE, "fold", "conversion", "again", "formulate", "ops", "runs", "heap", "tape", "exchange", "asked"},
+    "saved": {"training", "heap"},
+    "memory": {*BASE, "fold", "conversion", "again", "assignment", "ops", "runs", "heap", "tape", "exchange", "asked"},
     "words": set(),
-    "exchange": {"graph", "fold", "conversion", "formulate"},
+    "exchange": {"graph", "fold", "conversion", "assignment"},
     "timeline": {"errors", "files", "pipeline", "words"},
     "timetable": {"errors", "words", "highs"},
 }
 ROOMS["polynomial"] = set()
 ROOMS["seconds"] = {"polynomial"}
-ROOMS["chain"] = {*BASE, "conversion", "exchange", "fold", "formulate", "ops", "pipeline", "recompute", "seconds"}
-ROOMS["turns"] = {"errors", "fold", "formulate", "heap", "pipeline", "problem", "recompute", "chain", "seconds"}
-ROOMS["division"] = {*BASE, "cluster", "cost", "formulate", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}
+ROOMS["chain"] = {*BASE, "conversion", "exchange", "fold", "assignment", "ops", "pipeline", "recompute", "seconds"}
+ROOMS["turns"] = {"errors", "fold", "assignment", "heap", "pipeline", "problem", "recompute", "chain", "seconds"}
+ROOMS["division"] = {*BASE, "cluster", "cost", "training", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}
 ROOMS["division"] |= {"words"}
-ROOMS["predict"] = {*BASE, "fold", "cost", "conversion", "strategy", "recompute", "formulate", "memory", "exchange"}
+ROOMS["predict"] = {
+    *BASE,
+    "fold",
+    "cost",
+    "conversion",
+    "strategy",
+    "recompute",
+    "assignment",
+    "skeleton",
+    "memory",
+    "exchange",
+}
 ROOMS["memory"] |= {"saved"}
 ROOMS["predict"] |= {"words", "turns", "seconds", "asked"}
-ROOMS["chunks"] = {"graph", "saved", "conversion", "formulate", "heap", "memory"}
-ROOMS["rank_step"] = {"cluster", "graph", "layout", "conversion", "formulate", "heap", "memory", "pipeline"}
+ROOMS["chunks"] = {"graph", "saved", "conversion", "assignment", "heap", "memory"}
+ROOMS["rank_step"] = {
+    "cluster",
+    "graph",
+    "layout",
+    "conversion",
+    "assignment",
+    "training",
+    "heap",
+    "memory",
+    "pipeline",
+}
 ROOMS["rank_step"] |= {"exchange", "chain", "turns", "recompute", "timetable", "chunks"}
-ROOMS["offload"] = {"errors", "formulate", "memory", "predict", "turns", "timetable", "words", "chunks", "rank_step"}
-ROOMS["amounts"] = {"errors", "formulate", "memory", "offload", "recompute"}
-ROOMS["certificate"] = {*BASE, "fold", "conversion", "strategy", "problem", "recompute", "skeleton", "formulate"}
-ROOMS["looks"] = {*BASE, "rules", "cost", "problem", "solve", "strategy", "recompute", "skeleton", "formulate", "pins"}
+ROOMS["offload"] = {"errors", "assignment", "memory", "predict", "turns", "timetable", "words", "chunks", "rank_step"}
+ROOMS["amounts"] = {"errors", "formulate", "assignment", "memory", "offload", "recompute"}
+ROOMS["certificate"] = {
+    *BASE,
+    "fold",
+    "conversion",
+    "strategy",
+    "problem",
+    "recompute",
+    "skeleton",
+    "formulate",
+    "assignment",
+}
+ROOMS["looks"] = {
+    *BASE,
+    "rules",
+    "cost",
+    "problem",
+    "solve",
+    "strategy",
+    "recompute",
+    "skeleton",
+    "formulate",
+    "assignment",
+    "training",
+    "pins",
+}
 ROOMS["looks"] |= {"pipeline", "chain", "turns", "division", "certificate"}
-ROOMS["apart"] = {*BASE, "fold", "problem", "strategy", "recompute", "skeleton", "formulate", "looks"}
+ROOMS["apart"] = {*BASE, "fold", "problem", "strategy", "recompute", "skeleton", "formulate", "assignment", "looks"}
 ROOMS["lean"] = {
     "problem",
     "conversion",
     "formulate",
+    "assignment",
     "solve",
     "chain",
     "turns",
@@ -106,28 +154,60 @@ ROOMS["lean"] = {
 }
 ROOMS["recipes"] = {"errors", "layout", "strategy", "division", "looks"}
 ROOMS["refusal"] = {*BASE, "ops", "problem", "strategy", "formulate", "division", "looks", "lean", "names", "words"}
-ROOMS["explore"] = {"formulate", "memory", "offload", "problem", "recompute", "skeleton", "turns", "words"}
+ROOMS["explore"] = {"assignment", "memory", "offload", "problem", "recompute", "skeleton", "turns", "words"}
 ROOMS["explore"] |= {"division", "looks", "apart", "refusal"}
 ROOMS["fitting"] = {"problem", "skeleton", "solve", "looks", "apart", "lean", "recipes", "refusal"}
 ROOMS["fitting"] |= {"explore"}
 ROOMS["elsewhere"] = {"errors", "cluster", "division", "looks", "offload", "pins", "problem", "recompute", "skeleton"}
 ROOMS["elsewhere"] |= {"amounts", "explore", "fitting"}
-ROOMS["search"] = {*BASE, "cluster", "cost", "division", "fold", "formulate", "keep", "looks", "pins", "recompute"}
+ROOMS["search"] = {
+    *BASE,
+    "cluster",
+    "cost",
+    "division",
+    "fold",
+    "formulate",
+    "training",
+    "keep",
+    "looks",
+    "pins",
+    "recompute",
+}
 ROOMS["search"] |= {"mesh", "seams", "skeleton", "explore", "fitting", "elsewhere"}
 ROOMS["detail"] = {"conversion"}
-ROOMS["names"] = {"graph", "formulate"}
-ROOMS["account"] = ROOMS["pins"] | {"conversion", "pins", "predict", "detail", "names"}
-ROOMS["document"] = {"errors", "layout", "cluster", "formulate", "division", "predict", "detail", "account"}
+ROOMS["names"] = {"graph", "formulate", "skeleton"}
+ROOMS["account"] = ROOMS["pins"] | {"conversion", "assignment", "skeleton", "pins", "predict", "detail", "names"}
+ROOMS["document"] = {
+    "errors",
+    "layout",
+    "cluster",
+    "assignment",
+    "training",
+    "division",
+    "predict",
+    "detail",
+    "account",
+}
 ROOMS["document"] |= {"graph", "mesh", "chunks", "certificate", "pipeline", "timeline", "timetable", "turns"}
 ROOMS["follow"] = {"errors", "graph", "positions", "rules", "strategy", "polynomial"}
-ROOMS["scale"] = ROOMS["follow"] | {"layout", "fold", "skeleton", "formulate", "memory", "predict", "follow", "turns"}
+ROOMS["scale"] = ROOMS["follow"] | {
+    "layout",
+    "fold",
+    "skeleton",
+    "formulate",
+    "assignment",
+    "memory",
+    "predict",
+    "follow",
+    "turns",
+}
 ROOMS["capacity"] = {"errors", "polynomial", "scale", "words"}
 ROOMS["closed"] = {*ROOMS["formulate"], "formulate", "ops", "pins", "seconds", "polynomial"}
 ROOMS["formulas"] = {*ROOMS["scale"], "heap", "conversion", "pipeline", "scale", "closed", "seconds"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
-ROOMS["encode"] |= {"timetable", "quantity", "formulate", "mesh"}
+ROOMS["encode"] |= {"timetable", "quantity", "training", "mesh"}
 ROOMS["consistent"] = {"errors", "document", "division", "pins", "pipeline"}
-ROOMS["levels"] = {"errors", "again", "formulate", "recompute", "turns", "names", "document"}
+ROOMS["levels"] = {"errors", "again", "formulate", "assignment", "recompute", "turns", "names", "document"}
 VIEWS = {*ROOMS} - {
     "amounts",
     "keep",
@@ -144,12 +224,13 @@ VIEWS = {*ROOMS} - {
 }
 ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}
-ROOMS["conflict"] = {*BASE, "cluster", "mesh", "pins", "formulate", "explore", "search", "words"}
+ROOMS["conflict"] = {*BASE, "cluster", "mesh", "pins", "assignment", "explore", "search", "words"}
 ROOMS["why"] = {
     *BASE,
     "pins",
     "problem",
-    "formulate",
+    "assignment",
+    "skeleton",
     "certificate",
     "conflict",
     "document",

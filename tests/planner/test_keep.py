@@ -11,13 +11,14 @@ from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.explore import Searched
 from planner.fold import fold
-from planner.formulate import Training, rules_of
+from planner.formulate import rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.keep import MOST, WORTH, corners, with_levels_between
 from planner.pins import Pins
 from planner.recompute import named
 from planner.search import search
 from planner.skeleton import Skeleton
+from planner.training import Training
 from tests.planner.plans import cluster
 
 BATCH, WIDTH, WIDE = 512, 64, 256

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from planner.cluster import ClusterSpec
 from planner.errors import InfeasibleError
 from planner.explore import Searched
-from planner.formulate import Training
 from planner.graph import Graph
 from planner.offload import largest_working_set
 from planner.pins import Pins
 from planner.search import search
+from planner.training import Training
 from tests.planner.plans import residual_mlp
 
 PINS = ({}, {"offload": "host"}, {"offload": "auto", "recompute": "full"}, {"recompute": "none"}, {"zero": 3})

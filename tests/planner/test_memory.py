@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from planner.assignment import assignment_of
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.fold import fold
-from planner.formulate import Space, Tier, Training, rules_of
+from planner.formulate import Space, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.heap import USES, Direction, Heap, Held, Storage
 from planner.layout import Mesh
@@ -21,6 +22,7 @@ from planner.pins import Pins, filters
 from planner.recompute import Amount, Recompute
 from planner.runs import Wiring
 from planner.solve.bound import lower_bounds
+from planner.training import Tier, Training
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 PINS = (
@@ -139,7 +141,7 @@ def deep(pin: Mapping[str, Any], amount: Amount, spec: ClusterSpec, tier: Tier =
     amounts = tuple(amount if len(each) > 1 else Amount() for each in folded.kinds)
     choices = lower_bounds(space.problem(None)).choices
     assert choices is not None
-    return Wiring(space.assignment(choices, Recompute(amounts)))
+    return Wiring(assignment_of(space, choices, Recompute(amounts)))
 
 
 @pytest.mark.parametrize("amount", LEVELS_OF_LAYERS.values(), ids=LEVELS_OF_LAYERS)

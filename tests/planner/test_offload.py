@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import elsewhere, fitting
+from planner.assignment import Assignment
 from planner.calibration import Calibration
 from planner.chunks import (
     ALIGN_BYTES,
@@ -30,7 +31,6 @@ from planner.cluster import ClusterSpec, Host
 from planner.conversion import local_bytes
 from planner.errors import ClusterError, InfeasibleError, PinError, PlanError
 from planner.explore import Searched, explore
-from planner.formulate import Assignment, Training
 from planner.graph import Graph, Ref
 from planner.heap import BEFORE
 from planner.layout import I
@@ -41,6 +41,7 @@ from planner.plan import Plan, Search, describe, model_facts, reprice
 from planner.predict import predict
 from planner.search import search
 from planner.timetable import Use, fewest_bytes, simulate
+from planner.training import Training
 from planner.words import in_all_bytes
 from tests.planner.plans import plan_of, residual_mlp
 

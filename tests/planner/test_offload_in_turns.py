@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from planner.assignment import Assignment
 from planner.chunks import chunks_of, gradients, of_turn, parameters
 from planner.cluster import ClusterSpec
 from planner.errors import InfeasibleError, PinError, PlanError
-from planner.formulate import Assignment, Training
 from planner.graph import Graph
 from planner.memory import usage
 from planner.offload import offloaded
@@ -22,6 +22,7 @@ from planner.plan import Plan, Search, describe, model_facts, reprice
 from planner.predict import predict_in_turns
 from planner.search import search
 from planner.timetable import Use, fewest_bytes, simulate
+from planner.training import Training
 from tests.planner.plans import residual_mlp
 from tests.planner.test_offload import cluster, gpu, tied
 

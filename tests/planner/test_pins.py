@@ -9,12 +9,12 @@ import pytest
 
 from planner.cluster import ClusterSpec
 from planner.errors import ClusterError, InfeasibleError, PinError
-from planner.formulate import Training
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import I, Layout, Mesh, Shard
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.search import search
+from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 GRAPH = residual_mlp(layers=2, width=64, batch=48)

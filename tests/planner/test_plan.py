@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.assignment import Assignment, assignment_of
 from planner.cost import CostModel
 from planner.encode import dump
 from planner.errors import PlanError
 from planner.fold import fold, relabel
-from planner.formulate import Assignment, Space, Training, rules_of
+from planner.formulate import Space, rules_of
 from planner.graph import Graph
 from planner.names import parse_runs, runs
 from planner.pins import Pins, filters
@@ -27,6 +28,7 @@ from planner.plan import Plan, model_facts, refold, reprice, restore
 from planner.predict import collectives
 from planner.problem import evaluate
 from planner.solve import solve
+from planner.training import Training
 from tests.planner.plans import check_golden, cluster, plan_of, residual_mlp, written
 
 PINS: list[dict[str, Any]] = [
@@ -111,10 +113,10 @@ def test_blocks_that_are_decided_apart_come_back_apart(graph: Graph) -> None:
     problem = space.problem(None)
     answer = solve(problem)
     cost = evaluate(problem, answer.choices)
-    plan = written(space.assignment(answer.choices), cost.time_s)
+    plan = written(assignment_of(space, answer.choices), cost.time_s)
     loaded = Plan.from_dict(document(plan))
     assert [block.at for block in loaded.blocks] == [block.at for block in plan.blocks]
-    assert assign(loaded, graph).chosen == space.assignment(answer.choices).chosen
+    assert assign(loaded, graph).chosen == assignment_of(space, answer.choices).chosen
 
 
 def test_the_file_is_as_expected(plan: Plan) -> None:

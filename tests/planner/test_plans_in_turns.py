@@ -21,7 +21,7 @@ from planner.division import Division, in_turns
 from planner.errors import InfeasibleError, InputError, PinError, PlanError, ScheduleError
 from planner.explore import Searched
 from planner.fold import fold
-from planner.formulate import Space, Training, rules_of
+from planner.formulate import Space, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import Mesh
 from planner.looks import Setting, begin, left_behind
@@ -34,6 +34,7 @@ from planner.seams import finer
 from planner.search import search
 from planner.solve import lower_bounds
 from planner.timeline import bubble_of
+from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp
 from tests.planner.test_exact import random_cluster, with_memory
 

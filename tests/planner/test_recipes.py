@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from planner.assignment import assignment_of
 from planner.cluster import ClusterSpec
 from planner.errors import InfeasibleError
-from planner.formulate import Training
 from planner.lean import Lean, begun, lean_plans
 from planner.looks import Look, Setting
 from planner.memory import usage
@@ -18,6 +18,7 @@ from planner.pins import Pins
 from planner.problem import evaluate
 from planner.recipes import by_recipe, freed
 from planner.search import search
+from planner.training import Training
 from tests.planner.plans import residual_mlp
 
 
@@ -46,7 +47,7 @@ def test_a_recipe_decides_the_same_where_no_axis_has_its_name(monkeypatch: pytes
         free = freed(lean.best, looks)
         assert free.division in {look.candidate.division for look in looks}
         assert evaluate(free.space.problem(None, free.recompute), free.choices) == lean.best.evaluation
-        assert usage(free.space.assignment(free.choices, free.recompute)).peak_bytes == lean.bytes
+        assert usage(assignment_of(free.space, free.choices, free.recompute)).peak_bytes == lean.bytes
 
 
 def test_recipes_in_turns_stay_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ import pytest
 from planner.again import Again, Backward
 from planner.cost import CostModel
 from planner.fold import fold
-from planner.formulate import Space, Training, rules_of
+from planner.formulate import Space, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.mesh import candidate_meshes
 from planner.recompute import COMPUTED, LEVELS, Amount, Recompute, apart, ladder, named, together
 from planner.skeleton import Skeleton
 from planner.solve import lower_bound_between, solve
+from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 GRAPH = residual_mlp(layers=4)

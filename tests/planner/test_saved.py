@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from planner.assignment import Assignment
 from planner.chunks import SAVED, chunks_of, home_bytes, label
 from planner.errors import InfeasibleError, PinError
-from planner.formulate import Assignment
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.memory import Usage, usage
 from planner.plan import Plan, reprice

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 import planner.skeleton
 from planner.cost import CostModel
 from planner.fold import Folded, fold, fold_off
-from planner.formulate import Space, Training, rules_of
+from planner.formulate import Space, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import Mesh
 from planner.problem import evaluate
 from planner.seams import finer
 from planner.solve import solve
+from planner.training import Training
 from tests.planner.plans import cluster, residual_mlp
 from tests.planner.test_fold import WIDTH, stack
 from tests.planner.test_fold import Program as Written

@@ -23,7 +23,7 @@ from planner.cluster import ClusterSpec, Device, Level, PeakFlops
 from planner.cost import CostModel
 from planner.errors import ClusterError, InfeasibleError, InputError, PinError
 from planner.fold import fold, fold_off
-from planner.formulate import Space, Training, rules_of
+from planner.formulate import Space, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import Mesh
 from planner.memory import usage
@@ -32,6 +32,7 @@ from planner.pins import Pins
 from planner.problem import Problem, evaluate
 from planner.search import search
 from planner.solve import solve
+from planner.training import Training
 from tests.planner.plans import cluster as local
 from tests.planner.plans import residual_mlp
 

@@ -8,13 +8,14 @@ import random
 
 import pytest
 
+from planner.assignment import Assignment, assignment_of
 from planner.certificate import Decided
 from planner.chain import links_of
 from planner.conversion import local_bytes
 from planner.cost import CostModel
 from planner.division import Division, pipelines_of
 from planner.fold import Folded, fold
-from planner.formulate import BUCKET_BYTES, Assignment, Gathers, Space, Training, rules_of
+from planner.formulate import BUCKET_BYTES, Space, rules_of
 from planner.graph import Graph, Ref
 from planner.keep import with_levels_between
 from planner.layout import MICRO, Mesh
@@ -23,6 +24,7 @@ from planner.problem import evaluate
 from planner.recompute import COMPUTED, LEVELS, Level, ladder, named
 from planner.rules import Rule
 from planner.solve import lower_bounds
+from planner.training import Gathers, Training
 from planner.turns import stage
 from tests.planner.plans import cluster, residual_mlp
 from tests.planner.test_exact import random_cluster
@@ -67,7 +69,7 @@ def assignments(space: Space, rng: random.Random, count: int) -> list[tuple[tupl
             at = rng.choice((edge.tail, edge.head))
             choices[at] = rng.randrange(problem.vertices[at].choices)
         if evaluate(problem, tuple(choices)).feasible:
-            found.append((tuple(choices), space.assignment(choices)))
+            found.append((tuple(choices), assignment_of(space, choices)))
     return found
 
 
@@ -178,7 +180,7 @@ def test_a_schedule_that_holds_less_is_tried_where_faster_ones_do_not_fit() -> N
     space, alone = space_of("deep", cluster(8), 2, 4, all=4), 0
     choices = lower_bounds(space.problem(None)).choices
     assert choices is not None
-    links = links_of(space.assignment(choices), named(space.folded))
+    links = links_of(assignment_of(space, choices), named(space.folded))
     lean, fast = (pipelines_of(2, 4, len(links), (name,)) for name in ("1f1b", "interleaved_1f1b"))
     assert len(fast) > 1
     free = stage(links, lean, None)

@@ -1,0 +1,168 @@
+"""Assignment: a decision for every role, and what follows from it for values, parameters and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from planner.conversion import BROUGHT, Route, Step
+from planner.fold import Block, Instance
+from planner.formulate import Space
+from planner.graph import Node, Ref
+from planner.layout import Layout
+from planner.recompute import NOTHING, Level, Recompute
+from planner.skeleton import Role
+from planner.strategy import Choice
+
+Chunk = dict[Ref, Route]
+"""Parameters that are brought together, from how they are stored to how they are used, by the same steps in order."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A decision for every role, and what is made again: what the rewrite obeys and the report shows."""
+
+    space: Space
+    chosen: Mapping[Role, Choice | Layout]
+    recompute: Recompute = NOTHING
+
+    def choice(self, node: Node) -> Choice:
+        """How an operator is run."""
+        choice = self.chosen[self.space.role_of[node.name]]
+        assert isinstance(choice, Choice)
+        return choice
+
+    def produced(self, ref: Ref) -> Layout:
+        """The layout in which a value is produced, or a leaf is stored."""
+        decision = self.chosen[self.space.role_of[ref.node]]
+        return decision.results[ref.index] if isinstance(decision, Choice) else decision
+
+    def delivered(self, ref: Ref) -> Layout:
+        """The layout in which a value's readers find it: its relay's, if it has one."""
+        relay = self.space.relay_of(ref)
+        if relay is None:
+            return self.produced(ref)
+        layout = self.chosen[relay]
+        assert isinstance(layout, tuple)
+        return layout
+
+    def relay_route(self, ref: Ref) -> Route:
+        """The conversion done once, right after a value is produced."""
+        return self._route(ref, self.produced(ref), self.delivered(ref))
+
+    def relays_by_sums(self, ref: Ref) -> bool:
+        """Whether a parameter is delivered as it is, and its gradient summed in one call an axis."""
+        is_param = self.space.graph.by_name[ref.node].op == "param"
+        return is_param and all(step.rule == "I>R" for step in self.relay_route(ref))
+
+    def operand_route(self, node: Node, position: int) -> Route:
+        """The conversion of one operand, done by its reader."""
+        ref = node.inputs[position]
+        return self._route(ref, self.delivered(ref), self.choice(node).operands[position])
+
+    def bringing(self, node: Node, position: int) -> Route:
+        """The conversion of a parameter operand that its block does together with those of its other parameters.
+
+        Empty unless the operand is a parameter of this reader alone, in one layout, that is used replicated where it
+        is stored whole or sharded: for those a block makes one call per axis and dtype, to gather them and to reduce
+        their gradients.
+        """
+        ref = node.inputs[position]
+        operands = self.choice(node).operands
+        if len({operands[i] for i, other in enumerate(node.inputs) if other == ref}) > 1:
+            return ()
+        if self.space.graph.by_name[ref.node].op != "param" or self.space.relay_of(ref) is not None:
+            return ()
+        route = self.operand_route(node, position)
+        if any(step.rule not in BROUGHT for step in route):
+            return ()
+        return _by_axis(route) if all(step.rule == "I>R" for step in route) else route
+
+    def summed_first(self, ref: Ref, route: Route) -> int:
+        """How many of the first steps of a value's way to its readers are taken once a step in turns: of a parameter
+        that is gathered in each micro-batch those that only sum its gradients.
+        """
+        if not self.space.sums_once or self.space.graph.by_name[ref.node].op != "param":
+            return 0
+        return next((place for place, step in enumerate(route) if step.rule != "I>R"), len(route))
+
+    def summed_together(self, chunk: Chunk) -> int:
+        """The same of a chunk, all of whose parameters take the same steps."""
+        return self.summed_first(*next(iter(chunk.items())))
+
+    @property
+    def gathering_nothing(self) -> set[int]:
+        """The kinds of blocks that have no gathered parameter to let go, or use what is gathered once a step."""
+        kinds = enumerate(self.space.folded.kinds)
+        return {kind for kind, (first, *_) in kinds if self.space.brings_once or not self._lets_go(kind, first.block)}
+
+    def _lets_go(self, kind: int, block: Block) -> bool:
+        taken = zip(block.nodes, self.space.skeleton.again(kind, "gathered").taken, strict=True)
+        routes = (self.operand_route(node, position) for node, positions in taken for position in positions)
+        return any(step.rule.startswith("S") for route in routes for step in route)
+
+    def chunks(self, block: Block) -> list[Chunk]:
+        """The parameters of a block that are brought together."""
+        found: dict[object, Chunk] = {}
+        for node in block.nodes:
+            for position, ref in enumerate(node.inputs):
+                route, tensor = self.bringing(node, position), self.space.graph.type_of(ref)
+                if route:
+                    key = (tuple((step.axis, step.rule) for step in route), tensor.dtype, tensor.grad)
+                    found.setdefault(key, {})[ref] = route
+        return list(found.values())
+
+    def brought_again(self, instance: Instance, level: Level) -> set[Ref]:
+        """The parameters that an instance of a block brings again in backward, with all others of their chunk."""
+        space, nodes, found = self.space, instance.block.nodes, set[Ref]()
+        if level == "none" or space.brings_once or not space.is_undone(instance):
+            return found
+        for node, positions in zip(nodes, space.skeleton.again(instance.kind, level).taken, strict=True):
+            found.update(node.inputs[position] for position in positions if self.bringing(node, position))
+        return found
+
+    def ahead(self, block: Block) -> dict[int, int]:
+        """The chunks of a block that are gathered while the block before computes, by number -> which step does.
+
+        Those whose parts are stored here; in turns, where parameters are gathered once for all, none.
+        """
+        found: dict[int, int] = {}
+        if not self.space.brings_beside:
+            return found
+        for number, chunk in enumerate(self.chunks(block)):
+            for place, step in enumerate(next(iter(chunk.values()))):  # like those of the others
+                if step.rule == "S>R" and self.space.mesh.axes[step.axis].size > 1:
+                    found.setdefault(number, place)
+        return found
+
+    def output_layout(self, position: int) -> Layout:
+        """The layout in which output number ``position`` leaves the model."""
+        layout = self.chosen["output", position]
+        assert isinstance(layout, tuple)
+        return layout
+
+    def output_route(self, position: int) -> Route:
+        """The conversion of an output before it leaves the model."""
+        ref = self.space.leaving[position]
+        return self._route(ref, self.delivered(ref), self.output_layout(position))
+
+    def _route(self, ref: Ref, source: Layout, target: Layout) -> Route:
+        """The steps of a conversion; what stays as it is asks for no table."""
+        return self.space.table(ref).route(source, target) if source != target else ()
+
+
+def assignment_of(space: Space, choices: Sequence[int], recompute: Recompute = NOTHING) -> Assignment:
+    """What choices for :meth:`planner.formulate.Space.problem` decide."""
+    chosen = {role: space.options[role][choice] for role, choice in zip(space.roles, choices, strict=True)}
+    found = Assignment(space, chosen, recompute)
+    if not recompute.gathers:
+        return found
+    return replace(found, recompute=recompute.without_gathering(found.gathering_nothing))
+
+
+def _by_axis(route: Route) -> Route:
+    """Steps of which each goes for itself, in the order of axes."""
+    found: list[Step] = []
+    for step in sorted(route, key=lambda step: step.axis):
+        found.append(replace(step, before=found[-1].after if found else route[0].before))
+    return tuple(found)

@@ -1,0 +1,42 @@
+"""Training: what a step keeps besides the model, where, and when it brings it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Tier = Literal["device", "host", "either", "disk"]
+Update = Literal["after", "backward"]
+Gathers = Literal["once", "each"]
+Activations = int | Literal["all"]
+"""Of how many blocks, the first ones, what is saved for backward may leave the device."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training step keeps besides the model, and where.
+
+    Attributes:
+        optimizer_bytes_per_element: of optimizer state, per parameter element; Adam's two moments in float32 are 8,
+            with masters in float32 12.
+        tier: where parameters, gradients and optimizer state are at home: on the device; on the host, which then
+            updates them, and devices hold of them what they use; or either, of each block what fits
+            (:mod:`planner.offload`); or in files, which the host updates. To the search, which decides before that,
+            either is the host.
+        update: when the host updates what is at home there: after all of backward, or in backward, each block as soon
+            as its gradients are complete. To the search it is after.
+        activations: of how many blocks what is saved for backward may leave for where model data is at home.
+        gathers: of a step in turns: whether parameters are gathered, and their gradients reduced, once for all of it,
+            or in each micro-batch, so that no more than a block's are there. What is at home elsewhere comes in each.
+    """
+
+    optimizer_bytes_per_element: int = 8
+    tier: Tier = "device"
+    update: Update = "after"
+    activations: Activations = 0
+    gathers: Gathers = "once"
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether what is not on the device is in files."""
+        return self.tier == "disk"
