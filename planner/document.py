@@ -228,7 +228,8 @@ class Document:
             )
         actions = schedule(pipeline.schedule, pipeline.ranks, self.mesh.micro_batches, pipeline.virtual_stages)
         found = simulate(actions, times.of_stages)
-        return predicted(found, times.gather_s, times.reduce_s, times.update_s)
+        told = self.predicted.fullest if self.predicted.fullest_at else ""
+        return predicted(found, times.gather_s, times.reduce_s, times.update_s, told.replace("\n", " "))
 
     @cached_property
     def account(self) -> Account:

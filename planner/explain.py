@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from planner.assignment import Assignment
 from planner.detail import LeafDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
 from planner.errors import PlanError
+from planner.heap import Fullest, Held
 from planner.layout import Layout
 from planner.names import filled, role_names
 from planner.problem import Evaluation, Problem, evaluate
@@ -39,6 +41,9 @@ IN_WORDS = {
     "features": "each rank holds a part of the features and computes those",
     "terms": "the results are terms of a sum",
 }
+
+SHOWN = 12
+"""So many tensors are listed that are alive at the fullest moment."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,12 @@ class ExplainedLeaf:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` found; prints as text."""
+    """What :func:`explain` found; prints as text.
+
+    Attributes:
+        fullest_at: the fullest moment of the step, where it is known.
+        alive: what of all this is alive then, largest first.
+    """
 
     name: str
     axes: tuple[tuple[str, int], ...]
@@ -108,6 +118,8 @@ class Explanation:
     ops: tuple[ExplainedOp, ...]
     leaves: tuple[ExplainedLeaf, ...]
     remark: str = ""
+    fullest_at: str = ""
+    alive: tuple[Held, ...] = ()
 
     def __str__(self) -> str:
         head = f"{self.name}, on mesh {sizes_text(dict(self.axes))}"
@@ -117,7 +129,17 @@ class Explanation:
         if light:
             rows = [f"  {op.block.name} / {op.name}: {self._short(op)}" for op in light]
             parts.append("\n".join(["and, without parameters, heavy work or communication:", *rows]))
-        return "\n\n".join([*parts, *filter(None, [self.remark])]) + "\n"
+        return "\n\n".join([*parts, *filter(None, [self._alive(), self.remark])]) + "\n"
+
+    def _alive(self) -> str:
+        if not self.fullest_at:
+            return ""
+        total = sum(held.all_bytes for held in self.alive)
+        rows = [f"  {in_bytes(held.all_bytes):<9} {held.title}" for held in self.alive[:SHOWN]] + (
+            [f"  and {len(self.alive) - SHOWN} more"] if len(self.alive) > SHOWN else []
+        )
+        what = f"{in_bytes(total)} of it" if rows else "nothing of it"
+        return "\n".join([f"alive at the fullest moment, {self.fullest_at}: {what}", *rows])
 
     __repr__ = __str__
 
@@ -193,12 +215,15 @@ def _move(move: Move, path: str) -> str:
 # ---- looking up ------------------------------------------------------------------------------------------------------
 
 
-def explain(document: Document, name: str, *, time_limit_s: float = 10.0) -> Explanation:
+def explain(
+    document: Document, name: str, *, time_limit_s: float = 10.0, fullest: Fullest | None = None
+) -> Explanation:
     """Explain everything that ``name`` means: a module and all below it, an operator, or a parameter.
 
     Args:
         name: module path (``*`` and ``?`` allowed), operator as the plan writes it, or name of a leaf.
         time_limit_s: for all searches of a next best together.
+        fullest: the fullest moment of the plan's step, where it is known.
 
     Raises:
         PlanError: no name, or nothing of that name; says what is close.
@@ -228,7 +253,26 @@ def explain(document: Document, name: str, *, time_limit_s: float = 10.0) -> Exp
             "gives a plan that can tell what the next best would cost."
         )
     axes = tuple((axis.name, axis.size) for axis in document.mesh.axes)
-    return Explanation(name, axes, document.predicted.step_time_s, tuple(ops), tuple(explained_leaves), remark)
+    alive = () if fullest is None else tuple(_alive_of(document, name, fullest, ops, leaves))
+    at = "" if fullest is None else fullest.at
+    step_s = document.predicted.step_time_s
+    return Explanation(name, axes, step_s, tuple(ops), tuple(explained_leaves), remark, at, alive)
+
+
+def _alive_of(
+    document: Document, name: str, fullest: Fullest, ops: list[ExplainedOp], leaves: list[str]
+) -> Iterator[Held]:
+    """What of operators and leaves is alive at the fullest moment; what belongs to an operator has its name in it."""
+    named = {each for leaf in leaves for each in _leaf_names(document, leaf)}
+    known = {each for each in named if _matches(each, name)} or named
+    known |= {each for leaf in _leaves(document) for each in _leaf_names(document, leaf) if _within(each, name)}
+    for op in ops:
+        short = op.name.rpartition(": ")[2].split(" #")[0]
+        paths = {op.detail.path, *filled(op.detail.path, op.detail.stands_for)} if op.detail is not None else set()
+        meant = {path for path in paths if _within(path, name)} or paths
+        known.update(f"{path}: {short}" if path else short for path in meant)
+    words = re.compile(rf"(^|(?<= ))({'|'.join(map(re.escape, sorted(known)))})(?![\w.:])")
+    yield from (held for held in fullest.alive if words.search(held.name))
 
 
 def _asks(op: ExplainedOp, ops: list[ExplainedOp]) -> bool:

@@ -12,6 +12,9 @@ BEFORE = -1
 Place = tuple[Direction, int]
 """A direction and the number of a block."""
 
+SHOWN = 20
+"""So many tensors are listed at the fullest moment."""
+
 USES = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
 """What storages are used for."""
 
@@ -36,9 +39,49 @@ class Held:
     block: int = BEFORE
 
     @property
+    def title(self) -> str:
+        """The name, ``x 4`` where there are four like one."""
+        return f"{self.name} x {self.times}" if self.times > 1 else self.name
+
+    @property
     def all_bytes(self) -> int:
         """Bytes of all that are like it."""
         return self.bytes * self.times if self.times > 1 else self.bytes
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The fullest moment of a step on the fullest rank.
+
+    Attributes:
+        bytes: alive then.
+        at: what runs then; in turns also how many micro-batches are in flight, and on which rank of the pipeline.
+        alive: every storage then, largest first; together they are :attr:`bytes`.
+    """
+
+    bytes: int
+    at: str
+    alive: tuple[Held, ...]
+
+    def __str__(self) -> str:
+        """The moment and what fills it, largest first."""
+        shown = [(held, f" x {held.times}" if held.times > 1 else "") for held in self.alive[:SHOWN] if held.bytes]
+        rows = [f"  {held.bytes:>16,}  {held.use:<12}{held.name}{times}" for held, times in shown]
+        rest, count = (sum(getattr(held, what) for held in self.alive[SHOWN:]) for what in ("all_bytes", "times"))
+        more = [f"  {rest:>16,}  in {count} more"] if rest else []
+        return "\n".join([f"{self.bytes:,} bytes in {self.at}", *rows, *more])
+
+    def by_use(self) -> dict[str, int]:
+        """Bytes by use."""
+        found = dict.fromkeys(USES, 0)
+        for held in self.alive:
+            found[held.use] += held.all_bytes
+        return found
+
+    @property
+    def largest(self) -> tuple[tuple[str, int], ...]:
+        """All of them by name, ``x 4`` where there are four like one, and the bytes of those together."""
+        return tuple((held.title, held.all_bytes) for held in self.alive)
 
 
 class Storage:

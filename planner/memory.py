@@ -30,8 +30,9 @@ from planner.conversion import Route, Step, local_bytes
 from planner.exchange import crossing
 from planner.fold import Block, Instance
 from planner.graph import Node, Ref, TensorType
-from planner.heap import BEFORE, USES, Direction, Heap, Held, Place, Storage, is_before
+from planner.heap import BEFORE, Direction, Fullest, Heap, Held, Place, Storage, is_before
 from planner.layout import MICRO, Shard
+from planner.names import called, state_of
 from planner.ops import OPS
 from planner.ops.function import holds, kept, works
 from planner.ops.table import OWN
@@ -39,8 +40,6 @@ from planner.runs import Skip, Wiring, skips
 from planner.saved import Saved, Saves, first_of
 from planner.tape import Frame, Tape, Target, Value
 
-SHOWN = 20
-"""So many tensors are listed at the fullest moment."""
 LARGEST = 5
 """So many tensors are named at the fullest moment."""
 EXACT = ("own", "mask")
@@ -82,20 +81,18 @@ class Usage:
     read_again: Mapping[int, frozenset[str]]
     saved: tuple[Saved, ...] = ()
 
+    @property
+    def fullest(self) -> Fullest:
+        """The fullest moment."""
+        return Fullest(self.peak_bytes, self.peak_at, self.alive)
+
     def __str__(self) -> str:
         """The fullest moment and what fills it, largest first."""
-        shown = [(held, f" x {held.times}" if held.times > 1 else "") for held in self.alive[:SHOWN] if held.bytes]
-        rows = [f"  {held.bytes:>16,}  {held.use:<12}{held.name}{times}" for held, times in shown]
-        rest, count = (sum(getattr(held, what) for held in self.alive[SHOWN:]) for what in ("all_bytes", "times"))
-        more = [f"  {rest:>16,}  in {count} more"] if rest else []
-        return "\n".join([f"{self.peak_bytes:,} bytes in {self.peak_at}", *rows, *more])
+        return str(self.fullest)
 
     def by_use(self) -> dict[str, int]:
         """Bytes at the peak by use."""
-        found = dict.fromkeys(USES, 0)
-        for held in self.alive:
-            found[held.use] += held.all_bytes
-        return found
+        return self.fullest.by_use()
 
 
 def readers_of(assignment: Assignment) -> dict[str, tuple[int, ...]]:
@@ -287,7 +284,7 @@ class _Step:
                 tape = self._tape(ref.node, 1)
                 tape.keeps = True
                 made = (tape, 0)
-            found[ref] = Value(self.heap.new(ref.node, "activations", size), size, made)
+            found[ref] = Value(self.heap.new(self._called(ref), "activations", size), size, made)
         return found
 
     def _leaving_here(self) -> list[int]:
@@ -320,12 +317,12 @@ class _Step:
             size = local_bytes(tensor, layout, self.mesh)
             use = "parameters" if leaf.op in ("param", "buffer") else "activations"
             is_away = self.is_away and leaf.op == "param"
-            storage = self.heap.new(leaf.target or leaf.name, use, 0 if is_away else size, times)
+            storage = self.heap.new(called(leaf), use, 0 if is_away else size, times)
             self.leaves[storage] = leaf.name
             made = None
             if leaf.op == "param" and tensor.grad:
                 state = size // tensor.item_bytes * self.space.training.optimizer_bytes_per_element
-                self.heap.new(leaf.target, "optimizer", 0 if is_away else state, times)
+                self.heap.new(state_of(leaf), "optimizer", 0 if is_away else state, times)
                 tape = self._tape(leaf.target, 1)
                 own = is_away and not enters_before(self.assignment, leaf.name, readers.get(leaf.name, ()))
                 tape.keeps, tape.leaves = True, own
@@ -340,6 +337,9 @@ class _Step:
             return None
         refs = [ref for number in self.blocks for ref in self.instances[number].block.inputs]
         return {ref.node for ref in (*refs, *(self.space.leaving[at] for at in self._leaving_here()))}
+
+    def _called(self, ref: Ref) -> str:
+        return called(self.graph.by_name[ref.node])
 
     def _tape(self, name: str, results: int) -> Tape:
         tape = Tape(name, self.number, [None] * results)
@@ -518,7 +518,7 @@ class _Step:
         if is_sum:
             return [replace(value, made=each) for value, each in zip(values, made, strict=True)]
         sizes = [local_bytes(tensor, step.after, self.mesh) for tensor, step in zip(types, steps, strict=True)]
-        names = [f"{ref.node} as R" for ref in chunk]
+        names = [f"gathered {self._called(ref)}" for ref in chunk]
         tape.works = sum(size for size, value in zip(sizes, values, strict=True) if value.made)
         tape.sends = not self.is_away and _are_parameters(values)
         storages = self._gathered([value.storage for value in values], names, sizes, steps, ahead)
@@ -541,7 +541,7 @@ class _Step:
             if (following, number) not in self.underway:
                 steps = {ref: route[place] for ref, route in chunks[number].items()}
                 sizes = [local_bytes(self.graph.type_of(ref), step.after, self.mesh) for ref, step in steps.items()]
-                names = [f"{ref.node} as R" for ref in steps]
+                names = [f"gathered {self._called(ref)}" for ref in steps]
                 self.underway[following, number] = self._started([self.parts[ref] for ref in steps], names, sizes)
 
     def _started(self, parts: list[Storage], names: list[str], sizes: list[int]) -> tuple[Storage, Storage]:
@@ -610,7 +610,7 @@ class _Step:
         sizes = [local_bytes(t, layout, self.mesh) for t, layout in zip(node.results, choice.results, strict=True)]
         shares = shares_of(node)
         storages = [
-            heap.hold(operands[shared].storage) if shared >= 0 else heap.new(node.name, "activations", size)
+            heap.hold(operands[shared].storage) if shared >= 0 else heap.new(called(node), "activations", size)
             for shared, size in zip(shares, sizes, strict=True)
         ]
         if self.frame is not None:
@@ -636,14 +636,14 @@ class _Step:
             if word in OWN or kept(word, node) is not None:
                 before = len(tape.saved)
                 size = self._own_bytes(word, node, types, [*(value.bytes for value in operands), *sizes])
-                tape.saved.append(heap.new(node.name, "activations", size))
+                tape.saved.append(heap.new(f"what {called(node)} keeps", "activations", size))
                 if self.frame is not None and self.frame.again.operators:
                     copied_bytes = sum(value.bytes for value in operands) if word == "scores" and size else 0
                     if self.frame.at[node.name] in self.frame.again.drawing:
                         read = [value.storage for value in operands]
                         self.frame.draws(heap, tape.saved[-1], read, storages[0], copied_bytes)
                     else:  # the copies stay, and the operands are there for what is made again
-                        tape.saved.append(heap.new(node.name, "activations", copied_bytes))
+                        tape.saved.append(heap.new(f"copies for {called(node)}", "activations", copied_bytes))
                 if self.saves is not None and word not in EXACT:
                     copied = [value.storage for value in operands] if word == "scores" and size else []
                     self.saves.stay((*tape.saved[before:], *copied))
@@ -709,9 +709,9 @@ class _Step:
             if self.mesh.axes[step.axis].size == 1:
                 continue
             if self.mesh.axes[step.axis].name == MICRO:
-                value = self._of_this_turn(value, tensor, step, f"{ref.node} as {step.dst}")
+                value = self._of_this_turn(value, tensor, step, f"{self._called(ref)} as {step.dst}")
                 continue
-            following = self._stepped(value, tensor, step, f"{ref.node} as {step.dst}", gathered)
+            following = self._stepped(value, tensor, step, f"{self._called(ref)} as {step.dst}", gathered)
             if self.frame is not None and following.storage is not value.storage:
                 self.frame.makes(
                     heap, following.storage, (value.storage,), keeps, self._scratch_bytes(step, value, tensor)

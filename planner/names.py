@@ -61,6 +61,18 @@ def short_op(op: str) -> str:
     return op.removeprefix("aten.").removeprefix("function.").removesuffix(".default")
 
 
+def called(node: Node) -> str:
+    """A value by what makes it: a leaf's own name, or the module's path and the operator."""
+    if node.is_leaf:
+        return node.target or node.name
+    return f"{node.path}: {short_op(node.op)}" if node.path else short_op(node.op)
+
+
+def state_of(leaf: Node) -> str:
+    """What the optimizer keeps of a parameter."""
+    return f"state of {called(leaf)}"
+
+
 def pattern(names: list[str]) -> str:
     """One name for several that differ in places: ``layers.*.weight``."""
     split = [name.split(".") for name in names]

@@ -31,7 +31,9 @@ from planner.errors import PlanError, ScheduleError
 from planner.files import write_text
 from planner.fold import Folded, fold, fold_off, relabel
 from planner.formulate import Space, rules_of
+from planner.fullest import fullest_in_turns
 from planner.graph import Graph, Node, Ref, static
+from planner.heap import Fullest
 from planner.layout import Layout, format_layout
 from planner.levels import Stated, read_amounts, read_by_number
 from planner.memory import usage
@@ -165,7 +167,8 @@ class Plan(Document):
         self.timeline().save_trace(path)
 
     def explain(self, name: str, *, time_limit_s: float = 10.0) -> Explanation:
-        """Why a module, operator or parameter is laid out as it is, and what the next best would cost.
+        """Why a module, operator or parameter is laid out as it is, what the next best would cost, and what of it is
+        alive when memory is fullest.
 
         Args:
             name: a module path, with ``*`` and ``?`` if you like (``"model.layers.0.mlp.down_proj"``), the name
@@ -177,7 +180,8 @@ class Plan(Document):
         """
         from planner.explain import explain
 
-        return explain(self, name, time_limit_s=time_limit_s)
+        is_known = self.assignment is not None and not self.timetables
+        return explain(self, name, time_limit_s=time_limit_s, fullest=self.fullest if is_known else None)
 
     def why_not(self, pin: Mapping[str, Any], *, time_limit_s: float = 60.0) -> WhyNot:
         """What the best plan around a pinned recipe would cost more, by block; or which limits rule it out.
@@ -195,6 +199,19 @@ class Plan(Document):
 
         self._check_on_device()
         return why_not(self, pin, time_limit_s=time_limit_s)
+
+    @cached_property
+    def fullest(self) -> Fullest:
+        """The fullest moment of a step on the fullest rank, and every tensor that is alive then.
+
+        Raises:
+            PlanError: the plan was read from a file, without its model; or it offloads.
+        """
+        self._check_on_device()
+        if self.assignment is None:
+            raise PlanError(WITHOUT_GRAPH)
+        staged = restage(self, self.assignment)
+        return usage(self.assignment).fullest if staged is None else fullest_in_turns(self.assignment, staged)
 
     # ---- at other sizes ----------------------------------------------------------------------------------------
 

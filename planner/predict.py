@@ -17,6 +17,7 @@ from planner.assignment import Assignment, Chunk
 from planner.conversion import Collective, Route
 from planner.exchange import Exchange, crossing, exchanges
 from planner.fold import Instance
+from planner.fullest import fullest_in_turns
 from planner.graph import Node, Ref
 from planner.layout import MICRO, PIPELINE, Layout
 from planner.memory import LARGEST, Usage, usage
@@ -43,8 +44,10 @@ class Prediction:
             (parameters that are used in a larger layout than they are stored in), ``activations`` (inputs, and what
             forward made), ``temporary`` (gradients of activations, and what operators need while they run).
         collectives: each distinct call and how often a step makes it; in turns, by one rank of every stage together.
-        fullest_at: what runs at the fullest moment; in turns, which rank of the pipeline is fullest.
-        largest: the largest tensors alive then, and their bytes.
+        fullest_at: what runs at the fullest moment; in turns also which rank of the pipeline is fullest, and how many
+            micro-batches are in flight on it.
+        largest: the largest tensors alive then, and their bytes; in turns those of all micro-batches in flight
+            together, ``x 4``.
         exchanges: each distinct call among the ranks of a pipeline, and how often a step makes it.
         turns: what a step in turns is simulated from.
     """
@@ -344,7 +347,7 @@ def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
     """The same for a step in turns: seconds of the busiest rank and its waiting, bytes of the fullest; the collectives
     of one rank of every stage together.
     """
-    fullest = staged.rank_bytes.index(staged.peak_bytes)
+    fullest = fullest_in_turns(assignment, staged)
     recomputing = replace(assignment, recompute=staged.recompute(assignment.space.folded))
     return Prediction(
         staged.step_s,
@@ -352,7 +355,8 @@ def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
         staged.time_s,
         staged.memory_bytes,
         tuple(sorted_calls(collectives(recomputing, staged.cut.bounds, staged.pipeline.late))),
-        f"pipeline rank {fullest}" if staged.pipeline.ranks > 1 else "",
+        fullest.at,
+        fullest.largest[:LARGEST],
         exchanges=tuple(exchanges(assignment, staged.pipeline.placed, staged.cut.bounds).items()),
         turns=staged.times,
     )

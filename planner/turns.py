@@ -17,7 +17,8 @@ from itertools import pairwise
 import numpy as np
 
 from planner.assignment import Assignment
-from planner.chain import Link, Shared, brought_by, chain_of, savers_of, working_moments
+from planner.brought import brought_by, savers_of, working_moments
+from planner.chain import Link, Shared, chain_of
 from planner.errors import InfeasibleError
 from planner.fold import Folded
 from planner.heap import USES
@@ -102,6 +103,11 @@ class Staged:
         return max(self.rank_bytes)
 
     @property
+    def fullest_rank(self) -> int:
+        """The first of those that need most."""
+        return self.rank_bytes.index(self.peak_bytes)
+
+    @property
     def evaluation(self) -> Evaluation:
         """What it takes, as of a plan in one turn; nothing of its communication is told apart."""
         return Evaluation(self.step_s, 0.0, self.peak_bytes, True)
@@ -162,13 +168,13 @@ class Staged:
     @cached_property
     def memory_bytes(self) -> dict[str, int]:
         """Bytes by use on the fullest rank."""
-        fullest = self.rank_bytes.index(self.peak_bytes)
+        fullest = self.fullest_rank
         found, working, gathered = Counter[str](), 0, 0
         for stage, link, way in self.placed:
             if self.pipeline.placed[stage] == fullest:
                 found.update(link.held)
                 working, gathered = max((working, gathered), (link.working_bytes[way], link.gathered_bytes[way]))
-        for rank, each in self.also_read:
+        for rank, _, each in self.also_read:
             if rank == fullest:
                 found.update(each.held)
         found["activations"] += self.peak_bytes - working - found.total()
@@ -183,8 +189,10 @@ class Staged:
                 yield stage, link, way
 
     @property
-    def also_read(self) -> Iterator[tuple[int, Shared]]:
-        """Ranks, and what they have to do with leaves that blocks of others read too, beside what those count."""
+    def also_read(self) -> Iterator[tuple[int, str, Shared]]:
+        """Ranks, and what they have to do with leaves, by name, that blocks of others read too, beside what those
+        count.
+        """
         return _also_read(self.links, self.pipeline, self.cut.bounds)
 
 
@@ -259,7 +267,7 @@ def price(links: Sequence[Link], pipeline: Pipeline, found: Cut) -> Staged:
         for link, way in zip(links[low:high], found.savings[low:high], strict=True):
             working[home] = max(working[home], link.working_bytes[way])
     beside = list(working)
-    for home, each in _also_read(links, pipeline, found.bounds):
+    for home, _, each in _also_read(links, pipeline, found.bounds):
         beside[home] += sum(each.held.values())
     held = tuple(held + more for held, more in zip(found.rank_bytes, beside, strict=True))
     once_s = max(map(sum, _once_s(links, pipeline, found.bounds)))
@@ -281,7 +289,7 @@ def moments(assignment: Assignment, staged: Staged) -> Iterator[int]:
         if key not in known:
             known[key] = dict.fromkeys(working_moments(assignment, number, link.levels[way], brought))
         working[home].update(known[key])
-    for home, each in staged.also_read:
+    for home, _, each in staged.also_read:
         held[home] += sum(each.held.values())
     for rank, (stages, counts) in enumerate(pipeline.moments):
         for moment in counts:
@@ -299,18 +307,20 @@ def _once_s(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) ->
     for home, (low, high) in zip(pipeline.placed, pairwise(bounds), strict=True):
         for link in links[low:high]:
             add(home, link.gather_s, link.reduce_s, link.update_s)
-    for home, each in _also_read(links, pipeline, bounds):
+    for home, _, each in _also_read(links, pipeline, bounds):
         add(home, each.gather_s, each.reduce_s + each.sum_s, each.update_s)
     return found
 
 
-def _also_read(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> Iterator[tuple[int, Shared]]:
-    """What ranks have to do with leaves that blocks of others read too, beside what the first such block counts."""
+def _also_read(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> Iterator[tuple[int, str, Shared]]:
+    """What ranks have to do with leaves, by name, that blocks of others read too, beside what the first such block
+    counts.
+    """
     readers: dict[str, dict[int, Shared]] = {}
     for home, (low, high) in zip(pipeline.placed, pairwise(bounds), strict=True):
         for link in links[low:high]:
             for name, each in link.shared:
                 readers.setdefault(name, {})[home] = each
-    for ranks in (found for found in readers.values() if len(found) > 1):
-        for number, (rank, each) in enumerate(ranks.items()):
-            yield rank, each if number else Shared({}, 0.0, 0.0, 0.0, each.sum_s)
+    for name, ranks in readers.items():
+        for number, (rank, each) in enumerate(ranks.items() if len(ranks) > 1 else ()):
+            yield rank, name, each if number else Shared({}, 0.0, 0.0, 0.0, each.sum_s)

@@ -23,6 +23,7 @@ from planner.heap import is_before
 from planner.layout import MICRO
 from planner.looks import PROVED
 from planner.memory import Usage, usage
+from planner.names import called, state_of
 from planner.pins import Pins
 from planner.predict import seconds_by_use
 from planner.problem import evaluate
@@ -229,7 +230,8 @@ def _seconds_by_block(assignment: Assignment) -> dict[str, float]:
 def _bytes_by_block(assignment: Assignment, memory: Usage) -> dict[str, int]:
     """Bytes at the fullest moment by block: together the peak. Leaves belong to the block that alone reads them."""
     space, found = assignment.space, Counter[str]()
-    owners = {leaf.target or leaf.name: _block(assignment, space.role_of[leaf.name]) for leaf in space.graph.leaves}
+    leaves = [(leaf, _block(assignment, space.role_of[leaf.name])) for leaf in space.graph.leaves]
+    owners = {name: block for leaf, block in leaves for name in (called(leaf), state_of(leaf))}
     for held in memory.alive:
         if is_before(held.block):
             block = owners.get(held.name, ELSEWHERE)

@@ -227,8 +227,20 @@ def _memory(document: Document) -> str:
         f"{in_percent(peak / limit)} of what is usable</span></div>"
         f"{_bar(predicted.memory_bytes, peak) if peak < limit / 3 else ''}"
         f'{_bar(predicted.memory_bytes, max(limit, peak), thin)}<div class="scale">{scale}</div>'
-        f"{_legend(predicted.memory_bytes, peak, in_bytes, MEMORY_USES)}</div>"
+        f"{_legend(predicted.memory_bytes, peak, in_bytes, MEMORY_USES)}{_fullest(document)}</div>"
     )
+
+
+def _fullest(document: Document) -> str:
+    """When and where memory is fullest, and the largest tensors then."""
+    predicted = document.predicted
+    if not predicted.fullest_at:
+        return ""
+    rows = "".join(
+        f'<tr><td>{escape(name)}</td><td class="n">{in_bytes(size)}</td></tr>' for name, size in predicted.largest
+    )
+    table = f'<div class="wide"><table><tbody>{rows}</tbody></table></div>' if rows else ""
+    return f'<p class="key">fullest in {escape(predicted.fullest_at)}{", with" if rows else ""}</p>{table}'
 
 
 def _timeline(document: Document) -> str:

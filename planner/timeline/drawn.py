@@ -59,12 +59,17 @@ class StepTimeline(Step):
 
 
 def predicted(
-    found: Simulated, gather_s: Sequence[float], reduce_s: Sequence[float], update_s: Sequence[float]
+    found: Simulated,
+    gather_s: Sequence[float],
+    reduce_s: Sequence[float],
+    update_s: Sequence[float],
+    fullest: str = "",
 ) -> StepTimeline:
     """A simulated step, and what each rank does once a step, after the last action of all, as plans are priced.
 
     Args:
         gather_s, reduce_s, update_s: seconds once a step, by rank.
+        fullest: when and where memory is fullest, in words.
     """
     schedule = found.schedule
     rows: dict[int, list[Event]] = defaultdict(list)
@@ -91,6 +96,7 @@ def predicted(
         tuple(events),
         found.step_s + once_s,
         found.bubble,
+        fullest=fullest,
     )
 
 

@@ -56,6 +56,7 @@ class Step:
         bubble: of the time between the first action of the schedule and the end of the last, the part in which ranks
             compute nothing, of all ranks together.
         expected: the bubble that was predicted for a step that was observed.
+        fullest: when and where memory is fullest, and with what, in words, where that is known.
     """
 
     what: str
@@ -67,6 +68,7 @@ class Step:
     step_s: float
     bubble: float
     expected: float | None = None
+    fullest: str = ""
 
     @property
     def title(self) -> str:

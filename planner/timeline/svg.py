@@ -55,7 +55,7 @@ def svg(found: Step) -> str:
     high = max(6.0, min(26.0, 460 / found.ranks))
     gap = 4.0 if high > 12 else 1.5
     bottom = TOP + found.ranks * (high + gap)
-    height = bottom + 50
+    height = bottom + 50 + 18 * bool(found.fullest)
     scale = (WIDTH - LEFT - RIGHT) / (found.end_s or 1.0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="autopar-steps" viewBox="0 0 {WIDTH} {_short(height)}" '
@@ -81,6 +81,8 @@ def svg(found: Step) -> str:
         divided = "; heights are shares of the time"
     title = found.title[:1].upper() + found.title[1:] + divided
     parts.append(f'<text class="title" x="0" y="16">{escape(title)}</text>')
+    if found.fullest:
+        parts.append(f'<text x="0" y="{_short(height - 4)}">Memory {escape(found.fullest)}</text>')
     parts += _legend(found, bottom + 40)
     return "".join(parts) + "</svg>"
 

@@ -22,7 +22,8 @@ def text(found: Step) -> str:
     time = f"{'':<{label}} 0{in_seconds(found.end_s):>{WIDTH - 1}}"
     kinds = {event.kind for event in found.events} | {"wait"}
     names = [f"{SIGNS[kind]} {'idle' if kind == 'wait' else name}" for kind, name in KINDS.items() if kind in kinds]
-    return "\n".join([found.title, *lines, time, f"{'':<{label}} {'   '.join(names)}"])
+    told = [f"memory {found.fullest}"] if found.fullest else []
+    return "\n".join([found.title, *lines, time, f"{'':<{label}} {'   '.join(names)}", *told])
 
 
 def _signs(row: Mapping[str, Floats], carried: bool) -> str:

@@ -24,6 +24,7 @@ def trace(found: Step) -> dict[str, Any]:
             names.append({**process, "tid": number, "name": "thread_name", "args": {"name": thread}})
     events = [_traced(event) for event in found.events]
     facts = {"title": found.title, "step_s": found.step_s, "bubble": found.bubble}
+    facts |= {"memory": found.fullest} if found.fullest else {}
     return {"traceEvents": [*names, *events], "displayTimeUnit": "ms", "otherData": facts}
 
 

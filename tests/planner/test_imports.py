@@ -79,8 +79,15 @@ ROOMS: dict[str, set[str]] = {
 }
 ROOMS["polynomial"] = set()
 ROOMS["seconds"] = {"polynomial"}
-ROOMS["chain"] = {*BASE, "conversion", "exchange", "fold", "assignment", "ops", "pipeline", "recompute", "seconds"}
+ROOMS["names"] = {"graph", "formulate", "skeleton"}
+ROOMS["leaves"] = {*BASE, "conversion", "assignment"}
+ROOMS["brought"] = {*BASE, "conversion", "fold", "assignment", "recompute"}
+ROOMS["chain"] = {*BASE, "conversion", "exchange", "assignment", "ops", "pipeline", "recompute", "seconds"}
+ROOMS["chain"] |= {"brought", "charges", "leaves"}
 ROOMS["turns"] = {"errors", "fold", "assignment", "heap", "pipeline", "problem", "recompute", "chain", "seconds"}
+ROOMS["turns"] |= {"brought"}
+ROOMS["fullest"] = {*BASE, "conversion", "assignment", "heap", "pipeline", "recompute", "charges", "working", "names"}
+ROOMS["fullest"] |= {"brought", "leaves", "turns"}
 ROOMS["division"] = {*BASE, "cluster", "cost", "training", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}
 ROOMS["division"] |= {"words"}
 ROOMS["predict"] = {
@@ -95,8 +102,8 @@ ROOMS["predict"] = {
     "memory",
     "exchange",
 }
-ROOMS["memory"] |= {"saved"}
-ROOMS["predict"] |= {"words", "turns", "seconds", "asked"}
+ROOMS["memory"] |= {"saved", "names"}
+ROOMS["predict"] |= {"words", "turns", "seconds", "asked", "fullest"}
 ROOMS["chunks"] = {"graph", "saved", "conversion", "assignment", "heap", "memory"}
 ROOMS["rank_step"] = {
     "cluster",
@@ -175,7 +182,6 @@ ROOMS["search"] = {
 }
 ROOMS["search"] |= {"mesh", "seams", "skeleton", "explore", "fitting", "elsewhere"}
 ROOMS["detail"] = {"conversion"}
-ROOMS["names"] = {"graph", "formulate", "skeleton"}
 ROOMS["account"] = ROOMS["pins"] | {"conversion", "assignment", "skeleton", "pins", "predict", "detail", "names"}
 ROOMS["document"] = {
     "errors",
@@ -236,6 +242,7 @@ ROOMS["why"] = {
     "document",
     "heap",
     "memory",
+    "names",
     "predict",
     "words",
     "explore",

@@ -1,0 +1,141 @@
+"""Brought: the parameters that a block takes gathered for a micro-batch, and what else is there while it works.
+
+``(Assignment, block) -> bytes``. Of a step in turns: what is held from forward to backward beside activations, and what
+is there only while a block runs or is undone. Parameters that are gathered once a step are held throughout, see
+:mod:`planner.leaves`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from planner.assignment import Assignment
+from planner.conversion import local_bytes
+from planner.fold import Instance
+from planner.graph import Ref
+from planner.recompute import Level
+
+
+def dropped_bytes(assignment: Assignment, instance: Instance, level: Level) -> int:
+    """Bytes that an instance has made again while it is undone, at a level of recomputation."""
+    if level == "none":
+        return 0
+    again = assignment.space.skeleton.again(instance.kind, level)
+    return sum(
+        assignment.space.bytes_of(node, assignment.choice(node), places)
+        for node, places in zip(instance.block.nodes, again.dropped, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Brought:
+    """Bytes of the parameters that a block takes gathered, by name, where each micro-batch gathers them anew.
+
+    Attributes:
+        own: those that it gathers.
+        before: those gathered for it before all blocks.
+        lets_go: its own that it may let go after forward and gather again when it is undone.
+        stays: others that backward reads again: through views, or gathered before.
+        parts: what its own are gathered from.
+        gradients: the whole gradients of its own, by the operator that makes them.
+    """
+
+    own: Counter[str] = field(default_factory=Counter)
+    before: Counter[str] = field(default_factory=Counter)
+    lets_go: Counter[str] = field(default_factory=Counter)
+    stays: Counter[str] = field(default_factory=Counter)
+    parts: Counter[str] = field(default_factory=Counter)
+    gradients: Counter[str] = field(default_factory=Counter)
+
+    def saved(self, level: Level) -> Counter[str]:
+        """What is held from forward to backward."""
+        return self.stays + self.lets_go if level == "none" else self.stays
+
+    def there(self, level: Level) -> Counter[str]:
+        """What is there beside that while the block runs, or is undone."""
+        return self.own + self.before - self.saved(level)
+
+    def saved_bytes(self, level: Level) -> int:
+        """Of :meth:`saved`, all together."""
+        return self.saved(level).total()
+
+    def there_bytes(self, level: Level) -> int:
+        """Of :meth:`there`, all together."""
+        return self.there(level).total()
+
+
+def savers_of(assignment: Assignment) -> dict[Ref, list[int]]:
+    """The parameters that each micro-batch gathers before all blocks -> the blocks whose backward reads them again."""
+    space, found = assignment.space, defaultdict[Ref, list[int]](list)
+    if space.brings_once:
+        return {}
+    before = {leaf for leaf in space.skeleton.relayed_leaves if _grows(assignment, leaf)}
+    for number, instance in enumerate(space.folded.instances):
+        first, backward = space.folded.kinds[instance.kind][0], space.skeleton.backward(instance.kind)
+        for ref, like in zip(instance.block.inputs, first.block.inputs, strict=True):
+            if ref in before and like in backward.read:
+                found[ref].append(number)
+    return found
+
+
+def _grows(assignment: Assignment, leaf: Ref) -> bool:
+    """Whether a parameter is gathered before all blocks."""
+    space, (stored, delivered) = assignment.space, (assignment.produced(leaf), assignment.delivered(leaf))
+    if space.graph.by_name[leaf.node].op != "param" or stored == delivered:
+        return False
+    tensor = space.graph.type_of(leaf)
+    return local_bytes(tensor, delivered, space.mesh) > local_bytes(tensor, stored, space.mesh)
+
+
+def brought_by(assignment: Assignment, number: int, saved: Mapping[Ref, Sequence[int]]) -> Brought:
+    """What a block takes gathered; nothing where parameters are gathered once a step.
+
+    Args:
+        saved: see :func:`savers_of`; the first of them counts what all need.
+    """
+    space = assignment.space
+    if space.brings_once:
+        return Brought()
+    instance = space.folded.instances[number]
+    backward, taken = space.skeleton.backward(instance.kind), space.skeleton.again(instance.kind, "gathered").taken
+    found = Brought()
+    for at, node in enumerate(instance.block.nodes):
+        places = {key: i for i, key in enumerate(zip(node.inputs, assignment.choice(node).operands, strict=True))}
+        for (ref, layout), place in places.items():
+            if space.graph.by_name[ref.node].op != "param":
+                continue
+            tensor = space.graph.type_of(ref)
+            delivered, used = (local_bytes(tensor, each, space.mesh) for each in (assignment.delivered(ref), layout))
+            if used > delivered:
+                again, is_read = place in taken[at], backward.tensors[at][place] in backward.read
+                found.own[ref.node] += used
+                found.parts[ref.node] += delivered
+                found.lets_go[ref.node] += used * again
+                found.stays[ref.node] += used * (is_read and not again)
+                found.gradients[node.name] += used * tensor.grad
+    for ref in instance.block.inputs:
+        if _grows(assignment, ref) and number in (saved.get(ref) or [number])[:1]:
+            size = local_bytes(space.graph.type_of(ref), assignment.delivered(ref), space.mesh)
+            found.before[ref.node] += size
+            found.stays[ref.node] += size * (ref in saved)
+    return found
+
+
+def working_moments(assignment: Assignment, number: int, level: Level, brought: Brought) -> list[int]:
+    """Bytes at each moment that may be the fullest while a block runs or is undone, beside what is held and saved.
+
+    Parameters that it gathers for the micro-batch go one by one while their whole gradients come. When they are
+    gathered there is also what came, in the order of ranks, and when the gradients are reduced what is sent.
+    """
+    space, instance = assignment.space, assignment.space.folded.instances[number]
+    beside = brought.there_bytes(level)
+    again = dropped_bytes(assignment, instance, level) + beside
+    found = [
+        most + again + brought.gradients.get(node.name, 0)
+        for node in instance.block.nodes
+        for most in space.transients(node, assignment.choice(node))
+    ]
+    gathering = brought.own.total() + brought.parts.total()
+    return [*found, beside + gathering] if brought.parts else found

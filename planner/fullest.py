@@ -1,0 +1,193 @@
+"""Fullest: what is alive on the fullest rank of a step in turns, at its fullest moment, tensor by tensor.
+
+``(Assignment, Staged) -> Fullest``. What a step in turns holds is added up, not followed (:mod:`planner.turns`); here
+every term of that sum has its name, so that together they are the peak: leaves, what each block saved of every
+micro-batch in flight, and what the block that needs most has while it runs or is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from planner.assignment import Assignment
+from planner.brought import Brought, brought_by, savers_of
+from planner.charges import Places
+from planner.conversion import local_bytes
+from planner.graph import Node
+from planner.heap import BEFORE, Fullest, Held
+from planner.leaves import Leaves
+from planner.names import called
+from planner.pipeline.schedule import versions
+from planner.recompute import Level
+from planner.turns import Staged
+from planner.working import What
+
+TENSORS = {
+    "parameters": "{}",
+    "activations": "{}",
+    "gradients": "gradient of {}",
+    "optimizer": "state of {}",
+    "gathered": "gathered {}",
+}
+"""What is held of a leaf, by use."""
+Moment = tuple[str, list[Held]]
+"""What runs, and what is alive then beside what is held and saved."""
+
+
+def fullest_in_turns(assignment: Assignment, staged: Staged) -> Fullest:
+    """What is alive at the peak of the fullest rank.
+
+    Args:
+        assignment: the decisions that run so; their own recomputation aside.
+    """
+    return _Rank(assignment, staged, staged.fullest_rank).fullest()
+
+
+class _Rank:
+    """One rank of a pipeline."""
+
+    def __init__(self, assignment: Assignment, staged: Staged, rank: int):
+        self.assignment, self.space, self.staged, self.rank = assignment, assignment.space, staged, rank
+        self.graph, self.instances = self.space.graph, self.space.folded.instances
+        self.leaves = Leaves(assignment, versions(staged.pipeline.schedule))
+        self.savers = savers_of(assignment)
+
+    def fullest(self) -> Fullest:
+        alive = [*self._held(), *self._saved()]
+        what, beside = self._most()
+        alive += beside
+        size = sum(held.all_bytes for held in alive)
+        ordered = sorted((held for held in alive if held.bytes), key=lambda held: -held.all_bytes)
+        return Fullest(size, self._where(what), tuple(ordered))
+
+    def _where(self, what: str) -> str:
+        pipeline, in_flight = self.staged.pipeline, sum(self._in_flight.values())
+        also = f"with {in_flight} micro-batch{'es' * (in_flight != 1)} in flight"
+        return f"{what}, {also}" + (f", on pipeline rank {self.rank}" if pipeline.ranks > 1 else "")
+
+    @property
+    def _in_flight(self) -> dict[int, int]:
+        """Micro-batches that each stage of the rank holds when all together hold most."""
+        stages, moments = self.staged.pipeline.moments[self.rank]
+        saved = dict.fromkeys(stages, 0)
+        for stage, link, way in self.staged.placed:
+            if stage in saved:
+                saved[stage] += link.block.savings[way].saved_bytes
+        most = max(moments, key=lambda counts: sum(n * saved[s] for n, s in zip(counts, stages, strict=True)))
+        return dict(zip(stages, most, strict=True))
+
+    @property
+    def _blocks(self) -> Iterator[tuple[int, int, Level, Sequence[Places]]]:
+        """Of each block of the rank: its number, its stage, the level at which it recomputes, and what it saves."""
+        for number, (stage, link, way) in enumerate(self.staged.placed):
+            if self.staged.pipeline.placed[stage] == self.rank:
+                yield number, stage, link.levels[way], link.saved[way]
+
+    def _held(self) -> Iterator[Held]:
+        """Of leaves."""
+        for number, *_ in self._blocks:
+            for name, sizes in self.leaves.held(number).items():
+                yield from self._of_leaf(name, sizes, number)
+        for rank, name, each in self.staged.also_read:
+            if rank == self.rank:
+                yield from self._of_leaf(name, each.held, BEFORE)
+
+    def _of_leaf(self, name: str, sizes: Mapping[str, int], number: int) -> Iterator[Held]:
+        """The tensors of a leaf; what is gathered once a step is there with its gradient, and in all versions."""
+        leaf, once = self.graph.by_name[name], self.space.brings_once
+        is_trained = leaf.op == "param" and leaf.results[0].grad
+        for use, size in sizes.items():
+            tensors = [TENSORS[use]]
+            if use == "gathered" and is_trained:
+                saved = number == BEFORE and size > self.leaves.relayed(name)
+                is_both = self.space.mesh.micro_batches > 1 if once else saved
+                tensors = [TENSORS[use]] * is_both + [f"gradient of {TENSORS[use]}"]
+            in_versions = (use == "gathered") == (once and "gathered" in sizes) and use != "optimizer"
+            times = self.leaves.versions if is_trained and in_versions else 1
+            for each in tensors:
+                yield Held(each.format(called(leaf)), use, size // (len(tensors) * times), times, number)
+
+    def _saved(self) -> Iterator[Held]:
+        """From forward to backward, of all micro-batches in flight."""
+        in_flight = self._in_flight
+        for number, stage, level, saved in self._blocks:
+            times = in_flight[stage]
+            if not times:
+                continue
+            for node, places in zip(self.instances[number].block.nodes, saved, strict=True):
+                for place in places:
+                    yield Held(self._at(node, place), "activations", self._bytes(node, place), times, number)
+            for name, size in brought_by(self.assignment, number, self.savers).saved(level).items():
+                yield Held(f"gathered {self._called(name)}", "activations", size, times, number)
+
+    def _most(self) -> Moment:
+        """While the block runs, or is undone, that needs most beside all that."""
+        needs = [
+            (link.working_bytes[way], link.gathered_bytes[way], number, link.levels[way])
+            for number, (stage, link, way) in enumerate(self.staged.placed)
+            if self.staged.pipeline.placed[stage] == self.rank
+        ]
+        most_bytes, _, number, level = max(needs, key=lambda each: each[:2])
+        if not most_bytes:
+            return "between two operators", []
+        brought = brought_by(self.assignment, number, self.savers)
+        return max(self._moments(number, level, brought), key=lambda moment: sum(held.bytes for held in moment[1]))
+
+    def _moments(self, number: int, level: Level, brought: Brought) -> Iterator[Moment]:
+        """Those of :func:`planner.brought.working_moments`, with names."""
+        instance = self.instances[number]
+        there = [
+            Held(f"gathered {self._called(name)}", "gathered", size, block=number)
+            for name, size in brought.there(level).items()
+        ]
+        again = list(there)
+        if level != "none":
+            dropped = self.space.skeleton.again(instance.kind, level).dropped
+            for node, places in zip(instance.block.nodes, dropped, strict=True):
+                again += (
+                    Held(f"{self._at(node, place)} again", "temporary", self._bytes(node, place), block=number)
+                    for place in places
+                )
+        for node in instance.block.nodes:
+            whole = brought.gradients.get(node.name, 0)
+            gradients = [Held(f"whole gradients of {called(node)}", "temporary", whole, block=number)] if whole else []
+            choice = self.assignment.choice(node)
+            tensors, layouts = (*self.graph.input_types(node), *node.results), (*choice.operands, *choice.results)
+            sizes = [local_bytes(tensor, at, self.space.mesh) for tensor, at in zip(tensors, layouts, strict=True)]
+            for pieces in self.space.skeleton.working(node).pieces(sizes, layouts):
+                alive = [
+                    Held(_in_words(what, self._at(node, place)), "temporary", size, block=number)
+                    for what, place, size in pieces
+                    if size
+                ]
+                is_backward = any(what in ("gradient", "works", "gradient's sum") for what, *_ in pieces)
+                direction = "backward" if is_backward or gradients else "forward"
+                yield f"{direction} {node.path or node.name}: {node.op}", [*again, *gradients, *alive]
+        if brought.parts.total():
+            sent = [
+                Held(f"{self._called(name)} as it comes", "temporary", size + brought.own[name], block=number)
+                for name, size in brought.parts.items()
+            ]
+            yield f"gathering for {instance.block.path or instance.block.nodes[0].name}", [*there, *sent]
+
+    def _bytes(self, node: Node, place: int) -> int:
+        return self.space.bytes_of(node, self.assignment.choice(node), (place,))
+
+    def _at(self, node: Node, place: int) -> str:
+        """The name of an operator's operand or result."""
+        count = len(node.inputs)
+        return called(node) if place >= count else self._called(node.inputs[place].node)
+
+    def _called(self, name: str) -> str:
+        return called(self.graph.by_name[name])
+
+
+def _in_words(what: What, name: str) -> str:
+    words = {
+        "": "{}",
+        "gradient": "gradient of {}",
+        "works": "what {} works with",
+        "sum": "{} and its sum over ranks",
+        "gradient's sum": "gradient of {} and its sum over ranks",
+    }
+    return words[what].format(name)

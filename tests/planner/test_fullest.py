@@ -1,0 +1,128 @@
+"""What is alive at the peak of a step in turns, tensor by tensor; all of it together is the peak."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from planner.errors import PlanError
+from planner.fullest import fullest_in_turns
+from planner.graph import Graph, Node, Ref
+from planner.heap import Fullest
+from planner.names import called
+from planner.pins import Pins
+from planner.plan import Plan
+from planner.search import search
+from planner.training import Training
+from tests.planner.plans import cluster, plan_of, residual_mlp
+
+GRAPH = residual_mlp(layers=6, batch=64)
+PINS: tuple[dict[str, Any], ...] = (
+    {"micro_batches": 4, "data": 4},
+    {"micro_batches": 4, "data": 4, "zero": 3},
+    {"micro_batches": 4, "data": 4, "zero": 3, "recompute": "full"},
+    {"pipeline": 2, "micro_batches": 8, "data": 2},
+    {"pipeline": 2, "micro_batches": 8, "data": 2, "zero": 2, "recompute": "selective"},
+    {"pipeline": 2, "micro_batches": 8, "tensor": 2, "schedule": "gpipe"},
+    {"pipeline": 2, "micro_batches": 8, "data": 2, "zero": 3, "schedule": "interleaved_1f1b"},
+    {"pipeline": 2, "micro_batches": 8, "data": 2, "zero": 2, "schedule": "2bw"},
+    {"pipeline": 2, "micro_batches": 8, "data": 2, "zero": 3, "schedule": "2bw"},
+    {"pipeline": 2, "micro_batches": 8, "data": 2, "schedule": "zbv", "recompute": "full"},
+)
+
+
+def fullest_of(graph: Graph, pin: dict[str, Any], memory: str = "1 GiB") -> Fullest:
+    """Of the plan that the search finds; what is alive is checked to add up."""
+    found = search(graph, cluster(4, memory), Pins.parse(pin), Training())
+    assert found.staged is not None
+    fullest = fullest_in_turns(found.assignment, found.staged)
+    assert fullest.bytes == sum(held.all_bytes for held in fullest.alive) == found.staged.peak_bytes
+    assert fullest.by_use() == found.staged.memory_bytes
+    assert [held.all_bytes for held in fullest.alive] == sorted((h.all_bytes for h in fullest.alive), reverse=True)
+    return fullest
+
+
+@pytest.mark.parametrize("pin", PINS, ids=str)
+@pytest.mark.parametrize("which", ["residual", "shared"])
+def test_what_is_named_adds_up_to_the_peak_use_by_use(pin: dict[str, Any], which: str) -> None:
+    """Also where several blocks, perhaps of several stages, read one weight."""
+    graph = GRAPH if which == "residual" else tied()
+    fullest = fullest_of(graph, pin)
+    names = {called(node) for node in graph.nodes}
+    assert all(any(name in held.name for name in names) for held in fullest.alive if held.bytes)
+    assert not any(held.bytes < 0 for held in fullest.alive)
+
+
+def tied() -> Graph:
+    """The last layer reads a weight of the first one."""
+    nodes = {node.name: node for node in GRAPH.nodes if node.name != "up5_w"}
+    old = nodes["up5"]
+    args = tuple((key, Ref("up0_w") if key == "weight" else value) for key, value in old.args)
+    nodes["up5"] = Node(old.name, old.op, args, old.results, old.path)
+    return Graph(tuple(nodes.values()), GRAPH.outputs)
+
+
+def test_tensors_by_hand() -> None:
+    """Two stages of 1f1b, two ranks each that hold all weights whole: the first stage has two micro-batches in flight.
+
+    A micro-batch is 2 samples on each rank.
+    """
+    fullest = fullest_of(GRAPH, {"pipeline": 2, "micro_batches": 16, "data": 2, "schedule": "1f1b", "zero": 0})
+    assert fullest.at == "backward layers.0.up: aten.linear.default, with 2 micro-batches in flight, on pipeline rank 0"
+    held = {each.name: (each.use, each.bytes, each.times) for each in fullest.alive}
+    wide, narrow = 1024 * 4, 256 * 4
+    assert held["layers.0: relu"] == ("activations", 2 * wide, 2)
+    assert held["stem: linear"] == ("activations", 2 * narrow, 2)
+    for name in ("layers.0.up.weight", "gradient of layers.0.up.weight", "state of layers.0.up.weight"):
+        assert held[name][1] == 256 * 1024 * 4 * (2 if "state" in name else 1)
+
+
+def test_gathered_once_are_parameters_and_gradients_in_all_versions() -> None:
+    for schedule, versions in (("1f1b", 1), ("2bw", 2)):
+        pin = {"pipeline": 2, "micro_batches": 8, "data": 2, "schedule": schedule}
+        once, each = (fullest_of(GRAPH, {**pin, "zero": zero}) for zero in (2, 3))
+        whole = 256 * 1024 * 4
+        held = {each.name: (each.bytes, each.times) for each in once.alive if "layers.0.up.weight" in each.name}
+        assert held["gathered layers.0.up.weight"] == held["gradient of gathered layers.0.up.weight"]
+        assert held["gathered layers.0.up.weight"] == (whole, versions)
+        assert held["layers.0.up.weight"] == (whole // 2, 1)
+        held = {other.name: (other.bytes, other.times) for other in each.alive if "layers.0.up.weight" in other.name}
+        assert held["layers.0.up.weight"] == held["gradient of layers.0.up.weight"] == (whole // 2, versions)
+        assert held["gathered layers.0.up.weight"] == (whole, 1)  # of the block that works
+
+
+@pytest.mark.parametrize(
+    "pin", [{"pipeline": 2, "micro_batches": 8, "data": 2, "schedule": "1f1b"}, {"data": 4}], ids=str
+)
+def test_plans_say_what_is_alive(pin: dict[str, Any]) -> None:
+    """In one turn and in several: the plan, its file, its report, its timeline, and explanations."""
+    plan = plan_of(GRAPH, cluster(4), pin)
+    predicted, fullest = plan.predicted, plan.fullest
+    assert (fullest.bytes, fullest.at) == (predicted.peak_bytes, predicted.fullest_at)
+    assert predicted.largest and {name for name, _ in predicted.largest} <= {name for name, _ in fullest.largest}
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert again.predicted.largest == predicted.largest
+    largest = predicted.largest[0][0]
+    told = f"fullest in {predicted.fullest_at}"
+    assert told in str(plan) and f"with {largest}" in str(plan)
+    assert told in plan.to_html() and f"<td>{largest}</td>" in plan.to_html()
+    explained = plan.explain("layers.0.up.weight", time_limit_s=0.5)
+    assert all("layers.0.up.weight" in held.name for held in explained.alive)
+    assert {held.use for held in explained.alive} >= {"parameters", "optimizer"}
+    assert f"alive at the fullest moment, {fullest.at}: " in str(explained)
+    if "pipeline" in pin:
+        drawn = plan.timeline()
+        assert drawn.fullest.startswith(f"{told} with {largest}")
+        assert all(drawn.fullest in shown for shown in (str(drawn), drawn.to_svg(), json.dumps(drawn.trace())))
+        relu = plan.explain("layers.0")
+        assert any(held.title == "layers.0: relu x 2" for held in relu.alive)
+    with pytest.raises(PlanError, match="was read from a file"):
+        again.fullest  # noqa: B018
+
+
+def test_more_micro_batches_in_flight_hold_more_of_the_same() -> None:
+    few, many = (fullest_of(GRAPH, {"pipeline": 2, "micro_batches": n, "data": 2, "schedule": "gpipe"}) for n in (4, 8))
+    times = [{held.name: held.times for held in each.alive}["layers.0: relu"] for each in (few, many)]
+    assert times == [4, 8]
