@@ -35,6 +35,7 @@ from planner.exchange import ties
 from planner.graph import Node, Ref
 from planner.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
 from planner.memory import usage
+from planner.offload import saved_homes
 from planner.pipeline.schedule import Schedule
 from planner.timetable import Timetable, Use
 
@@ -164,7 +165,7 @@ def _carrier(
             entered = tuple(before(s) for s, own in stages.items() if any(n in own for n in chunk.readers))
         carried.append(Carried(parameters(chunk), chunk.bytes, starts, entered, item, trained))
         sizes |= {parameters(chunk): chunk.bytes} | ({item: chunk.gradient_bytes} if item else {})
-    saved = _carried_saved(assignment)
+    saved = _carried_saved(assignment, in_turns, stages)
     sizes |= {each.name: sum(each.sizes) for each in saved}
     entering = {number for each in carried for number in each.entered}
     entering.update(number for own in stages.values() for number in own)
@@ -187,18 +188,26 @@ def _carrier(
             f"another with {EVALUATE}"
         )
     _check_updates(table, carried)
-    return Carrier(table, carried, moments, device, disk, in_turns is not None, saved)
+    return Carrier(table, carried, moments, device, disk, in_turns is not None, saved, saved_homes(table))
 
 
-def _carried_saved(assignment: Assignment) -> list[CarriedSaved]:
-    """What blocks save for backward and may leave in between."""
-    found = usage(assignment).saved if assignment.space.training.activations else ()
-    return [CarriedSaved(saved_item(assignment, each), each.sizes, each.left, each.savers) for each in found]
+def _carried_saved(assignment: Assignment, in_turns: InTurns | None, stages: Mapping[int, range]) -> list[CarriedSaved]:
+    """What blocks of these stages save for backward and may leave in between, of each micro-batch."""
+    if not assignment.space.training.activations:
+        return []
+    turns = [None] if in_turns is None else range(assignment.space.mesh.micro_batches)
+    found = (each for own in stages.values() for each in usage(assignment, own).saved)
+    return [
+        CarriedSaved(of_turn(saved_item(assignment, each), turn), each.sizes, each.left, each.savers, turn)
+        for each in found
+        for turn in turns
+    ]
 
 
 def _needing(saved: CarriedSaved, moments: Mapping[int, tuple[str, str]]) -> list[str]:
     """The moments in which it must be on the device."""
-    return [moments[saved.left][0], *(moments[number][1] for number in reversed(saved.savers))]
+    found = [moments[saved.left][0], *(moments[number][1] for number in reversed(saved.savers))]
+    return [of_turn(name, saved.micro_batch) for name in found]
 
 
 def _moments_of(saved: CarriedSaved, table: Timetable) -> list[str]:

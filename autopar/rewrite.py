@@ -7,7 +7,7 @@ is decided here: operators run as the assignment says, and conversions are the r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from keyword import iskeyword
@@ -87,6 +87,7 @@ class Root:
     Args:
         targets: the operator of every node, see :func:`targets_of`.
         assignment, groups, device: as in :func:`rewrite`.
+        received: what comes from outside and is held there until the program's backward is over.
 
     Attributes:
         body: the program itself.
@@ -95,9 +96,15 @@ class Root:
     """
 
     def __init__(
-        self, targets: Mapping[str, Any], assignment: Assignment, groups: Mapping[str, Any], device: torch.device
+        self,
+        targets: Mapping[str, Any],
+        assignment: Assignment,
+        groups: Mapping[str, Any],
+        device: torch.device,
+        received: Sequence[Ref] = (),
     ):
         self.targets, self.assignment, self.groups, self.device = targets, assignment, groups, device
+        self.received = received
         self.body = Body(assignment, targets, device)
         self.calls: dict[str, int] = {}
         self._names = program_names(assignment)
@@ -186,11 +193,11 @@ class Root:
                 body.values[ref] = body.graph.call_function(getitem, (call, place))
 
     def _needed_after(self, number: int, wiring: Wiring) -> Iterator[fx.Node]:
-        """What was made before the next block, by blocks or for several of them, and is read later."""
-        leaving = {*self.assignment.space.leaving}
+        """What was made before the next block, by blocks or for several of them, and is read later or held anyway."""
+        leaving = {*self.assignment.space.leaving, *self.received}
         for ref, last in wiring.last.items():
             is_made = wiring.made[ref] <= number if ref in wiring.made else bool(self.assignment.relay_route(ref))
-            if is_made and (last > number or ref in leaving):
+            if is_made and (last > number or ref in leaving) and ref in self.body.values:  # of another stage otherwise
                 yield self.body.values[ref]
 
     def _program(self, block: Block, kind: int, level: Level) -> str:

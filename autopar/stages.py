@@ -316,7 +316,7 @@ class Outline:
 
     def _program_of_stored(self) -> fx.GraphModule:
         """(parameters, leaves, received values, counts) -> (sent values, outputs); each block brings its own."""
-        root = Root(self.targets, self.assignment, self.groups, self.device)
+        root = Root(self.targets, self.assignment, self.groups, self.device, self.received)
         body, first = root.body, before(self.number)
         for ref in (*map(Ref, (*self.parameters, *self.leaves)), *self.received):
             body.enter(ref)

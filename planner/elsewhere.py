@@ -15,7 +15,7 @@ from planner.errors import InfeasibleError, PinError
 from planner.explore import Divisions, Nothing, Searched, explore
 from planner.fitting import fitted
 from planner.looks import Best, Setting
-from planner.offload import offloaded_s
+from planner.offload import offloaded_s, stages_followed
 from planner.pins import Pins
 from planner.problem import evaluate
 from planner.recompute import ladder
@@ -41,11 +41,6 @@ def check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
             "much they are scaled, so that none can be used earlier: pin 'update' 'after', or leave out pipelines, "
             "'pipeline' and 'micro_batches'"
         )
-    if (pipelines or pins.in_turns) and pins.activations:
-        raise PinError(
-            f"pin 'activations' is {pins.activations!r}, but in turns what is saved for backward does not leave the "
-            "device: leave it out, or pipelines, 'pipeline' and 'micro_batches'"
-        )
     cluster.home(pins.tier == "disk")
 
 
@@ -61,7 +56,7 @@ def elsewhere(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Sea
 def _planned(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Searched:
     """The fastest plan that fits with model data elsewhere, by what the timetable says of a few."""
     found = fitted(_with_room(setting), skeleton, divisions)
-    if setting.training.activations:
+    if setting.training.activations and found.staged is None:
         return _with_amount(setting, skeleton, found)
     return found if setting.training.tier != "either" else _leaving_room(setting, skeleton, divisions, found)
 
@@ -140,12 +135,14 @@ def _leaving_room(setting: Setting, skeleton: Skeleton, divisions: Divisions, fo
 
 
 def _check_leaving(found: Searched, pins: Pins) -> None:
-    """Refuse a count of more blocks than save anything that may leave."""
+    """Refuse a count of more blocks than save anything that may leave, of every stage."""
     if not isinstance(pins.activations, int):
         return
-    blocks = 0 if found.memory is None else len({each.left for each in found.memory.saved})
+    stages = stages_followed(found.recomputing, found.memory, found.staged)
+    blocks = max(len({each.left for each in stage.saved}) for stage in stages)
     if blocks < pins.activations:
+        where = " of a stage" if len(stages) > 1 else ""
         raise PinError(
-            f"pin 'activations' is {pins.activations}, but {blocks} blocks save for backward what may leave the "
+            f"pin 'activations' is {pins.activations}, but {blocks} blocks{where} save for backward what may leave the "
             "device: pin that many, or 'all'"
         )

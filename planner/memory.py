@@ -66,7 +66,8 @@ class Usage:
         saved_bytes: of what is held between forward and backward, without leaves.
         read_again: the leaves whose own memory backward of a block may read, by its number; where parameters are at
             home on the host.
-        saved: what blocks save that may leave in between, where the plan lets it; then ``by_block`` is without it.
+        saved: what blocks save that may leave in between, where the plan lets it; then ``by_block`` and ``saved_bytes``
+            are without it.
     """
 
     peak_bytes: int
@@ -249,12 +250,13 @@ class _Step:
         )
 
     def leaving(self) -> Usage:
-        """:meth:`usage`, and what of all that is saved may leave; ``by_block`` is what is beside that."""
+        """:meth:`usage`, and what of all that is saved may leave; ``by_block`` and ``saved_bytes`` are beside that."""
         found = self.usage()
         assert self.saves is not None
         saved = first_of(self.saves.found, self.space.training.activations)
         away = {number: each.left for each in saved for number in each.storages}
-        return replace(found, by_block=_Step(self.wiring, [], self.blocks, away).usage().by_block, saved=saved)
+        beside = _Step(self.wiring, [], self.blocks, away).usage()
+        return replace(found, by_block=beside.by_block, saved_bytes=beside.saved_bytes, saved=saved)
 
     def _note_saved(self, saves: Saves, instance: Instance, inputs: Mapping[Ref, Value], tapes: Iterable[Tape]) -> None:
         """Note what an instance, whose forward is over, has saved."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -151,10 +152,30 @@ def _check_home(step: RankStep, needed: int, saved: int = 0) -> None:
 
 
 def saved_bytes(table: Timetable) -> int:
-    """Bytes of what blocks save that leave between forward and backward."""
-    return sum(
-        table.trace.item[name].bytes for entry in table.entries for name in entry.evict if name.startswith(SAVED)
-    )
+    """Bytes at home of what blocks save that leaves between forward and backward."""
+    return sum(saved_homes(table))
+
+
+def saved_homes(table: Timetable) -> tuple[int, ...]:
+    """Bytes of the memories at home in which what blocks save takes turns, falling.
+
+    Each is of one size; an item has one of its own size from its eviction until it is dropped for the last time. So
+    micro-batches that are not in flight together share theirs.
+    """
+    last = {name: place for place, entry in enumerate(table.entries) for name in entry.drop}
+    taken: set[str] = set()
+    now, most = Counter[int](), Counter[int]()
+    for place, entry in enumerate(table.entries):
+        for name in taken.intersection(entry.drop):
+            if last[name] == place:
+                taken.remove(name)
+                now[table.trace.item[name].bytes] -= 1
+        for name in entry.evict:
+            if name.startswith(SAVED) and name not in taken:
+                taken.add(name)
+                now[table.trace.item[name].bytes] += 1
+        most |= now
+    return tuple(sorted(most.elements(), reverse=True))
 
 
 @dataclass(frozen=True)
@@ -197,12 +218,23 @@ def _where(step: RankStep, moment: str) -> str:
     return moment if is_alone else f"{moment}, on pipeline rank {step.rank}"
 
 
-def _steps(assignment: Assignment, memory: Usage | None, on_device_s: float, staged: Staged | None) -> list[RankStep]:
-    """The step of every rank of the pipeline, or of the only one."""
+def stages_followed(assignment: Assignment, memory: Usage | None, staged: Staged | None) -> list[Usage]:
+    """What every stage holds in a forward and a backward of a micro-batch; of a step in one turn what it holds.
+
+    Args:
+        memory, staged: as in :func:`offloaded`.
+    """
     if staged is None:
         assert memory is not None
-        return [RankStep(assignment, {0: memory}, on_device_s)]
-    usages = [usage(assignment, range(*ends)) for ends in pairwise(staged.cut.bounds)]
+        return [memory]
+    return [usage(assignment, range(*ends)) for ends in pairwise(staged.cut.bounds)]
+
+
+def _steps(assignment: Assignment, memory: Usage | None, on_device_s: float, staged: Staged | None) -> list[RankStep]:
+    """The step of every rank of the pipeline, or of the only one."""
+    usages = stages_followed(assignment, memory, staged)
+    if staged is None:
+        return [RankStep(assignment, {0: usages[0]}, on_device_s)]
     placed = staged.pipeline.placed
     return [
         RankStep(

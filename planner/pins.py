@@ -63,8 +63,8 @@ class Pins:
             many as makes the step shortest; on ``disk``; ``None``: on the device.
         update: when the host updates model data that is at home there: ``after`` all of backward, or in ``backward``,
             each block as soon as its gradients are complete.
-        activations: of how many blocks, the first ones, what is saved for backward may leave for where model data is
-            at home: a count or ``all``; ``None`` leaves it to the search.
+        activations: of how many blocks, the first ones (of each stage), what is saved for backward may leave for where
+            model data is at home: a count or ``all``; ``None`` leaves it to the search.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)

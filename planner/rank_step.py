@@ -8,7 +8,8 @@ A step in turns is the actions of its schedule one after another: a micro-batch'
 of a stage. The first backward of a block makes its gradients, and the others add to them; where they have left the
 device meanwhile, they come back for it.
 
-What blocks save for backward may be items, too, where the plan lets it leave: made in forward, read in backward.
+What blocks save for backward may be items, too, where the plan lets it leave: made in forward, read in backward; of
+each micro-batch others.
 
 A chunk that *stays* is on the device throughout, and is updated there; nothing of it is in the trace.
 """
@@ -149,12 +150,15 @@ class RankStep:
         return Trace(tuple(moments), tuple(items), {"host": link})
 
     def _saved_items(self) -> list[Item]:
-        """What blocks save for backward and may leave in between; of a step in one turn."""
+        """What blocks save for backward and may leave in between, of each micro-batch."""
         found = []
-        for saved in (each for usage in self.usages.values() for each in usage.saved):
-            back = (Use(self._names[number][1]) for number in reversed(saved.savers))
-            uses = (Use(self._names[saved.left][0], "w"), *back)
-            found.append(Item(saved_item(self.assignment, saved), saved.bytes, uses))
+        for there in (action for action in self.actions if action.kind == "F"):
+            again = Action(there.stage, "B", there.micro_batch)
+            for saved in self.usages[there.stage].saved:
+                back = (Use(self._called(number, again)) for number in reversed(saved.savers))
+                uses = (Use(self._called(saved.left, there), "w"), *back)
+                name = of_turn(saved_item(self.assignment, saved), self._turn(there))
+                found.append(Item(name, saved.bytes, uses))
         return found
 
     def _entered(self, action: Action, moves: Collection[Chunk]) -> Iterator[int]:
@@ -171,7 +175,11 @@ class RankStep:
 
     def _called(self, number: int, action: Action) -> str:
         name = self._names[number][action.kind != "F"]
-        return of_turn(name, None if self.staged is None else action.micro_batch)
+        return of_turn(name, self._turn(action))
+
+    def _turn(self, action: Action) -> int | None:
+        """The micro-batch of an action, where a step has several."""
+        return None if self.staged is None else action.micro_batch
 
     @cached_property
     def _names(self) -> dict[int, tuple[str, str]]:

@@ -1,7 +1,8 @@
 """Activations: chunks of what blocks save for backward, which may leave the device after forward.
 
 On the device a chunk is the storages that autograd saved, or others like them when it has come back; at home it is one
-memory. What backward asks for is made a tensor of its storage again (:class:`autopar.runtime.held.Held`).
+memory, of those in which all chunks take turns. What backward asks for is made a tensor of its storage again
+(:class:`autopar.runtime.held.Held`).
 
 The step after, or a backward that does not follow the timetable, may find some of it still asked for: then what is not
 at home goes there before it leaves the device, and is read from there.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.held import Held
-from autopar.runtime.tiers import Arena, Chunk, Link
+from autopar.runtime.tiers import Arena, Chunk, Homes, Link
 
 
 class Activations(Chunk):
@@ -27,15 +28,13 @@ class Activations(Chunk):
 
     Args:
         sizes: bytes of the storages that were planned to leave.
-        leaves: whether the timetable has it leave the device, so that it needs a home.
+        homes: memories at home, one of its size for when the timetable has it leave.
     """
 
-    def __init__(self, name: str, sizes: Sequence[int], device: torch.device, arena: Arena, link: Link, leaves: bool):
+    def __init__(self, name: str, sizes: Sequence[int], device: torch.device, arena: Arena, link: Link, homes: Homes):
         super().__init__(name, sum(sizes), arena, link)
-        self._sizes, self._device = Counter(sizes), device
+        self._sizes, self._device, self._homes = Counter(sizes), device, homes
         self._saved: _Saved | None = None
-        self._home = link.home(self.bytes, name) if leaves else None
-        self._at_home: weakref.ref[_Saved] | None = None
 
     def hold(self, storages: Iterable[Sequence[Held]]) -> None:
         """Take what was saved, of each storage all that is held of it: those of planned sizes, and of others (under
@@ -63,11 +62,9 @@ class Activations(Chunk):
         """Start to copy what is there into memory that nobody reads any more."""
         if self._saved is None:
             return None
-        last = None if self._at_home is None else self._at_home()
-        if self._home is None or last is not None:
-            self._home = self.link.home(self.bytes, self.name)
-        self._at_home = weakref.ref(self._saved)
-        return self._saved.go(self._home)
+        home = self._homes.take(self.bytes)
+        home = self.link.home(self.bytes, self.name) if home is None else home
+        return self._saved.go(home.detach())  # another tensor of the same storage, so that who holds it is counted
 
     def _drop(self) -> None:
         if self._saved is None:
@@ -75,7 +72,7 @@ class Activations(Chunk):
         if self._saved.is_asked_for and self._saved.home is None:
             self.link.wait(self._go_home())
         self._saved.here = []
-        if self._saved.home is None:
+        if not self._saved.is_asked_for:
             self._saved = None
 
     def _fetch(self) -> None:

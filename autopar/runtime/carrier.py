@@ -70,12 +70,14 @@ class CarriedSaved:
         sizes: bytes of its storages.
         left: the number of the block in whose forward it is left.
         savers: the numbers of the blocks that save it.
+        micro_batch: in whose forward and backward they do; ``None``: a step has but one.
     """
 
     name: str
     sizes: tuple[int, ...]
     left: int
     savers: tuple[int, ...]
+    micro_batch: int | None = None
 
 
 class _Lost(Held):
@@ -114,11 +116,12 @@ class Carrier:
         disk: where parameters and gradients are at home, if not in the host's memory.
         is_in_turns: whether a step is several micro-batches, whose gradients are added up.
         saved: what leaves between forward and backward.
+        homes: bytes of the memories at home in which that takes turns, falling.
 
     Attributes:
         arena: what the device may hold of chunks.
         bytes_moved: of the last whole step, by direction.
-        micro_batch: the one of a step in turns that is computed.
+        micro_batch: the one that is computed of a step in turns.
         token: while the program runs, what every block takes as it is left, so that backward comes to parameters last.
     """
 
@@ -131,10 +134,11 @@ class Carrier:
         disk: Disk | None = None,
         is_in_turns: bool = False,
         saved: Sequence[CarriedSaved] = (),
+        homes: Sequence[int] = (),
     ):
         self.table, self.arena, self.link = table, Arena(table.budget_bytes), Link(device, disk)
         self.bytes_moved: dict[str, int] = {}
-        self.is_in_turns, self.micro_batch = is_in_turns, 0
+        self.is_in_turns, self.micro_batch = is_in_turns, 0 if is_in_turns else None
         self._moments = moments
         self._parameters = {
             each.name: Parameters(each.name, each.bytes, each.starts, device, self.arena, self.link) for each in carried
@@ -142,11 +146,12 @@ class Carrier:
         self._gradients: dict[str, Gradients] = {}
         self._sharing = self._used_early() & {each.gradients for each in carried}
         sizes = shared(item.bytes for item in table.trace.items if item.name in self._sharing)
-        self._shared = Homes(sizes, self.link, self._settle_next)
-        leaving = {name for entry in table.entries for name in entry.evict}
+        self._shared = Homes(sizes, self.link, "gradients", self._settle_next)
+        saved_homes = Homes(homes, self.link, "activations")
+        saved_homes.make()
         self._saved = {
-            (each.left, each.savers): Activations(
-                each.name, each.sizes, device, self.arena, self.link, each.name in leaving
+            (each.micro_batch, each.left, each.savers): Activations(
+                each.name, each.sizes, device, self.arena, self.link, saved_homes
             )
             for each in saved
         }
@@ -235,13 +240,18 @@ class Carrier:
         for item, _ in self.table.trace.used[place]:
             self._chunks[item.name].check_present(moment.name)
 
+    def turn_to(self, micro_batch: int) -> None:
+        """A step in turns goes on with this micro-batch; what the one before still held for backward stays."""
+        self.micro_batch = micro_batch
+        self._held.clear()
+
     def called_block(self, number: int) -> str:
         """A block by its number and path."""
         return self._moments[number][0].removeprefix("forward ")
 
     def _moment(self, number: int, is_backward: bool) -> str:
         """The name of the moment in which a block is entered."""
-        return of_turn(self._moments[number][is_backward], self.micro_batch if self.is_in_turns else None)
+        return of_turn(self._moments[number][is_backward], self.micro_batch)
 
     def _begin(self) -> None:
         """A step begins: as the one before ended, or with the timetable's beginning."""
@@ -372,8 +382,8 @@ class Carrier:
                 savers = tuple(sorted({saver for saver, _ in found}))
                 groups.setdefault(savers, []).append([held for _, held in found])
         for savers, storages in groups.items():
-            if (number, savers) in self._saved:
-                self._saved[number, savers].hold(storages)
+            if (self.micro_batch, number, savers) in self._saved:
+                self._saved[self.micro_batch, number, savers].hold(storages)
 
     def check_leaving(self, number: int, values: Sequence[Tensor]) -> None:
         """Raise :class:`TimetableError` if a block hands on the memory of parameters that are its own."""

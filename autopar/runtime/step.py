@@ -282,7 +282,7 @@ class _Run:
         action = Action(stage.number, kind, turn)
         self.step.turns.now = turn % self.step.turns.count
         if self.step.carrier is not None:
-            self.step.carrier.micro_batch = self.step.turns.now
+            self.step.carrier.turn_to(self.step.turns.now)
         self.step.recorder.begin(kind, action)
         try:
             if kind == "F":

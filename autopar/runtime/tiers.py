@@ -251,16 +251,22 @@ class Parameters(Chunk):
 
 
 class Homes:
-    """Memories at home in which gradients of chunks take turns that are used as they arrive.
+    """Memories at home in which chunks take turns: gradients that are used as they arrive, and what blocks save.
 
     Args:
         sizes: bytes of each, falling.
+        what: they are for.
         wait: for what holds some to be over; whether there was anything to wait for.
     """
 
-    def __init__(self, sizes: Sequence[int], link: Link, wait: Callable[[], bool]):
-        self._sizes, self._link, self._wait = sizes, link, wait
+    def __init__(self, sizes: Sequence[int], link: Link, what: str, wait: Callable[[], bool] = lambda: False):
+        self._sizes, self._link, self._what, self._wait = sizes, link, what, wait
         self._made: dict[int, Tensor] = {}
+
+    def make(self) -> None:
+        """Make all of them, before any is wanted."""
+        for number, size in enumerate(self._sizes):
+            self._made[number] = self._link.home(size, self._what)
 
     def take(self, size: int) -> Tensor | None:
         """The smallest one of at least so many bytes that nobody holds, as soon as there is one; ``None``: somebody
@@ -269,7 +275,7 @@ class Homes:
         while True:
             for number in reversed(range(bisect_right(self._sizes, -size, key=operator.neg))):
                 if number not in self._made:
-                    self._made[number] = self._link.home(self._sizes[number], "gradients")
+                    self._made[number] = self._link.home(self._sizes[number], self._what)
                 if not is_held_elsewhere(self._made[number]):
                     return self._made[number]
             if not self._wait():

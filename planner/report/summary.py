@@ -191,7 +191,8 @@ def offloads(document: Document) -> str:
     data = (
         [f"parameters, gradients and optimizer state of {_chunks(document, chunks)} at home {home}"] if chunks else []
     )
-    data += [f"activations of {left} of {saved} blocks {home} between forward and backward"] if saved else []
+    turns = "" if document.pipeline is None else "forwards of "
+    data += [f"activations of {left} of {saved} {turns}blocks {home} between forward and backward"] if saved else []
     if not data:
         return "nothing: all model data stays on the device"
     return f"{'; '.join(data)}; a step fetches {in_bytes(sizes['fetch'])} and evicts {in_bytes(sizes['evict'])}{early}"

@@ -376,7 +376,7 @@ class OnDevice(LiveBytes):
         super().__init__()
         parameters = carrier._parameters.values()
         flats = [flat for each in parameters for flat in (each._home, each.here) if flat is not None]
-        flats += [each._home for each in carrier._saved.values() if each._home is not None]
+        flats += [home for each in carrier._saved.values() for home in each._homes._made.values()]
         for tensor in (*flats, *(each for chunk in parameters for each in chunk.kept.values()), *pmodel.buffers()):
             self._known[tensor.untyped_storage()._cdata] = 0
             weakref.finalize(tensor.untyped_storage(), self._drop, tensor.untyped_storage()._cdata)

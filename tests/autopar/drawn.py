@@ -66,12 +66,14 @@ def plan_of(seed: int, ranks: int) -> Plan:
     """A random plan of a random model, with a random budget and timetable."""
     draw, model = random.Random(-seed - 1), model_of(seed)
     pin: dict[str, Any] = {"offload": "host", "recompute": draw.choice(["none", "selective", "full"])}
+    pin |= {"activations": draw.choice(["none", "all", "all"])}
     if draw.random() < 0.5:
-        pin |= {"update": draw.choice(["after", "backward"]), "activations": draw.choice(["none", "all"])}
+        pin |= {"update": draw.choice(["after", "backward"])}
         pin |= {"data": 2, "zero": draw.choice([0, 2, 3])} if ranks > 1 else {}
     else:
         pin |= {"micro_batches": 2}
-        pin |= draw.choice([{"pipeline": 2}, {"data": 2, "zero": draw.choice([0, 3])}]) if ranks > 1 else {}
+        pipeline = {"pipeline": 2, "schedule": draw.choice(["gpipe", "1f1b"])}
+        pin |= draw.choice([pipeline, {"data": 2, "zero": draw.choice([0, 3])}]) if ranks > 1 else {}
     cluster = ClusterSpec.local(ranks, "1 GiB", cores=2, host_memory_bytes="1 GiB")
     plan = autopar.plan(model, cluster, example_kwargs=batch_of(model, 0), pin=pin)
     share, solve, tables = draw.choice([0.0, draw.random() / 3]), draw.choice(TIMETABLES), []

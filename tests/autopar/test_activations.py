@@ -25,6 +25,8 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("functional-gpt", {"activations": "all", "recompute": "full", "data": 2, "zero": 3}, 2),
     ("gpt2", {"activations": 2, "tensor": 2, "recompute": "none"}, 2),
     ("shared-layers", {"activations": "all", "recompute": "none"}, 1),
+    ("functional-gpt", {"activations": 2, "micro_batches": 4}, 1),
+    ("functional-gpt", {"activations": "all", "pipeline": 2, "micro_batches": 4, "schedule": "gpipe"}, 2),
 ]
 
 
@@ -35,16 +37,15 @@ def pool() -> Iterator[LocalProcesses]:
 
 
 def tight(plan: Plan) -> Plan:
-    """The same on the smallest device that will do."""
-    assert plan.timetable is not None
-    trace = plan.timetable.trace
-    return replace(plan, timetables=(fewest_bytes(trace, max(trace.needed_bytes)),))
+    """The same on the smallest devices that will do, one for each rank."""
+    tables = (fewest_bytes(table.trace, max(table.trace.needed_bytes)) for table in plan.timetables)
+    return replace(plan, timetables=tuple(tables))
 
 
 def leaving(plan: Plan) -> list[str]:
     """What of all that is saved leaves."""
-    assert plan.timetable is not None
-    return [name for entry in plan.timetable.entries for name in entry.evict if name.startswith(SAVED)]
+    entries = (entry for table in plan.timetables for entry in table.entries)
+    return [name for entry in entries for name in entry.evict if name.startswith(SAVED)]
 
 
 @pytest.mark.parametrize("name, pin, ranks", CASES, ids=str)
@@ -60,21 +61,44 @@ def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
     pool.run(carried.goes_other_ways, "functional-gpt", plan.to_dict(), ranks=2)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_the_device_holds_what_was_planned(pool: LocalProcesses, recompute: str) -> None:
-    pin = {"activations": "all", "recompute": recompute}
-    least = tight(carried.plan_of("gpt2", pin, 1)).timetable
-    assert least is not None
-    document = carried.plan_of("gpt2", pin, 1, memory_bytes=int(least.budget_bytes / 0.9) + 1).to_dict()
-    ((seen, planned),) = pool.run(carried.holds_no_more_than_planned, "gpt2", document, ranks=1)
-    assert planned * 0.85 <= seen <= planned * 1.05
+@pytest.mark.parametrize(
+    "name, pin, ranks",
+    [
+        ("gpt2", {"recompute": "none"}, 1),
+        ("gpt2", {"recompute": "full"}, 1),
+        ("functional-gpt", {"recompute": "none", "micro_batches": 4}, 1),
+        ("llama", {"recompute": "none", "pipeline": 2, "micro_batches": 4, "schedule": "gpipe"}, 2),
+    ],
+    ids=str,
+)
+def test_the_device_holds_what_was_planned(pool: LocalProcesses, name: str, pin: dict[str, Any], ranks: int) -> None:
+    pin = {"activations": "all", **pin}
+    least = max(table.budget_bytes for table in tight(carried.plan_of(name, pin, ranks)).timetables)
+    plan = carried.plan_of(name, pin, ranks, memory_bytes=int(least / 0.9) + 1)
+    assert leaving(plan)
+    for seen, planned in pool.run(carried.holds_no_more_than_planned, name, plan.to_dict(), ranks=ranks):
+        assert planned * 0.85 <= seen <= planned * 1.05
 
 
-@pytest.mark.parametrize("name, autocast", [("gpt2", False), ("functional-gpt", True)])
-def test_dropout_and_autocast_compute_the_same_bits(pool: LocalProcesses, name: str, autocast: bool) -> None:
+def test_steps_in_turns_go_on(pool: LocalProcesses) -> None:
+    """And none of them takes more memory at home than was planned."""
+    plan = tight(carried.plan_of("mlp", {"activations": "all", "micro_batches": 4}, 1))
+    assert leaving(plan)
+    pool.run(saved.takes_no_more_of_the_host, plan.to_dict(), ranks=1)
+    pool.run(carried.goes_on_in_turns, plan.to_dict(), ranks=1)
+
+
+@pytest.mark.parametrize(
+    "name, autocast, turns",
+    [("gpt2", False, {}), ("functional-gpt", True, {}), ("gpt2", False, {"micro_batches": 2})],
+    ids=str,
+)
+def test_dropout_and_autocast_compute_the_same_bits(
+    pool: LocalProcesses, name: str, autocast: bool, turns: dict[str, int]
+) -> None:
     model, batch = MODELS[name].build()
     cluster = ClusterSpec.local(1, "1 GiB", cores=2, host_memory_bytes="1 GiB")
-    pins: list[dict[str, Any]] = [{"offload": "host", "activations": "all"}, {}]
+    pins: list[dict[str, Any]] = [{"offload": "host", "activations": "all", **turns}, turns]
     moving, plain = (autopar.plan(model, cluster, example_kwargs=batch, pin=pin) for pin in pins)
     moving = tight(moving)
     assert leaving(moving)

@@ -157,8 +157,6 @@ def test_pins_come_back_as_the_user_wrote_them() -> None:
             r"'update' is 'backward', but .*: pin 'update' 'after', or leave",
         ),
         ({"update": "backward"}, True, r"'update' is 'backward', but a step in turns .* leave out pipelines"),
-        ({"micro_batches": 2, "activations": 2}, False, r"'activations' is 2, but in turns .* leave it out, or pipel"),
-        ({"activations": "all"}, True, r"'activations' is 'all', but in turns .* does not leave the device"),
     ],
     ids=str,
 )
