@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 from planner.cluster import ClusterSpec
@@ -77,12 +78,12 @@ class Division:
 
     def distance(self, other: Division) -> float:
         """How far another one is: doublings of stages, micro-batches and the last axis, and an axis more or less."""
-        pairs = zip(self._measures, other._measures, strict=True)
-        return sum(abs(math.log2(mine / theirs)) for mine, theirs in pairs)
+        return sum(abs(mine - theirs) for mine, theirs in zip(self._measures, other._measures, strict=True))
 
-    @property
-    def _measures(self) -> tuple[int, ...]:
-        return self.stages, self.mesh.micro_batches, self.mesh.sizes[-1], 2 ** len(self.mesh.in_turns(1).axes)
+    @cached_property
+    def _measures(self) -> tuple[float, ...]:
+        sizes = self.stages, self.mesh.micro_batches, self.mesh.sizes[-1]
+        return *map(math.log2, sizes), float(len(self.mesh.in_turns(1).axes))
 
     def __str__(self) -> str:
         return sizes_text(self.sizes) + IN_EACH * (self.gathers == "each")

@@ -193,7 +193,8 @@ def _best_first(
     arithmetic, schedule = Arithmetic(skeleton, setting.cost), setting.pins.schedule
     waiting = [begin(division, arithmetic.bound_s(division, schedule), rungs) for division in divisions]
     is_turned = any(division.in_turns for division in divisions)
-    first = seeds(divisions, setting.cost.cluster, skeleton.graph) if is_turned else []
+    usual = seeds(divisions, setting.cost.cluster, skeleton.graph) if is_turned else []
+    first = {division: number for number, division in enumerate(usual)}
     closed, is_deeper = list[Look](), False
     while waiting:
         is_late = setting.is_late()
@@ -226,14 +227,13 @@ def _best_first(
     return best, sorted(closed, key=place)
 
 
-def _turn(look: Look, first: Sequence[Division], best: Best | None) -> tuple[float, float]:
+def _turn(look: Look, first: Mapping[Division, int], best: Best | None) -> tuple[float, float]:
     """Which look is next, the least: plans of ``first``, then of divisions like the best plan's, then by bound."""
     division, bound_s = look.candidate.division, look.candidate.bound_s
-    if division in first and not look.is_tried:
-        return -1, first.index(division)
-    once = replace(division, gathers="once")
-    if best is None and once in first and not look.is_tried:
-        return -1, first.index(once)
+    if not look.is_tried:
+        wanted = division if best is not None else replace(division, gathers="once")
+        if wanted in first:
+            return -1, first[wanted]
     if look.is_tried or best is None:
         return NEAR + 1, bound_s
     return min(division.distance(best.division), NEAR + 1), bound_s

@@ -370,7 +370,7 @@ def filters(
     context = labels("context") if {"context", "tensor"} & set(names) else {}
     stream = labels("stream") if pins.sequence_parallel is False and "tensor" in names else {}
     _check_recipe(pins, graph, mesh, context)
-    weighted = _weighted(graph, rules)
+    weighted = _weighted(graph, rules) if "tensor" in names else {}
     _check_weights(pins, mesh, rules, weighted)
     _check_layers(pins, graph, rules, mesh)
 
