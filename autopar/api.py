@@ -35,6 +35,7 @@ from planner.graph import Graph
 from planner.memory import usage
 from planner.mesh import MAX_AXES
 from planner.offload import offloaded, saved_bytes
+from planner.pace import pace_of
 from planner.pins import Pins, filters
 from planner.pipeline.schedule import schedule
 from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restage, restore
@@ -247,7 +248,8 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     pins = Pins.parse(plan.pin)
     kept, stages = filters(pins, traced.graph, rules, plan.mesh), 1 if plan.pipeline is None else plan.pipeline.ranks
     training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.gathers)
-    space = Space(folded, plan.mesh, CostModel(plan.cluster), training, rules, *kept, stages=stages)
+    pace = pace_of(stages, plan.mesh.micro_batches, pins.schedule)
+    space = Space(folded, plan.mesh, CostModel(plan.cluster), training, rules, *kept, pace=pace)
     return restore(plan, space, facts)
 
 

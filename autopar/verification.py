@@ -45,6 +45,7 @@ from planner.fold import Folded, fold, refold
 from planner.formulate import Space, rules_of
 from planner.graph import Graph, Ref
 from planner.layout import Layout, Mesh
+from planner.pace import pace_of
 from planner.pins import Pins, filters
 from planner.plan import Plan
 from planner.predict import collectives
@@ -481,7 +482,8 @@ def space_on(
     rules = rules_of(traced.graph)
     folded = fold(traced.graph) if folded is None else folded
     kept = filters(pins, traced.graph, rules, mesh)
-    return Space(folded, mesh, CostModel(cluster), training or Training(), rules, *kept, stages=stages)
+    pace = pace_of(stages, mesh.micro_batches, pins.schedule)
+    return Space(folded, mesh, CostModel(cluster), training or Training(), rules, *kept, pace=pace)
 
 
 def decide_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, time_limit_s: float = 60.0) -> Assignment:

@@ -116,7 +116,7 @@ def of_part(
     """
     space, of, without = assignment.space, list[str](), list[str]()
     if space.stages > 1:
-        filling = ", with the least that it waits for the pipeline to fill and to empty" if space.waits else ""
+        filling = ", with the least that it waits for the pipeline to fill and to empty" * bool(space.pace.waits)
         of.append(f"the average of {space.stages} ranks{filling}")
         without.append("the schedule with its bubble, and what the slowest rank takes more")
     decided = (levels for kind in range(len(space.folded.kinds)) for levels in assignment.recompute.levels(kind))
@@ -148,9 +148,7 @@ class Decided(Space):
             space.training,
             space.rules,
             skeleton=skeleton,
-            stages=space.stages,
-            rounds=space.rounds,
-            waits=space.waits,
+            pace=space.pace,
         )
         self._assignment = assignment
         self._prices.computed = space._prices.computed

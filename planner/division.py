@@ -20,6 +20,7 @@ from planner.kernel import kernel_of
 from planner.layout import Mesh
 from planner.mesh import batch_ranks, candidate_meshes, pinned_mesh
 from planner.ops import OPS
+from planner.pace import Pace, pace_of
 from planner.pins import Pins
 from planner.pipeline.schedule import VIRTUAL_STAGES
 from planner.pipeline.stages import Pipeline
@@ -31,8 +32,6 @@ SCHEDULES = ("1f1b", "interleaved_1f1b")
 """Schedules that are tried where none is pinned."""
 VIRTUAL = (1, 2, 4, 8)
 """So many stages a rank may have where their number is not pinned."""
-OUT_OF_TURN = ("zero_bubble", "zbv", "dualpipev", "2bw")
-"""Schedules in which a micro-batch need not be through with one stage's backward before the next one's."""
 MOST_TURNS = 16
 """So many numbers of micro-batches are tried at most; of more divisors, those that leave ranks 1, 2, 4, ... samples."""
 
@@ -53,17 +52,9 @@ class Division:
         """Whether a step is more than one forward and one backward on every rank."""
         return self.stages > 1 or self.mesh.micro_batches > 1
 
-    def rounds(self, schedule: str | None = None) -> float:
-        """How often a step at least takes what one micro-batch takes in all stages: as often as the average rank works
-        on one, and once for the way of one through all stages and back; unless the schedule lets the gradients of
-        weights wait, or steps overlap.
-        """
-        average = self.mesh.micro_batches / self.stages
-        return average if schedule in OUT_OF_TURN else max(1.0, average)
-
-    def waits(self, schedule: str | None = None) -> bool:
-        """Whether ranks wait for the pipeline to fill and to empty, beside what :meth:`rounds` says."""
-        return 1 < self.stages <= self.mesh.micro_batches and schedule not in OUT_OF_TURN
+    def pace(self, schedule: str | None = None) -> Pace:
+        """That of the average rank of all its pipelines."""
+        return pace_of(self.stages, self.mesh.micro_batches, schedule)
 
     @property
     def in_flight(self) -> float:
@@ -308,9 +299,9 @@ class Arithmetic:
     """
 
     def __init__(self, skeleton: Skeleton, cost: CostModel):
+        self._skeleton = skeleton
         self._kinds = [instance.kind for instance in skeleton.folded.instances]
         self._of = {kind: Least() for kind in self._kinds}
-        self._waited: dict[int, Least] = {}
         start_s = 0.0 if cost.cluster.calibration is not None else cost.cluster.device.launch_overhead_s
         for role, names in skeleton.members.items():
             node = skeleton.graph.by_name[names[0]]
@@ -321,19 +312,18 @@ class Arithmetic:
         self._step = sum((self._of[kind] for kind in self._kinds), Least())
 
     def bound_s(self, division: Division, schedule: str | None = None) -> float:
-        """Seconds of a step at least; see :meth:`Division.rounds` and :meth:`Division.waits`."""
-        least = self._step * division.rounds(schedule)
-        if division.waits(schedule):
-            least += self._waits(division.stages)
-        return least.work_s * division.stages / division.mesh.micro_batches + least.starts_s
+        """Seconds of a step at least, at the pace of the average rank or of equal blocks."""
+        pace = division.pace(schedule)
+        paces = [pace, pace.packing(self._skeleton)] if division.stages > 1 else [pace]
+        return max(self._at(each) for each in paces if each is not None)
 
-    def _waits(self, stages: int) -> Least:
-        """What the average rank waits for: see :meth:`planner.formulate.Space.problem`."""
-        if stages not in self._waited:
-            first = enumerate(self._kinds[: stages - 1])
-            waited = (self._of[kind] * ((stages - 1 - at) / stages) for at, kind in first)
-            self._waited[stages] = sum(waited, Least())
-        return self._waited[stages]
+    def _at(self, pace: Pace) -> float:
+        if pace.packed is not None:
+            least = self._of[self._kinds[min(pace.packed.instances)]] * pace.packed.rounds
+        else:
+            least = self._step * pace.rounds
+            least += sum((self._of[k] * times for times, k in zip(pace.waits, self._kinds, strict=False)), Least())
+        return least.work_s * pace.stages / pace.micro_batches + least.starts_s
 
 
 @dataclass(frozen=True)

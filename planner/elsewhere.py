@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from planner.amounts import fastest_amount
 from planner.cluster import ClusterSpec
-from planner.division import OUT_OF_TURN
 from planner.errors import InfeasibleError, PinError
 from planner.explore import Divisions, Nothing, Searched, explore
 from planner.fitting import fitted
 from planner.looks import Best, Setting
 from planner.offload import offloaded_s, stages_followed
+from planner.pace import OUT_OF_TURN
 from planner.pins import Pins
 from planner.problem import evaluate
 from planner.recompute import ladder

@@ -26,6 +26,7 @@ from planner.graph import Graph, Node, Ref, static
 from planner.kernel import Stream, kernel_of
 from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS
+from planner.pace import Pace, pace_of
 from planner.problem import Edge, Floats, Ints, Problem, Vertex
 from planner.recompute import NOTHING, Recompute
 from planner.rules import Inner, Rule
@@ -80,11 +81,8 @@ class Space:
         training: what the step keeps per parameter.
         allow, allow_leaf: keep a strategy of an operator on an axis; keep a storage layout of a leaf.
         skeleton: that of the folded graph, where it is known already.
-        stages: of a pipeline, each on a mesh of its own like ``mesh``. With several, costs are those of the average
-            rank: no rank's, but all of what a lower bound needs.
-        rounds: how often a step at least takes what one micro-batch takes in all stages; left out: what the average
-            rank has of it.
-        waits: whether ranks of the pipeline moreover wait for the stages before theirs to fill and to empty.
+        pace: that of the average rank of a pipeline, each stage of which is on a mesh of its own like ``mesh``: costs
+            are no rank's, but all of what a lower bound needs. Left out: one stage.
         like: another space of the same graph, mesh, prices and rules.
 
     With micro-batches (:data:`planner.layout.MICRO`) work and storage are those of one. Where parameters are gathered
@@ -102,15 +100,12 @@ class Space:
         allow: Allow | None = None,
         allow_leaf: AllowLeaf | None = None,
         skeleton: Skeleton | None = None,
-        stages: int = 1,
-        rounds: float | None = None,
-        waits: bool = False,
+        pace: Pace | None = None,
         like: Space | None = None,
     ):
-        self.stages = stages
+        self.pace = pace or pace_of(1, mesh.micro_batches)
+        self.stages = self.pace.stages
         self.in_flight: float | None = None
-        self.rounds = mesh.micro_batches / stages if rounds is None else rounds
-        self.waits = waits
         self.folded, self.graph, self.mesh, self.cost, self.training = folded, folded.graph, mesh, cost, training
         self.rules = rules
         stated = cost.cluster.overlap
@@ -327,6 +322,16 @@ class Space:
         space.in_flight, space._last = in_flight, None
         return space
 
+    def at(self, pace: Pace) -> Space:
+        """The same decisions at another pace."""
+        space = copy.copy(self)
+        space.pace, space._last = pace, None
+        return space
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        return [instance.kind for instance in self.folded.instances]
+
     @cached_property
     def roles(self) -> tuple[Role, ...]:
         """Every decision, in the order of :attr:`options`."""
@@ -365,37 +370,56 @@ class Space:
         for flow, count in self.skeleton.flows.items():
             tail, head, ref, _ = flow
             pair, is_param = self._pair(flow), self.graph.by_name[ref.node].op == "param"
-            runs, kept = count + least.get(flow, 0), count
+            again, kept = least.get(flow, 0), count
             if is_param and not self.brings_once:
                 # Where it is gathered again, it is there only while an operator runs, and counts as that one's.
                 kept -= most.get(flow, 0)
             elif is_param and self.mesh.micro_batches > 1 and self.graph.type_of(ref).grad:
                 kept *= 2
-            key = (*map(id, pair), is_param, count, runs, kept)
+            packed = self._packed(flow)
+            key = (*map(id, pair), is_param, count, again, kept, packed)
             if key not in known:
-                known[key] = self._costs(pair, is_param, count, runs, kept)
+                known[key] = self._costs(pair, is_param, count, again, kept, packed)
             edges.append(Edge(index[tail], index[head], *known[key]))
         return Problem(self.vertices(limit_bytes, recompute, up_to), tuple(edges), limit_bytes)
 
     def _costs(
-        self, pair: tuple[Floats, Floats, Ints], is_param: bool, count: int, runs: int, kept: int
+        self, pair: tuple[Floats, Floats, Ints], is_param: bool, count: int, again: int, kept: int, packed: float
     ) -> tuple[Floats, Floats, Ints]:
         """Seconds, seconds in the background, and bytes held, of a conversion that occurs so often.
 
         Args:
-            runs: forward, with those that run again in backward.
+            again: how often it runs again in backward.
             kept: how many results are held, of a parameter.
+            packed: in which part of the blocks that are packed it occurs.
         """
         forward, backward, gathered = pair
         if not is_param:
-            return (forward * runs + backward * count) * self.rounds, np.zeros(forward.shape), gathered
-        there, back = ((count if self.brings_once else runs) * self.brought, count * self.brought)
+            work = self.pace.work(count, packed)
+            there_s = _often(forward, work + self.pace.again(count, again, packed))
+            return there_s + _often(backward, work), np.zeros(forward.shape), gathered
+        back = self.pace.once(count, packed) * self.brought
+        there = back if self.brings_once else back + self.pace.once_again(count, again, packed) * self.brought
         times = self.in_flight if self.in_flight is not None and not self.brings_once else 1
         held = self.on_average((gathered * kept * times).astype(np.int64))
-        there_s, back_s = forward * there / self.stages, backward * back / self.stages
+        there_s, back_s = _often(forward, there), _often(backward, back)
         if self.in_turns and not self.brings_once:  # nothing is beside it
             return there_s + back_s, np.zeros(forward.shape), held
         return there_s, back_s, held
+
+    def _packed(self, flow: Flow) -> float:
+        """In which part of the blocks that are packed a flow occurs: all or none, or its share where each is a kind."""
+        packed = self.pace.packed
+        if packed is None:
+            return 0.0
+        return self.skeleton.flows_among(packed.instances).get(flow, 0) / len(packed.instances)
+
+    def _packed_of(self, role: Role) -> float:
+        """The same of an operator, or a leaf of its own."""
+        packed = self.pace.packed
+        if packed is None or len(role) == 2:
+            return 0.0
+        return len(self.skeleton.among(packed.instances).get(cast(int, role[1]), ())) / len(packed.instances)
 
     def on_average(self, held: Ints) -> Ints:
         """Bytes that the average rank holds of what the stages hold together, rounded down so that bounds stay ones."""
@@ -411,7 +435,7 @@ class Space:
             held_with: amounts of recomputation; what is held is the least of what is held with each.
             limit_bytes: what a rank may hold.
         """
-        options, stages = self.options[role], self.stages
+        options = self.options[role]
         size, times = len(options), len(self.members.get(role, (role,)))
         time, cover = np.zeros(size), np.zeros(size)
         held, transient = np.zeros(size, np.int64), np.zeros(size, np.int64)
@@ -421,8 +445,8 @@ class Space:
                 for i, layout in enumerate(options):
                     assert isinstance(layout, tuple)
                     time[i], held[i] = self.storage(node, layout)
-                held = self.on_average(held * times)
-                return Vertex(str(role), time * times / stages, np.zeros(size), cover, held, transient)
+                held, once = self.on_average(held * times), self.pace.once(times, self._packed_of(role))
+                return Vertex(str(role), time * once, np.zeros(size), cover, held, transient)
             again = self.skeleton.runs_again(role, amounts[0])
             (forward, backward, inner_again, inner_backward), transient, parameters = self._works_of(node, options)
             inner = inner_again + inner_backward
@@ -432,26 +456,16 @@ class Space:
             is_away, on_host = self.training.tier != "device", self.cost.cluster.backend == "gloo"
             if is_away or (not self.in_turns and (again_everywhere or on_host)):
                 transient = transient + parameters
-            time = ((forward + backward + inner) * times + (forward + inner_again) * again) * self.rounds
-            time += (forward + backward + inner) * self._waited(role)
-            cover = backward * self.overlap * times / stages
+            packed, pace = self._packed_of(role), self.pace
+            time = (forward + backward + inner) * (pace.work(times, packed) + pace.waited(self._kinds, role[1]))
+            time += (forward + inner_again) * pace.again(times, again, packed)
+            cover = backward * self.overlap * pace.once(times, packed)
             held = np.min([self._held(role, node, options, each) for each in held_with], axis=0)
             held = self.on_average((held * (self.in_flight or 1.0)).astype(np.int64))
-            if stages > 1 and self.in_flight is None:  # the rank with this operator may hold less than the average
+            if self.stages > 1 and self.in_flight is None:  # the rank with this operator may hold less than the average
                 time = np.where(transient > limit_bytes, math.inf, time)
                 transient = np.zeros_like(transient)
         return Vertex(str(role), time, np.zeros(size), cover, held, transient)
-
-    def _waited(self, role: Role) -> float:
-        """How often the average rank waits for an operator of a role.
-
-        Rank ``r`` begins when the first micro-batch is through the ``r`` stages before its own, and is done before the
-        last one's way back through them; each of these stages has one block at least, in the order of the graph.
-        """
-        if not self.waits:
-            return 0.0
-        kinds = [instance.kind for instance in self.folded.instances[: self.stages - 1]]
-        return sum((self.stages - 1 - at) / self.stages for at, kind in enumerate(kinds) if kind == role[1])
 
     def _works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints, Ints]:
         """Seconds (as :class:`Work` has them), bytes, and bytes of parameters, of every choice of an operator.
@@ -705,6 +719,11 @@ class Space:
     @staticmethod
     def _layout_at_head(option: Choice | Layout, position: int) -> Layout:
         return option.operands[position] if isinstance(option, Choice) else option
+
+
+def _often(seconds: Floats, times: float) -> Floats:
+    """Seconds of what is done so often; what is forbidden stays so where nothing is known of how often."""
+    return seconds * times if times else np.where(np.isinf(seconds), math.inf, 0.0)
 
 
 class Moved(NamedTuple):

@@ -12,7 +12,8 @@ of the ladder. Between two of them costs change evenly, and the bounds of both e
 Where everything fits at the first step, no other is looked at: more recomputation would only take more time.
 
 Of a division in turns the second look bounds all its pipelines, by the problem of the average rank; the third cuts
-pipelines for what solves that, and for what solves the problem of a typical rank. A bound costs a fifth of a cut. Where
+pipelines for what solves that, and for what solves the problem of a typical rank, and where a better plan may be left
+bounds them by their equal blocks, too (:mod:`planner.pace`). A bound costs a fifth of a cut. Where
 memory then leaves no plan that gathers parameters once a step, or not the fastest, the same division that gathers them
 in each micro-batch is a candidate of its own.
 """
@@ -149,8 +150,6 @@ class Setting:
         """Every decision to take on one division."""
         mesh, graph = division.mesh, skeleton.graph
         kept = filters(self.pins, graph, self.rules, mesh, lambda label: self.labels(graph, label))
-        schedule = self.pins.schedule
-        least = division.rounds(schedule), division.waits(schedule)
         space = Space(
             skeleton.folded,
             mesh,
@@ -159,8 +158,7 @@ class Setting:
             self.rules,
             *kept,
             skeleton,
-            division.stages,
-            *least,
+            division.pace(self.pins.schedule),
             like=self.posed.get(division),
         )
         self.posed[division] = space
@@ -394,7 +392,21 @@ def _for_pipeline(setting: Setting, look: Look, best: Best | None) -> Look:
         look = _with_pipeline(setting, look, lightest(last), best)
     look = _with_pipeline(setting, look, look.relaxed, best)
     setting.took("solve", before)
-    return close(replace(look, is_sought=True), better(best, look))
+    best = better(best, look)
+    return close(replace(_packed(setting, look, best), is_sought=True), best)
+
+
+def _packed(setting: Setting, look: Look, best: Best | None) -> Look:
+    """The look with the bound of equal blocks, each of which one rank has whole, where that may be higher."""
+    pace = None if is_reached(look.candidate.bound_s, best) else look.space.pace.packing(look.space.skeleton)
+    if pace is None:
+        return look
+    before = time.monotonic()
+    problem = look.space.at(pace).problem(setting.limit_bytes, *look.amounts)
+    bounds = lower_bounds(problem, math.inf if best is None else _target_s(best))
+    setting.took("solve", before)
+    bound_s = max(look.candidate.bound_s, bounds.time_s)
+    return replace(look, candidate=replace(look.candidate, bound_s=bound_s))
 
 
 def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None, best: Best | None) -> Look:

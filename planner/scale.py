@@ -200,8 +200,7 @@ class Scale:
             for ref, by_dim in self._cuts.items()
         }
         skeleton = _Twin(space.skeleton, folded, rules, cuts)
-        turns = space.stages, space.rounds, space.waits
-        scaled = kind(folded, space.mesh, space.cost, space.training, rules, None, None, skeleton, *turns)
+        scaled = kind(folded, space.mesh, space.cost, space.training, rules, None, None, skeleton, space.pace)
         chosen = {role: _moved(decision, moved) for role, decision in self._chosen.items()}
         return replace(self.planned, space=scaled, chosen=chosen)
 

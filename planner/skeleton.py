@@ -17,6 +17,7 @@ from planner.again import Again, Backward
 from planner.charges import Charges, Places
 from planner.fold import Folded, Instance
 from planner.graph import Node, Ref
+from planner.ops import OPS
 from planner.recompute import NOTHING, Level, Recompute
 from planner.rules import Rule
 from planner.strategy import Cuts, Ways, Wires
@@ -71,6 +72,7 @@ class Skeleton:
         self._charged: dict[Recompute, dict[Role, Counter[Places]]] = {}
         self._takes: dict[tuple[str, Level], tuple[Flow, ...]] = {}
         self._flows_again: dict[Recompute, Mapping[Flow, int]] = {}
+        self._flows_among: dict[frozenset[int], Mapping[Flow, int]] = {}
 
     def survey(self) -> None:
         """Walk the whole graph now, not when a mesh first asks: what comes after does not grow with its depth."""
@@ -218,15 +220,51 @@ class Skeleton:
         """How often each flow occurs."""
         flows: Counter[Flow] = Counter()
         for instance, numbers in self._entered:
-            for node in instance.block.nodes:
-                for ref, positions in _operands(node).items():
-                    flows[self._flow(ref, self.role_of[node.name], positions)] += len(numbers)
+            for flow in self._read_by(instance):
+                flows[flow] += len(numbers)
         for position, ref in enumerate(self.graph.leaving):
             flows[self._flow(ref, ("output", position), (0,))] += 1
         for relay, ref in self.relays.items():
             role = self.role_of[ref.node]
             flows[role, relay, ref, (0,)] = len(self.members[role])
         return flows
+
+    def flows_among(self, instances: frozenset[int]) -> Mapping[Flow, int]:
+        """How often each flow occurs in some instances: by which of them it is read, or relayed."""
+        if instances not in self._flows_among:
+            flows, among = Counter[Flow](), self.among(instances)
+            for instance, numbers in self._entered:
+                count = len(among.get(instance.kind, set()).intersection(numbers))
+                for flow in self._read_by(instance) if count else ():
+                    flows[flow] += count
+            for relay, ref in self.relays.items():
+                role = self.role_of[ref.node]
+                if role[0] == "op" and role[1] in among:
+                    flows[role, relay, ref, (0,)] = len(among[cast(int, role[1])])
+            self._flows_among[instances] = flows
+        return self._flows_among[instances]
+
+    @cached_property
+    def equal_blocks(self) -> frozenset[int]:
+        """The most instances of one kind that take their operands from the same roles, of the kind with most work."""
+        most = max(range(len(self.flops)), key=lambda kind: self.flops[kind] * len(self.folded.kinds[kind]))
+        alike = max((numbers for instance, numbers in self._entered if instance.kind == most), key=len)
+        found = {*alike}
+        return frozenset(at for at, (kind, nth) in enumerate(self.numbers) if kind == most and nth in found)
+
+    def among(self, instances: frozenset[int]) -> Mapping[int, set[int]]:
+        """Which of their kind some instances are, by kind."""
+        found: dict[int, set[int]] = {}
+        for at in instances:
+            kind, nth = self.numbers[at]
+            found.setdefault(kind, set()).add(nth)
+        return found
+
+    def _read_by(self, instance: Instance) -> Iterator[Flow]:
+        """The flows of all that an instance of a block reads."""
+        for node in instance.block.nodes:
+            for ref, positions in _operands(node).items():
+                yield self._flow(ref, self.role_of[node.name], positions)
 
     @cached_property
     def reads(self) -> dict[Ref, tuple[tuple[Role, tuple[int, ...]], ...]]:
@@ -272,6 +310,16 @@ class Skeleton:
             for node in instance.block.nodes:
                 results = (self.representative(Ref(node.name, i)) for i in range(len(node.results)))
                 yield self.rules[node.name], tuple(map(self.representative, node.inputs)), tuple(results)
+
+    @cached_property
+    def flops(self) -> tuple[int, ...]:
+        """Forward operations of one block of each kind."""
+        found = []
+        for first, *_ in self.folded.kinds:
+            rows = ((node, OPS.get(node.op)) for node in first.block.nodes)
+            each = (row.flops(node, self.graph.input_types(node), self.rules[node.name]) for node, row in rows if row)
+            found.append(sum(each))
+        return tuple(found)
 
     def charge(self, node: Node, recompute: Recompute) -> Places:
         """Which of its tensors an operator pays for as kept for backward; see :mod:`planner.charges`."""

@@ -46,6 +46,7 @@ ROOMS: dict[str, set[str]] = {
     "charges": {*BASE, "ops", "fold", "recompute", "again"},
     "traffic": {*BASE, "ops", "again"},
     "skeleton": {*BASE, "rules", "ops", "fold", "strategy", "recompute", "again", "working", "charges", "traffic"},
+    "pace": {"skeleton"},
     "keep": {"errors", "graph", "ops", "kernel", "cost", "recompute", "again", "skeleton"},
     "formulate": {
         *BASE,
@@ -60,6 +61,7 @@ ROOMS: dict[str, set[str]] = {
         "recompute",
         "traffic",
         "skeleton",
+        "pace",
         "training",
     },
     "training": set(),
@@ -89,7 +91,7 @@ ROOMS["turns"] |= {"brought"}
 ROOMS["fullest"] = {*BASE, "conversion", "assignment", "heap", "pipeline", "recompute", "charges", "working", "names"}
 ROOMS["fullest"] |= {"brought", "leaves", "turns"}
 ROOMS["division"] = {*BASE, "cluster", "cost", "training", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}
-ROOMS["division"] |= {"words"}
+ROOMS["division"] |= {"words", "pace"}
 ROOMS["predict"] = {
     *BASE,
     "fold",
@@ -166,7 +168,7 @@ ROOMS["explore"] |= {"division", "looks", "apart", "refusal"}
 ROOMS["fitting"] = {"problem", "skeleton", "solve", "looks", "apart", "lean", "recipes", "refusal"}
 ROOMS["fitting"] |= {"explore"}
 ROOMS["elsewhere"] = {"errors", "cluster", "division", "looks", "offload", "pins", "problem", "recompute", "skeleton"}
-ROOMS["elsewhere"] |= {"amounts", "explore", "fitting"}
+ROOMS["elsewhere"] |= {"pace", "amounts", "explore", "fitting"}
 ROOMS["search"] = {
     *BASE,
     "cluster",

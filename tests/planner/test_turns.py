@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from planner.assignment import Assignment, assignment_of
-from planner.certificate import Decided
+from planner.certificate import Decided, certify
 from planner.chain import links_of
 from planner.conversion import local_bytes
 from planner.cost import CostModel
-from planner.division import Division, pipelines_of
+from planner.division import pipelines_of
 from planner.fold import Folded, fold
 from planner.formulate import BUCKET_BYTES, Space, rules_of
 from planner.graph import Graph, Ref
 from planner.keep import with_levels_between
 from planner.layout import MICRO, Mesh
+from planner.pace import pace_of, pack
 from planner.pins import Pins, filters
 from planner.problem import evaluate
-from planner.recompute import COMPUTED, LEVELS, Level, ladder, named
+from planner.recompute import COMPUTED, LEVELS, NOTHING, Level, ladder, named
 from planner.rules import Rule
 from planner.solve import lower_bounds
 from planner.training import Gathers, Training
@@ -51,9 +54,8 @@ def space_of(  # type: ignore[no-untyped-def]
     graph, folded, rules = model(which)
     mesh = Mesh.of(**sizes).in_turns(turns)
     kept = filters(Pins(), graph, rules, mesh)
-    shape = Division(stages, mesh)
-    least = shape.rounds(schedule), shape.waits(schedule)
-    return Space(folded, mesh, CostModel(spec), Training(gathers=gathers), rules, *kept, None, stages, *least)
+    pace = pace_of(stages, turns, schedule)
+    return Space(folded, mesh, CostModel(spec), Training(gathers=gathers), rules, *kept, pace=pace)
 
 
 def assignments(space: Space, rng: random.Random, count: int) -> list[tuple[tuple[int, ...], Assignment]]:
@@ -131,10 +133,10 @@ def test_gradients_are_summed_over_turns_before_they_are_reduced(which: str) -> 
 @pytest.mark.parametrize("stages, turns", [(1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8)])
 @pytest.mark.parametrize("names", [("1f1b", "gpipe", "interleaved_1f1b"), ("zero_bubble", "zbv", "dualpipev")])
 @pytest.mark.parametrize("level", [None, *COMPUTED])
-def test_no_pipeline_beats_the_average_rank(
+def test_no_pipeline_beats_the_average_rank_or_equal_blocks(
     which: str, stages: int, turns: int, names: tuple[str, ...], level: Level | None
 ) -> None:
-    """What the search counts on as a lower bound: for every assignment, schedule, limit of memory and pinned level."""
+    """What the search counts on as lower bounds: for every assignment, schedule, limit of memory and pinned level."""
     rng = random.Random(f"{which} {stages} {turns}")
     seen = 0
     ways: tuple[Gathers, ...] = ("once", "each", "once")
@@ -147,21 +149,54 @@ def test_no_pipeline_beats_the_average_rank(
         steps = ladder(space.folded, levels)
         least, *more = steps.between(0, len(steps.steps) - 1)
         bound = space.problem(None, least, more)
+        packed = bound if turns < stages else packing(space).problem(None, least, more)
         for choices, assignment in assignments(space, rng, 3):
             links, below = links_of(assignment, levels), evaluate(bound, choices)
+            least_s = max(below.time_s, evaluate(packed, choices).time_s)
             free = stage(links, pipelines_of(stages, turns, len(links), names), None)
             assert free is not None
             for share in (1.0, 0.8, 0.6):
                 found = stage(links, pipelines_of(stages, turns, len(links), names), int(free.peak_bytes * share))
                 if found is not None:
                     seen += 1
-                    assert below.time_s <= found.step_s * (1 + 1e-9)
+                    assert least_s <= found.step_s * (1 + 1e-9)
                     assert below.peak_bytes <= found.peak_bytes <= free.peak_bytes * share
                     assert math.fsum(found.time_s.values()) == pytest.approx(found.step_s)
                     assert sum(found.memory_bytes.values()) == found.peak_bytes
                     recompute = found.recompute(space.folded)
                     assert found.levels == tuple(recompute.level(*each) for each in space.skeleton.numbers)
     assert seen >= (9 if level is None else 3)
+
+
+def packing(space: Space) -> Space:
+    """At the pace of equal blocks, whether its bound is higher or not."""
+    pace, blocks = space.pace, space.skeleton.equal_blocks
+    return space.at(replace(pace, packed=pack(pace.stages, pace.micro_batches, blocks, bool(pace.waits))))
+
+
+@pytest.mark.parametrize("gathers", ["once", "each"])
+def test_equal_blocks_are_counted_alike_folded_and_unfolded(gathers: Gathers) -> None:
+    space = packing(space_of("deep", cluster(8), 4, 8, gathers=gathers, outer=2))
+    for level in (None, *COMPUTED):
+        step = NOTHING if level is None else ladder(space.folded, named(space.folded, (level,), ("none",))).steps[0]
+        for _, assignment in assignments(space, random.Random(gathers), 2):
+            found = certify(replace(assignment, recompute=step), 0.0)
+            assert found.objective_s > 0 and found.holds
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_no_way_to_share_blocks_out_is_shorter_than_what_they_are_packed_into(waiting: bool) -> None:
+    for ranks, turns, count, first in itertools.product((2, 3), (3, 5), (2, 3, 6), (0, 1)):
+        blocks = frozenset(range(first, first + count))
+        waits = [len(blocks.intersection(range(rank))) if waiting else 0 for rank in range(ranks)]
+        shares = (each for each in itertools.product(range(count + 1), repeat=ranks) if sum(each) == count)
+        ways = [[(own * turns + wait, own) for own, wait in zip(each, waits, strict=True) if own] for each in shares]
+        packed = pack(ranks, turns, blocks, waiting)
+        assert packed.rounds == min(max(rank[0] for rank in way) for way in ways)
+        for way in ways:
+            assert any(length >= packed.rounds and own * turns >= packed.own for length, own in way)
+            assert max(own for _, own in way) >= packed.blocks
+            assert any(length >= packed.rounds and own >= packed.blocks for length, own in way)
 
 
 def test_a_step_in_turns_holds_less_and_starts_more() -> None:
