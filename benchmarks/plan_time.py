@@ -7,8 +7,10 @@ of the whole cluster.
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +73,13 @@ class Planned:
     mesh: Mapping[str, int]
     step_time_s: float
     peak_bytes: int
+
+
+def measured_alone(case: Case, times: int) -> list[Planned]:
+    """Plan so often in a process of its own, as its user would: after a first plan, which imports, and no other."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        alone.submit(measure, Case(1, 1, 8)).result()
+        return [alone.submit(measure, case).result() for _ in range(times)]
 
 
 @no_garbage()
