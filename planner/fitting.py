@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from planner.apart import may_differ, together_again
 from planner.explore import Divisions, Nothing, Searched, completed, explore
-from planner.lean import LEANEST_S, begun, bounds_s, fastest_that_fits, lean_plans
+from planner.lean import LEANEST_S, begun, bounds_s, fastest_that_fits, is_summed, is_worth, lean_plans
 from planner.looks import PROVED, Candidate, Setting
 from planner.problem import most_bytes
 from planner.recipes import by_recipe, freed
@@ -64,20 +64,21 @@ def _leanest(setting: Setting, skeleton: Skeleton, nothing: Nothing) -> Searched
         PinError: there are no plans at all, whatever they need.
         InfeasibleError: none fits.
     """
-    bounds = bounds_s(nothing.looks)
-    check_turns(nothing.looks, bounds)
     looks, usable = begun(nothing.looks), setting.cost.cluster.device.usable_bytes
-    leans = lean_plans(setting, looks)
+    check_turns(looks)
+    until = min(setting.deadline, time.monotonic() + LEANEST_S)
+    leans = lean_plans(setting, looks, until=until)
     best = fastest_that_fits(leans, usable)
     if best is None:
-        held = by_recipe(setting, looks, min(setting.deadline, time.monotonic() + LEANEST_S))
-        leans += lean_plans(setting, held)
+        worth = [look for look in looks if is_worth(setting, look, leans) and not is_summed(setting, look)]
+        leans += lean_plans(setting, by_recipe(setting, worth, until), leans, until)
         best = fastest_that_fits(leans, usable)
         best = None if best is None else freed(best, looks)
     if best is None:
         raise nothing_fits(setting, skeleton.graph, nothing.looks, leans)
     if best.staged is None and may_differ(skeleton.folded):
         best = together_again(setting, skeleton.folded, best)
+    bounds = bounds_s(nothing.looks)
     row = Candidate(best.division, "feasible", math.inf, bounds[best.division], 0, "relaxation")
     others = (each for each in nothing.rows if each.division != best.division)
     found = completed(setting, best, [row.costing(best.evaluation), *others], bounds.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,17 +18,19 @@ from planner.chain import links_of
 from planner.conversion import local_bytes
 from planner.division import Division
 from planner.formulate import Space
-from planner.looks import GRACE_S, Best, Look, Setting
+from planner.looks import Best, Look, Setting
 from planner.memory import usage
 from planner.offload import WorkingSet, largest_working_set
-from planner.problem import Problem, evaluate, most_bytes
-from planner.solve import lightest, lower_bounds, solve
-from planner.turns import THOROUGH, Staged, stage
+from planner.problem import Problem, evaluate
+from planner.solve import almost_lightest, lower_bounds
+from planner.turns import QUICK, THOROUGH, Staged, stage
 
 LEANEST_S = 5.0
-"""How long the leanest plan of all is looked for when nothing fits; the leanest found is told."""
-SLACKS = (1.05, 1.02, 1.15)
+"""How long plans that need little are looked for when nothing fits; the leanest found is told."""
+SLACKS = (1.02, 1.05, 1.15)
 """What is almost as lean counts so many times as much."""
+LEAST_SHARE = 0.75
+"""A plan, followed, seldom needs less than this part of what the search adds up."""
 
 
 @dataclass(frozen=True)
@@ -50,51 +53,78 @@ class Lean:
 
 def begun(looks: list[Look]) -> list[Look]:
     """A look at each division that was begun, in the order of what they need at least."""
-    found = {look.candidate.division: look for look in looks if look.posed is not None}
-    return sorted(found.values(), key=lambda look: look.candidate.peak_bytes)
+    found: dict[Division, Look] = {}
+    for look in sorted(looks, key=lambda look: look.candidate.peak_bytes):
+        if look.posed is not None:
+            found.setdefault(look.candidate.division, look)
+    return list(found.values())
 
 
-def lean_plans(setting: Setting, looks: list[Look]) -> list[Lean]:
+def lean_plans(setting: Setting, looks: list[Look], known: Sequence[Lean] = (), until: float = math.inf) -> list[Lean]:
     """Lean plans of looks at different divisions, the same whatever the memory limit unless time runs short.
 
-    A light plan of each division comes first. Then, while there is time, come the leanest of all and the fastest of
-    those almost as lean: what the leanest save, they may lose in conversions, which the sum leaves out.
+    Of each amount of recomputation that is the lightest by the sum, and the fastest of those almost as light: what the
+    lightest save, they may lose in conversions, which the sum leaves out. Most recomputation comes first, and what can
+    hardly be as lean as the leanest that is ``known`` or found is left out.
     """
-    found: dict[object, Lean | None] = {}
-    until = min(setting.deadline, time.monotonic() + LEANEST_S)
-
-    def light(problem: Problem) -> list[tuple[int, ...] | None]:
-        lean = lightest(replace(problem, limit_bytes=most_bytes(problem)))
-        return [] if lean is None else [*(lower_bounds(each).choices for each in almost_as_lean(problem, lean)), lean]
-
-    def leanest(problem: Problem) -> list[tuple[int, ...] | None]:
-        lean = _solved(replace(problem, limit_bytes=0), until)
-        return [*(_solved(each, until) for each in almost_as_lean(problem, lean)), lean]
-
-    rungs = itertools.zip_longest(*([(look, bend) for bend in reversed(look.ladder.bends)] for look in looks))
+    rungs = itertools.zip_longest(*([(look, bend) for bend in _bends(look)] for look in looks))
     steps = [(each[0], each[0].ladder.steps[each[1]]) for rung in rungs for each in rung if each is not None]
-    for pick, (look, recompute) in itertools.product((light, leanest), steps):
-        if found and time.monotonic() > until:
+    leans, seen = list[Lean](), set[object]()
+    for look, recompute in steps:
+        if (known or leans) and time.monotonic() > until:
             break
-        division = look.candidate.division
+        if not is_worth(setting, look, [*known, *leans]):
+            continue
+        division, worth = look.candidate.division, _worth_bytes(setting, [*known, *leans])
         space = look.space.holding(division.in_flight) if division.in_turns else look.space
         problem = space.problem(None, recompute)
-        for choices in itertools.chain.from_iterable(map(pick, dict.fromkeys((problem, _with_chunks(space, problem))))):
+        for choices in _light(space, problem, worth, () if cannot_fit(setting, look) else SLACKS):
             key = division, recompute, choices
-            if choices is not None and key not in found:
-                best = Best(look.space, choices, recompute, evaluate(problem, choices))
-                found[key] = _in_turns(setting, best) if division.in_turns else _in_one_turn(best)
-    return [lean for lean in found.values() if lean is not None]
+            best = Best(look.space, choices, recompute, evaluate(problem, choices))
+            if key not in seen and best.evaluation.peak_bytes <= worth:
+                seen.add(key)
+                lean = _in_turns(setting, look, best) if division.in_turns else _in_one_turn(best)
+                leans += [] if lean is None else [lean]
+    return leans
 
 
-def almost_as_lean(problem: Problem, lean: tuple[int, ...]) -> list[Problem]:
-    """The problem with little more memory than an assignment needs: the fastest in that converts less."""
-    least = evaluate(problem, lean).peak_bytes
-    return [replace(problem, limit_bytes=math.ceil(slack * least)) for slack in SLACKS]
+def is_worth(setting: Setting, look: Look, leans: Sequence[Lean]) -> bool:
+    """Whether a plan of a look may be leaner than all these, or fit.
+
+    In turns nothing is followed, so that none needs less than what all of the look's do by the sum.
+    """
+    worth = _worth_bytes(setting, leans)
+    return look.candidate.peak_bytes <= (worth * LEAST_SHARE if is_summed(setting, look) else worth)
 
 
-def _solved(problem: Problem, until: float) -> tuple[int, ...]:
-    return solve(problem, time_limit_s=max(GRACE_S, until - time.monotonic())).choices
+def is_summed(setting: Setting, look: Look) -> bool:
+    """Whether what plans of a look need is their sum: in turns, with model data on the device, none is followed."""
+    return look.candidate.division.in_turns and setting.training.tier == "device"
+
+
+def cannot_fit(setting: Setting, look: Look) -> bool:
+    """Whether no plan of a look fits, without following any."""
+    return is_summed(setting, look) and look.candidate.peak_bytes > setting.cost.cluster.device.usable_bytes
+
+
+def _worth_bytes(setting: Setting, leans: Sequence[Lean]) -> float:
+    """What needs more than this by the search's sum is hardly as lean as the leanest plan, nor fits."""
+    least = min((lean.bytes for lean in leans), default=math.inf)
+    return max(least, setting.cost.cluster.device.usable_bytes) / LEAST_SHARE
+
+
+def _bends(look: Look) -> Iterable[int]:
+    """Amounts of recomputation, most first; of a step in turns the most, since its cut says what is made again."""
+    return reversed(look.ladder.bends[-1:] if look.candidate.division.in_turns else look.ladder.bends)
+
+
+def _light(space: Space, problem: Problem, worth: float, slacks: Sequence[float]) -> Iterator[tuple[int, ...]]:
+    """Light assignments, if one needs no more than ``worth`` bytes by the sum, and those nearly as light."""
+    for counting in dict.fromkeys((problem, _with_chunks(space, problem))):
+        light = almost_lightest(counting, slacks, worth if counting is problem else math.inf)
+        if not light:
+            return
+        yield from light
 
 
 def _with_chunks(space: Space, problem: Problem) -> Problem:
@@ -119,13 +149,13 @@ def _in_one_turn(best: Best) -> Lean:
     return Lean(best, largest_working_set(assignment, usage(assignment)))
 
 
-def _in_turns(setting: Setting, best: Best) -> Lean | None:
+def _in_turns(setting: Setting, look: Look, best: Best) -> Lean | None:
     """The pipeline of the choices that fits, or else the one that makes again all that can be, if there is any."""
     links = links_of(assignment_of(best.space, best.choices), setting.levels, setting.pins.schedule)
     wanted, usable_bytes = setting.pipelines(best.division, len(links)), setting.cost.cluster.device.usable_bytes
-    found = None
-    for chain, limit_bytes in ((links, usable_bytes), ([link.leanest for link in links], None)):
-        staged = stage(chain, wanted, limit_bytes, effort=THOROUGH)
+    found, ways = None, ((links, usable_bytes, THOROUGH), ([link.leanest for link in links], None, QUICK))
+    for chain, limit_bytes, effort in ways[cannot_fit(setting, look) :]:
+        staged = stage(chain, wanted, limit_bytes, effort=effort)
         if staged is not None:
             found = _staged(best, staged)
             if found.bytes <= usable_bytes:
@@ -156,5 +186,10 @@ def bounds_s(looks: list[Look]) -> dict[Division, float]:
         if look.posed is None:
             found.setdefault(division, look.candidate.bound_s)
         elif division not in found:
-            found[division] = lower_bounds(look.space.problem(None, look.ladder.steps[0])).time_s
+            found[division] = free_s(look)
     return found
+
+
+def free_s(look: Look) -> float:
+    """Seconds that plans of a look that was begun take at least, however much memory there is; infinite: none runs."""
+    return lower_bounds(look.space.problem(None, look.ladder.steps[0])).time_s

@@ -142,6 +142,13 @@ def most_bytes(problem: Problem) -> int:
     return held + max((int(vertex.transient_bytes.max()) for vertex in problem.vertices), default=0)
 
 
+def least_bytes(problem: Problem) -> int:
+    """No assignment's peak is below this: everything at its own least."""
+    held = sum(int(vertex.held_bytes.min()) for vertex in problem.vertices)
+    held += sum(int(edge.held_bytes.min()) for edge in problem.edges)
+    return held + max((int(vertex.transient_bytes.min()) for vertex in problem.vertices), default=0)
+
+
 Status = Literal["optimal", "feasible", "infeasible"]
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
-from planner.division import Division
 from planner.errors import ClusterError, InfeasibleError, PinError
 from planner.formulate import Space
 from planner.graph import Graph, Node
-from planner.lean import Lean
+from planner.lean import Lean, free_s
 from planner.looks import Look, Setting
 from planner.names import short_op
 from planner.ops import OPS
@@ -42,14 +40,9 @@ def check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:
     )
 
 
-def check_turns(looks: list[Look], bounds_s: Mapping[Division, float]) -> None:
-    """Refuse micro-batches where no division that was begun has a plan, whatever it needs of memory.
-
-    Args:
-        bounds_s: see :func:`planner.lean.bounds_s`.
-    """
-    begun = [look for look in looks if look.posed is not None]
-    if begun and all(math.isinf(bounds_s[look.candidate.division]) for look in begun):
+def check_turns(begun: list[Look]) -> None:
+    """Refuse micro-batches where no division that was begun has a plan, whatever it needs of memory."""
+    if begun and all(math.isinf(free_s(look)) for look in begun):
         space = min(begun, key=lambda look: look.candidate.division.mesh.size).space
         raise PinError(
             f"no micro-batches can be cut from this model's batch: {_forbids(space)}, or pin 'micro_batches' 1"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from planner.problem import Problem
+from planner.problem import Problem, evaluate, least_bytes, most_bytes
 from planner.solve.best import Best
 from planner.solve.cheapest import Cheapest, Least, low_peak
 from planner.solve.model import HALF_BYTE, Model, build_model, drop_forbidden, restrict
@@ -14,6 +14,8 @@ from planner.solve.relax import Box, Multipliers, Plane, plane
 
 _STEPS = 14
 _CLOSE = 1e-4  # relative distance from the bound to what it can rise to at which more steps are not worth their time
+_FREE = Multipliers()
+_NEAR = 0.01  # the same where no bound is asked for
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,35 @@ def lightest(problem: Problem) -> tuple[int, ...] | None:
     end = _end(problem)
     low = None if end is None else low_peak(end.model, lambda capped: Cheapest(capped).leanest)
     return None if low is None else low.choices
+
+
+def almost_lightest(problem: Problem, slacks: Sequence[float], most: float = math.inf) -> tuple[tuple[int, ...], ...]:
+    """An assignment of low peak, and those met on the way to fast ones of at most ``slacks`` times that peak.
+
+    Some may need more. None when every assignment is forbidden, or the first needs more than ``most`` bytes.
+    """
+    lean = lightest(replace(problem, limit_bytes=most_bytes(problem))) if least_bytes(problem) <= most else None
+    least = math.inf if lean is None else evaluate(problem, lean).peak_bytes
+    if lean is None or least > most:
+        return ()
+    limits = [math.ceil(slack * least) for slack in slacks]
+    if not limits:
+        return (lean,)
+    end = _end(replace(problem, limit_bytes=max(limits)))
+    assert end is not None, "the assignment that was found is allowed"
+    met = [end.cheapest.leanest]
+    for limit in limits:
+        best = Best(replace(problem, limit_bytes=limit), math.inf)
+        for each in met:
+            best.offer_assignment(each.model, each.assignment)
+        limited = replace(end, room_bytes=end.room_bytes - (max(limits) - limit))
+        box = Box(end.model, [limited.plane(each) for each in met], limited.room_bytes)
+        for (found,) in _climb((limited,), box, box.highest()[0], _NEAR):
+            met.append(found.least)
+            best.offer_assignment(end.model, found.least.assignment)
+            if found.bound_s >= best.objective_s * (1 - _NEAR):
+                break
+    return tuple(dict.fromkeys([lean, *(each.choices for each in met if each.totals.allowed)]))
 
 
 @dataclass(frozen=True)
@@ -126,13 +157,15 @@ class _End:
         return plane(self.model, least.totals, self.room_bytes)
 
 
-def _climb(ends: tuple[_End, ...], box: Box) -> Iterator[tuple[_Found, ...]]:
-    """The ends at one point after another, each where the lowest plane so far is highest, up to where that is near.
+def _climb(
+    ends: tuple[_End, ...], box: Box, multipliers: Multipliers = _FREE, close: float = _CLOSE
+) -> Iterator[tuple[_Found, ...]]:
+    """The ends at one point after another, each where the lowest plane so far is highest, up to where that is close.
 
     The step time is the larger of two sums, so any mix of them is a lower bound; bytes beyond the limit may be charged
     at any price. See :mod:`planner.solve.relax`.
     """
-    bound_s, multipliers = -math.inf, Multipliers()
+    bound_s = -math.inf
     for _ in range(_STEPS):
         found = tuple(end.at(multipliers) for end in ends)
         bound_s = max(bound_s, _least_s(found))
@@ -142,7 +175,7 @@ def _climb(ends: tuple[_End, ...], box: Box) -> Iterator[tuple[_Found, ...]]:
         for each in found:
             box.add(each.plane)
         multipliers, height_s = box.highest()
-        if height_s - bound_s <= _CLOSE * abs(bound_s):
+        if height_s - bound_s <= close * abs(bound_s):
             break
 
 

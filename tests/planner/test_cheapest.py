@@ -2,17 +2,20 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from planner.problem import Problem, evaluate
-from planner.solve import cheapest, lightest, lower_bounds
+from planner.problem import Problem, evaluate, least_bytes, most_bytes
+from planner.solve import almost_lightest, cheapest, lightest, lower_bounds
 from planner.solve.cheapest import Cheapest
 from planner.solve.model import Model, Weights, build_model, drop_forbidden, total
 from tests.planner.test_solve import random_problem
+
+SLACKS = (1.1, 1.5)
 
 problems = st.builds(
     random_problem,
@@ -69,3 +72,25 @@ def test_bounds_hold_for_every_assignment(problem: Problem) -> None:
     assert light is not None or not allowed
     if light is not None and problem.limit_bytes is not None and not any(v.spans for v in problem.vertices):
         assert evaluate(problem, light).peak_bytes == min(found.peak_bytes for found in allowed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems)
+def test_of_what_is_almost_lightest_some_is_nearly_as_fast_as_what_is_known_to_need_no_more(problem: Problem) -> None:
+    first = lightest(replace(problem, limit_bytes=most_bytes(problem)))
+    light = almost_lightest(problem, SLACKS)
+    assert light[:1] == (() if first is None else (first,))
+    if first is None:
+        return
+    found = [evaluate(replace(problem, limit_bytes=None), each) for each in light]
+    least = found[0].peak_bytes
+    assert all(math.isfinite(each.time_s) for each in found)
+    assert least_bytes(problem) <= least
+    for slack in SLACKS:
+        bounds = lower_bounds(replace(problem, limit_bytes=math.ceil(slack * least)))
+        fast_s = min(each.time_s for each in found if each.peak_bytes <= math.ceil(slack * least))
+        if bounds.choices is not None:
+            assert bounds.time_s * (1 - 1e-9) <= fast_s
+            assert fast_s <= evaluate(problem, bounds.choices).time_s * 1.02 or fast_s == found[0].time_s
+    assert almost_lightest(problem, (), least) == light[:1]
+    assert almost_lightest(problem, SLACKS, least - 1) == ()

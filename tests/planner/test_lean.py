@@ -14,6 +14,7 @@ from planner.cluster import ClusterSpec
 from planner.errors import InfeasibleError
 from planner.explore import Searched
 from planner.graph import Graph
+from planner.lean import Lean
 from planner.offload import largest_working_set
 from planner.pins import Pins
 from planner.search import search
@@ -113,3 +114,13 @@ def test_no_less_than_what_is_said_to_do_does_and_no_recipe_that_is_pinned_needs
     assert [row.status for row in found.candidates if row.division == found.best.division] == ["feasible"]
     for pin in ({"tensor": 4}, {"data": 4}):
         assert at_least(graph, 1, {**pin, "recompute": "full"}, 4) >= least
+
+
+def test_what_is_not_followed_since_it_needs_more_by_the_sum_is_no_leaner(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, followed = residual_mlp(layers=2, width=16, batch=64), list[Lean]()
+    monkeypatch.setattr("planner.lean.Lean", lambda *values: followed.append(Lean(*values)) or followed[-1])
+    least = at_least(graph, 1, {}, 2)
+    few = len(followed)
+    monkeypatch.setattr("planner.lean.LEAST_SHARE", 1e-9)
+    assert at_least(graph, 1, {}, 2) == least
+    assert few < len(followed) - few

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,9 @@ def looked(monkeypatch: pytest.MonkeyPatch, devices: int, pin: dict[str, object]
     """What a search in vain has looked at."""
     seen: list[tuple[Setting, list[Look]]] = []
 
-    def watched(setting: Setting, looks: list[Look]) -> list[Lean]:
+    def watched(setting: Setting, looks: list[Look], *others: Any, **named: Any) -> list[Lean]:
         seen.append((setting, looks))
-        return lean_plans(setting, looks)
+        return lean_plans(setting, looks, *others, **named)
 
     monkeypatch.setattr("planner.fitting.lean_plans", watched)
     with pytest.raises(InfeasibleError):
@@ -41,7 +42,7 @@ def test_a_recipe_decides_the_same_where_no_axis_has_its_name(monkeypatch: pytes
     held = by_recipe(setting, looks, math.inf)
     names = {look.candidate.division.mesh.names for look in held}
     assert names == {("tensor",), ("data",), ("data", "tensor")}
-    leans = lean_plans(setting, held)
+    leans = [lean for look in held for lean in lean_plans(setting, [look])]
     assert {lean.best.division.mesh.names for lean in leans} == names
     for lean in leans:
         free = freed(lean.best, looks)
