@@ -34,7 +34,7 @@ from planner.formulate import Space, rules_of
 from planner.graph import Graph
 from planner.memory import usage
 from planner.mesh import MAX_AXES
-from planner.offload import offloaded, saved_bytes
+from planner.offload import saved_bytes
 from planner.pace import pace_of
 from planner.pins import Pins, filters
 from planner.pipeline.schedule import schedule
@@ -190,15 +190,12 @@ def plan_traced(
     )
     assignment, staged = found.assignment, found.staged
     timetables: tuple[Timetable, ...] = ()
-    if staged is None:
-        memory = found.memory or usage(assignment)
-        predicted = predict(assignment, found.evaluation.time_s, memory)
-        if pins.tier != "device":
-            timetables, predicted = offloaded(assignment, memory, predicted)
+    if pins.tier != "device":
+        timetables, predicted = found.offloaded
+    elif staged is None:
+        predicted = predict(assignment, found.evaluation.time_s, found.memory or usage(assignment))
     else:
         predicted = predict_in_turns(assignment, staged)
-        if pins.tier != "device":
-            timetables, predicted = offloaded(found.recomputing, None, predicted, staged)
     looked = [c for c in found.candidates if c.proof != "arithmetic" or c.status != "not tried"]
     seen = tuple(candidate.facts() for candidate in looked)
     seconds, unseen = {"capture": traced.capture_s, **found.seconds}, len(found.candidates) - len(seen)

@@ -14,7 +14,7 @@ from planner.errors import InfeasibleError, PinError
 from planner.explore import Divisions, Nothing, Searched, explore
 from planner.fitting import fitted
 from planner.looks import Best, Setting
-from planner.offload import offloaded_s, stages_followed
+from planner.offload import holds_all, stages_followed
 from planner.pace import OUT_OF_TURN
 from planner.pins import Pins
 from planner.problem import evaluate
@@ -46,7 +46,7 @@ def check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
 
 def elsewhere(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Searched:
     """The fastest plan with model data elsewhere, whether what blocks save leaves or stays."""
-    if not divisions.turned and setting.pins.activations is None:
+    if setting.pins.activations is None:
         return _staying_or_leaving(setting, skeleton, divisions)
     found = _planned(setting, skeleton, divisions)
     _check_leaving(found, setting.pins)
@@ -58,7 +58,9 @@ def _planned(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Sear
     found = fitted(_with_room(setting), skeleton, divisions)
     if setting.training.activations and found.staged is None:
         return _with_amount(setting, skeleton, found)
-    return found if setting.training.tier != "either" else _leaving_room(setting, skeleton, divisions, found)
+    if setting.training.activations or setting.training.tier != "either":
+        return found
+    return _leaving_room(setting, skeleton, divisions, found)
 
 
 def _staying_or_leaving(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Searched:
@@ -81,14 +83,18 @@ def _staying_or_leaving(setting: Setting, skeleton: Skeleton, divisions: Divisio
         if stays is None:
             raise
         return stays
-    if stays is None or offloaded_s(leaves.assignment, leaves.memory) < offloaded_s(stays.assignment, stays.memory):
+    if stays is None or leaves.offloaded_s < stays.offloaded_s:
         return leaves
     return stays.above(min(stays.bound_s, leaves.bound_s))
 
 
 def _is_short_of_room(setting: Setting, found: Searched) -> bool:
-    """Whether a plan makes anything again, or may have model data on the device."""
-    return bool(found.assignment.recompute.without_gathering()) or setting.training.tier == "either"
+    """Whether a plan makes anything again, or may have model data on the device; in turns also whether what moves may
+    do so for several micro-batches.
+    """
+    if found.recomputing.recompute.without_gathering() or setting.training.tier == "either":
+        return True
+    return found.staged is not None and not holds_all(found.recomputing, found.staged)
 
 
 def _with_amount(setting: Setting, skeleton: Skeleton, found: Searched) -> Searched:
@@ -118,8 +124,7 @@ def _leaving_room(setting: Setting, skeleton: Skeleton, divisions: Divisions, fo
     The search reckons as if nothing stayed, so that it makes nothing again that fits. What it makes again leaves room,
     and what stays there is updated on the device.
     """
-    tried = [(offloaded_s(found.recomputing, found.memory, found.staged), found)]
-    usable = setting.cost.cluster.device.usable_bytes
+    tried, usable = [found], setting.cost.cluster.device.usable_bytes
     most_bytes = found.working_set().beside_bytes if found.memory is None else found.memory.peak_bytes
     for share in ROOM:
         if setting.is_late():
@@ -129,9 +134,8 @@ def _leaving_room(setting: Setting, skeleton: Skeleton, divisions: Divisions, fo
             break
         leaner = leaner.followed()
         if leaner.working_set().bytes <= usable:
-            seconds = offloaded_s(leaner.recomputing, leaner.memory, leaner.staged)
-            tried.append((seconds, leaner.above(found.bound_s)))
-    return min(tried, key=lambda each: each[0])[1]
+            tried.append(leaner.above(found.bound_s))
+    return min(tried, key=lambda each: each.offloaded_s)
 
 
 def _check_leaving(found: Searched, pins: Pins) -> None:

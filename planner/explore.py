@@ -35,11 +35,13 @@ from planner.looks import (
     look_closer,
 )
 from planner.memory import Usage, usage
-from planner.offload import WorkingSet, largest_working_set
+from planner.offload import WorkingSet, largest_working_set, offloaded
+from planner.predict import Prediction, predict, predict_in_turns
 from planner.problem import Evaluation
 from planner.recompute import Ladder, ladder
 from planner.refusal import check_divisible
 from planner.skeleton import Skeleton
+from planner.timetable import Timetable
 from planner.turns import Staged
 from planner.words import in_seconds
 
@@ -114,6 +116,18 @@ class Searched:
     def working_set(self) -> WorkingSet:
         """The largest of the plan; see :func:`planner.offload.largest_working_set`."""
         return largest_working_set(self.recomputing, self.memory, self.staged)
+
+    @cached_property
+    def offloaded(self) -> tuple[tuple[Timetable, ...], Prediction]:
+        """The timetables of the step, and what they predict; see :func:`planner.offload.offloaded`."""
+        assignment, staged = self.recomputing, self.staged
+        before = predict(assignment, 0.0, self.memory) if staged is None else predict_in_turns(self.assignment, staged)
+        return offloaded(assignment, self.memory, before, staged)
+
+    @property
+    def offloaded_s(self) -> float:
+        """Seconds of that step."""
+        return self.offloaded[1].step_time_s
 
     def followed(self, memory: Usage | None = None) -> Searched:
         """The same with the plan followed: its own peak in the row of its division, where the search has only a sum."""

@@ -22,7 +22,7 @@ from planner.assignment import Assignment
 from planner.chunks import SAVED, Chunk, gradients, home_bytes, moving_bytes, parameters
 from planner.errors import InfeasibleError
 from planner.memory import Usage, usage
-from planner.predict import Prediction, predict, predict_in_turns
+from planner.predict import Prediction, predict
 from planner.rank_step import UPDATE_THERE, RankStep, without
 from planner.timetable import Timetable, fewest_bytes, shortest_step, simulate
 from planner.turns import Staged
@@ -212,6 +212,15 @@ def largest_working_set(assignment: Assignment, memory: Usage | None, staged: St
     return max(found, key=lambda each: each.bytes)
 
 
+def holds_all(assignment: Assignment, staged: Staged) -> bool:
+    """Whether the devices of a step in turns have room for all that moves at once, so that it moves once a step."""
+    traces = [(step.trace(), _budget_bytes(step)) for step in _steps(assignment, None, 0.0, staged)]
+    return all(
+        max(moment.other_bytes for moment in trace.moments) + sum(item.bytes for item in trace.items) <= budget_bytes
+        for trace, budget_bytes in traces
+    )
+
+
 def _where(step: RankStep, moment: str) -> str:
     """A moment, with the rank of the pipeline where there are several."""
     is_alone = step.staged is None or step.staged.pipeline.ranks == 1
@@ -308,8 +317,7 @@ def _in_turns(prediction: Prediction, staged: Staged, ways: Sequence[_Way]) -> P
     return replace(prediction, step_time_s=step_s, time_s=time_s, turns=times)
 
 
-def offloaded_s(assignment: Assignment, memory: Usage | None, staged: Staged | None = None) -> float:
-    """Seconds of the step of :func:`offloaded`."""
-    before = predict(assignment, 0.0, memory) if staged is None else predict_in_turns(assignment, staged)
-    _, predicted = offloaded(assignment, memory, before, staged)
+def offloaded_s(assignment: Assignment, memory: Usage) -> float:
+    """Seconds of the step of :func:`offloaded`, in one turn."""
+    _, predicted = offloaded(assignment, memory, predict(assignment, 0.0, memory))
     return predicted.step_time_s

@@ -35,10 +35,9 @@ from planner.graph import Graph, Ref
 from planner.heap import BEFORE
 from planner.layout import I
 from planner.memory import enters_before, readers_of, usage
-from planner.offload import largest_working_set, offloaded
+from planner.offload import largest_working_set
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe, model_facts, reprice
-from planner.predict import predict
 from planner.search import search
 from planner.timetable import Use, fewest_bytes, simulate
 from planner.training import Training
@@ -80,8 +79,7 @@ def offload(graph: Graph = GRAPH, spec: ClusterSpec | None = None, **pin: Any) -
     pins = Pins.parse({"offload": "host", **pin})
     found = search(graph, spec or cluster("2.5 MiB"), pins, Training())
     assert found.memory is not None
-    predicted = predict(found.assignment, found.evaluation.time_s, found.memory)
-    tables, predicted = offloaded(found.assignment, found.memory, predicted)
+    tables, predicted = found.offloaded
     facts, result = model_facts(graph, "ResidualMLP"), Search(found.status, found.gap, {"solve": 0.5})
     return describe(found.assignment, facts, pins.to_dict(), predicted, result, None, tables)
 

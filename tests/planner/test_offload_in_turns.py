@@ -16,10 +16,8 @@ from planner.cluster import ClusterSpec
 from planner.errors import InfeasibleError, PinError, PlanError
 from planner.graph import Graph
 from planner.memory import usage
-from planner.offload import offloaded
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe, model_facts, reprice
-from planner.predict import predict_in_turns
 from planner.search import search
 from planner.timetable import Use, fewest_bytes, simulate
 from planner.training import Training
@@ -34,8 +32,7 @@ def offload(graph: Graph = GRAPH, spec: ClusterSpec | None = None, **pin: Any) -
     pins = Pins.parse({"offload": "host", **pin})
     found = search(graph, spec or cluster("2 MiB"), pins, Training())
     assert found.staged is not None
-    predicted = predict_in_turns(found.assignment, found.staged)
-    tables, predicted = offloaded(found.recomputing, None, predicted, found.staged)
+    tables, predicted = found.offloaded
     facts, result = model_facts(graph, "ResidualMLP"), Search(found.status, found.gap, {"solve": 0.5})
     return describe(found.assignment, facts, pins.to_dict(), predicted, result, found.staged, tables)
 
@@ -47,7 +44,9 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "two ranks": lambda: offload(spec=cluster("2.5 MiB", devices=2), data=2, zero=3, micro_batches=2),
     "some stays": lambda: offload(spec=cluster("3 MiB"), offload="auto", micro_batches=2),
     "on a GPU": lambda: offload(spec=gpu("2 MiB"), micro_batches=4),
-    "two stages": lambda: offload(spec=cluster("1.8 MiB", devices=2), pipeline=2, micro_batches=4, schedule="1f1b"),
+    "two stages": lambda: offload(
+        spec=cluster("1.8 MiB", devices=2), pipeline=2, micro_batches=4, schedule="1f1b", activations="none"
+    ),
     "tied over four": lambda: offload(
         tied(6), cluster("1 MiB", devices=2), pipeline=2, micro_batches=4, virtual_stages=2, offload="auto"
     ),

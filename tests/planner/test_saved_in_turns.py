@@ -24,6 +24,7 @@ from tests.planner.test_offload_in_turns import decided, offload
 WIDE, NARROW = 64 * 4 * 128 * 4 // 4, 64 * 128 * 4 // 4
 """Bytes of a layer's hidden values in one of four micro-batches, and of what it adds them to."""
 TURNS = range(4)
+ALL, NONE = {"activations": "all"}, {"activations": "none"}
 
 
 def turned(spec: ClusterSpec | None = None, **pin: Any) -> Plan:
@@ -167,3 +168,21 @@ def test_a_host_too_small_for_what_leaves_is_refused_with_its_numbers() -> None:
             turned(small)
         assert caught.value.excess_bytes == missing
         assert f"{in_all_bytes(data)}, of activations that leave {in_all_bytes(more)} more" in str(caught.value)
+
+
+@pytest.mark.parametrize("memory, makes_again", [("6 MiB", True), ("8 MiB", False)])
+def test_it_leaves_where_a_step_is_shorter_so(memory: str, makes_again: bool) -> None:
+    """Also where nothing would be made again, since parameters then need not come for each micro-batch."""
+    graph, spec = residual_mlp(layers=6, width=128, batch=1024), gpu(memory, devices=2)
+    pin = {"pipeline": 2, "micro_batches": 4, "schedule": "1f1b"}
+    stays, leaves, chosen = (offload(graph, spec, **pin, **more) for more in (NONE, ALL, {}))
+    assert not any(map(leaving, stays.timetables)) and any(map(leaving, chosen.timetables))
+    assert bool(stays.predicted.time_s["recompute"]) == makes_again
+    assert chosen.timetables == leaves.timetables and chosen.activations == "all"
+    assert chosen.predicted.step_time_s == leaves.predicted.step_time_s < 0.98 * stays.predicted.step_time_s
+    assert chosen.predicted.peak_bytes <= spec.device.usable_bytes and chosen.certificate.holds
+
+
+def test_it_stays_where_all_fits() -> None:
+    plan = offload(GRAPH, cluster(), micro_batches=2)
+    assert plan.activations == 0 and not saved_in(plan.timetables[0], 0)
