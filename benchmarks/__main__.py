@@ -125,7 +125,8 @@ def plans() -> None:
         f"Transformers' Llama in shapes of Llama 3 on the meta device (bfloat16; {plan_time.SEQUENCE} tokens per "
         "sequence, the narrow 512, the 405B 8192), planned for nodes of eight H100; the 405B with pipelines and "
         "micro-batches, under a time limit of 5, 8 and 30 s for the search. "
-        f"Each in a process of its own, after a plan of one layer; the run of median total of {REPEATS}. *To plan* goes from `nn.Module` to `Plan`; *rewrite* then emits one "
+        f"Each in a process of its own, after a plan of one layer; the run of median total of {REPEATS}. "
+        "*To plan* goes from `nn.Module` to `Plan`; *rewrite* then emits one "
         "rank's program. *Step* and *peak* are what the plan predicts. "
         + plan_time.depth(*(r for r in results if r.case in DEPTH_CASES))
     )
