@@ -10,6 +10,7 @@ of a schedule is a lower bound on the step for any durations, which :mod:`planne
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -71,6 +72,10 @@ class Path:
     def seconds(self, times: Times) -> float:
         parts = np.stack([times.forward_s, times.input_s, times.weight_s])
         return float((self.work * parts).sum() + self.sends @ times.send_s)
+
+    def plus(self, other: Path, often: float) -> Path:
+        """What this does, and another path so often besides."""
+        return Path(self.work + often * other.work, self.sends + often * other.sends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,18 +186,62 @@ def _steady(name: str, ranks: int, micro_batches: int, virtual_stages: int, time
     while short < micro_batches:
         found = schedule(name, ranks, short, virtual_stages)
         ends = _ends(found, times)
-        program = _program(found)
-        when = np.array(ends)[program.table]
-        late = (when[:, :, each:] - when[:, :, :-each]).reshape(-1, short - each)
-        width = 2 * program.reach + each
-        first = (late.shape[1] - width) // 2
-        if first >= 0:
-            stretch = late[:, first : first + width]
-            least, most = float(stretch.min()), float(stretch.max())
-            if most - least <= STEADY * max(ends):
-                periods = (micro_batches - short) // each
-                return _Steady(found, ends, each, periods, (least + most) / 2, first, first + width)
+        again = _again(found, ends, each)
+        if again is not None:
+            return _Steady(found, ends, each, (micro_batches - short) // each, *again)
         short *= 2
+    return None
+
+
+def _again(found: Schedule, ends: list[float], each: int) -> tuple[float, int, int] | None:
+    """By how much everything in the middle of a step is late after so many more micro-batches, and from and up to which
+    one; ``None`` where that is not the same for all, or the step is too short to tell.
+    """
+    program = _program(found)
+    if found.micro_batches <= each:
+        return None
+    when = np.array(ends)[program.table]
+    late = (when[:, :, each:] - when[:, :, :-each]).reshape(-1, found.micro_batches - each)
+    width = 2 * program.reach + each
+    first = (late.shape[1] - width) // 2
+    if first < 0:
+        return None
+    stretch = late[:, first : first + width]
+    least, most = float(stretch.min()), float(stretch.max())
+    return ((least + most) / 2, first, first + width) if most - least <= STEADY * max(ends) else None
+
+
+def repeating(
+    name: str, ranks: int, micro_batches: int, virtual_stages: int, times: Times
+) -> tuple[Path, Path, int, int] | None:
+    """The longest path of long steps whose middle repeats itself: what it does anyway and for each micro-batch, by how
+    many micro-batches such steps differ from one of this many, and from which number on; ``None`` where none is found.
+    """
+    check_fits(name, ranks, micro_batches, virtual_stages)
+    times.check(ranks * virtual_stages)
+    round_ = period(name, ranks, micro_batches, virtual_stages)
+    if round_ is None:
+        return None
+    for rounds, longer in itertools.product(range(1, ranks + 1), (1, 2, 4)):
+        each, short = round_ * rounds, 4 * ranks * min(virtual_stages, 2) * longer
+        count = short + (micro_batches - short) % each
+        found = schedule(name, ranks, count, virtual_stages)
+        ends = _ends(found, times)
+        again = _again(found, ends, each)
+        if again is None:
+            continue
+        places, ways = _walk(found, times, ends)
+        seen: dict[tuple[int, str, int], int] = {}
+        for step, place in enumerate(places):  # from the last action back to the first
+            stage, kind, at = found.flow.actions[place]
+            if not again[1] <= at < again[2]:
+                continue
+            since = seen.setdefault((stage, kind, at % round_), step)
+            apart = found.flow.actions[places[since]].micro_batch - at
+            if apart > 0 and not each % apart:
+                whole, circuit = _counted(found, places, ways), _counted(found, places[since:step], ways[since:step])
+                path = Path(circuit.work / apart, circuit.sends / apart)
+                return whole.plus(path, -count), path, each, count
     return None
 
 
