@@ -8,7 +8,6 @@ gradients, unless each micro-batch does so.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -281,11 +280,11 @@ class _Chain:
 
     def _summed_s(self, ref: Ref, source: Layout, target: Layout) -> float:
         """Seconds to add a parameter's gradient of one micro-batch to that of the others."""
-        space, table = self.space, self.space.table(ref)
-        steps = table.route(source, target) if source != target else ()
+        space = self.space
+        steps = space.table(ref).route(source, target) if source != target else ()
         summed = (step for step in steps if space.mesh.axes[step.axis].name == MICRO)
-        pairs = [(table.index[step.before], table.index[step.after]) for step in summed]
-        return math.fsum(float(table.backward_s[pair]) for pair in pairs) / space.mesh.micro_batches
+        all_s = sum(space.conversion_s(ref, step.before, step.after)[1] for step in summed)
+        return all_s / space.mesh.micro_batches if all_s else 0.0
 
     def _has_weights(self, node: Node) -> bool:
         """Whether an operator is a product with a parameter, so that half of its backward is the weight's."""

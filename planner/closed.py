@@ -16,7 +16,7 @@ from planner.graph import Node, Ref
 from planner.layout import MICRO, Axis, Layout
 from planner.ops import OPS
 from planner.pins import ATTENTION
-from planner.seconds import Formula, growing, largest, size_formula, smallest, times
+from planner.seconds import Formula, divided, growing, largest, size_formula, smallest
 from planner.skeleton import Together
 from planner.strategy import Choice
 from planner.traffic import Passes
@@ -27,7 +27,7 @@ class ClosedSpace(Space):
 
     def flops(self, node: Node, choice: Choice) -> Formula:
         """Forward operations of an operator on one rank, for one micro-batch."""
-        return times(size_formula(self._whole_flops(node)), Fraction(1, self._sharing(choice)))
+        return divided(size_formula(self._whole_flops(node)), self._sharing(choice))
 
     def heavier(self, node: Node) -> Fraction:
         """Operations of backward for each of forward: two products for one; flash attention scores once more."""
@@ -35,7 +35,7 @@ class ClosedSpace(Space):
 
     def collective_s(self, kind: str, axis: Axis, bytes_in: int, together: Together = NOT_BROUGHT) -> float:
         if axis.name == MICRO:  # only sums cross from micro-batch to micro-batch; they are added up as they come
-            return growing(0.0, 3 * (axis.size - 1) / self._bandwidth, bytes_in)
+            return growing(0.0, 3 / self._bandwidth, (axis.size - 1) * bytes_in)
         terms = self.cost.collective_terms(kind, axis)
         least_s = min(term.latency_s for term in terms)
         share_s = least_s / max(1, together.parameters)
@@ -83,7 +83,7 @@ class ClosedSpace(Space):
             share = device.attention_efficiency[is_backward] if attends else device.matmul_efficiency
             rate = device.peak(node.results[0].dtype if node.results else "float32") * share
             heavier = float(self.heavier(node)) if is_backward else 1.0
-            arithmetic_s = growing(0.0, heavier / rate / self._sharing(choice), flops)
+            arithmetic_s = growing(0.0, heavier / rate, flops) / self._sharing(choice)
             starts_s = device.launch_overhead_s * any(often)
             found.append(largest((arithmetic_s, memory_s(often))) + starts_s + is_backward * besides_s)
         return found[0], found[1] if any(tensor.grad for tensor in node.results) else 0.0

@@ -1,4 +1,4 @@
-"""Formulas: what a plan's step takes, in closed form in the batch and the sequence length.
+"""Formulas: what a plan's step takes, in closed form in the batch, the sequence length and the micro-batches.
 
 The planned decisions are taken at sizes that know their formula (:mod:`planner.polynomial`) in a space whose times do
 (:mod:`planner.closed`), so that counting bytes, calls, operations and seconds gives formulas as well as numbers;
@@ -6,39 +6,65 @@ nothing is fitted. ``plan.at(...)`` has what seconds leave out: tiles and waves 
 
 Bytes leave nothing out as long as a step does the same in the same order, which other sizes change only where another
 route between two layouts becomes the cheapest. Of a step in turns, seconds are those along the path through its
-schedule that is longest at the planned sizes; where another one becomes longer the step takes more.
+schedule that is longest at the planned sizes; where another one becomes longer the step takes more. How often that path
+does what, and how many micro-batches are in flight, follows from the number of micro-batches for those that
+:attr:`Formulas.turns` has (:mod:`planner.pipeline.growth`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import sympy
 
 from planner.assignment import Assignment
 from planner.closed import ClosedSpace
 from planner.conversion import Collective
+from planner.errors import PlanError
 from planner.graph import Node
 from planner.heap import Held
 from planner.memory import usage
+from planner.pipeline.growth import Counts, Growth, growth
 from planner.pipeline.simulate import critical
+from planner.polynomial import Size, along
 from planner.predict import Calls, collectives, seconds_by_use, sorted_calls
-from planner.scale import OtherSizes
-from planner.seconds import Atom, Formula, Number, Pick, added, formula_of, rest, size_formula, times, undominated
+from planner.scale import OtherSizes, check_size
+from planner.seconds import (
+    Atom,
+    Formula,
+    Number,
+    Pick,
+    added,
+    by_size,
+    formula_of,
+    rest,
+    size_formula,
+    times,
+    undominated,
+)
 from planner.turns import Staged, moments
 
-Symbols = tuple[sympy.Symbol, sympy.Symbol]
+Symbols = tuple[sympy.Symbol, sympy.Symbol, sympy.Symbol]
+
+
+InFlight = Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]
+"""As :attr:`planner.pipeline.stages.Pipeline.moments`."""
 
 
 @dataclass(frozen=True, repr=False)
 class Formulas:
-    """A step on the fullest and slowest rank, as sympy expressions in :attr:`batch` and :attr:`sequence`.
+    """A step on the fullest and slowest rank, as sympy expressions in :attr:`batch`, :attr:`sequence` and
+    :attr:`micro_batches`.
 
     Attributes:
-        batch, sequence: the symbols ``b`` and ``s``, for the *global* batch and the sequence length.
-        planned: their numbers as planned.
+        batch, sequence, micro_batches: the symbols ``b``, ``s`` and ``m``, for the *global* batch, the sequence length
+            and into how many micro-batches a step in turns cuts the batch.
+        planned: their numbers as planned, of those that the expressions are in.
+        turns: the numbers of micro-batches for which they hold, with micro-batches as large as planned; of larger or
+            smaller ones another path through the schedule may be longer. ``None``: they are not in ``m``.
         parameters_bytes, gradients_bytes, optimizer_bytes: held when backward is over; in turns always.
         gathered_bytes: in turns, what parameters are gathered into for all micro-batches; in one turn they are block
             by block, and part of the peak alone.
@@ -46,14 +72,16 @@ class Formulas:
         peak_bytes: at the fullest moment: the largest of all moments that may be it.
         flops: operations of forward and backward on one rank, those that are repeated too; of a step, all its
             micro-batches included.
-        collectives: (kind, axis, phase, bytes that each rank passes in, how often a step makes the call).
+        collectives: (kind, axis, phase, bytes that each rank passes in, how often a step makes the call: a number, or
+            an expression in ``m``).
         compute_s, recompute_s, communication_s, gradients_s, optimizer_s, bubble_s: as in
             :class:`planner.predict.Prediction`.
-        left_out: why there is no formula in the other size, where only one can be followed.
+        left_out: why there is no formula in one of the three, where that is so.
     """
 
     batch: sympy.Symbol
     sequence: sympy.Symbol
+    micro_batches: sympy.Symbol
     planned: Mapping[sympy.Symbol, int]
     parameters_bytes: sympy.Expr
     gradients_bytes: sympy.Expr
@@ -62,7 +90,7 @@ class Formulas:
     saved_bytes: sympy.Expr
     peak_bytes: sympy.Expr
     flops: sympy.Expr
-    collectives: tuple[tuple[str, str, str, sympy.Expr, int], ...]
+    collectives: tuple[tuple[str, str, str, sympy.Expr, int | sympy.Expr], ...]
     compute_s: sympy.Expr
     recompute_s: sympy.Expr
     communication_s: sympy.Expr
@@ -70,6 +98,22 @@ class Formulas:
     optimizer_s: sympy.Expr
     bubble_s: sympy.Expr
     left_out: str = ""
+    turns: Counts | None = None
+
+    def check(self, micro_batches: int) -> None:
+        """Refuse a number of micro-batches for which the expressions do not hold.
+
+        Raises:
+            PlanError: says for which they do, or why they are for the planned one alone.
+        """
+        check_size("micro_batches", micro_batches)
+        if self.turns is None and micro_batches != self.planned.get(self.micro_batches, micro_batches):
+            raise PlanError(f"these formulas hold for the planned micro-batches alone: {self.left_out}")
+        if self.turns is not None and micro_batches not in self.turns:
+            raise PlanError(
+                f"these formulas hold for {self.turns} micro-batches, and not for {micro_batches}: there the longest "
+                "path through the schedule is another one; plan.at(micro_batches=...) simulates it"
+            )
 
     @property
     def step_time_s(self) -> sympy.Expr:
@@ -77,7 +121,7 @@ class Formulas:
         used = self.compute_s + self.recompute_s + self.communication_s + self.gradients_s + self.optimizer_s
         return used + self.bubble_s
 
-    def _rows(self) -> list[tuple[str, int, sympy.Expr]]:
+    def _rows(self) -> list[tuple[str, int | sympy.Expr, sympy.Expr]]:
         """Bytes and operations: what of, how often, and how much each time."""
         named = {
             "parameters": self.parameters_bytes,
@@ -94,7 +138,9 @@ class Formulas:
         return [*((name, 1, value) for name, value in named.items()), *calls]
 
     def __str__(self) -> str:
-        rows = [(name, f"{count} * ({value})" if count > 1 else f"{value}") for name, count, value in self._rows()]
+        rows = [
+            (name, f"{value}" if count == 1 else f"{_factor(count)} * ({value})") for name, count, value in self._rows()
+        ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
@@ -104,7 +150,11 @@ class Formulas:
         """Bytes and operations as LaTeX, aligned, one to a line."""
         lines = [
             rf"\text{{{name}}} &= "
-            + (rf"{count} \times \left({sympy.latex(value)}\right)" if count > 1 else sympy.latex(value))
+            + (
+                sympy.latex(value)
+                if count == 1
+                else rf"{_factor(count, sympy.latex)} \times \left({sympy.latex(value)}\right)"
+            )
             for name, count, value in self._rows()
         ]
         return "\\begin{aligned}\n" + " \\\\\n".join(lines) + "\n\\end{aligned}"
@@ -121,13 +171,15 @@ def formulas(sizes: OtherSizes) -> Formulas:
         PlanError: neither batch nor sequence length can be followed.
     """
     scale, left_out = sizes.widest()
-    assignment = scale.symbolic(ClosedSpace)
+    staged = scale.restage(scale.planned)
+    grown, why = (None, "") if staged is None else _growth(scale.planned, staged)
+    assignment = scale.symbolic(ClosedSpace, turns=grown is not None)
     staged = scale.restage(assignment)
-    found = _in_one_turn(assignment) if staged is None else _in_turns(assignment, staged)
+    found = _in_one_turn(assignment) if staged is None else _in_turns(assignment, staged, grown)
     peaks = undominated(map(size_formula, found.moments))
-    planned = scale.followed.batch, scale.followed.sequence
-    batch, sequence = sympy.symbols("b s", positive=True, integer=True)
-    symbols: Symbols = (batch, sequence)
+    turns = assignment.space.mesh.micro_batches if staged is not None else 0
+    planned = scale.followed.batch, scale.followed.sequence, int(turns)
+    symbols: Symbols = sympy.symbols("b s m", positive=True, integer=True)
 
     def of(use: str) -> sympy.Expr:
         return _expression(formula_of(found.seconds.get(use, 0.0)), symbols)
@@ -136,8 +188,7 @@ def formulas(sizes: OtherSizes) -> Formulas:
         return _expression(size_formula(found.held.get(use, 0)), symbols)
 
     return Formulas(
-        batch,
-        sequence,
+        *symbols,
         {symbol: number for symbol, number in zip(symbols, planned, strict=True) if number},
         held("parameters"),
         held("gradients"),
@@ -153,12 +204,35 @@ def formulas(sizes: OtherSizes) -> Formulas:
         of("gradients"),
         of("optimizer"),
         of("bubble"),
-        left_out,
+        "; ".join(filter(None, (left_out, why))),
+        None if grown is None else grown.counts,
     )
 
 
-def _call(call: Collective, count: int, symbols: Symbols) -> tuple[str, str, str, sympy.Expr, int]:
-    return call.kind, call.axis, call.phase, _expression(size_formula(call.bytes_in), symbols), count
+def _growth(assignment: Assignment, staged: Staged) -> tuple[Growth | None, str]:
+    """How a plan's schedule grows with its micro-batches, or why that cannot be told."""
+    pipeline = staged.pipeline
+    if assignment.space.mesh.micro_batches == 1:
+        return None, "of one micro-batch a step is another program, so that there is none in m"
+    found = growth(pipeline, staged.times.of_stages)
+    if found is not None and found.counts.least == 1:  # which is another program
+        found = replace(found, counts=replace(found.counts, least=1 + found.counts.step))
+    if found is None or (found.counts.least == found.counts.most):
+        return None, (
+            f"{pipeline.schedule} of {pipeline.micro_batches} micro-batches on {pipeline.ranks} ranks does not grow "
+            "evenly to those of more or fewer, so that there is none in m"
+        )
+    return found, ""
+
+
+def _call(call: Collective, count: int, symbols: Symbols) -> tuple[str, str, str, sympy.Expr, int | sympy.Expr]:
+    times = _expression(size_formula(count), symbols) if isinstance(count, Size) else count
+    return call.kind, call.axis, call.phase, _expression(size_formula(call.bytes_in), symbols), times
+
+
+def _factor(count: int | sympy.Expr, show: Callable[[Any], str] = str) -> str:
+    """A count as a factor."""
+    return show(count) if isinstance(count, int) or count.is_Symbol or count.is_Integer else f"({show(count)})"
 
 
 @dataclass(frozen=True)
@@ -200,18 +274,51 @@ def _by_use(storages: Iterable[Held]) -> dict[str, int]:
     return found
 
 
-def _in_turns(assignment: Assignment, staged: Staged) -> _Grown:
+def _in_turns(assignment: Assignment, staged: Staged, grown: Growth | None) -> _Grown:
     """A step in turns: seconds and operations of its busiest rank, bytes of its fullest, along the longest path of the
     schedule at the planned sizes.
+
+    Args:
+        grown: how the schedule grows with its micro-batches; ``None``: they stay as many.
     """
-    recomputing = replace(assignment, recompute=staged.recompute(assignment.space.folded))
+    space = assignment.space
+    recomputing = replace(assignment, recompute=staged.recompute(space.folded))
+    in_flight, held = _in_flight(staged, grown), dict(staged.memory_bytes)
+    planned, moved = (max(_saved(staged, each)) for each in (staged.pipeline.moments, in_flight))
+    held["activations"] = held["activations"] - planned + moved
     return _Grown(
-        staged.memory_bytes,
-        dict.fromkeys(moments(assignment, staged)),
+        held,
+        dict.fromkeys(moments(assignment, staged, in_flight)),
         _flops_in_turns(assignment, staged),
-        collectives(recomputing, staged.cut.bounds, staged.pipeline.late),
-        _seconds_in_turns(staged),
+        collectives(recomputing, staged.cut.bounds, _late(staged, grown)),
+        _seconds_in_turns(staged, grown),
     )
+
+
+def _saved(staged: Staged, in_flight: InFlight) -> list[int]:
+    """Bytes that the fullest rank has saved at each of its fullest moments."""
+    stages, moments = in_flight[staged.fullest_rank]
+    saved = dict.fromkeys(stages, 0)
+    for stage, link, way in staged.placed:
+        if stage in saved:
+            saved[stage] += link.block.savings[way].saved_bytes
+    return [sum(saved[stage] * count for stage, count in zip(stages, counts, strict=True)) for counts in moments]
+
+
+def _in_flight(staged: Staged, grown: Growth | None) -> InFlight:
+    """Each rank's stages, and how many micro-batches they hold at its fullest moments, as sizes."""
+    planned = staged.pipeline.moments
+    if grown is None:
+        return planned
+    return [
+        (stages, [[along(staged.turns, *line) for line in counts] for counts in held])
+        for (stages, _), held in zip(planned, grown.held, strict=True)
+    ]
+
+
+def _late(staged: Staged, grown: Growth | None) -> tuple[int, ...]:
+    """As :attr:`planner.pipeline.stages.Pipeline.late`, as sizes."""
+    return staged.pipeline.late if grown is None else tuple(along(staged.turns, *line) for line in grown.late)
 
 
 def _flops_in_turns(assignment: Assignment, staged: Staged) -> Formula:
@@ -225,28 +332,33 @@ def _flops_in_turns(assignment: Assignment, staged: Staged) -> Formula:
         again = space.skeleton.again(instance.kind, level).operators if level != "none" else ()
         for at, node in enumerate(instance.block.nodes):
             total = added(total, _flops(assignment, node, 1, int(at in again)))
-    return times(total, pipeline.micro_batches)
+    return by_size(total, staged.turns)
 
 
-def _seconds_in_turns(staged: Staged) -> dict[str, float]:
+def _seconds_in_turns(staged: Staged, grown: Growth | None) -> dict[str, float]:
     """By use, of the busiest rank; its waiting is what the longest path and the rank last done take more."""
-    pipeline = staged.pipeline
-    _, path = critical(
-        pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages, staged.times.of_stages
-    )
+    work, sends = _path(staged, grown)
     step_s = max(map(sum, staged.once_s))
     for stage, link, way in staged.placed:
         block = link.block
         backward_s = block.input_s + block.savings[way].recompute_s
-        for often, seconds in zip(
-            path.work[:, stage].tolist(), (block.forward_s, backward_s, block.weight_s), strict=True
-        ):
-            step_s += often * seconds
-    for often, end in zip(path.sends.tolist(), staged.cut.bounds[1:-1], strict=True):
-        step_s += often * staged.links[end - 1].block.send_s
+        for often, seconds in zip(work, (block.forward_s, backward_s, block.weight_s), strict=True):
+            step_s += seconds * often[stage]
+    for count, end in zip(sends, staged.cut.bounds[1:-1], strict=True):
+        step_s += staged.links[end - 1].block.send_s * count
     found = dict(staged.time_s)
     del found["bubble"]
     return {**found, "bubble": rest(step_s, sum(found.values()))}
+
+
+def _path(staged: Staged, grown: Growth | None) -> tuple[list[list[int]], list[int]]:
+    """How often the longest path does the forward, input and weight part of each stage, and takes each way between."""
+    if grown is not None:
+        work = [[along(staged.turns, *line) for line in lines] for lines in grown.work]
+        return work, [along(staged.turns, *line) for line in grown.sends]
+    p = staged.pipeline
+    _, path = critical(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, staged.times.of_stages)
+    return path.work.astype(int).tolist(), path.sends.astype(int).tolist()
 
 
 def _flops(assignment: Assignment, node: Node, count: int, again: int) -> Formula:
@@ -268,9 +380,7 @@ def _expression(formula: Formula, symbols: Symbols) -> sympy.Expr:
 def _atom(atom: Atom, symbols: Symbols) -> sympy.Expr:
     if isinstance(atom, Pick):
         return _pick(sympy.Max if atom.largest else sympy.Min, map(dict, atom.options), symbols)
-    batch, sequence = symbols
-    i, j = atom
-    return batch**i * sequence**j
+    return sympy.Mul(*(symbol**power for symbol, power in zip(symbols, atom, strict=True)))
 
 
 def _pick(of: type, options: Iterable[Formula], symbols: Symbols) -> sympy.Expr:

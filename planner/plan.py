@@ -215,17 +215,22 @@ class Plan(Document):
 
     # ---- at other sizes ----------------------------------------------------------------------------------------
 
-    def at(self, *, batch: int | None = None, sequence: int | None = None) -> Prediction:
-        """A step of the same decisions at another global batch or sequence length, without planning again.
+    def at(
+        self, *, batch: int | None = None, sequence: int | None = None, micro_batches: int | None = None
+    ) -> Prediction:
+        """A step of the same decisions at another global batch or sequence length, or in another number of
+        micro-batches, without planning again.
 
         Args:
             batch, sequence: dim 0 and dim 1 of every input; left out: as planned.
+            micro_batches: of a plan in turns, into how many the batch is cut; left out: as planned.
 
         Raises:
             PlanError: a size is not a whole number from 1, the decisions do not divide it, or the model cannot be
-                followed to it, see :mod:`planner.follow`; or the plan was read from a file, without its model.
+                followed to it, see :mod:`planner.follow`; the schedule does not take so many micro-batches, or the
+                plan has one; or the plan was read from a file, without its model.
         """
-        return self._sizes.at(batch, sequence)
+        return self._sizes.at(batch, sequence, micro_batches)
 
     def max_batch(self, *, sequence: int | None = None) -> int:
         """The largest global batch at which these decisions fit into the devices' memory; raises as :meth:`at`."""
@@ -399,7 +404,8 @@ def restage(plan: Plan, assignment: Assignment) -> Staged | None:
     if found is None:
         return None
     folded, size = assignment.space.folded, len(assignment.space.folded.instances)
-    pipeline = Pipeline(found.schedule, found.ranks, plan.mesh.micro_batches, found.virtual_stages)
+    turns = assignment.space.mesh.micro_batches
+    pipeline = Pipeline(found.schedule, found.ranks, int(turns), found.virtual_stages)
     if len(found.bounds) != pipeline.stages + 1 or found.bounds[-1] != size:
         raise PlanError(
             f"the plan's pipeline cuts {found.bounds[-1]} blocks into {len(found.bounds) - 1} stages, but the model "
@@ -415,7 +421,7 @@ def restage(plan: Plan, assignment: Assignment) -> Staged | None:
     )
     savings = [link.levels.index(level) for link, level in zip(links, ways, strict=True)]
     try:
-        return price(links, pipeline, cut_of(pipeline, chain_of(links), found.bounds, savings))
+        return replace(price(links, pipeline, cut_of(pipeline, chain_of(links), found.bounds, savings)), turns=turns)
     except ScheduleError as error:
         raise PlanError(f"the plan's pipeline: {error}") from error
 

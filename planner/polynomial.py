@@ -1,8 +1,10 @@
-"""Polynomial: sizes that know how they grow: a number as planned, and the polynomial in batch and sequence behind it.
+"""Polynomial: sizes that know how they grow: a number as planned, and the polynomial in batch, sequence and
+micro-batches behind it.
 
 A :class:`Size` is an ``int``, so that all which counts elements and bytes counts with sizes as well, and the result
 knows its formula. Comparisons for order look at the number; two sizes are *equal* only if they grow alike, so that
-nothing is taken for the same because two numbers happen to be.
+nothing is taken for the same because two numbers happen to be. Micro-batches are what a size is cut by, so that their
+exponent may be below zero.
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ import math
 from collections.abc import Mapping
 from fractions import Fraction
 
-Powers = tuple[int, int]
-"""Exponents of the batch and of the sequence length."""
+Powers = tuple[int, int, int]
+"""Exponents of the batch, of the sequence length and of the number of micro-batches."""
+CONSTANT: Powers = (0, 0, 0)
 Terms = Mapping[Powers, Fraction]
 
 
 class Size(int):
-    """A number at the planned sizes, as ``sum of coefficient * batch^i * sequence^j``; made by :func:`batch_of`,
-    :func:`sequence_of` and arithmetic.
+    """A number at the planned sizes, as ``sum of coefficient * batch^i * sequence^j * turns^k``; made by
+    :func:`batch_of`, :func:`sequence_of`, :func:`turns_of` and arithmetic.
     """
 
     terms: Terms
@@ -41,10 +44,7 @@ class Size(int):
     def __add__(self, other: object) -> int:
         if not isinstance(other, int):
             return NotImplemented
-        found = dict(self.terms)
-        for powers, coefficient in terms_of(other).items():
-            found[powers] = found.get(powers, Fraction(0)) + coefficient
-        return _size(int.__add__(self, other), found)
+        return _size(int.__add__(self, other), added(self.terms, terms_of(other)))
 
     __radd__ = __add__
 
@@ -58,9 +58,10 @@ class Size(int):
         if not isinstance(other, int):
             return NotImplemented
         found: dict[Powers, Fraction] = {}
-        for (i, j), mine in self.terms.items():
-            for (k, m), theirs in terms_of(other).items():
-                found[i + k, j + m] = found.get((i + k, j + m), Fraction(0)) + mine * theirs
+        for mine, times in self.terms.items():
+            for theirs, also in terms_of(other).items():
+                powers = product(mine, theirs)
+                found[powers] = found.get(powers, Fraction(0)) + times * also
         return _size(int.__mul__(self, other), found)
 
     __rmul__ = __mul__
@@ -77,29 +78,56 @@ class Size(int):
 
 def batch_of(number: int) -> Size:
     """The batch, which is ``number`` as planned."""
-    return _made(number, {(1, 0): Fraction(1)})
+    return _made(number, {(1, 0, 0): Fraction(1)})
 
 
 def sequence_of(number: int) -> Size:
     """The sequence length, which is ``number`` as planned."""
-    return _made(number, {(0, 1): Fraction(1)})
+    return _made(number, {(0, 1, 0): Fraction(1)})
+
+
+def turns_of(number: int) -> Size:
+    """The number of micro-batches, which is ``number`` as planned."""
+    return _made(number, {(0, 0, 1): Fraction(1)})
+
+
+def along(turns: int, start: Fraction, each: Fraction) -> int:
+    """``start + each * turns``, which is whole as planned."""
+    found = start + each * int(turns)
+    assert found.denominator == 1
+    terms = terms_of(turns).items()
+    return _size(int(found), added({CONSTANT: start}, {powers: each * times for powers, times in terms}))
+
+
+def product(one: Powers, other: Powers) -> Powers:
+    """The exponents of a product."""
+    (i, j, k), (a, b, c) = one, other
+    return i + a, j + b, k + c
+
+
+def added(one: Terms, other: Terms) -> Terms:
+    """The sum."""
+    return {powers: one.get(powers, Fraction(0)) + other.get(powers, Fraction(0)) for powers in {**one, **other}}
 
 
 def terms_of(number: int) -> Terms:
     """Coefficients by powers; a plain number is a constant."""
     if isinstance(number, Size):
         return number.terms
-    return {(0, 0): Fraction(number)} if number else {}
+    return {CONSTANT: Fraction(number)} if number else {}
 
 
 def quotient(number: int, divisor: int) -> int | None:
-    """``number / divisor`` where that is whole as planned, and ``divisor`` one term that divides; else ``None``."""
+    """``number / divisor`` where that is whole as planned, and ``divisor`` one term that divides; else ``None``.
+
+    Any size can be cut into micro-batches.
+    """
     below = terms_of(divisor)
     if len(below) != 1 or int.__mod__(number, divisor):
         return None
-    (((i, j), coefficient),) = below.items()
-    found = {(k - i, m - j): value / coefficient for (k, m), value in terms_of(number).items()}
-    if any(k < 0 or m < 0 for k, m in found):
+    (((i, j, k), coefficient),) = below.items()
+    found = {product(powers, (-i, -j, -k)): value / coefficient for powers, value in terms_of(number).items()}
+    if any(batch < 0 or sequence < 0 for batch, sequence, _ in found):
         return None
     return _size(int.__floordiv__(number, divisor), found)
 
@@ -112,12 +140,13 @@ def _exact(number: int, divisor: int) -> int:
 
 
 def at_sizes(number: int, batch: int, sequence: int) -> int:
-    """What a size is at another batch and sequence length, which may themselves be sizes."""
+    """What a size that no micro-batches cut is at another batch and sequence length, which may themselves be sizes."""
     if not isinstance(number, Size):
         return number
     below = math.lcm(*(value.denominator for value in number.terms.values()))
     total: int = 0
-    for (i, j), value in number.terms.items():
+    for (i, j, k), value in number.terms.items():
+        assert not k
         term: int = int(value * below)
         for _ in range(i):
             term = term * batch
@@ -132,18 +161,19 @@ def describe(number: int) -> str:
     if not isinstance(number, Size):
         return str(number)
     words = []
-    for (i, j), value in sorted(number.terms.items(), reverse=True):
-        factors = ["batch"] * i + ["sequence"] * j
+    for (i, j, k), value in sorted(number.terms.items(), reverse=True):
+        factors = ["batch"] * i + ["sequence"] * j + ["micro-batches"] * k
         if abs(value) != 1 or not factors:
             factors.insert(0, str(abs(value)))
-        words.append(("- " if value < 0 else "+ ") + " * ".join(factors))
+        cut = " / micro-batches" * -k
+        words.append(("- " if value < 0 else "+ ") + " * ".join(factors) + cut)
     return " ".join(words).removeprefix("+ ")
 
 
 def _size(number: int, terms: Mapping[Powers, Fraction]) -> int:
     """A size, or a plain number if nothing moves."""
     kept = {powers: value for powers, value in terms.items() if value}
-    return _made(number, kept) if any(powers != (0, 0) for powers in kept) else int(number)
+    return _made(number, kept) if any(powers != CONSTANT for powers in kept) else int(number)
 
 
 def _made(number: int, terms: Terms) -> Size:

@@ -1,8 +1,9 @@
-"""Scale: the decisions of a plan at another batch and sequence length.
+"""Scale: the decisions of a plan at another batch and sequence length, and in another number of micro-batches.
 
 Only sizes change: every value, factor and strip of the planned graph becomes what :mod:`planner.follow` says of it, the
 decisions keep their places, and the result is an assignment like any other, that is priced and followed through memory
-exactly as the plan was. Static arguments that no price reads (the numbers of a view) are left as captured.
+exactly as the plan was. Static arguments that no price reads (the numbers of a view) are left as captured. How many
+micro-batches there are is a size of the mesh.
 
 A plan is asked for more than one size. :class:`OtherSizes` follows the batch, the sequence length, or both through the
 graph once each (:mod:`planner.follow`), and then every question costs a walk over the scaled step.
@@ -25,9 +26,9 @@ from planner.fold import Folded, refold
 from planner.follow import Followed, NotFollowed, Sizes, follow
 from planner.formulate import Space
 from planner.graph import Graph, Node, Ref
-from planner.layout import MICRO, Layout, LocalType, Shard
+from planner.layout import MICRO, Layout, LocalType, Mesh, Shard
 from planner.memory import usage
-from planner.polynomial import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of
+from planner.polynomial import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of, turns_of
 from planner.predict import Prediction, predict, predict_in_turns
 from planner.rules import AxisStrategy, Rule
 from planner.skeleton import Role, Skeleton
@@ -39,17 +40,24 @@ Restage = Callable[[Assignment], Staged | None]
 
 @dataclass(frozen=True)
 class Division:
-    """``size`` must be a multiple of ``number``; ``by`` says what of."""
+    """``size`` must be a multiple of ``number``; ``by`` says what of, ``turns`` how many micro-batches are in it."""
 
     size: int
     number: int
     by: str
+    turns: int = 1
 
     @staticmethod
-    def of(size: int, number: int, by: str) -> Division:
+    def of(size: int, number: int, by: str, turns: int = 1) -> Division:
         """Half of something must also be whole: its double is a multiple of twice the number."""
         below = math.lcm(*(value.denominator for value in terms_of(size).values()))
-        return Division(size * below, number * below, by)
+        return Division(size * below, number * below, by, turns)
+
+    def number_in(self, micro_batches: int | None) -> int:
+        """The number with so many micro-batches; ``None``: as planned."""
+        if micro_batches is None or self.turns == 1:
+            return self.number
+        return self.number // self.turns * micro_batches
 
 
 class Scale:
@@ -82,11 +90,7 @@ class Scale:
         }
         self._chosen = {role: self._grown(role, decision) for role, decision in assignment.chosen.items()}
         self.divisions = tuple(dict.fromkeys(self._divisions()))
-        cuts = space.skeleton.cuts(space.mesh.sizes)
-        self._cuts = {
-            ref: {dim: tuple(self._strips(ref, dim, each)) for dim, each in by_dim.items()}
-            for ref, by_dim in cuts.items()
-        }
+        self._known_cuts: dict[tuple[int, ...], dict[Ref, dict[int, tuple[int, ...]]]] = {}
 
     # ---- what moves ----
 
@@ -122,6 +126,16 @@ class Scale:
         if not isinstance(kind, Shard) or kind.outer == 1:
             return kind
         return Shard(kind.dim, self._within(self.followed.dims[ref][kind.dim], kind.outer, ref))
+
+    def _cuts(self, mesh: Mesh) -> dict[Ref, dict[int, tuple[int, ...]]]:
+        """Where values may be cut on a mesh, as sizes."""
+        sizes = tuple(map(int, mesh.sizes))
+        if sizes not in self._known_cuts:
+            self._known_cuts[sizes] = {
+                ref: {dim: tuple(self._strips(ref, dim, each)) for dim, each in by_dim.items()}
+                for ref, by_dim in self.planned.space.skeleton.cuts(sizes).items()
+            }
+        return self._known_cuts[sizes]
 
     def _strips(self, ref: Ref, dim: int, counts: frozenset[int]) -> Iterator[int]:
         """Strip counts of a value, as sizes; one that falls between two parts serves no decision."""
@@ -160,9 +174,10 @@ class Scale:
         axes = self.planned.space.mesh.axes
         for dim, parts in enumerate(self.followed.dims[ref]):
             ranks: dict[int, int] = {}
-            names = []
+            names, turns = [], {}
             for kind, axis in zip(layout, axes, strict=True):
                 if isinstance(kind, Shard) and kind.dim == dim:
+                    turns.update({kind.outer: axis.size} if axis.name == MICRO else {})
                     ranks[kind.outer] = ranks.get(kind.outer, 1) * axis.size
                     names.append(axis.name)
             outers = sorted(ranks)
@@ -175,20 +190,26 @@ class Scale:
                         f"this plan's cost cannot be followed to other sizes: in {where}, {describe(following)} is cut "
                         f"into {describe(outer)} strips"
                     )
-                if isinstance(length, Size) and ranks[outer] > 1:
+                if (isinstance(length, Size) or outer in turns) and ranks[outer] > 1:
                     sharing = "micro-batches" if names == [MICRO] else f"ranks of the {' and '.join(names)} axis"
-                    yield Division.of(length, ranks[outer], f"{sharing}, in {where}")
+                    yield Division.of(length, ranks[outer], f"{sharing}, in {where}", turns.get(outer, 1))
 
     # ---- at other sizes ----
 
-    def assignment(self, batch: int, sequence: int, kind: type[Space] = Space) -> Assignment:
+    def assignment(
+        self, batch: int, sequence: int, kind: type[Space] = Space, micro_batches: int | None = None
+    ) -> Assignment:
         """The decisions at these sizes, in a space of some kind.
+
+        Args:
+            micro_batches: how many; ``None``: as planned.
 
         Raises:
             PlanError: a size is not divided evenly, or there is nothing left of a tensor; names it.
         """
-        self.check(batch, sequence)
+        self.check(batch, sequence, micro_batches)
         space = self.planned.space
+        mesh = space.mesh if micro_batches is None else space.mesh.in_turns(micro_batches)
 
         def moved(number: int) -> int:
             return at_sizes(number, batch, sequence)
@@ -197,10 +218,10 @@ class Scale:
         folded = refold(space.folded, graph)
         cuts = {
             ref: {dim: frozenset(moved(count) for count in counts) for dim, counts in by_dim.items()}
-            for ref, by_dim in self._cuts.items()
+            for ref, by_dim in self._cuts(mesh).items()
         }
         skeleton = _Twin(space.skeleton, folded, rules, cuts)
-        scaled = kind(folded, space.mesh, space.cost, space.training, rules, None, None, skeleton, space.pace)
+        scaled = kind(folded, mesh, space.cost, space.training, rules, None, None, skeleton, space.pace)
         chosen = {role: _moved(decision, moved) for role, decision in self._chosen.items()}
         return replace(self.planned, space=scaled, chosen=chosen)
 
@@ -228,29 +249,38 @@ class Scale:
         graph = replace(space.graph, nodes=tuple(nodes[node.name] for node in space.graph.nodes))
         return graph, rules
 
-    def check(self, batch: int, sequence: int) -> None:
+    def check(self, batch: int, sequence: int, micro_batches: int | None = None) -> None:
         """Refuse sizes at which the decisions do not hold.
 
         Raises:
-            PlanError: names the size, and the axis that does not divide it or what leaves nothing of it.
+            PlanError: names the size, and the axis that does not divide it or what leaves nothing of it; or this is a
+                step in one turn, or becomes one.
         """
-        why = self.refusal(batch, sequence)
+        planned = self.planned.space.mesh.micro_batches
+        if micro_batches is not None and micro_batches != planned and 1 in (micro_batches, planned):
+            raise PlanError(
+                f"the plan's step has {planned} micro-batch{'es' * (planned != 1)}, and of {micro_batches} it would be "
+                f"another program, with other decisions: plan again with pin 'micro_batches' {micro_batches}"
+            )
+        why = self.refusal(batch, sequence, micro_batches)
         if why is not None:
-            given = [(self.followed.batch, f"batch {batch}"), (self.followed.sequence, f"sequence length {sequence}")]
+            given = [
+                (self.followed.batch, f"batch {batch}"),
+                (self.followed.sequence, f"sequence length {sequence}"),
+                (micro_batches is not None, f"{micro_batches} micro-batches"),
+            ]
             raise PlanError(f"at {' and '.join(words for planned, words in given if planned)}, {why}")
 
-    def refusal(self, batch: int, sequence: int) -> str | None:
+    def refusal(self, batch: int, sequence: int, micro_batches: int | None = None) -> str | None:
         """Why the decisions do not hold at these sizes; ``None`` if they do."""
         for part, where in self._parts.items():
             if at_sizes(part, batch, sequence) < 1:
                 return f"nothing is left of {describe(part)} in {where}: give a larger size"
         for each in self.divisions:
-            size = at_sizes(each.size, batch, sequence)
-            if size % each.number:
-                return (
-                    f"{describe(each.size)} is {size}, which {each.number} {each.by}, do not divide: give a multiple, "
-                    "or plan again for it"
-                )
+            size, number = at_sizes(each.size, batch, sequence), each.number_in(micro_batches)
+            if size % number:
+                what = f"{describe(each.size)} is {size}" if isinstance(each.size, Size) else f"a dim is {size}"
+                return f"{what}, which {number} {each.by}, do not divide: give a multiple, or plan again for it"
         for size, bound, where in self.followed.bounds:
             if at_sizes(size, batch, sequence) > bound:
                 return (
@@ -263,10 +293,16 @@ class Scale:
         """Whether everything that is cut evenly can be."""
         return all(at_sizes(each.size, batch, sequence) % each.number == 0 for each in self.divisions)
 
-    def symbolic(self, kind: type[Space] = Space) -> Assignment:
-        """The decisions as planned, at sizes that know how they move, in a space of some kind."""
+    def symbolic(self, kind: type[Space] = Space, *, turns: bool = False) -> Assignment:
+        """The decisions as planned, at sizes that know how they move, in a space of some kind.
+
+        Args:
+            turns: whether the number of micro-batches moves, too.
+        """
         batch, sequence = self.followed.batch, self.followed.sequence
-        return self.assignment(batch_of(batch) if batch else 0, sequence_of(sequence) if sequence else 0, kind)
+        micro_batches = turns_of(self.planned.space.mesh.micro_batches) if turns else None
+        sizes = batch_of(batch) if batch else 0, sequence_of(sequence) if sequence else 0
+        return self.assignment(*sizes, kind, micro_batches)
 
     @cached_property
     def moments(self) -> tuple[int, ...]:
@@ -274,12 +310,12 @@ class Scale:
         assignment = self.symbolic()
         staged = self.restage(assignment)
         if staged is not None:
-            return tuple(dict.fromkeys(moments(assignment, staged)))
+            return tuple(dict.fromkeys(moments(assignment, staged, staged.pipeline.moments)))
         return tuple(dict.fromkeys(total for _, total in usage(assignment).moments))
 
-    def predict(self, batch: int, sequence: int) -> Prediction:
+    def predict(self, batch: int, sequence: int, micro_batches: int | None = None) -> Prediction:
         """A step of the decisions at these sizes; raises as :meth:`assignment` does."""
-        assignment = self.assignment(batch, sequence)
+        assignment = self.assignment(batch, sequence, micro_batches=micro_batches)
         staged = self.restage(assignment)
         if staged is not None:
             return predict_in_turns(assignment, staged)
@@ -328,12 +364,12 @@ class OtherSizes:
         except NotFollowed:
             return self.scale(batch=False, sequence=True), str(why)
 
-    def at(self, batch: int | None, sequence: int | None) -> Prediction:
+    def at(self, batch: int | None, sequence: int | None, micro_batches: int | None = None) -> Prediction:
         """A step at other sizes; ``None``: as planned."""
-        check_size("batch", batch)
-        check_size("sequence", sequence)
+        for name, size in (("batch", batch), ("sequence", sequence), ("micro_batches", micro_batches)):
+            check_size(name, size)
         scale = self.scale(batch=batch is not None, sequence=sequence is not None)
-        return scale.predict(batch or 0, sequence or 0)
+        return scale.predict(batch or 0, sequence or 0, micro_batches)
 
 
 def check_size(name: str, size: object) -> None:

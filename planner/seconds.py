@@ -1,9 +1,10 @@
-"""Seconds: times that know how they grow: a number as planned, and the formula in batch and sequence behind it.
+"""Seconds: times that know how they grow: a number as planned, and the formula in batch, sequence and micro-batches
+behind it.
 
 :class:`Seconds` is to ``float`` what :class:`planner.polynomial.Size` is to ``int``: whatever adds up times adds up
 formulas as well, and what has no formula is an error; but ``math.fsum`` sees the numbers alone, so where times may have
-formulas it is given ``float(...)`` of each. A formula is a sum of *atoms* with coefficients: powers of batch and
-sequence, and the largest or the smallest of several formulas.
+formulas it is given ``float(...)`` of each. A formula is a sum of *atoms* with coefficients: powers of batch, sequence
+and micro-batches, and the largest or the smallest of several formulas.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from planner.polynomial import Powers, terms_of
-
-CONSTANT: Powers = (0, 0)
+from planner.polynomial import CONSTANT, Powers, Size, product, terms_of
 
 ROUNDING = 1e-12
 """The part of a sum that may be left of it where it should be nothing."""
@@ -57,17 +56,21 @@ class Seconds(float):
         return self * -1 + other if isinstance(other, (int, float)) else NotImplemented
 
     def __mul__(self, other: object) -> float:
-        """By a plain number."""
+        """By a plain number, or a size."""
         if not isinstance(other, (int, float)) or isinstance(other, Seconds):
             return NotImplemented
+        if isinstance(other, Size):
+            return _made(float(self) * int(other), by_size(self.formula, other))
         return _made(float(self) * other, times(self.formula, other))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: object) -> float:
-        """By a plain number."""
+        """By a plain number, or a number of micro-batches."""
         if not isinstance(other, (int, float)) or isinstance(other, Seconds):
             return NotImplemented
+        if isinstance(other, Size):
+            return _made(float(self) / int(other), divided(self.formula, other))
         return self * (1 / other)
 
     def __neg__(self) -> float:
@@ -154,6 +157,29 @@ def added(one: Formula, other: Formula) -> Formula:
 def times(formula: Formula, factor: Number) -> Formula:
     """The product with a number."""
     return {atom: value * factor for atom, value in formula.items()}
+
+
+def by_size(formula: Formula, size: int) -> Formula:
+    """The product with a size, which is nowhere below zero."""
+    found: Formula = {}
+    for powers, coefficient in terms_of(size).items():
+        found = added(found, {_moved(atom, powers): value * coefficient for atom, value in formula.items()})
+    return found
+
+
+def divided(formula: Formula, turns: int) -> Formula:
+    """The quotient by a number of micro-batches, or of ranks and micro-batches."""
+    (((i, j, k), coefficient),) = terms_of(turns).items()
+    assert not i and not j
+    return {_moved(atom, (0, 0, -k)): value / coefficient for atom, value in formula.items()}
+
+
+def _moved(atom: Atom, powers: Powers) -> Atom:
+    """An atom times some power of sizes, none of which is below zero."""
+    if isinstance(atom, Pick):
+        options = (tuple((_moved(each, powers), value) for each, value in option) for option in atom.options)
+        return Pick(atom.largest, tuple(options))
+    return product(atom, powers)
 
 
 def _pick(options: list[float], *, is_largest: bool) -> float:

@@ -90,6 +90,7 @@ class Staged:
         links: the chain, block by block.
         step_s: the simulated schedule and what happens once a step.
         rank_bytes: of every rank at its fullest.
+        turns: the number of micro-batches, where that is to move a size (:mod:`planner.polynomial`).
     """
 
     pipeline: Pipeline
@@ -97,6 +98,7 @@ class Staged:
     cut: Cut
     step_s: float
     rank_bytes: tuple[int, ...]
+    turns: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -138,7 +140,7 @@ class Staged:
     @cached_property
     def _seconds(self) -> list[list[float]]:
         """Seconds of the step [rank][use], uses as in :data:`WORKS`."""
-        turns = self.pipeline.micro_batches
+        turns = self.turns or self.pipeline.micro_batches
         found = [[0.0, 0.0, *once] for once in self.once_s]
         for stage, link, way in self.placed:
             block, rank = link.block, found[self.pipeline.placed[stage]]
@@ -274,8 +276,14 @@ def price(links: Sequence[Link], pipeline: Pipeline, found: Cut) -> Staged:
     return Staged(pipeline, tuple(links), found, found.step_s + once_s, held)
 
 
-def moments(assignment: Assignment, staged: Staged) -> Iterator[int]:
-    """Bytes of every rank at its fullest moments, beside each operator that may need most then."""
+def moments(
+    assignment: Assignment, staged: Staged, in_flight: Iterable[tuple[Sequence[int], Iterable[Sequence[int]]]]
+) -> Iterator[int]:
+    """Bytes of every rank at its fullest moments, beside each operator that may need most then.
+
+    Args:
+        in_flight: :attr:`planner.pipeline.stages.Pipeline.moments`; of sizes, where micro-batches are to move.
+    """
     pipeline, space = staged.pipeline, assignment.space
     held, saved = [0] * pipeline.ranks, [0] * pipeline.stages
     working: list[dict[int, None]] = [{} for _ in held]
@@ -291,7 +299,7 @@ def moments(assignment: Assignment, staged: Staged) -> Iterator[int]:
         working[home].update(known[key])
     for home, _, each in staged.also_read:
         held[home] += sum(each.held.values())
-    for rank, (stages, counts) in enumerate(pipeline.moments):
+    for rank, (stages, counts) in enumerate(in_flight):
         for moment in counts:
             there = held[rank] + sum(count * saved[stage] for count, stage in zip(moment, stages, strict=True))
             yield from (there + most for most in working[rank])

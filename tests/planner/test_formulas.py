@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 
 from planner.errors import PlanError
 from planner.follow import NotFollowed, follow
+from planner.formulas import Formulas
 from planner.formulate import rules_of
 from planner.graph import Graph, Node, Ref, TensorType
-from planner.plan import Plan
-from planner.polynomial import at_sizes, batch_of, quotient, sequence_of
+from planner.plan import Plan, model_facts, restage, restore
+from planner.polynomial import along, at_sizes, batch_of, describe, quotient, sequence_of, turns_of
+from planner.predict import Prediction, predict_in_turns
+from planner.seconds import growing, largest
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 BATCH, LENGTH = batch_of(6), sequence_of(10)
@@ -56,6 +59,17 @@ def test_sizes_are_equal_if_they_grow_alike():
     assert batch_of(8) != sequence_of(8)
     assert BATCH - BATCH == 0 and type(BATCH - BATCH) is int
     assert hash(batch_of(8)) == hash(8)
+
+
+def test_any_size_is_cut_into_micro_batches():
+    turns = turns_of(4)
+    part = BATCH * 4 * LENGTH // turns
+    assert int(part) == 60 and describe(part) == "4 * batch * sequence / micro-batches"
+    assert part * turns == 4 * BATCH * LENGTH and 8 // turns * turns == 8
+    assert int(along(turns, 3, 2)) == 11 and along(turns, 3, 2) == 2 * turns + 3
+    seconds = largest([growing(1.0, 2.0, BATCH), growing(0.0, 1.0, LENGTH)])
+    again = seconds * turns / turns
+    assert float(seconds * turns) == 4 * float(seconds) and again.formula == seconds.formula
 
 
 def test_what_is_not_always_a_multiple_is_not_divided():
@@ -345,8 +359,9 @@ SCHEDULES: list[dict[str, Any]] = [
 def test_formulas_of_a_step_in_turns(pin):
     plan = mlp_plan(pin=pin)
     found = plan.formulas
+    as_planned = {found.micro_batches: pin["micro_batches"]}
     for batch in (512, 1024, 100 * 512):
-        sizes, there = {found.batch: batch}, plan.at(batch=batch)
+        sizes, there = {found.batch: batch, **as_planned}, plan.at(batch=batch)
         assert found.peak_bytes.subs(sizes) == there.peak_bytes
         for use in ("compute", "recompute", "communication", "gradients", "optimizer"):
             seconds = float(getattr(found, f"{use}_s").subs(sizes))
@@ -358,8 +373,116 @@ def test_formulas_of_a_step_in_turns(pin):
     memory = plan.predicted.memory_bytes
     for use in ("parameters", "gathered", "gradients", "optimizer"):
         assert getattr(found, f"{use}_bytes") == memory[use]
-    assert found.saved_bytes.subs({found.batch: 512}) == memory["activations"]
-    assert (found.bubble_s.subs({found.batch: 512}) > 0) == ("pipeline" in plan.sizes)
+    as_planned[found.batch] = 512
+    assert found.saved_bytes.subs(as_planned) == memory["activations"]
+    assert (found.bubble_s.subs(as_planned) > 0) == ("pipeline" in plan.sizes)
+
+
+IN_EACH: list[dict[str, Any]] = [
+    {"micro_batches": 8, "data": 4, "zero": 3},
+    {"pipeline": 2, "micro_batches": 8, "data": 2, "zero": 3, "schedule": "zero_bubble", "recompute": "full"},
+    {"pipeline": 2, "micro_batches": 8, "data": 2, "schedule": "dualpipev", "recompute": "full"},
+]
+
+
+def there_planned(plan: Plan, pin: dict[str, Any], count: int, batch: int = 512) -> Prediction:
+    """The decisions of a plan, in the space that planning with so many micro-batches looks at."""
+    other = mlp_plan(batch, {**pin, "micro_batches": count})
+    assert plan.assignment is not None and other.assignment is not None
+    space, graph = other.assignment.space, other.assignment.space.graph
+    assert space.mesh.micro_batches == count
+    renamed = replace(plan, model=model_facts(graph, "ResidualMLP"), decided=None)
+    assignment = restore(renamed, space, model_facts(graph, "ResidualMLP"))
+    staged = restage(plan, assignment)
+    assert staged is not None
+    return predict_in_turns(assignment, staged)
+
+
+@pytest.mark.parametrize("pin", TURNS + SCHEDULES + IN_EACH, ids=str)
+def test_another_number_of_micro_batches_costs_what_it_costs_there(pin):
+    """To the last bit: seconds, bytes, what is alive, calls and exchanges."""
+    plan = mlp_plan(pin=pin)
+    for count in (4, 16, 32):
+        assert plan.at(micro_batches=count) == there_planned(plan, pin, count)
+    assert plan.at(micro_batches=16, batch=1024) == there_planned(plan, pin, 16, 1024)
+
+
+@pytest.mark.parametrize("pin", TURNS + SCHEDULES + IN_EACH, ids=str)
+def test_formulas_in_micro_batches(pin):
+    """As planned in size, every count that the formulas are said to hold for is what planning there predicts."""
+    plan = mlp_plan(pin=pin)
+    found, size = plan.formulas, 512 // pin["micro_batches"]
+    assert found.planned == {found.batch: 512, found.micro_batches: pin["micro_batches"]}
+    assert found.turns is not None and pin["micro_batches"] in found.turns
+    counts = [count for count in range(2, 25) if count in found.turns]
+    assert len(counts) >= 8 and found.turns.most is None
+    for count in counts[:3] + counts[-1:]:
+        sizes = {found.batch: size * count, found.micro_batches: count}
+        there = plan.at(batch=size * count, micro_batches=count)
+        agree(found, sizes, there)
+        assert float(found.step_time_s.subs(sizes)) == pytest.approx(there.step_time_s, rel=1e-9)
+        assert float(found.bubble_s.subs(sizes)) == pytest.approx(there.time_s["bubble"], rel=1e-9, abs=1e-12)
+    for count in (4, 32):  # of another size: bytes as there, seconds no more than there
+        sizes, there = {found.batch: 512, found.micro_batches: count}, plan.at(micro_batches=count)
+        agree(found, sizes, there)
+        step_s = float(found.step_time_s.subs(sizes))
+        assert there.step_time_s * 0.99 <= step_s <= there.step_time_s * (1 + 1e-9)
+
+
+def agree(found: Formulas, sizes: dict[Any, int], there: Prediction) -> None:
+    """Bytes, calls, and seconds by use."""
+    assert found.peak_bytes.subs(sizes) == there.peak_bytes
+    for use in ("parameters", "gradients", "optimizer", "gathered"):
+        assert getattr(found, f"{use}_bytes") == there.memory_bytes[use]
+    assert found.saved_bytes.subs(sizes) == there.memory_bytes["activations"]
+    for use in ("compute", "recompute", "communication", "gradients", "optimizer"):
+        seconds = float(getattr(found, f"{use}_s").subs(sizes))
+        assert seconds == pytest.approx(there.time_s[use], rel=1e-9, abs=1e-15)
+    calls = Counter[object]()
+    for kind, axis, phase, size, times in found.collectives:
+        calls[kind, axis, phase, sympy.sympify(size).subs(sizes)] += sympy.sympify(times).subs(sizes)
+    assert calls == {(c.kind, c.axis, c.phase, c.bytes_in): times for c, times in there.collectives}
+
+
+def test_micro_batches_that_formulas_do_not_hold_for():
+    found = mlp_plan(pin={"pipeline": 4, "micro_batches": 16, "schedule": "zero_bubble"}).formulas
+    assert str(found.turns) == "4, 5, ..."
+    found.check(100)
+    with pytest.raises(PlanError, match=r"hold for 4, 5, \.\.\. micro-batches, and not for 2: .* simulates it"):
+        found.check(2)
+    for pin, why in (
+        ({"pipeline": 4, "micro_batches": 1}, "of one micro-batch a step is another program"),
+        ({"pipeline": 2, "micro_batches": 5, "schedule": "interleaved_1f1b"}, "does not grow evenly"),
+    ):
+        plan = plan_of(residual_mlp(batch=320), cluster(4), pin)
+        assert plan.formulas.turns is None and why in plan.formulas.left_out
+        assert plan.formulas.micro_batches not in plan.formulas.step_time_s.free_symbols
+        with pytest.raises(PlanError, match=f"for the planned micro-batches alone: .*{why}"):
+            plan.formulas.check(8)
+
+
+@pytest.mark.parametrize(
+    "pin, count, why",
+    [
+        (
+            {"micro_batches": 4, "data": 2, "tensor": 2},
+            3,
+            r"at 3 micro-batches, a dim is 512, which 6 ranks",
+        ),
+        ({"micro_batches": 4, "data": 2, "tensor": 2}, 1, "4 micro-batches, and of 1 it would be another program"),
+        ({"data": 4}, 2, "1 micro-batch, and of 2 it would be another program, .* pin 'micro_batches' 2"),
+        (
+            {"pipeline": 4, "micro_batches": 16, "schedule": "2bw"},
+            2,
+            "2bw needs at least as many micro-batches",
+        ),
+        ({"micro_batches": 4, "data": 2, "tensor": 2}, True, "micro_batches is True: give a whole number from 1"),
+    ],
+    ids=str,
+)
+def test_wrong_micro_batches(pin, count, why):
+    with pytest.raises(PlanError, match=why):
+        mlp_plan(pin=pin).at(micro_batches=count)
 
 
 def test_formulas_of_turns_worked_out_by_hand():
@@ -368,6 +491,8 @@ def test_formulas_of_turns_worked_out_by_hand():
     whole, turns = plan_of(residual_mlp(), cluster(1)).formulas, plan_of(residual_mlp(), cluster(1), alone).formulas
     assert sympy.expand(whole.flops - turns.flops) == 0
     assert turns.bubble_s == 0
+    m, b = turns.micro_batches, turns.batch
+    assert turns.saved_bytes.free_symbols == {m, b} and sympy.simplify(turns.saved_bytes * m / b).is_Integer
     assert turns.parameters_bytes == whole.parameters_bytes
 
 
@@ -392,6 +517,9 @@ def test_formulas_in_a_notebook():
     assert r"\text{all-reduce, data, backward}" in text and sympy.latex(found.saved_bytes) in text
     lines = dict(line.split("  ", 1) for line in str(found).splitlines())
     assert lines["activations"].strip() == str(found.saved_bytes)
+    each = mlp_plan(pin={"micro_batches": 8, "data": 4, "zero": 3}).formulas
+    assert any(line.split("  ")[-1].startswith("m * (") for line in str(each).splitlines())
+    assert r"m \times \left(" in each.latex()
     assert lines["flops"].strip() == str(found.flops)
     assert any(line.startswith("all-reduce, data, backward  ") for line in repr(found).splitlines())
 
