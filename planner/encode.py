@@ -216,7 +216,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
     if gathers == "once" and is_old and isinstance(pin, Mapping) and pin.get("zero") == 3:
         raise PlanError(
             "the plan is from before pin 'zero' 3 meant to gather parameters in every micro-batch: it gathers them "
-            "once a step, which is 'zero' 2. Change the pin in the file, or plan again"
+            "once a step, which is 'zero' 1 or 2. Change the pin in the file, or plan again"
         )
     names = ("model", "pin", "inputs", "parameters", "buffers", "values", "coverage")
     return {

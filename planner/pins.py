@@ -47,9 +47,9 @@ class Pins:
         sizes: ranks per recipe axis; empty when the mesh is free.
         sequence_parallel: on the tensor axis, keep norms and residuals sharded along the sequence, or (``False``)
             whole; ``None`` leaves it to the search.
-        zero: 0 stores parameters whole on the data axis, 2 and 3 sharded; on the replicate axis they are whole. With 2
-            they are held as they are used from forward to backward, in turns for all micro-batches, with 3 gathered
-            again in backward, in turns of each micro-batch. ``None`` leaves it to the search. Where no size is pinned
+        zero: 0 stores parameters whole on the data axis, 1, 2 and 3 sharded; on the replicate axis they are whole. With
+            1 and 2, which are one, they are held as they are used from forward to backward, in turns for all
+            micro-batches, with 3 gathered again in backward, in turns of each micro-batch. ``None`` leaves it to the search. Where no size is pinned
             with it, every device of a stage is on the data axis, as if ``tensor`` were pinned to 1.
         recompute: what every block that repeats makes again in backward: ``none``, ``selective`` (all but contractions,
             convolutions and attention) or ``full``; ``None`` leaves it to the search.
@@ -111,10 +111,10 @@ class Pins:
                 )
             sizes[name] = size
         zero = pin.pop("zero", None)
-        if zero not in (None, 0, 2, 3):
+        if zero not in (None, 0, 1, 2, 3) or isinstance(zero, bool):
             raise PinError(
                 f"pin 'zero' is {zero!r}; parameters are stored whole (0), sharded and held from forward to backward "
-                "as they are used (2), or sharded and gathered again in backward, in turns of each micro-batch (3)"
+                "as they are used (1 or 2), or sharded and gathered again in backward, in turns of each micro-batch (3)"
             )
         if zero is not None and not sizes:
             sizes["tensor"] = 1

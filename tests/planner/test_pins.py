@@ -40,7 +40,7 @@ def attention(length: int = 48) -> Graph:
         ({"data": 0}, "pin 'data' is 0; .* whole number from 1"),
         ({"data": "2"}, "pin 'data' is '2'"),
         ({"tensor": True}, "pin 'tensor' is True"),
-        ({"zero": 1}, r"pin 'zero' is 1; parameters are stored whole \(0\), sharded and held"),
+        ({"zero": 4}, r"pin 'zero' is 4; parameters are stored whole \(0\), sharded and held"),
         ({"sequence_parallel": 3, "tensor": 2}, "pin 'sequence_parallel' is 3; it is True or False"),
         ({"sequence_parallel": True}, "pin 'tensor' above 1 too"),
         ({"sequence_parallel": True, "tensor": 1}, "pin 'tensor' above 1 too"),
@@ -313,6 +313,7 @@ def test_the_outer_axis_replicates_and_the_inner_one_shards() -> None:
     "extra, times",
     [
         ({}, 1),
+        ({"zero": 1}, 1),
         ({"zero": 2}, 1),
         ({"recompute": "full"}, 1),
         ({"zero": 2, "micro_batches": 2}, 1),
