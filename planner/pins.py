@@ -49,8 +49,9 @@ class Pins:
             whole; ``None`` leaves it to the search.
         zero: 0 stores parameters whole on the data axis, 1, 2 and 3 sharded; on the replicate axis they are whole. With
             1 and 2, which are one, they are held as they are used from forward to backward, in turns for all
-            micro-batches, with 3 gathered again in backward, in turns of each micro-batch. ``None`` leaves it to the search. Where no size is pinned
-            with it, every device of a stage is on the data axis, as if ``tensor`` were pinned to 1.
+            micro-batches, with 3 gathered again in backward, in turns of each micro-batch. ``None`` leaves it to the
+            search. Where no size is pinned with it, every device of a stage is on the data axis, as if ``tensor`` were
+            pinned to 1.
         recompute: what every block that repeats makes again in backward: ``none``, ``selective`` (all but contractions,
             convolutions and attention) or ``full``; ``None`` leaves it to the search.
         keep: globs of module paths whose operators' results these blocks keep all the same.
