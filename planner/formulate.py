@@ -12,31 +12,26 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from planner.conversion import ConversionTable, local_bytes
+from planner.conversion import ConversionTable
 from planner.cost import CostModel
 from planner.fold import Folded, Instance
 from planner.graph import Graph, Node, Ref, static
-from planner.kernel import Stream, kernel_of
 from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
-from planner.ops import OPS
 from planner.pace import Pace, pace_of
 from planner.problem import Edge, Floats, Ints, Problem, Vertex
 from planner.recompute import NOTHING, Recompute
-from planner.rules import Inner, Rule
+from planner.rules import Rule
 from planner.skeleton import Flow, Role, Skeleton, Together
 from planner.strategy import Allow, Choice, Strips, axis_ways, choices_of, leaf_layouts, rule_of, shards_of
-from planner.traffic import Traffic
-from planner.training import Gathers, Tier, Training
+from planner.training import Gathers, Training
+from planner.works import Works
 
 AllowLeaf = Callable[[Node, Layout], bool]
-Mask = NDArray[np.bool_]
 BUCKET_BYTES = 25 * 2**20
 NOT_BROUGHT = Together(0, 1.0)
 """Of what is no parameter that one operator of one block reads."""
@@ -44,34 +39,8 @@ OVERLAP = {"nccl": 0.9, "gloo": 0.0}
 """Share of backward work that can hide gradient communication, where a cluster does not say. Gloo communicates on the
 cores that compute."""
 
-WIDE_STATE_BYTES = 8
-"""Bytes of state for each element from which on an update is taken to compute in float32: its two moments."""
 
-
-class Prices:
-    """What was worked out for a mesh and holds for every folding of a graph on it.
-
-    Attributes:
-        alike: ways to run operators, by rule and by ways to run them on each axis. The lists stay, so that their ids
-            may stand for them.
-        tables: conversions, by type of tensor and where it may be cut.
-        pairs: conversions between choices, by table and layouts.
-        computed: seconds of an operator by itself, by rule, local shapes and what it passes over.
-        seconds, works, parts, sizes: of every choice in a list, see :meth:`Space._works_of` and what it calls.
-    """
-
-    def __init__(self) -> None:
-        self.alike: dict[object, list[Choice]] = {}
-        self.tables: dict[object, ConversionTable] = {}
-        self.pairs: dict[object, tuple[Floats, Floats, Ints]] = {}
-        self.computed: dict[object, tuple[float, float]] = {}
-        self.seconds: dict[tuple[int, Traffic], Floats] = {}
-        self.works: dict[object, tuple[Floats, Ints, Ints]] = {}
-        self.parts: dict[int, tuple[Ints, Mask, Mask]] = {}
-        self.sizes: dict[object, Ints] = {}
-
-
-class Space:
+class Space(Works):
     """Every decision to take for one folded graph on one mesh, and what each costs.
 
     Args:
@@ -103,20 +72,16 @@ class Space:
         pace: Pace | None = None,
         like: Space | None = None,
     ):
+        super().__init__(skeleton or Skeleton(folded, rules), mesh, cost, training, like)
         self.pace = pace or pace_of(1, mesh.micro_batches)
         self.stages = self.pace.stages
         self.in_flight: float | None = None
-        self.folded, self.graph, self.mesh, self.cost, self.training = folded, folded.graph, mesh, cost, training
-        self.rules = rules
+        self.folded, self.leaving = folded, folded.graph.leaving
+        self.role_of, self.members = self.skeleton.role_of, self.skeleton.members
         stated = cost.cluster.overlap
         self.overlap = OVERLAP[cost.cluster.backend] if stated is None else stated
         self._allow, self._allow_leaf = allow, allow_leaf
-        self.skeleton = skeleton or Skeleton(folded, rules)
-        self.role_of, self.members, self.leaving = self.skeleton.role_of, self.skeleton.members, folded.graph.leaving
         self._cuts = self.skeleton.cuts(mesh.sizes)
-        # Lists of choices are told apart by the ways that they are made of, so these must be the same ones.
-        is_like = like is not None and like.skeleton.ways is self.skeleton.ways
-        self._prices: Prices = like._prices if like is not None and is_like else Prices()
         self._pair_of: dict[Flow, tuple[Floats, Floats, Ints]] = {}
         self._choices_of: dict[Role, list[Choice]] = {}
         self._turns_of: dict[Ref, frozenset[LocalType]] = {}
@@ -467,41 +432,6 @@ class Space:
                 transient = np.zeros_like(transient)
         return Vertex(str(role), time, np.zeros(size), cover, held, transient)
 
-    def _works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints, Ints]:
-        """Seconds (as :class:`Work` has them), bytes, and bytes of parameters, of every choice of an operator.
-
-        Operators that share their choices share their rule, and so what they cost; what is held of it may differ.
-        """
-        working, traffic = self.skeleton.working(node), self.traffic(node)
-        key = (id(options), working, traffic)
-        if key not in self._prices.works:
-            sizes, is_term, is_whole = self._parts_of(node, options)
-            if (id(options), traffic) not in self._prices.seconds:
-                choices = [option for option in options if isinstance(option, Choice)]
-                seconds = self._seconds_of(node, choices, _moved(traffic, sizes))
-                self._prices.seconds[id(options), traffic] = np.array(seconds).T
-            transient = working.bytes_of_each(sizes, is_term, is_whole)
-            parameters = sizes[list(working.parameters)].sum(axis=0)
-            self._prices.works[key] = self._prices.seconds[id(options), traffic], transient, parameters
-        return self._prices.works[key]
-
-    def _parts_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Ints, Mask, Mask]:
-        """Of an operator's tensors (operands, then results), for every choice: bytes on a rank, and whether it is
-        partial, and replicated, on some axis.
-        """
-        if id(options) not in self._prices.parts:
-            tensors = (*self.graph.input_types(node), *node.results)
-            choices = [option for option in options if isinstance(option, Choice)]
-            layouts = [
-                [(*choice.operands, *choice.results)[place] for choice in choices] for place in range(len(tensors))
-            ]
-            cut = [[[isinstance(t, Shard) for t in layout] for layout in each] for each in layouts]
-            parts = np.where(np.array(cut, bool), np.array(self.mesh.sizes), 1).prod(axis=-1)
-            is_term, is_whole = (np.array([[t in layout for layout in each] for each in layouts]) for t in (P, R))
-            whole = np.array([tensor.size_bytes for tensor in tensors], np.int64)
-            self._prices.parts[id(options)] = whole[:, None] // parts, is_term, is_whole
-        return self._prices.parts[id(options)]
-
     def _held(self, role: Role, node: Node, options: list[Choice] | list[Layout], recompute: Recompute) -> Ints:
         """What the members of a role keep for backward, and what one of them has made again while its block is undone.
 
@@ -519,171 +449,11 @@ class Space:
             held = held + np.max([self._bytes(node, options, places) for places in again], axis=0)
         return held
 
-    def _bytes(self, node: Node, options: list[Choice] | list[Layout], places: tuple[int, ...]) -> Ints:
-        """Bytes of some of an operator's tensors (operands, then results), for every choice."""
-        key = (id(options), places)
-        if key not in self._prices.sizes:
-            self._prices.sizes[key] = self._parts_of(node, options)[0][list(places)].sum(axis=0)
-        return self._prices.sizes[key]
-
-    def bytes_of(self, node: Node, choice: Choice | Layout, places: tuple[int, ...]) -> int:
-        """Bytes of some tensors of an operator on one rank: operands, then results, by place."""
-        assert isinstance(choice, Choice)
-        tensors = (*self.graph.input_types(node), *node.results)
-        layouts = (*choice.operands, *choice.results)
-        return sum(local_bytes(tensors[place], layouts[place], self.mesh) for place in places)
-
-    def storage(self, node: Node, layout: Layout) -> tuple[float, int]:
-        """Seconds once a step for one leaf, to update and to move it, and the bytes of it that a device always holds:
-        parameter, gradient and optimizer state.
-        """
-        tensor = node.results[0]
-        held = local_bytes(tensor, layout, self.mesh)
-        if node.op != "param":
-            return 0.0, held
-        seconds = self.update_s(node, layout) + self.moved_s(node, layout)
-        if self.training.tier != "device":
-            return seconds, 0
-        return seconds, held * (1 + tensor.grad) + self.state_bytes(node, layout)
-
-    def state_bytes(self, node: Node, layout: Layout) -> int:
-        """Bytes of optimizer state for one parameter."""
-        tensor = node.results[0]
-        if not tensor.grad:
-            return 0
-        return local_bytes(tensor, layout, self.mesh) // tensor.item_bytes * self.training.optimizer_bytes_per_element
-
-    def update_s(self, node: Node, layout: Layout, tier: Tier | None = None) -> float:
-        """Seconds of the optimizer for one parameter: it reads parameter, gradient and state, and writes parameter and
-        state. So it does with masters, which are state: it looks whether the parameter is still the rounding of one.
-
-        Args:
-            tier: where it is at home; left out: where this step keeps all.
-        """
-        tensor = node.results[0]
-        if not tensor.grad:
-            return 0.0
-        held, state = local_bytes(tensor, layout, self.mesh), self.state_bytes(node, layout)
-        if (tier or self.training.tier) == "device":
-            return self.cost.compute_s(0.0, 3 * held + 2 * state, tensor.dtype, kernel=Stream("optimizer"))
-        is_wide = self.training.optimizer_bytes_per_element >= WIDE_STATE_BYTES
-        home = self.cost.cluster.home(self.training.on_disk, "float32" if is_wide else tensor.dtype)
-        return (2 * held + state) / home.read_bytes_per_s + (held + state) / home.write_bytes_per_s
-
-    def moved_s(self, node: Node, layout: Layout) -> float:
-        """Seconds to fetch a parameter for forward and for backward and to evict its gradient, as if nothing of it
-        stayed and nothing were computed meanwhile. In turns it comes and goes with each; so does the sum of gradients.
-        """
-        if self.training.tier == "device":
-            return 0.0
-        tensor, home, turns = node.results[0], self.cost.cluster.home(self.training.on_disk), self.mesh.micro_batches
-        fetches, evictions = 2 * turns + tensor.grad * (turns - 1), tensor.grad * turns
-        seconds_per_byte = fetches / home.fetch_bytes_per_s + evictions / home.evict_bytes_per_s
-        return local_bytes(tensor, layout, self.mesh) * seconds_per_byte
-
-    def work(self, node: Node, choice: Choice) -> Work:
-        """Seconds and bytes of one operator on one rank."""
-        inner_s = self._inner_s(node, self.rules[node.name], choice)
-        return Work(*self._computed_s(node, choice), *inner_s, max(self.transients(node, choice)))
-
-    def transients(self, node: Node, choice: Choice) -> tuple[int, ...]:
-        """Bytes that an operator needs besides what is held, at each moment while it runs that may be the fullest."""
-        return self.skeleton.working(node).moments(self._sizes(node, choice), (*choice.operands, *choice.results))
-
-    def _sizes(self, node: Node, choice: Choice) -> list[int]:
-        """Bytes of an operator's tensors on one rank: operands, then results."""
-        tensors, layouts = (*self.graph.input_types(node), *node.results), (*choice.operands, *choice.results)
-        return [local_bytes(tensor, layout, self.mesh) for tensor, layout in zip(tensors, layouts, strict=True)]
-
-    def _computed_s(self, node: Node, choice: Choice) -> tuple[float, float]:
-        """Seconds of an operator by itself, forward and backward."""
-        moved = _moved(self.traffic(node), np.array(self._sizes(node, choice), np.int64)[:, None])
-        ((forward_s, backward_s, _, _),) = self._seconds_of(node, [choice], moved)
-        return forward_s, backward_s
-
-    def collective_s(self, kind: str, axis: Axis, bytes_in: int) -> float:
-        """Seconds of a collective in every group of an axis at once."""
-        return self.cost.collective_s(kind, axis, bytes_in)
-
     def conversion_s(self, ref: Ref, source: Layout, target: Layout) -> tuple[float, float]:
         """Seconds forward and backward to convert a value."""
         table = self.table(ref)
         pair = table.index[source], table.index[target]
         return float(table.forward_s[pair]), float(table.backward_s[pair])
-
-    def traffic(self, node: Node) -> Traffic:
-        """What an operator passes over in memory."""
-        return self.skeleton.traffic(node, on_host=self.cost.cluster.backend == "gloo")
-
-    def _seconds_of(
-        self, node: Node, choices: Sequence[Choice], moved: Sequence[Moved]
-    ) -> list[tuple[float, float, float, float]]:
-        """Seconds of one operator on one rank, as :class:`Work` has them, for each of some choices.
-
-        Args:
-            moved: what it passes over with each.
-        """
-        row, rule, operands = OPS.get(node.op), self.rules[node.name], self.graph.input_types(node)
-        traffic, sizes = self.traffic(node), self.mesh.sizes
-        flops = 0.0 if row is None or row.view else row.flops(node, operands, rule)
-        local: dict[tuple[int, int], tuple[int, ...]] = {}
-        found = []
-        for choice, bytes_moved in zip(choices, moved, strict=True):
-            computed_s = 0.0, 0.0
-            if traffic.starts or traffic.runs:
-                shapes = []
-                for place, layout in enumerate(choice.operands):
-                    if (place, id(layout)) not in local:
-                        local[place, id(layout)] = local_shape(operands[place].shape, layout, sizes) or ()
-                    shapes.append(local[place, id(layout)])
-                share = math.prod([size for size, strategy in zip(sizes, choice.axes, strict=True) if strategy.factor])
-                key = (id(rule), tuple(shapes), bytes_moved, share, traffic.starts)
-                if key not in self._prices.computed:
-                    self._prices.computed[key] = self._compute(node, traffic, shapes, bytes_moved, flops / share)
-                computed_s = self._prices.computed[key]
-            found.append((*computed_s, *self._inner_s(node, rule, choice)))
-        return found
-
-    def _inner_s(self, node: Node, rule: Rule, choice: Choice) -> tuple[float, float]:
-        """Seconds, forward and backward, of the collectives of an operator's local form."""
-        if not any(strategy.inner for strategy in choice.axes):
-            return 0.0, 0.0
-        inner = {"forward": 0.0, "backward": 0.0}
-        for axis, call in choice.inner:
-            if self.mesh.axes[axis].name != MICRO and (call.phase == "forward" or any(t.grad for t in node.results)):
-                bytes_in = self.inner_bytes(rule, choice, call)
-                inner[call.phase] += self.collective_s(call.kind, self.mesh.axes[axis], bytes_in)
-        return inner["forward"], inner["backward"]
-
-    def saved_bytes(self, node: Node, choice: Choice, recompute: Recompute = NOTHING) -> int:
-        """Bytes that an operator pays for as kept for backward."""
-        return self.bytes_of(node, choice, self.skeleton.charge(node, recompute))
-
-    def _compute(
-        self, node: Node, traffic: Traffic, shapes: Sequence[tuple[int, ...]], moved: Moved, flops: float
-    ) -> tuple[float, float]:
-        """Seconds of an operator forward and backward, from its operands' local shapes and the bytes it passes over."""
-        dtype = node.results[0].dtype if node.results else "float32"
-        forward_s = backward_s = 0.0
-        if traffic.runs:
-            kernel = kernel_of(node.op, shapes, causal=dict(node.args).get("is_causal") is True)
-            forward_s = self.cost.compute_s(flops, moved.forward, dtype, kernel=kernel, known_by=moved.once)
-            if moved.backward:
-                kernel = kernel and kernel.backward
-                backward_s = self.cost.compute_s(
-                    2 * flops, moved.backward, dtype, kernel=kernel, known_by=2 * moved.once
-                )
-        if traffic.starts:
-            backward_s += self.cost.compute_s(0.0, moved.besides, dtype, traffic.starts, Stream("add"))
-        return forward_s, backward_s
-
-    def inner_bytes(self, rule: Rule, choice: Choice, call: Inner) -> int:
-        """Bytes that each rank passes to a collective of an operator's local form."""
-        elements = call.count
-        for factor in call.factors:
-            cut = math.prod(a.size for a, s in zip(self.mesh.axes, choice.axes, strict=True) if s.factor == factor)
-            elements *= rule.sizes[factor] // cut
-        return elements * call.item_bytes
 
     def _pair(self, flow: Flow) -> tuple[Floats, Floats, Ints]:
         """Seconds forward and backward, and bytes gathered, of one conversion, for every pair of choices."""
@@ -726,25 +496,6 @@ def _often(seconds: Floats, times: float) -> Floats:
     return seconds * times if times else np.where(np.isinf(seconds), math.inf, 0.0)
 
 
-class Moved(NamedTuple):
-    """Bytes that an operator passes over, see :mod:`planner.traffic`; ``once``: its operands and results once."""
-
-    once: int
-    forward: float
-    backward: float
-    besides: float
-
-
-def _moved(traffic: Traffic, sizes: Ints) -> list[Moved]:
-    """What an operator passes over for each of several ways to lay its tensors out.
-
-    Args:
-        sizes: bytes by tensor and way.
-    """
-    passes = np.array([traffic.forward, traffic.backward, traffic.besides]) @ sizes
-    return [Moved(once, *each) for once, each in zip(sizes.sum(axis=0).tolist(), passes.T.tolist(), strict=True)]
-
-
 def _convert(table: ConversionTable, rows: Ints, columns: list[Ints], is_param: bool) -> tuple[Floats, Floats, Ints]:
     """Seconds forward, seconds backward, and bytes gathered, of the conversions of a value from layouts to layouts.
 
@@ -764,25 +515,6 @@ def _convert(table: ConversionTable, rows: Ints, columns: list[Ints], is_param: 
         if is_param:
             gathered += np.where(table.held[wanted][None, :] > table.held[rows][:, None], table.held[wanted], 0)
     return forward, backward, gathered
-
-
-@dataclass(frozen=True)
-class Work:
-    """One operator on one rank: seconds forward and backward, by itself and in collectives of its own.
-
-    Attributes:
-        transient_bytes: what it needs while it runs besides what is held: see :mod:`planner.working`.
-    """
-
-    forward_s: float
-    backward_s: float
-    inner_forward_s: float
-    inner_backward_s: float
-    transient_bytes: int
-
-    @property
-    def inner_s(self) -> float:
-        return self.inner_forward_s + self.inner_backward_s
 
 
 def rules_of(graph: Graph, folded: Folded | None = None) -> dict[str, Rule]:

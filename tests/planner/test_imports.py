@@ -48,21 +48,34 @@ ROOMS: dict[str, set[str]] = {
     "skeleton": {*BASE, "rules", "ops", "fold", "strategy", "recompute", "again", "working", "charges", "traffic"},
     "pace": {"skeleton"},
     "keep": {"errors", "graph", "ops", "kernel", "cost", "recompute", "again", "skeleton"},
+    "works": {
+        "conversion",
+        "cost",
+        "graph",
+        "kernel",
+        "layout",
+        "ops",
+        "problem",
+        "recompute",
+        "rules",
+        "skeleton",
+        "strategy",
+        "traffic",
+        "training",
+    },
     "formulate": {
         *BASE,
-        "kernel",
-        "rules",
-        "ops",
-        "fold",
-        "cost",
-        "problem",
         "conversion",
-        "strategy",
-        "recompute",
-        "traffic",
-        "skeleton",
+        "cost",
+        "fold",
         "pace",
+        "problem",
+        "recompute",
+        "rules",
+        "skeleton",
+        "strategy",
         "training",
+        "works",
     },
     "training": set(),
     "assignment": {"conversion", "fold", "formulate", "graph", "layout", "recompute", "skeleton", "strategy"},
@@ -210,7 +223,7 @@ ROOMS["scale"] = ROOMS["follow"] | {
     "turns",
 }
 ROOMS["capacity"] = {"errors", "polynomial", "scale", "words"}
-ROOMS["closed"] = {*ROOMS["formulate"], "formulate", "ops", "pins", "seconds", "polynomial"}
+ROOMS["closed"] = {*ROOMS["formulate"], "traffic", "formulate", "ops", "pins", "seconds", "polynomial"}
 ROOMS["formulas"] = {*ROOMS["scale"], "heap", "conversion", "pipeline", "scale", "closed", "seconds"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
 ROOMS["encode"] |= {"timetable", "quantity", "training", "mesh"}
