@@ -44,6 +44,10 @@ class InputError(AutoparError, ValueError):
     """A call received inputs that the plan was not made for."""
 
 
+class DiskError(AutoparError):
+    """A file in which a plan keeps model data cannot be read, or not be written."""
+
+
 class CheckpointError(AutoparError):
     """A checkpoint cannot be written, cannot be read, or is of something else."""
 

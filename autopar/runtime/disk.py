@@ -1,7 +1,8 @@
 """Disk: memory that is files, mapped, for model data that is at home there.
 
 A file is allocated whole before it is mapped: a disk that is full is an error then, and nothing can fail for want of
-room where memory is written. The files have no names: nobody's are reused or removed, and however a process ends, the
+room where memory is written. What fails later, the disk or who shortens a file, is an error where the file is used
+(:meth:`Disk.ask`). The files have no names: nobody's are reused or removed, and however a process ends, the
 system takes its files back.
 """
 
@@ -11,7 +12,7 @@ import mmap
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.errors import InfeasibleError, InputError
+from autopar.runtime.pages import READ, cannot_bring
+from planner.errors import DiskError, InfeasibleError, InputError
 from planner.words import in_all_bytes
 
 
@@ -53,6 +55,25 @@ class Disk:
                 "offload_path",
                 max(0, size - free),
             ) from error
+
+    def ask(self, memory: Iterable[Tensor], way: int) -> None:
+        """Have the system bring memory of files before it is used.
+
+        Args:
+            way: :data:`autopar.runtime.pages.READ` or ``WRITE``: what it is used for.
+
+        Raises:
+            DiskError: it cannot, and would end the process.
+        """
+        for each in memory:
+            why = cannot_bring(each, way)
+            if why is not None:
+                raise DiskError(
+                    f"the system cannot {'read' if way == READ else 'write'} {in_all_bytes(each.nbytes)} of model data "
+                    f"in a file under {str(self.folder)!r} ({why}): the disk fails, or somebody made the file shorter. "
+                    "What is in other files is as it was. If the disk comes back repeat this step, else load the last "
+                    "checkpoint with another offload_path"
+                )
 
 
 def _free_bytes(folder: Path) -> int:

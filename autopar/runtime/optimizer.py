@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.disk import Disk
 from autopar.runtime.masters import class_with_masters
+from autopar.runtime.pages import READ
 from autopar.runtime.trial import FAILURES, SCALES, at_a_rate, first_line, name_of
+from planner import host
 from planner.errors import InfeasibleError, InputError
 from planner.words import in_all_bytes
 
@@ -221,8 +223,25 @@ class StateKeeper:
                 f"the plan keeps optimizer state on disk, and {type(optimizer).__name__} is no torch.optim.Optimizer, "
                 "which say when they have stepped: take one, or a plan with pin={'offload': 'host'}"
             )
+        optimizer.register_step_pre_hook(self._ask)
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._stepped)
+
+    def _ask(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before a step: have the system bring all that it uses, where the host's memory has room for that.
+
+        Raises:
+            DiskError: it cannot; nothing is updated yet.
+        """
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        read = [
+            _held(each)
+            for p in stepped
+            for each in (p, p.grad, *optimizer.state.get(p, {}).values())
+            if isinstance(each, Tensor)
+        ]
+        if sum(each.nbytes for each in read) <= host.memory_bytes() // 2:
+            self._disk.ask(read, READ)
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Before the first step of parameters: make it for all without state but one, which is left to it."""

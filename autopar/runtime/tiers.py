@@ -23,6 +23,8 @@ from torch import Tensor
 
 from autopar.runtime.buckets import is_held_elsewhere
 from autopar.runtime.disk import Disk
+from autopar.runtime.notes import add_note
+from autopar.runtime.pages import READ, WRITE
 from autopar.runtime.pinned import pinned
 from planner.errors import TimetableError
 from planner.timetable.table import ACTIONS
@@ -101,7 +103,13 @@ class Link:
             self._streams = {way: torch.cuda.Stream(device) for way in ("fetch", "evict")}
 
     def start(self, way: str, copies: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Start to copy, of each pair, the second into the first, after what was computed so far; what to wait for."""
+        """Start to copy, of each pair, the second into the first, after what was computed so far; what to wait for.
+
+        Raises:
+            DiskError: home is in a file that cannot be read, or not be written.
+        """
+        if self.disk is not None:
+            self.disk.ask((pair[way == "fetch"] for pair in copies), READ if way == "fetch" else WRITE)
         self.bytes_moved[way] += sum(source.numel() * source.element_size() for _, source in copies)
         if not self._streams:
             for target, source in copies:
@@ -169,9 +177,10 @@ class Chunk(ABC):
             self.arena.take(self.bytes, f"{action} {self.name} on entering {moment}")
         try:
             getattr(self, f"_{action}")()
-        except BaseException:
+        except BaseException as error:
             if before == "home":
                 self.arena.give(self.bytes)
+            add_note(error, f"{action} {self.name} on entering {moment}")
             raise
         if after == "home":
             self.arena.give(self.bytes)

@@ -14,7 +14,7 @@ from torch import nn
 import autopar
 from autopar.runtime.module import ParallelModule
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError, InputError
+from planner.errors import DiskError, InfeasibleError, InputError
 from planner.plan import Plan
 from tests.autopar.carried import another, loss_of, model_of, same_gradients
 
@@ -145,6 +145,57 @@ def refuses(plan: Plan, path: str) -> None:
         torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
     with pytest.raises(InputError, match="which say when they have stepped: take one"):
         pmodel.optimizer(Own)
+
+
+def unnamed(path: str) -> list[int]:
+    """Descriptors of the files without names that this process has mapped."""
+    found = []
+    for each in os.listdir("/proc/self/fd"):
+        try:
+            place = os.readlink(f"/proc/self/fd/{each}")
+        except OSError:  # that of the list itself
+            continue
+        if place.startswith(f"{path}/") and os.fstat(int(each)).st_nlink == 0:
+            found.append(int(each))
+    return found
+
+
+def loses_nothing(document: dict[str, Any], path: str) -> None:
+    """Each file in turn cannot be read for a step, which is an error of that step, and then can be read again."""
+    model, _ = model_of("mlp")
+    pmodel = parallel(copy.deepcopy(model), Plan.from_dict(document), path)
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
+        pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
+    ]
+    both = list(zip((model, pmodel), optimizers, strict=True))
+
+    def trains(m: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        optimizer.zero_grad()
+        loss_of(m, another("mlp", seed)).backward()
+        optimizer.step()
+
+    trains(*both[0], 0)
+    trains(*both[1], 0)
+    failed = []
+    for seed, file in enumerate(unnamed(path), 1):
+        size = os.fstat(file).st_size
+        kept = os.pread(file, size, 0)
+        os.ftruncate(file, 0)
+        with pytest.raises(
+            DiskError, match=r"cannot (read|write) .* \(Bad address\): the disk fails, or somebody"
+        ) as error:
+            trains(*both[1], seed)
+        failed.append(getattr(error.value, "__notes__", ["step"])[0].split(" ")[0])
+        os.ftruncate(file, size)
+        assert os.pwrite(file, kept, 0) == size
+        for m, optimizer in both:
+            trains(m, optimizer, seed)
+        same_gradients(pmodel, model)
+    assert {*failed} == {"fetch", "evict", "step"}
+    expected = model.state_dict()
+    for key, value in pmodel.full_state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
 
 
 class Own:

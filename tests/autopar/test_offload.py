@@ -111,6 +111,11 @@ def test_model_data_may_be_in_files(pool: LocalProcesses, tmp_path: Path) -> Non
     pool.run(on_disk.trains, on_disk.plan_of(2, zero=3).to_dict(), str(tmp_path / "offload"), ranks=2)
 
 
+def test_files_that_cannot_be_read_are_errors_that_lose_nothing(pool: LocalProcesses, tmp_path: Path) -> None:
+    (tmp_path / "offload").mkdir()
+    pool.run(on_disk.loses_nothing, on_disk.plan_of(1).to_dict(), str(tmp_path / "offload"), ranks=1)
+
+
 def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
     document = carried.plan_of("mlp", {"data": 2, "zero": 3}, 2).to_dict()
     pool.run(carried.goes_other_ways, "mlp", document, ranks=2)
