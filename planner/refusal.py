@@ -148,11 +148,13 @@ def _nothing_works(setting: Setting, least: Lean, needed: int, is_open: bool) ->
     limit = cluster.device.usable_bytes
     excess = working.bytes - limit
     head = (
-        f"no plan that fits {cluster.name!r} was found before the time limit, but none was ruled out either"
+        f"no plan that fits {cluster.name!r} was found{' before the time limit' * setting.is_late()}, but none was "
+        "ruled out either"
         if is_open
         else f"no plan with model data on the host fits {cluster.name!r}"
     )
     recompute = "" if setting.pins.recompute in (None, "full") else "pin 'recompute' 'full', "
+    leave = "" if setting.pins.activations in (None, "all") else "pin 'activations' 'all', "
     turns = "more micro-batches" if least.best.division.mesh.micro_batches > 1 else "micro-batches"
     return InfeasibleError(
         f"{head}: each of its {cluster.world_size} devices can use {in_all_bytes(limit)}, and the largest working set "
@@ -160,7 +162,7 @@ def _nothing_works(setting: Setting, least: Lean, needed: int, is_open: bool) ->
         f"{in_all_bytes(excess)} too many: {working.moment} needs {in_all_bytes(working.chunk_bytes)} of parameters "
         f"and gradients at once, and {in_all_bytes(working.beside_bytes)} beside them for activations and what "
         f"operators need. What would lower it: a smaller global batch, {turns} (pin 'micro_batches'), {recompute}"
-        "parameters sharded over more devices (pin 'zero' 3 or 'tensor'). What would fit: devices with memory_bytes of "
+        f"{leave}parameters sharded over more devices (pin 'zero' 3 or 'tensor'). What would fit: devices with memory_bytes of "
         f"at least {in_all_bytes(needed)}",
         excess,
     )
