@@ -162,7 +162,7 @@ def _nothing_works(setting: Setting, least: Lean, needed: int, is_open: bool) ->
         f"{in_all_bytes(excess)} too many: {working.moment} needs {in_all_bytes(working.chunk_bytes)} of parameters "
         f"and gradients at once, and {in_all_bytes(working.beside_bytes)} beside them for activations and what "
         f"operators need. What would lower it: a smaller global batch, {turns} (pin 'micro_batches'), {recompute}"
-        f"{leave}parameters sharded over more devices (pin 'zero' 3 or 'tensor'). What would fit: devices with memory_bytes of "
-        f"at least {in_all_bytes(needed)}",
+        f"{leave}parameters sharded over more devices (pin 'zero' 3 or 'tensor'). What would fit: devices with "
+        f"memory_bytes of at least {in_all_bytes(needed)}",
         excess,
     )
