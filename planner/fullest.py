@@ -61,8 +61,9 @@ class _Rank:
         return Fullest(size, self._where(what), tuple(ordered))
 
     def _where(self, what: str) -> str:
-        pipeline, in_flight = self.staged.pipeline, sum(self._in_flight.values())
+        pipeline, stages, in_flight = self.staged.pipeline, len(self._in_flight), sum(self._in_flight.values())
         also = f"with {in_flight} micro-batch{'es' * (in_flight != 1)} in flight"
+        also += f" in its {stages} stages together" * (stages > 1)
         return f"{what}, {also}" + (f", on pipeline rank {self.rank}" if pipeline.ranks > 1 else "")
 
     @property

@@ -26,7 +26,7 @@ from planner.seconds import at_least_zero
 from planner.skeleton import Role
 from planner.strategy import Choice
 from planner.turns import Staged, TurnTimes
-from planner.words import in_bytes, in_seconds, in_shares, labelled
+from planner.words import in_bytes, in_lines, in_seconds, in_shares, labelled
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,8 +76,9 @@ class Prediction:
     @property
     def fullest(self) -> str:
         """When or where memory is fullest, and with what."""
+        told = in_lines(f"fullest in {self.fullest_at}".split(", "))
         largest = ", ".join(f"{name} {in_bytes(size)}" for name, size in self.largest[:3])
-        return f"fullest in {self.fullest_at}" + (f"\nwith {largest}, ..." if largest else "")
+        return told + (f"\nwith {largest}, ..." if largest else "")
 
     @property
     def calls(self) -> tuple[tuple[Collective, int], ...]:

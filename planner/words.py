@@ -88,7 +88,7 @@ def in_shares(uses: Mapping[str, float], total: float, show: Callable[[float], s
 
 def in_lines(parts: Iterable[str]) -> str:
     """``"one, another, ..."``, over as many lines as it takes, none of which ends within a part."""
-    filled = textwrap.fill(", ".join(parts).replace(" ", "\0").replace(",\0", ", "), 100)
+    filled = textwrap.fill(", ".join(parts).replace(" ", "\0").replace(",\0", ", "), 100, break_on_hyphens=False)
     return filled.replace("\0", " ")
 
 

@@ -467,7 +467,7 @@ def test_micro_batches_that_formulas_do_not_hold_for():
         (
             {"micro_batches": 4, "data": 2, "tensor": 2},
             3,
-            r"at 3 micro-batches, a dim is 512, which 6 ranks",
+            r"at 3 micro-batches, a dim is 512, which 6 parts \(micro-batches x ranks of the data axis\)",
         ),
         ({"micro_batches": 4, "data": 2, "tensor": 2}, 1, "4 micro-batches, and of 1 it would be another program"),
         ({"data": 4}, 2, "1 micro-batch, and of 2 it would be another program, .* pin 'micro_batches' 2"),
