@@ -191,8 +191,8 @@ class Scale:
                         f"into {describe(outer)} strips"
                     )
                 if (isinstance(length, Size) or outer in turns) and ranks[outer] > 1:
-                    axis = f"ranks of the {' and '.join(name for name in names if name != MICRO)} axis"
-                    sharing = axis if MICRO not in names else f"parts (micro-batches x {axis})"
+                    of = f"ranks of the {' and '.join(name for name in names if name != MICRO)} axis"
+                    sharing = of if MICRO not in names else f"parts (micro-batches x {of})"
                     sharing = "micro-batches" if names == [MICRO] else sharing
                     yield Division.of(length, ranks[outer], f"{sharing}, in {where}", turns.get(outer, 1))
 
