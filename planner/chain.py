@@ -60,8 +60,11 @@ class Link:
         working_bytes: for each way to save, what its operators need while they run and what it has made again.
         gathered_bytes: for each way to save, how much of that is parameters gathered for this micro-batch.
         gathered_s: for each way to save, what of its recomputing is gathering parameters again.
-        saved: for each way to save and each operator, which of its tensors it saves; parameters are not among them.
+        saved: for each way to save and each operator, which of its tensors it saves; leaves are not among them.
+        summed_bytes: of gradients that are there twice at the end of the step, when they are summed over ranks.
         shared: the leaves that other blocks read too, by name. The first block that reads one counts it as its own.
+        added: the gradients to which several operators add in each micro-batch, by parameter: how many do here, and
+            bytes of what they add up in before it is added to those of other micro-batches.
     """
 
     block: Block
@@ -75,7 +78,9 @@ class Link:
     gathered_bytes: tuple[int, ...]
     gathered_s: tuple[float, ...]
     saved: tuple[tuple[Places, ...], ...]
+    summed_bytes: int
     shared: tuple[tuple[str, Shared], ...] = ()
+    added: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def once_s(self) -> float:
@@ -163,7 +168,8 @@ class _Chain:
         if key not in self._known:
             self._known[key] = self._work_out(number, leaves, send_s)
         read = dict.fromkeys(ref.node for ref in instance.block.inputs if ref.node in self._shared)
-        return replace(self._known[key], shared=tuple((name, self._shared[name]) for name in read))
+        added = tuple(self.leaves.added(number))
+        return replace(self._known[key], shared=tuple((name, self._shared[name]) for name in read), added=added)
 
     @cached_property
     def _savers(self) -> dict[Ref, list[int]]:
@@ -217,6 +223,7 @@ class _Chain:
             tuple(map(brought.there_bytes, levels)),
             tuple(gathered_s for _, gathered_s in again_s),
             saved,
+            self.leaves.summed(number).total(),
         )
 
     def _run(self, sums: _Sums, node: Node) -> None:
@@ -306,7 +313,16 @@ class _Chain:
             last[instance.kind] = level
             sizes = map(len, self.folded.kinds)
             recompute = Recompute(tuple(Amount.of({each: size}) for each, size in zip(last, sizes, strict=True)))
-        return tuple(self.space.skeleton.charge(node, recompute) for node in instance.block.nodes)
+        return tuple(
+            tuple(place for place in self.space.skeleton.charge(node, recompute) if not self._is_held(node, place))
+            for node in instance.block.nodes
+        )
+
+    def _is_held(self, node: Node, place: int) -> bool:
+        """Whether a tensor of an operator is part of an input, which is there with all its micro-batches."""
+        if place >= len(node.inputs) or not self.leaves.is_cut(self.graph.by_name[node.inputs[place].node]):
+            return False
+        return self.assignment.choice(node).operands[place] == self.assignment.produced(node.inputs[place])
 
     def _bytes_of(self, number: int, saved: Sequence[Places]) -> int:
         """Bytes of some of the tensors of a block's operators."""

@@ -53,18 +53,39 @@ class _Rank:
         self.savers = savers_of(assignment)
 
     def fullest(self) -> Fullest:
-        alive = [*self._held(), *self._saved()]
-        what, beside = self._most()
-        alive += beside
+        alive = [*self._held()]
+        if self.staged.is_fullest_at_end:
+            alive += self._summed()
+            where = f"summing gradients{self._on_rank}"
+        else:
+            what, beside = self._most()
+            alive += [*self._saved(), *self._added(), *beside]
+            where = self._where(what)
         size = sum(held.all_bytes for held in alive)
         ordered = sorted((held for held in alive if held.bytes), key=lambda held: -held.all_bytes)
-        return Fullest(size, self._where(what), tuple(ordered))
+        return Fullest(size, where, tuple(ordered))
 
     def _where(self, what: str) -> str:
-        pipeline, stages, in_flight = self.staged.pipeline, len(self._in_flight), sum(self._in_flight.values())
+        stages, in_flight = len(self._in_flight), sum(self._in_flight.values())
         also = f"with {in_flight} micro-batch{'es' * (in_flight != 1)} in flight"
         also += f" in its {stages} stages together" * (stages > 1)
-        return f"{what}, {also}" + (f", on pipeline rank {self.rank}" if pipeline.ranks > 1 else "")
+        return f"{what}, {also}{self._on_rank}"
+
+    @property
+    def _on_rank(self) -> str:
+        return f", on pipeline rank {self.rank}" if self.staged.pipeline.ranks > 1 else ""
+
+    def _summed(self) -> Iterator[Held]:
+        """Gradients that are there twice, when they are summed over ranks."""
+        for number, *_ in self._blocks:
+            for name, size in self.leaves.summed(number).items():
+                yield Held(f"sum over ranks of the gradient of {self._called(name)}", "gradients", size, block=number)
+
+    def _added(self) -> Iterator[Held]:
+        """What the gradients of a micro-batch add up in, where several operators find one."""
+        for rank, name, size in self.staged.added:
+            if rank == self.rank:
+                yield Held(f"gradient of {self._called(name)} in one micro-batch", "temporary", size)
 
     @property
     def _in_flight(self) -> dict[int, int]:

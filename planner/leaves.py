@@ -2,18 +2,21 @@
 
 ``(Assignment, block) -> bytes by use``. A leaf is held with the first block that reads it: as it is stored, with its
 gradient and the optimizer's state; in the layout in which operators use it, where it is gathered once a step; and as
-often as the schedule has versions of the weights.
+often as the schedule has versions of the weights. An input is there with all its micro-batches.
+
+What a rank sums over ranks once a step it has twice then: as it added up, and as it is stored.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import cached_property
 
 from planner.assignment import Assignment
 from planner.conversion import local_bytes
 from planner.graph import Node, Ref
-from planner.layout import Layout
+from planner.layout import MICRO, Layout, Shard
 
 
 class Leaves:
@@ -25,7 +28,7 @@ class Leaves:
 
     def __init__(self, assignment: Assignment, versions: int):
         self.assignment, self.space, self.versions = assignment, assignment.space, versions
-        self.graph = self.space.graph
+        self.graph, self.mesh = self.space.graph, self.space.mesh
 
     @cached_property
     def first_read(self) -> list[list[str]]:
@@ -51,6 +54,60 @@ class Leaves:
             found.setdefault(name, Counter()).update(self.in_versions(name, grown[name]))
         return found
 
+    def summed(self, number: int) -> Counter[str]:
+        """Bytes of the gradients that a block's leaves have twice at the end of a step: as they added up, and summed
+        over ranks. What is gathered has a gradient of its own anyway, which is held.
+        """
+        found = Counter(
+            {
+                name: self._summed(Ref(name), self._stored_as(name), self._relayed_as(name))
+                for name in self.first_read[number]
+            }
+        )
+        for node in self.space.folded.instances[number].block.nodes:
+            for ref, layout in dict.fromkeys(zip(node.inputs, self.assignment.choice(node).operands, strict=True)):
+                found[ref.node] += self._summed(ref, self.assignment.delivered(ref), layout)
+        return +found
+
+    def added(self, number: int) -> Iterator[tuple[str, int, int]]:
+        """The parameters of a block to which several operators add gradients in each micro-batch, in this block or
+        others: how many there are in this one, and bytes of what they add up in.
+        """
+        uses = self._uses_in(number)
+        for (name, layout), count in uses.items():
+            if self._uses[name] > 1:
+                yield name, count, local_bytes(self.graph.by_name[name].results[0], layout, self.mesh)
+
+    @cached_property
+    def _uses(self) -> Counter[str]:
+        """How many operators take each parameter whose gradients add up in every micro-batch by themselves."""
+        found = Counter[str]()
+        for number in range(len(self.space.folded.instances)):
+            for (name, _), count in self._uses_in(number).items():
+                found[name] += count
+        return found
+
+    def _uses_in(self, number: int) -> Counter[tuple[str, Layout]]:
+        """How many operators of a block take each parameter in each layout; none where it comes in each micro-batch."""
+        found = Counter[tuple[str, Layout]]()
+        if self.space.training.tier != "device" or not self.space.brings_once:
+            return found
+        for node in self.space.folded.instances[number].block.nodes:
+            for ref, layout in dict.fromkeys(zip(node.inputs, self.assignment.choice(node).operands, strict=True)):
+                if self._is_trained(self.graph.by_name[ref.node]):
+                    found[ref.node, layout] += 1
+        return found
+
+    def _summed(self, ref: Ref, source: Layout, target: Layout) -> int:
+        space = self.space
+        if source == target or not self._is_trained(self.graph.by_name[ref.node]) or space.training.tier != "device":
+            return 0
+        steps = space.table(ref).route(source, target)
+        once = steps[: self.assignment.summed_first(ref, steps)] if not space.brings_once else steps
+        crosses = any(self.mesh.axes[step.axis].size > 1 and self.mesh.axes[step.axis].name != MICRO for step in once)
+        size = local_bytes(self.graph.type_of(ref), once[-1].after, self.mesh) if crosses else 0
+        return 0 if self.gathered(ref, source, target) and space.brings_once else size
+
     def shared(self, name: str, *, is_saved: bool) -> Counter[str]:
         """Bytes by use of a leaf on another rank, whose blocks read it too.
 
@@ -68,9 +125,15 @@ class Leaves:
         node, layout = self.graph.by_name[name], self._stored_as(name)
         _, all_bytes = self.space.storage(node, layout)
         if not self._is_trained(node):
+            all_bytes *= self.mesh.micro_batches if self.is_cut(node) else 1
             return Counter({"parameters" if node.op in ("param", "buffer") else "activations": all_bytes})
-        size = local_bytes(node.results[0], layout, self.space.mesh)
+        size = local_bytes(node.results[0], layout, self.mesh)
         return Counter(parameters=size, gradients=size, optimizer=all_bytes - 2 * size) if all_bytes else Counter()
+
+    def is_cut(self, leaf: Node) -> bool:
+        """Whether micro-batches are parts of an input, in its memory."""
+        cut = zip(self._stored_as(leaf.name), self.mesh.axes, strict=True) if leaf.op == "input" else ()
+        return any(axis.name == MICRO and isinstance(local_type, Shard) for local_type, axis in cut)
 
     def in_versions(self, name: str, gathered: int) -> Counter[str]:
         """Bytes by use of all versions of a leaf as operators use it, less what is stored anyway.
@@ -84,12 +147,12 @@ class Leaves:
             return Counter(gathered=self.versions * gathered * is_once)
         if gathered and is_once:
             return Counter(gathered=self.versions * gathered)
-        size = (self.versions - 1) * local_bytes(node.results[0], self._stored_as(name), self.space.mesh)
+        size = (self.versions - 1) * local_bytes(node.results[0], self._stored_as(name), self.mesh)
         return Counter(parameters=size, gradients=size, gathered=gathered)
 
     def relayed(self, name: str) -> int:
         """Bytes of what a leaf is gathered into before all blocks."""
-        return self.gathered(Ref(name), self._stored_as(name), self.assignment.delivered(Ref(name)))
+        return self.gathered(Ref(name), self._stored_as(name), self._relayed_as(name))
 
     def gathered(self, ref: Ref, source: Layout, target: Layout) -> int:
         """Bytes of what a parameter is gathered into on its way from a layout to another, with its gradient."""
@@ -105,3 +168,6 @@ class Leaves:
 
     def _stored_as(self, name: str) -> Layout:
         return self.assignment.produced(Ref(name))
+
+    def _relayed_as(self, name: str) -> Layout:
+        return self.assignment.delivered(Ref(name))

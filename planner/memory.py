@@ -31,11 +31,11 @@ from planner.exchange import crossing
 from planner.fold import Block, Instance
 from planner.graph import Node, Ref, TensorType
 from planner.heap import BEFORE, Direction, Fullest, Heap, Held, Place, Storage, is_before
+from planner.kept import is_own, own_bytes
 from planner.layout import MICRO, Shard
 from planner.names import called, state_of
 from planner.ops import OPS
-from planner.ops.function import holds, kept, works
-from planner.ops.table import OWN
+from planner.ops.function import holds, works
 from planner.runs import Skip, Wiring, skips
 from planner.saved import Saved, Saves, first_of
 from planner.tape import Frame, Tape, Target, Value
@@ -635,9 +635,10 @@ class _Step:
             self._reads_again(tensors.values())
         tensors |= {f"out{i}": storage for i, storage in enumerate(storages)}
         for word in saves:
-            if word in OWN or kept(word, node) is not None:
+            if is_own(word, node):
                 before = len(tape.saved)
-                size = self._own_bytes(word, node, types, [*(value.bytes for value in operands), *sizes])
+                tensors_bytes = [*(value.bytes for value in operands), *sizes]
+                size = own_bytes(word, node, types, tensors_bytes, self.space.cost.cluster.backend)
                 tape.saved.append(heap.new(f"what {called(node)} keeps", "activations", size))
                 if self.frame is not None and self.frame.again.operators:
                     copied_bytes = sum(value.bytes for value in operands) if word == "scores" and size else 0
@@ -667,23 +668,6 @@ class _Step:
             Value(s, size, (tape, i) if flow else None)
             for i, (s, size, flow) in enumerate(zip(storages, sizes, flows, strict=True))
         ]
-
-    def _own_bytes(self, word: str, node: Node, types: tuple[TensorType, ...], sizes: list[int]) -> int:
-        """Bytes of what an operator keeps for backward besides operands and results, which have ``sizes``."""
-        on_cpu = self.space.cost.cluster.backend == "gloo"
-        like = kept(word, node)
-        if like is not None:
-            place, each = like
-            return round(sizes[place] // (*types, *node.results)[place].item_bytes * each)
-        item = types[0].item_bytes
-        if word == "own":
-            return sizes[0]
-        if word == "mask":  # a byte for each element on GPUs, a tensor like the operand on CPUs
-            return sizes[0] if on_cpu else sizes[0] // item
-        rows = sizes[0] // item // types[0].shape[-1]
-        if word == "rows":
-            return max(4, item) * rows  # in float32 at the least
-        return 3 * item * rows * types[1].shape[-2] if on_cpu else 0  # softmax, mask, and their product
 
     def _relayed(self, ref: Ref, value: Value) -> Value:
         """A held value, converted to the layout in which its readers find it; held."""

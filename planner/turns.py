@@ -171,17 +171,38 @@ class Staged:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes by use on the fullest rank."""
         fullest = self.fullest_rank
-        found, working, gathered = Counter[str](), 0, 0
+        found, working, gathered, summed = Counter[str](), 0, 0, 0
         for stage, link, way in self.placed:
             if self.pipeline.placed[stage] == fullest:
                 found.update(link.held)
+                summed += link.summed_bytes
                 working, gathered = max((working, gathered), (link.working_bytes[way], link.gathered_bytes[way]))
         for rank, _, each in self.also_read:
             if rank == fullest:
                 found.update(each.held)
+        if self.is_fullest_at_end:
+            found.update(gradients=summed)
+            return {use: found[use] for use in USES}
+        working += sum(size for rank, _, size in self.added if rank == fullest)
         found["activations"] += self.peak_bytes - working - found.total()
         found.update(gathered=gathered, temporary=working - gathered)
         return {use: found[use] for use in USES}
+
+    @cached_property
+    def is_fullest_at_end(self) -> bool:
+        """Whether the fullest rank is fullest when gradients are summed over ranks, and not while it computes."""
+        fullest, held = self.fullest_rank, 0
+        for stage, link, _ in self.placed:
+            held += (link.block.held_bytes + link.summed_bytes) * (self.pipeline.placed[stage] == fullest)
+        held += sum(sum(each.held.values()) for rank, _, each in self.also_read if rank == fullest)
+        return int(held) == int(self.peak_bytes)
+
+    @property
+    def added(self) -> Iterator[tuple[int, str, int]]:
+        """Ranks, the parameters whose gradient several operators there find in each micro-batch, and the bytes of what
+        they add up in before that is added to the gradient of other micro-batches.
+        """
+        return _added(self.links, self.pipeline, self.cut.bounds)
 
     @property
     def placed(self) -> Iterator[tuple[int, Link, int]]:
@@ -264,16 +285,21 @@ def _cut(
 
 def price(links: Sequence[Link], pipeline: Pipeline, found: Cut) -> Staged:
     """All that a step of a cut takes."""
-    working = [0] * pipeline.ranks
+    working, always, summed = ([0] * pipeline.ranks for _ in range(3))
     for home, (low, high) in zip(pipeline.placed, pairwise(found.bounds), strict=True):
         for link, way in zip(links[low:high], found.savings[low:high], strict=True):
             working[home] = max(working[home], link.working_bytes[way])
-    beside = list(working)
+            always[home] += link.block.held_bytes
+            summed[home] += link.summed_bytes
     for home, _, each in _also_read(links, pipeline, found.bounds):
-        beside[home] += sum(each.held.values())
-    held = tuple(held + more for held, more in zip(found.rank_bytes, beside, strict=True))
+        working[home] += sum(each.held.values())
+        always[home] += sum(each.held.values())
+    for home, _, size in _added(links, pipeline, found.bounds):
+        working[home] += size
+    during = (held + more for held, more in zip(found.rank_bytes, working, strict=True))
+    at_end = (held + more for held, more in zip(always, summed, strict=True))
     once_s = max(map(sum, _once_s(links, pipeline, found.bounds)))
-    return Staged(pipeline, tuple(links), found, found.step_s + once_s, held)
+    return Staged(pipeline, tuple(links), found, found.step_s + once_s, tuple(map(max, during, at_end)))
 
 
 def moments(
@@ -285,13 +311,14 @@ def moments(
         in_flight: :attr:`planner.pipeline.stages.Pipeline.moments`; of sizes, where micro-batches are to move.
     """
     pipeline, space = staged.pipeline, assignment.space
-    held, saved = [0] * pipeline.ranks, [0] * pipeline.stages
+    held, summed, saved = [0] * pipeline.ranks, [0] * pipeline.ranks, [0] * pipeline.stages
     working: list[dict[int, None]] = [{} for _ in held]
     known: dict[tuple[int, Level, int], dict[int, None]] = {}
     savers = savers_of(assignment)
     for number, (stage, link, way) in enumerate(staged.placed):
         home, brought = pipeline.placed[stage], brought_by(assignment, number, savers)
         held[home] += link.block.held_bytes
+        summed[home] += link.summed_bytes
         saved[stage] += link.block.savings[way].saved_bytes
         key = space.folded.instances[number].kind, link.levels[way], brought.there_bytes(link.levels[way])
         if key not in known:
@@ -299,10 +326,25 @@ def moments(
         working[home].update(known[key])
     for home, _, each in staged.also_read:
         held[home] += sum(each.held.values())
+    yield from (there + more for there, more in zip(held, summed, strict=True))
+    for home, _, size in staged.added:
+        held[home] += size
     for rank, (stages, counts) in enumerate(in_flight):
         for moment in counts:
             there = held[rank] + sum(count * saved[stage] for count, stage in zip(moment, stages, strict=True))
             yield from (there + most for most in working[rank])
+
+
+def _added(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> Iterator[tuple[int, str, int]]:
+    """Ranks, parameters whose gradient several operators there find in each micro-batch, and bytes of what they add up
+    in.
+    """
+    counts: Counter[tuple[int, str, int]] = Counter()
+    for home, (low, high) in zip(pipeline.placed, pairwise(bounds), strict=True):
+        for link in links[low:high]:
+            for name, count, size in link.added:
+                counts[home, name, size] += count
+    yield from (each for each, count in counts.items() if count > 1)
 
 
 def _once_s(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> list[list[float]]:

@@ -74,6 +74,17 @@ def test_the_predicted_peak_of_parameters_gathered_in_each_micro_batch_is_the_ob
     assert observed[3, "full"] < 0.75 * observed[2, "none"]
 
 
+@pytest.mark.parametrize("name, error", [("mlp", 0.002), ("llama", 0.02)])
+def test_gradients_that_are_summed_once_a_step_are_there_twice_then(name: str, error: float) -> None:
+    """With more micro-batches less is saved, until a step is fullest at its end."""
+    model, batch = MODELS[name].build()
+    traced = trace(model, None, batch)
+    pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": 0, "recompute": "none"})
+    plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
+    assert plan.predicted.fullest_at == "summing gradients"
+    assert plan.predicted.peak_bytes == pytest.approx(observed_in_turns(model, traced, plan), rel=error)
+
+
 def observed_in_turns(model: torch.nn.Module, traced: Traced, plan: Plan) -> int:
     """Peak bytes of a step of rank 0 of a plan in turns of one stage."""
     assignment, in_turns = staged(plan, assign(traced, plan))

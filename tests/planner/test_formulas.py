@@ -492,7 +492,7 @@ def test_formulas_of_turns_worked_out_by_hand():
     assert sympy.expand(whole.flops - turns.flops) == 0
     assert turns.bubble_s == 0
     m, b = turns.micro_batches, turns.batch
-    assert turns.saved_bytes.free_symbols == {m, b} and sympy.simplify(turns.saved_bytes * m / b).is_Integer
+    assert turns.saved_bytes == 1024 * b + 16384 * b / m  # the inputs of all, and what one micro-batch saves
     assert turns.parameters_bytes == whole.parameters_bytes
 
 

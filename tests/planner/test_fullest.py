@@ -65,18 +65,40 @@ def tied() -> Graph:
 
 
 def test_tensors_by_hand() -> None:
-    """Two stages of 1f1b, two ranks each that hold all weights whole: the first stage has two micro-batches in flight.
+    """Two stages of 1f1b, two ranks each that share all weights: the first stage has two micro-batches in flight.
 
-    A micro-batch is 2 samples on each rank.
+    A micro-batch is 4 samples, of which each rank has all, and of the wide hidden layer half.
     """
-    fullest = fullest_of(GRAPH, {"pipeline": 2, "micro_batches": 16, "data": 2, "schedule": "1f1b", "zero": 0})
+    fullest = fullest_of(GRAPH, {"pipeline": 2, "micro_batches": 16, "tensor": 2, "schedule": "1f1b"})
     assert fullest.at == "backward layers.0.up: aten.linear.default, with 2 micro-batches in flight, on pipeline rank 0"
     held = {each.name: (each.use, each.bytes, each.times) for each in fullest.alive}
-    wide, narrow = 1024 * 4, 256 * 4
-    assert held["layers.0: relu"] == ("activations", 2 * wide, 2)
-    assert held["stem: linear"] == ("activations", 2 * narrow, 2)
+    wide, narrow = 1024 * 4 // 2, 256 * 4
+    assert held["x"] == ("activations", 64 * narrow, 1)  # with all its micro-batches
+    assert held["layers.0: relu"] == ("activations", 4 * wide, 2)
+    assert held["stem: linear"][2] == 2
     for name in ("layers.0.up.weight", "gradient of layers.0.up.weight", "state of layers.0.up.weight"):
-        assert held[name][1] == 256 * 1024 * 4 * (2 if "state" in name else 1)
+        assert held[name][1] == 256 * 1024 * 4 // 2 * (2 if "state" in name else 1)
+
+
+def test_gradients_are_there_twice_when_they_are_summed_over_ranks() -> None:
+    fullest = fullest_of(GRAPH, {"pipeline": 2, "micro_batches": 16, "data": 2, "schedule": "1f1b", "zero": 0})
+    assert fullest.at == "summing gradients, on pipeline rank 0"
+    held = {each.name: (each.use, each.bytes) for each in fullest.alive}
+    for leaf in ("stem.weight", "layers.0.up.weight", "layers.2.down.bias"):
+        assert held[f"gradient of {leaf}"] == held[f"sum over ranks of the gradient of {leaf}"]
+    assert not any(": " in name for name in held)  # nothing of micro-batches
+    pinned: dict[str, Any] = {"pipeline": 2, "micro_batches": 16, "schedule": "1f1b"}
+    assert fullest_of(GRAPH, {**pinned, "tensor": 2}).at.startswith("backward")
+
+
+def test_a_gradient_that_several_operators_find_adds_up_beside_that_of_other_micro_batches() -> None:
+    """On a rank that has both, and not where each of two ranks has one."""
+    name = "gradient of layers.0.up.weight in one micro-batch"
+    for stages, graph, count in ((1, tied(), 1), (1, GRAPH, 0), (2, tied(), 0)):
+        pin = {"pipeline": stages, "micro_batches": 16, "tensor": 4 // stages, "schedule": "1f1b"}
+        fullest = fullest_of(graph, pin if stages > 1 else {"micro_batches": 16, "tensor": 4})
+        assert sum(each.name == name for each in fullest.alive) == count
+        assert all(each.bytes == 1024 * 256 * 4 // 4 for each in fullest.alive if each.name == name)
 
 
 def test_gathered_once_are_parameters_and_gradients_in_all_versions() -> None:

@@ -99,8 +99,25 @@ def test_the_chain_adds_up_to_the_problem(which: str, turns: int, gathers: Gathe
                     assert turns * work_s + once_s == pytest.approx(whole.time_s, rel=1e-9)
                 if level == "none" and space.brings_once:  # else gradients are counted beside their buckets, too
                     held = sum(link.block.held_bytes + link.block.savings[0].saved_bytes for link in links)
-                    assert held + max(link.working_bytes[0] for link in links) == whole.peak_bytes
+                    more = sum(inputs_beside(assignment)) if turns > 1 else 0
+                    assert held + max(link.working_bytes[0] for link in links) == whole.peak_bytes + more
                 assert sum(sum(link.held.values()) for link in links) == sum(link.block.held_bytes for link in links)
+
+
+def inputs_beside(assignment: Assignment) -> list[int]:
+    """Bytes of the inputs that a problem leaves out: all micro-batches are there, less one and what is saved of one."""
+    space, found = assignment.space, []
+    for leaf in (node for node in space.graph.leaves if node.op == "input"):
+        size = local_bytes(leaf.results[0], assignment.produced(Ref(leaf.name)), space.mesh)
+        saved = sum(
+            node.inputs[place].node == leaf.name
+            for node in space.graph.operators
+            for place in space.skeleton.charge(node, NOTHING)
+            if place < len(node.inputs)
+            and assignment.choice(node).operands[place] == assignment.produced(Ref(leaf.name))
+        )
+        found.append((space.mesh.micro_batches - 1 - saved) * size)
+    return found
 
 
 @pytest.mark.parametrize("which", ["residual", "chain"])
@@ -220,7 +237,7 @@ def test_a_schedule_that_holds_less_is_tried_where_faster_ones_do_not_fit() -> N
     assert len(fast) > 1
     free = stage(links, lean, None)
     assert free is not None
-    for share in (1.0, 0.8, 0.782):
+    for share in (1.0, 0.8, 0.78):
         limit_bytes = int(free.peak_bytes * share)
         fits = [stage(links, which, limit_bytes) is not None for which in (lean, fast, [*lean, *fast])]
         assert fits[2] == (fits[0] or fits[1])
