@@ -155,6 +155,9 @@ class Carrier:
             )
             for each in saved
         }
+        self._last_left: dict[tuple[int | None, tuple[int, ...]], int] = {}
+        for micro_batch, left, savers in self._saved:
+            self._last_left[micro_batch, savers] = max(left, self._last_left.get((micro_batch, savers), left))
         self._held: dict[int, list[tuple[int, Held]]] = {}
         self._leaves: frozenset[int] = frozenset()
         self._chunks: dict[str, Chunk] = {**self._parameters, **{each.name: each for each in self._saved.values()}}
@@ -369,6 +372,9 @@ class Carrier:
     def left(self, number: int, needed: Sequence[Tensor]) -> None:
         """The forward of a block is over: what is saved and not needed any more may leave.
 
+        What the same blocks were planned to leave later waits: an operator may have saved a copy of its operand, which
+        others need, where the plan has it save that.
+
         Args:
             needed: what later blocks read, or leaves the model.
         """
@@ -377,9 +383,12 @@ class Carrier:
         stays, needed_memory = parameters | self._leaves, set(map(memory_of, needed))
         groups: dict[tuple[int, ...], list[list[Held]]] = {}
         for memory in [each for each in self._held if each not in needed_memory]:
+            savers = tuple(sorted({saver for saver, _ in self._held[memory]}))
+            place = self.micro_batch, number, savers
+            if place not in self._saved and number < self._last_left.get((self.micro_batch, savers), number):
+                continue
             found = self._held.pop(memory)
             if memory not in stays:
-                savers = tuple(sorted({saver for saver, _ in found}))
                 groups.setdefault(savers, []).append([held for _, held in found])
         for savers, storages in groups.items():
             if (self.micro_batch, number, savers) in self._saved:

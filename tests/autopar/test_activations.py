@@ -26,6 +26,7 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("gpt2", {"activations": 2, "tensor": 2, "recompute": "none"}, 2),
     ("shared-layers", {"activations": "all", "recompute": "none"}, 1),
     ("functional-gpt", {"activations": 2, "micro_batches": 4}, 1),
+    ("encoder", {"activations": "all", "micro_batches": 2}, 1),  # whose projections save copies of what others read
     ("functional-gpt", {"activations": "all", "pipeline": 2, "micro_batches": 4, "schedule": "gpipe"}, 2),
 ]
 
