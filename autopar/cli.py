@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 import autopar
 from planner.errors import AutoparError, InputError
+from planner.stdout import keep_stdout
 
 if TYPE_CHECKING:
     from planner.plan import Plan
@@ -343,6 +344,7 @@ def _block(plan: Plan, name: str) -> str:
 
 def main() -> None:
     """Entry point of the ``autopar`` command."""
+    keep_stdout()
     app()
 
 

@@ -28,6 +28,7 @@ from planner.errors import AutoparError
 from planner.problem import Answer, Problem
 from planner.solve.front import solve
 from planner.solve.read import read_problem
+from planner.stdout import keep_stdout
 
 _PRINTING_S = 1.0  # kept back from the time limit, for what follows the search
 _PROVED = 2e-7  # relative gap at which an answer counts as optimal: twice what HiGHS may leave
@@ -126,5 +127,6 @@ def _number(value: float) -> int | float:
 
 
 if __name__ == "__main__":
+    keep_stdout()
     gc.disable()  # millions of numbers are read that all stay: looking for garbage among them only takes time
     sys.exit(main())

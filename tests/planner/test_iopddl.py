@@ -200,6 +200,24 @@ def grid(side: int, choices: int, seed: int) -> dict[str, Any]:
     }
 
 
+def test_what_native_code_prints_is_not_among_the_answer(tmp_path: Path) -> None:
+    """HiGHS says a line now and then that no option of it stops."""
+    code = (
+        "import ctypes, runpy, sys\n"
+        "from planner.solve import front\n"
+        "solve = front.solve\n"
+        "def loud(*given, **named):\n"
+        "    ctypes.CDLL(None).puts(b'tmpSolver.run();')\n"
+        "    return solve(*given, **named)\n"
+        "front.solve = loud\n"
+        "runpy.run_module('planner.solve', run_name='__main__')\n"
+    )
+    path = write(tmp_path, SMALL)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["cost"] == 11
+    assert "tmpSolver.run();" in done.stderr
+
+
 def test_the_same_answer_in_every_process(tmp_path: Path) -> None:
     path = write(tmp_path, grid(5, 4, seed=1))
 
