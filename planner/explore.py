@@ -19,6 +19,7 @@ from typing import NamedTuple
 from planner.apart import apart, may_differ, together_again
 from planner.assignment import Assignment, assignment_of
 from planner.division import Arithmetic, Division, seeds
+from planner.filling import filled
 from planner.looks import (
     PROVED,
     Best,
@@ -28,7 +29,6 @@ from planner.looks import (
     begin,
     better,
     close,
-    cut_well,
     is_near,
     is_reached,
     left_behind,
@@ -166,11 +166,12 @@ def explore(
 
 def completed(setting: Setting, best: Best, rows: list[Candidate], bounds: Iterable[float]) -> Searched:
     """The result, with a bound for the plans of every candidate."""
+    bound_s = min(bounds)
     if best.staged is not None:
-        best = cut_well(setting, best)
+        best = filled(setting, best, bound_s)
         rows = [row.costing(best.evaluation) if row.division == best.division else row for row in rows]
     time_s = best.evaluation.time_s
-    bound_s = min(time_s, *bounds)
+    bound_s = min(time_s, bound_s)
     gap = (time_s - bound_s) / time_s if time_s else 0.0
     rows.sort(key=lambda c: (c.status == "infeasible", min(c.objective_s, max(c.bound_s, time_s)), c.objective_s))
     return Searched(

@@ -44,7 +44,7 @@ from planner.rules import Rule
 from planner.skeleton import Skeleton
 from planner.solve import Bounds, lightest, lower_bound_between, lower_bounds, solve
 from planner.training import Training
-from planner.turns import THOROUGH, Staged, stage
+from planner.turns import Staged, stage
 
 Progress = Callable[[str], None]
 PROVED = 1e-6
@@ -421,17 +421,6 @@ def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None
         return look
     candidate = replace(look.candidate.costing(found.evaluation), status="feasible")
     return replace(look, candidate=candidate, choices=choices, evaluation=found.evaluation, staged=found)
-
-
-def cut_well(setting: Setting, best: Best) -> Best:
-    """The same decisions, cut with more effort."""
-    assert best.staged is not None
-    before = time.monotonic()
-    found = stage(best.staged.links, [best.staged.pipeline], setting.limit_bytes, best.staged.step_s, THOROUGH)
-    setting.took("solve", before)
-    if found is None:
-        return best
-    return replace(best, staged=found, evaluation=found.evaluation)
 
 
 def _between(setting: Setting, look: Look, best: Best | None) -> Look:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.solve.bound import Bounds, almost_lightest, lightest, lower_bound_between, lower_bounds
+from planner.solve.bound import Bounds, almost_lightest, corners, lightest, lower_bound_between, lower_bounds
 from planner.solve.front import solve
 
-__all__ = ["Bounds", "almost_lightest", "lightest", "lower_bound_between", "lower_bounds", "solve"]
+__all__ = ["Bounds", "almost_lightest", "corners", "lightest", "lower_bound_between", "lower_bounds", "solve"]

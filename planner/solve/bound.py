@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from planner.problem import Problem, evaluate, least_bytes, most_bytes
 from planner.solve.best import Best
 from planner.solve.cheapest import Cheapest, Least, low_peak
-from planner.solve.model import HALF_BYTE, Model, build_model, drop_forbidden, restrict
+from planner.solve.model import HALF_BYTE, Model, Totals, build_model, drop_forbidden, restrict
 from planner.solve.relax import Box, Multipliers, Plane, plane
 
 _STEPS = 14
 _CLOSE = 1e-4  # relative distance from the bound to what it can rise to at which more steps are not worth their time
 _FREE = Multipliers()
+_DEPTH = 4  # so often a front is halved
 _NEAR = 0.01  # the same where no bound is asked for
 
 
@@ -100,6 +101,38 @@ def almost_lightest(problem: Problem, slacks: Sequence[float], most: float = mat
     return tuple(dict.fromkeys([lean, *(each.choices for each in met if each.totals.allowed)]))
 
 
+def corners(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Assignments that are fastest at some price of a byte, fastest first, whatever the limit: a few, from no price up.
+
+    Between two the price is the one at which they cost the same.
+    """
+    end = _end(replace(problem, limit_bytes=most_bytes(problem)))
+    if end is None:
+        return ()
+    free = max(
+        (found for (found,) in _climb((end,), Box(end.model, [], end.room_bytes))), key=lambda each: each.bound_s
+    )
+
+    def between(fast: Least, lean: Least, depth: int) -> list[Least]:
+        first, last = fast.totals, lean.totals
+        slower_s, fewer_bytes = mixed_s(last) - mixed_s(first), first.held_bytes - last.held_bytes
+        if not depth or slower_s <= 0 or fewer_bytes <= 0:
+            return []
+        price = slower_s / fewer_bytes
+        found = end.cheapest.under(replace(free.multipliers, price=price).weights(end.model))
+        cost = mixed_s(found.totals) + price * found.totals.held_bytes
+        if cost >= (mixed_s(first) + price * first.held_bytes) * (1 - _CLOSE):
+            return []
+        return [*between(fast, found, depth - 1), found, *between(found, lean, depth - 1)]
+
+    def mixed_s(totals: Totals) -> float:
+        mix = free.multipliers.mix
+        return (1 - mix) * totals.time_s + mix * totals.exposed_s
+
+    fast, lean = free.least, end.cheapest.leanest
+    return tuple(dict.fromkeys(each.choices for each in (fast, *between(fast, lean, _DEPTH), lean)))
+
+
 @dataclass(frozen=True)
 class Between:
     """No assignment that fits takes less than ``time_s``; ``choices`` are those met at the best bound, to be tried."""
@@ -131,6 +164,7 @@ def lower_bound_between(first: Problem, last: Problem, enough_s: float = math.in
 class _Found:
     """An end's cheapest assignment at some multipliers, its plane, and the bound that they give."""
 
+    multipliers: Multipliers
     least: Least
     plane: Plane
     bound_s: float
@@ -150,7 +184,7 @@ class _End:
     def at(self, multipliers: Multipliers) -> _Found:
         """The cheapest assignment."""
         least = self.cheapest.under(multipliers.weights(self.model))
-        return _Found(least, self.plane(least), least.bound - multipliers.price * self.room_bytes)
+        return _Found(multipliers, least, self.plane(least), least.bound - multipliers.price * self.room_bytes)
 
     def plane(self, least: Least) -> Plane:
         """No multipliers give a bound above it."""

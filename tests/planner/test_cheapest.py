@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.problem import Problem, evaluate, least_bytes, most_bytes
-from planner.solve import almost_lightest, cheapest, lightest, lower_bounds
+from planner.solve import almost_lightest, cheapest, corners, lightest, lower_bounds
 from planner.solve.cheapest import Cheapest
 from planner.solve.model import Model, Weights, build_model, drop_forbidden, total
 from tests.planner.test_solve import random_problem
@@ -94,3 +94,24 @@ def test_of_what_is_almost_lightest_some_is_nearly_as_fast_as_what_is_known_to_n
             assert fast_s <= evaluate(problem, bounds.choices).time_s * 1.02 or fast_s == found[0].time_s
     assert almost_lightest(problem, (), least) == light[:1]
     assert almost_lightest(problem, SLACKS, least - 1) == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems)
+def test_corners_lead_from_the_fastest_to_what_holds_least_without_choices_that_are_forbidden(problem: Problem) -> None:
+    problem = replace(problem, limit_bytes=None)
+    found = [evaluate(problem, each) for each in corners(problem)]
+    every = [evaluate(problem, c) for c in itertools.product(*(range(v.choices) for v in problem.vertices))]
+    allowed = [each for each in every if math.isfinite(each.time_s)]
+    assert bool(found) == bool(allowed) and all(math.isfinite(each.time_s) for each in found)
+    if not found:
+        return
+    assert found[0].time_s >= lower_bounds(problem).time_s * (1 - 1e-9)
+    free = replace(problem, vertices=tuple(replace(v, transient_bytes=0 * v.transient_bytes) for v in problem.vertices))
+    held = [evaluate(free, each).peak_bytes for each in corners(problem)]
+    assert held == sorted(held, reverse=True)
+    assert held[-1] == min(
+        evaluate(free, c).peak_bytes
+        for c in itertools.product(*(range(v.choices) for v in problem.vertices))
+        if math.isfinite(evaluate(free, c).time_s)
+    )
