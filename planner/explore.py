@@ -246,9 +246,9 @@ def _turn(look: Look, first: Mapping[Division, int], best: Best | None) -> tuple
     """Which look is next, the least: plans of ``first``, then of divisions like the best plan's, then by bound."""
     division, bound_s = look.candidate.division, look.candidate.bound_s
     if not look.is_tried:
-        wanted = division if best is not None else replace(division, gathers="once")
-        if wanted in first:
-            return -1, first[wanted]
+        for wanted in (division, replace(division, gathers="once"))[: 1 + (best is None)]:
+            if wanted in first:
+                return -1, first[wanted]
     if look.is_tried or best is None:
         return NEAR + 1, bound_s
     return min(division.distance(best.division), NEAR + 1), bound_s

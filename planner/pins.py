@@ -167,9 +167,11 @@ class Pins:
     @property
     def gathers(self) -> tuple[Gathers, ...]:
         """When a step in turns may gather parameters, first what is looked at first."""
-        if self.zero is None and self.tier == "device":
+        if self.tier != "device":
+            return ("each",)
+        if self.zero is None:
             return "once", "each"
-        return ("each",) if self.zero == 3 and self.tier == "device" else ("once",)
+        return ("each",) if self.zero == 3 else ("once",)
 
     @property
     def levels(self) -> tuple[tuple[Level, ...], tuple[Level, ...]]:

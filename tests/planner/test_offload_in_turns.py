@@ -77,6 +77,14 @@ def test_each_micro_batch_goes_there_and_back(plans: Callable[[str], Plan]) -> N
         assert [name.replace(f"micro-batch {turn}", "micro-batch 0") for name in each] == turns[0]
 
 
+def test_candidates_say_as_the_plan_does_that_parameters_come_for_each_micro_batch(
+    plans: Callable[[str], Plan],
+) -> None:
+    found = search(GRAPH, cluster("2 MiB"), Pins.parse({"offload": "host", "micro_batches": 4}), Training())
+    assert {row.facts()["gathers"] for row in found.candidates} == {plans("tight").gathers} == {"each"}
+    assert found.best.division in {row.division for row in found.candidates}
+
+
 @pytest.mark.parametrize("name", ["tight", "tied"])
 def test_the_first_backward_makes_gradients_and_others_add_to_them(plans: Callable[[str], Plan], name: str) -> None:
     plan = plans(name)
