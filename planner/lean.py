@@ -25,7 +25,7 @@ from planner.problem import Problem, evaluate
 from planner.solve import almost_lightest, lower_bounds
 from planner.turns import QUICK, THOROUGH, Staged, stage
 
-LEANEST_S = 5.0
+LEANEST_S = 10.0
 """How long plans that need little are looked for when nothing fits; the leanest found is told."""
 SLACKS = (1.02, 1.05, 1.15)
 """What is almost as lean counts so many times as much."""
