@@ -17,7 +17,9 @@ from planner.formulate import Space, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.heap import USES, Direction, Heap, Held, Storage
 from planner.layout import Mesh
-from planner.memory import LARGEST, Usage, _Step, usage
+from planner.memory import LARGEST, Usage, usage
+from planner.memory.step import follow
+from planner.memory.walk import Walk
 from planner.pins import Pins, filters
 from planner.recompute import Amount, Recompute
 from planner.runs import Wiring
@@ -151,7 +153,7 @@ def test_what_repeats_need_not_be_followed(pin: dict[str, int], amount: Amount) 
     on: tuple[tuple[ClusterSpec, Tier], ...] = ((cluster(), "device"), (gpus, "device"), (gpus, "host"))
     for spec, tier in on:
         wiring = deep(pin, amount, spec, tier)
-        some, every = usage(wiring.assignment), _Step(wiring, []).usage()
+        some, every = usage(wiring.assignment), follow(Walk(wiring, []))
         assert len(some.moments) < len(every.moments)
         assert max(size for _, size in some.moments) == some.peak_bytes == every.peak_bytes
         assert some.peak_at == every.peak_at
@@ -184,7 +186,7 @@ def test_values_may_outlive_what_is_not_followed(layers: int) -> None:
     nodes.append(Node("loss", "aten.mean.default", (("self", made[-1]), ("dtype", None)), scalar))
     plan = plan_of(Graph(tuple(nodes), (Ref("loss"),)), pin={"data": 4, "recompute": "none", "zero": 0})
     assert plan.assignment is not None
-    some, every = usage(plan.assignment), _Step(Wiring(plan.assignment), []).usage()
+    some, every = usage(plan.assignment), follow(Walk(Wiring(plan.assignment), []))
     assert (some.peak_bytes, some.by_use(), some.by_block) == (every.peak_bytes, every.by_use(), every.by_block)
 
 
@@ -199,7 +201,7 @@ def by_use_and_bytes(held: Iterable[Held]) -> Counter[tuple[str, int]]:
 
 def test_what_does_not_repeat_evenly_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     wiring = deep({"data": 4}, Amount(), cluster())
-    every = _Step(wiring, []).usage()
+    every = follow(Walk(wiring, []))
     repeat = Heap.repeat
 
     def forgetful(heap: Heap, direction: Direction, numbers: range, times: int) -> list[Storage]:

@@ -1,0 +1,100 @@
+"""Backward: the nodes that autograd runs, the one that was made last first, and the gradients that arrive."""
+
+from __future__ import annotations
+
+from planner.heap import Storage, is_before
+from planner.memory.skip import UnevenError, undo_skipped
+from planner.memory.walk import Walk
+from planner.tape import Tape, Value
+
+
+def undo_all(walk: Walk, roots: list[Value]) -> None:
+    """Run backward from these values."""
+    heap = walk.heap
+    starts = [(*value.made, value.bytes) for value in roots if value.made is not None]
+    reached = _reached_from([tape for tape, *_ in starts])
+    for tape in walk.tapes:
+        if tape not in reached:
+            if walk.skips and (tape.saved or tape.again):
+                raise UnevenError
+            for storage in tape.saved:
+                heap.drop(storage)
+            for frame, storage in tape.again:
+                frame.uses[storage] -= 1
+    for tape, result, size in starts:
+        tape.incoming[result] = heap.new("gradient of the loss", "temporary", size)
+    skipped = list(walk.kept)
+    for tape in reversed([tape for tape in walk.tapes if tape in reached]):
+        while skipped and not is_before(tape.block) and tape.block < skipped[-1].end:
+            undo_skipped(walk, skipped.pop())
+        _undo(walk, tape)
+    for skip in reversed(skipped):
+        undo_skipped(walk, skip)
+    _receive(walk)
+
+
+def _receive(walk: Walk) -> None:
+    """What was sent to be reduced is no longer needed."""
+    if walk.sent is not None:
+        walk.heap.drop(walk.sent)
+        walk.sent = None
+
+
+def _reached_from(roots: list[Tape]) -> dict[Tape, None]:
+    found = dict.fromkeys(roots)
+    waiting = list(found)
+    while waiting:
+        for target in waiting.pop().targets:
+            if target.tape not in found:
+                found[target.tape] = None
+                waiting.append(target.tape)
+    return found
+
+
+def _undo(walk: Walk, tape: Tape) -> None:
+    """Run one node of backward."""
+    heap = walk.heap
+    if tape.keeps:
+        return
+    heap.enter("backward", tape.block)
+    heap.moment(f"backward {tape.name}")
+    saved = [*tape.saved, *(frame.take(heap, storage) for frame, storage in tape.again)]
+    if tape.sends:
+        _receive(walk)
+    works = heap.new(tape.name, "temporary", tape.works)
+    if tape.sends:
+        walk.sent = heap.hold(works)
+    size = 0 if all(target.tape.leaves for target in tape.targets) else tape.together
+    together = heap.hold(tape.bucket) if tape.bucket else heap.new("gradients", "gradients", size)
+    arriving = []
+    for target in tape.targets:
+        came = tape.incoming[target.of]
+        if tape.together:
+            storage = heap.hold(together)
+        elif target.passes and came is not None:
+            storage = heap.hold(came)
+        else:
+            stays = target.tape.keeps or target.tape.together
+            size = 0 if target.tape.leaves else target.bytes
+            storage = heap.new(f"gradient in {tape.name}", "gradients" if stays else "temporary", size)
+        arriving.append((target, storage))
+    for storage in (together, works, *filter(None, tape.incoming), *saved):
+        heap.drop(storage)
+    for target, storage in arriving:
+        _arrive(walk, target.tape, target.result, storage)
+
+
+def _arrive(walk: Walk, target: Tape, number: int, storage: Storage) -> None:
+    """Add a gradient to what has arrived: in place where nobody else holds one of the two."""
+    heap, present = walk.heap, target.incoming[number]
+    if present is None:
+        target.incoming[number] = storage
+    elif present.holders == 1:
+        heap.drop(storage)
+    elif storage.holders == 1:
+        heap.drop(present)
+        target.incoming[number] = storage
+    else:
+        target.incoming[number] = heap.new(target.name, "temporary", storage.held.bytes)
+        heap.drop(present)
+        heap.drop(storage)

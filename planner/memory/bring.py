@@ -1,0 +1,159 @@
+"""Bring: parameters that are gathered, and gradients that are reduced, block by block and ahead of the next one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from planner.assignment import Chunk
+from planner.conversion import Route, Step, local_bytes
+from planner.fold import Block
+from planner.graph import Ref
+from planner.heap import Storage
+from planner.layout import MICRO, Shard
+from planner.memory.walk import Walk
+from planner.tape import Target, Value
+
+
+def _are_parameters(values: Iterable[Value]) -> bool:
+    """Whether gradients of these values are those of parameters."""
+    return all(value.made[0].keeps for value in values if value.made)
+
+
+def bucket_bytes(walk: Walk, values: Mapping[Ref, Value]) -> int:
+    """Bytes of the sums that leave as gradients of parameters, whose memory the host keeps for the next step."""
+    times = Counter(range(len(walk.instances)))
+    for skip in walk.skips:
+        times.subtract(range(skip.start, skip.end))
+        times.update(dict.fromkeys(range(skip.start - skip.period, skip.start), skip.times))
+    relayed = [value for ref, value in values.items() if sums_of(walk, ref) and _are_parameters([value])]
+    found = sum(value.bytes for value in relayed if value.made)
+    for number in +times:
+        for chunk in walk.assignment.chunks(walk.instances[number].block):
+            steps = _crossing_steps(walk, next(iter(chunk.values())))  # like those of the others
+            chunked = [values[ref] for ref in chunk]
+            if steps and steps[0].rule == "I>R" and _are_parameters(chunked):
+                found += sum(value.bytes for value in chunked if value.made) * times[number]
+    return found
+
+
+def sums_of(walk: Walk, ref: Ref) -> list[Step]:
+    """The steps by which a parameter is delivered to several readers, if its gradient is only summed."""
+    return _crossing_steps(walk, walk.assignment.relay_route(ref)) if walk.assignment.relays_by_sums(ref) else []
+
+
+def _crossing_steps(walk: Walk, route: Route) -> list[Step]:
+    """The steps that cross ranks."""
+    return [step for step in route if _is_crossing(walk, step)]
+
+
+def _is_crossing(walk: Walk, step: Step) -> bool:
+    axis = walk.mesh.axes[step.axis]
+    return axis.size > 1 and axis.name != MICRO
+
+
+def bring(walk: Walk, block: Block, frame: dict[Ref, Value]) -> dict[Ref, Value]:
+    """Parameters that are gathered, and whose gradients are reduced, together: an autograd node per axis; held."""
+    ready: dict[Ref, Value] = {}
+    ahead = walk.assignment.ahead(block)
+    for number, chunk in enumerate(walk.assignment.chunks(block)):
+        current = [frame[ref] for ref in chunk]
+        for value in current:
+            walk.heap.hold(value.storage)
+        for place, steps in enumerate(zip(*chunk.values(), strict=True)):
+            if _is_crossing(walk, steps[0]):
+                is_ahead = place == ahead.get(number)
+                current = bring_on(walk, current, chunk, steps, number if is_ahead else None)
+        ready.update(zip(chunk, current, strict=True))
+    return ready
+
+
+def bring_on(
+    walk: Walk, values: list[Value], chunk: Chunk, steps: tuple[Step, ...], ahead: int | None = None
+) -> list[Value]:
+    """The same held values after one step, held in their place.
+
+    Args:
+        ahead: the number of the chunk, if this step is perhaps underway.
+    """
+    types = [walk.graph.type_of(ref) for ref in chunk]
+    is_sum = steps[0].rule == "I>R"
+    tape = walk.tape("sum of gradients" if is_sum else "gathering", len(values))
+    tape.together = sum(value.bytes for value in values if value.made)
+    tape.bucket = walk.buckets if is_sum and _are_parameters(values) else None
+    tape.targets = [Target(*value.made, value.bytes) for value in values if value.made]
+    made = [(tape, number) if value.made else None for number, value in enumerate(values)]
+    if is_sum:
+        return [replace(value, made=each) for value, each in zip(values, made, strict=True)]
+    sizes = [local_bytes(tensor, step.after, walk.mesh) for tensor, step in zip(types, steps, strict=True)]
+    names = [f"gathered {walk.called(ref)}" for ref in chunk]
+    tape.works = sum(size for size, value in zip(sizes, values, strict=True) if value.made)
+    tape.sends = not walk.is_away and _are_parameters(values)
+    storages = _gather(walk, [value.storage for value in values], names, sizes, steps, ahead)
+    return [Value(*each) for each in zip(storages, sizes, made, strict=True)]
+
+
+def following_of(walk: Walk) -> dict[int, int]:
+    """The instances that are followed and gather ahead -> the one after."""
+    skipped = {number for skip in walk.skips for number in range(skip.start, skip.end)}
+    followed = [number for number in range(len(walk.instances)) if number not in skipped]
+    return dict(pairwise(number for number in followed if walk.assignment.ahead(walk.instances[number].block)))
+
+
+def _start_following(walk: Walk) -> None:
+    """Gather what the next block uses."""
+    following = walk.following.get(walk.number)
+    if following is None:
+        return
+    block = walk.instances[following].block
+    chunks = walk.assignment.chunks(block)
+    for number, place in walk.assignment.ahead(block).items():
+        if (following, number) not in walk.underway:
+            steps = {ref: route[place] for ref, route in chunks[number].items()}
+            sizes = [local_bytes(walk.graph.type_of(ref), step.after, walk.mesh) for ref, step in steps.items()]
+            names = [f"gathered {walk.called(ref)}" for ref in steps]
+            walk.underway[following, number] = _start(walk, [walk.parts[ref] for ref in steps], names, sizes)
+
+
+def _start(walk: Walk, parts: list[Storage], names: list[str], sizes: list[int]) -> tuple[Storage, Storage]:
+    """Storages of what is sent of parts and of what comes, both held."""
+    heap = walk.heap
+    if len(parts) == 1:
+        return heap.hold(parts[0]), heap.new(names[0], "gathered", sum(sizes))
+    own = heap.new("parts of a chunk", "temporary", sum(part.held.bytes for part in parts))
+    return own, heap.new("a chunk", "gathered", sum(sizes))
+
+
+def _gather(
+    walk: Walk, parts: list[Storage], names: list[str], sizes: list[int], steps: tuple[Step, ...], ahead: int | None
+) -> list[Storage]:
+    """Storages of whole parameters, made of those of their parts, which are no longer held."""
+    heap = walk.heap
+    underway = None if ahead is None else walk.underway.pop((walk.number, ahead), None)
+    own, every = underway or _start(walk, parts, names, sizes)
+    if ahead is not None:
+        _start_following(walk)
+        if walk.frame is not None:
+            walk.frame.ahead += [own, every]
+    if own is not parts[0]:
+        _make(walk, own, parts)
+    for storage in parts:
+        heap.drop(storage)
+    _make(walk, every, [own])
+    heap.drop(own)
+    cut = steps[0].src
+    if len(parts) == 1 and isinstance(cut, Shard) and cut.dim == 0 and cut.outer == 1:
+        found = [heap.hold(every)]
+    else:
+        found = [heap.new(name, "gathered", size) for name, size in zip(names, sizes, strict=True)]
+        for storage in found:
+            _make(walk, storage, [every])
+    heap.drop(every)
+    return found
+
+
+def _make(walk: Walk, storage: Storage, sources: list[Storage]) -> None:
+    if walk.frame is not None:
+        walk.frame.makes(walk.heap, storage, sources, keeps=False)

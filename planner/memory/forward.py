@@ -1,0 +1,181 @@
+"""Forward: a block and its operators as they run: results, what backward needs of them, and what is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from planner.asked import brought_again
+from planner.conversion import local_bytes
+from planner.fold import Instance
+from planner.graph import Node, Ref, TensorType
+from planner.heap import Storage
+from planner.kept import is_own, own_bytes
+from planner.memory.bring import bring, bring_on, sums_of
+from planner.memory.convert import convert
+from planner.memory.readers import shares_of
+from planner.memory.walk import Walk
+from planner.names import called
+from planner.ops import OPS
+from planner.ops.function import holds, works
+from planner.tape import Frame, Target, Value
+
+EXACT = ("own", "mask")
+"""What operators keep besides operands and results and whose bytes are known to the last one."""
+
+
+def _is_index(word: str, types: Sequence[TensorType]) -> bool:
+    """Whether what backward needs is an operand that only says where to read, such as the tokens of an embedding."""
+    return word.startswith("in") and "float" not in types[int(word[2:])].dtype
+
+
+def run(walk: Walk, instance: Instance, nth: int, inputs: dict[Ref, Value]) -> dict[Ref, Value]:
+    """Run one instance at its level of recomputation."""
+    level = walk.assignment.recompute.level(instance.kind, nth)
+    walk.holding = []
+    if level == "none":
+        return _run_block(walk, instance, inputs)
+    before = len(walk.tapes)
+    walk.frame = Frame(instance.block, walk.space.skeleton.again(instance.kind, level), walk.before)
+    outputs = _run_block(walk, instance, inputs)
+    walk.frame.gives_up(walk.heap, walk.tapes[before:])
+    walk.holding = walk.frame.held
+    if walk.frame.gathers and brought_again(walk.assignment, instance, level):
+        walk.before = walk.frame
+    if walk.is_away:
+        _note_reading(walk, walk.frame.held)
+    walk.frame = None
+    return outputs
+
+
+def _run_block(walk: Walk, instance: Instance, inputs: dict[Ref, Value]) -> dict[Ref, Value]:
+    """Run one instance; returns its outputs, each held once."""
+    heap, block = walk.heap, instance.block
+    frame = dict(inputs)
+    for value in frame.values():
+        heap.hold(value.storage)
+    last = {ref: i for i, node in enumerate(block.nodes) for ref in node.inputs}
+    kept = set(block.outputs)
+    ready = bring(walk, block, frame)
+    for i, node in enumerate(block.nodes):
+        heap.moment(f"forward {node.path or node.name}: {node.op}")
+        for ref, value in _run_operator(walk, node, frame, ready).items():
+            if ref in kept or ref in last:
+                frame[ref] = value
+            else:
+                heap.drop(value.storage)
+        for ref in dict.fromkeys(node.inputs):
+            if last[ref] == i and ref not in kept:
+                heap.drop(frame.pop(ref).storage)
+                if ref in ready:
+                    heap.drop(ready.pop(ref).storage)
+    return {ref: frame[ref] for ref in block.outputs if ref in frame}
+
+
+def _run_operator(walk: Walk, node: Node, frame: dict[Ref, Value], ready: dict[Ref, Value]) -> dict[Ref, Value]:
+    """Convert the operands, make the results, remember what backward needs; returns the results, held."""
+    heap, choice, types = walk.heap, walk.assignment.choice(node), walk.graph.input_types(node)
+    converted: dict[tuple[Ref, object], Value] = {}
+    operands = []
+    for position, ref in enumerate(node.inputs):
+        key = (ref, choice.operands[position])
+        if key not in converted:
+            brought = ready.get(ref)
+            route = () if brought else walk.assignment.operand_route(node, position)
+            keeps = walk.frame is not None and position not in walk.frame.again.taken[walk.frame.at[node.name]]
+            converted[key] = convert(walk, brought or frame[ref], types[position], route, ref, keeps)
+        operands.append(converted[key])
+    results = _results_of(walk, node, types, operands)
+    for value in converted.values():
+        heap.drop(value.storage)
+    relayed = {}
+    for number, value in enumerate(results):
+        ref = Ref(node.name, number)
+        relayed[ref] = relay(walk, ref, value) if walk.space.is_read(ref) else value
+    return relayed
+
+
+def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands: list[Value]) -> list[Value]:
+    heap, row, choice = walk.heap, OPS.get(node.op), walk.assignment.choice(node)
+    sizes = [local_bytes(t, layout, walk.mesh) for t, layout in zip(node.results, choice.results, strict=True)]
+    shares = shares_of(node)
+    storages = [
+        heap.hold(operands[shared].storage) if shared >= 0 else heap.new(called(node), "activations", size)
+        for shared, size in zip(shares, sizes, strict=True)
+    ]
+    if walk.frame is not None:
+        at, sources = walk.frame.at[node.name], walk.frame.again.sources
+        for index, (storage, shared) in enumerate(zip(storages, shares, strict=True)):
+            if shared < 0:
+                operands_ = (value.storage for value in operands)
+                walk.frame.makes(heap, storage, operands_, keeps=(at, index) in sources)
+    flows = [tensor.grad and Ref(node.name, i) in walk.graph.differentiated for i, tensor in enumerate(node.results)]
+    if not any(flows):
+        return [Value(s, size) for s, size in zip(storages, sizes, strict=True)]
+    tape = walk.tape(f"{node.path or node.name}: {node.op}", len(sizes))
+    saves = row.saved(node, types) if row is not None else tuple(f"in{i}" for i in range(len(operands)))
+    tensors = {f"in{i}": value.storage for i, value in enumerate(operands)}
+    if walk.is_away and not all(
+        _is_index(word, types) for word in (*saves, *holds(node))
+    ):  # then autograd saves whatever it computes with
+        _note_reading(walk, tensors.values())
+    tensors |= {f"out{i}": storage for i, storage in enumerate(storages)}
+    for word in saves:
+        if is_own(word, node):
+            before = len(tape.saved)
+            tensors_bytes = [*(value.bytes for value in operands), *sizes]
+            size = own_bytes(word, node, types, tensors_bytes, walk.space.cost.cluster.backend)
+            tape.saved.append(heap.new(f"what {called(node)} keeps", "activations", size))
+            if walk.frame is not None and walk.frame.again.operators:
+                copied_bytes = sum(value.bytes for value in operands) if word == "scores" and size else 0
+                if walk.frame.at[node.name] in walk.frame.again.drawing:
+                    read = [value.storage for value in operands]
+                    walk.frame.draws(heap, tape.saved[-1], read, storages[0], copied_bytes)
+                else:  # the copies stay, and the operands are there for what is made again
+                    tape.saved.append(heap.new(f"copies for {called(node)}", "activations", copied_bytes))
+            if walk.saves is not None and word not in EXACT:
+                copied = [value.storage for value in operands] if word == "scores" and size else []
+                walk.saves.stay((*tape.saved[before:], *copied))
+        elif word in tensors:
+            tape.saved.append(heap.hold(tensors[word]))
+    for word in holds(node):
+        tape.saved.append(heap.hold(tensors[word]))
+        tape.holds.append(tensors[word])
+        if walk.saves is not None:
+            walk.saves.stay([tensors[word]])
+    more = row.works + works(node) if row is not None else 0
+    tape.works = more * max(operands[0].bytes, sizes[0]) if operands else 0
+    passes = row.passes if row is not None else ()
+    for i, (value, tensor) in enumerate(zip(operands, types, strict=True)):
+        if value.made is not None and tensor.grad:
+            same = value.bytes == sizes[0] and tensor.dtype == node.results[0].dtype and not saves
+            tape.targets.append(Target(*value.made, value.bytes, passes=i in passes and same))
+    return [
+        Value(s, size, (tape, i) if flow else None)
+        for i, (s, size, flow) in enumerate(zip(storages, sizes, flows, strict=True))
+    ]
+
+
+def relay(walk: Walk, ref: Ref, value: Value) -> Value:
+    """A held value, converted to the layout in which its readers find it; held."""
+    sums = sums_of(walk, ref)
+    for step in sums:
+        (value,) = bring_on(walk, [value], {ref: (step,)}, (step,))
+    if sums:
+        return value
+    route = walk.assignment.relay_route(ref)
+    keeps = walk.frame is not None and (walk.frame.at[ref.node], ref.index) not in walk.frame.again.values
+    result = convert(walk, value, walk.graph.type_of(ref), route, ref, keeps)
+    walk.heap.drop(value.storage)
+    return result
+
+
+def output_at(walk: Walk, position: int, values: dict[Ref, Value]) -> Value:
+    """An output of the model in the layout in which it leaves; held once more."""
+    ref = walk.space.leaving[position]
+    return convert(walk, values[ref], walk.graph.type_of(ref), walk.assignment.output_route(position), ref)
+
+
+def _note_reading(walk: Walk, storages: Iterable[Storage]) -> None:
+    """Note that backward of this block reads the memory of leaves among these."""
+    names = {walk.leaves[each] for each in storages if each in walk.leaves}
+    walk.read_again[walk.number] = walk.read_again.get(walk.number, frozenset()) | names

@@ -1,0 +1,70 @@
+"""Walk: the state of a step that is followed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.graph import Ref
+from planner.heap import BEFORE, Heap, Storage
+from planner.names import called
+from planner.runs import Skip, Wiring
+from planner.saved import Saves
+from planner.tape import Frame, Tape
+
+
+class Walk:
+    """Where a step that is followed is: what it holds, what autograd remembers, which block runs.
+
+    Args:
+        skips: the instances that others stand for.
+        blocks: the numbers of those of a stage; left out: all.
+        away: see :class:`planner.heap.Heap`.
+
+    Attributes:
+        frame: of the block that runs and recomputes; ``before``: of the last one that gathers parameters again.
+        parts: the storages of leaves.
+        following: the instances that gather ahead -> the one after; ``underway``: what is sent and comes, by block and
+            chunk.
+        sent: what was sent to be reduced; ``buckets``: where sums of gradients lie, where they stay.
+        number: of the block that runs.
+        is_away: whether parameters are at home elsewhere.
+        leaves: their names; ``kept``: what skipped instances hold between forward and backward.
+        read_again, holding: the leaves that backward of a block reads, and what a block that recomputes keeps for it.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        skips: list[Skip],
+        blocks: range | None = None,
+        away: Mapping[int, int] | None = None,
+    ):
+        self.blocks = blocks or range(len(wiring.instances))
+        self.assignment, self.space, self.wiring, self.skips = wiring.assignment, wiring.space, wiring, skips
+        self.instances = self.space.folded.instances
+        self.graph, self.mesh = self.space.graph, self.space.mesh
+        self.heap, self.saves = Heap(away), Saves() if self.space.training.activations else None
+        self.tapes: list[Tape] = []
+        self.frame: Frame | None = None
+        self.parts: dict[Ref, Storage] = {}
+        self.following: dict[int, int] = {}
+        self.underway: dict[tuple[int, int], tuple[Storage, Storage]] = {}
+        self.before: Frame | None = None
+        self.sent: Storage | None = None
+        self.buckets: Storage | None = None
+        self.number = BEFORE
+        self.is_away = self.space.training.tier != "device"
+        self.leaves: dict[Storage, str] = {}
+        self.kept: dict[Skip, list[Storage]] = {}
+        self.read_again: dict[int, frozenset[str]] = {}
+        self.holding: list[Storage] = []
+
+    def tape(self, name: str, results: int) -> Tape:
+        """A new node of autograd."""
+        tape = Tape(name, self.number, [None] * results)
+        self.tapes.append(tape)
+        return tape
+
+    def called(self, ref: Ref) -> str:
+        """A value's name."""
+        return called(self.graph.by_name[ref.node])
