@@ -87,7 +87,8 @@ class Root:
     Args:
         targets: the operator of every node, see :func:`targets_of`.
         assignment, groups, device: as in :func:`rewrite`.
-        received: what comes from outside and is held there until the program's backward is over.
+        received: what comes from outside and is held there until the program returns.
+        last: the number of the last block that is called.
 
     Attributes:
         body: the program itself.
@@ -102,9 +103,10 @@ class Root:
         groups: Mapping[str, Any],
         device: torch.device,
         received: Sequence[Ref] = (),
+        last: int | None = None,
     ):
         self.targets, self.assignment, self.groups, self.device = targets, assignment, groups, device
-        self.received = received
+        self._received, self._last = received, last
         self.body = Body(assignment, targets, device)
         self.calls: dict[str, int] = {}
         self._names = program_names(assignment)
@@ -194,7 +196,7 @@ class Root:
 
     def _needed_after(self, number: int, wiring: Wiring) -> Iterator[fx.Node]:
         """What was made before the next block, by blocks or for several of them, and is read later or held anyway."""
-        leaving = {*self.assignment.space.leaving, *self.received}
+        leaving = {*self.assignment.space.leaving, *(self._received if number != self._last else ())}
         for ref, last in wiring.last.items():
             is_made = wiring.made[ref] <= number if ref in wiring.made else bool(self.assignment.relay_route(ref))
             if is_made and (last > number or ref in leaving) and ref in self.body.values:  # of another stage otherwise

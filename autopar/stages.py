@@ -316,7 +316,8 @@ class Outline:
 
     def _program_of_stored(self) -> fx.GraphModule:
         """(parameters, leaves, received values, counts) -> (sent values, outputs); each block brings its own."""
-        root = Root(self.targets, self.assignment, self.groups, self.device, self.received)
+        numbers = self.cut.numbers[self.number]
+        root = Root(self.targets, self.assignment, self.groups, self.device, self.received, numbers[-1])
         body, first = root.body, before(self.number)
         for ref in (*map(Ref, (*self.parameters, *self.leaves)), *self.received):
             body.enter(ref)
@@ -325,7 +326,7 @@ class Outline:
         root.enter(first, [chunk for chunk in root.chunks if chunk.is_before and self._reads(chunk)])
         for name in (*self.parameters, *self.leaves):
             body.relay(Ref(name))
-        for number in self.cut.numbers[self.number]:
+        for number in numbers:
             root.call(number)
         return self._finished(root)
 

@@ -7,7 +7,7 @@ saved, leave together.
 Values of the program leave, and masks of dropout, whose bytes are known to the last one. What else operators keep
 (statistics of norms, what attention copies) stays, as do leaves, what leaves the model, and all of a block that also
 computes what the loss does not need, of which autograd saves more than is followed. So do values that a stage of a
-pipeline takes from the one before, and those that it hands on.
+pipeline hands on; those that it takes from the one before leave after its last block.
 """
 
 from __future__ import annotations

@@ -216,7 +216,37 @@ class Step:
         self.seed = power_of_two(scale)
 
 
-_InFlight = tuple[list[Tensor], list[GradientEdge | None], list[Tensor]]
+class _Arrived:
+    """Where the gradient of a received value arrives that nothing holds but what saves it.
+
+    Attributes:
+        grad: when backward is over, if any came.
+    """
+
+    def __init__(self, value: Tensor):
+        self.grad: Tensor | None = None
+        self._like, self._shape = value.new_empty(0), value.shape
+
+    def zeros(self) -> Tensor:
+        """A gradient in place of one that did not come."""
+        return self._like.new_zeros(self._shape)
+
+
+class _Arriving(torch.autograd.Function):
+    """Identity; the gradient goes no further."""
+
+    @staticmethod
+    def forward(ctx, _, arrived, value):  # type: ignore[no-untyped-def]
+        ctx.arrived = arrived
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        ctx.arrived.grad = grad
+        return None, None, None
+
+
+_InFlight = tuple[list[Tensor | _Arrived], list[GradientEdge | None], list[Tensor]]
 
 
 class _Run:
@@ -229,7 +259,8 @@ class _Run:
         turned: of those of which a turn takes a part, the parts.
         made, used: of each stage, the parameters as ``gather`` gives them: what the gradients go back through, and the
             same apart, where they add up.
-        alive: of a stage and a micro-batch in flight: what came in, where its values went out (these themselves are
+        alive: of a stage and a micro-batch in flight: what came in (if what blocks save may leave, only where its
+            gradients arrive), where its values went out (these themselves are
             the next stage's to keep) and the loss, if it is there.
         messages: what came for backwards that are left.
     """
@@ -315,6 +346,12 @@ class _Run:
             self.step.recorder.arrived()
             wanted = zip(received, stage.received, strict=True)
             received = [t.detach().requires_grad_(self.trains and passed.differentiable) for t, passed in wanted]
+        inputs: list[Tensor | _Arrived] = [*received]
+        if self.step.carrier is not None and self.step.carrier.lets_saved_leave:
+            inputs = [_Arrived(t) for t in received]
+            gate = torch.empty(0, requires_grad=True)
+            pairs = zip(received, inputs, strict=True)
+            received = [_Arriving.apply(gate, end, t) if t.requires_grad else t for t, end in pairs]
         counts = self.counts[stage.number]
         self.step.state.random.calls = self.started + sum(self.step.draws[: stage.number])
         results = stage.program(*self.used[stage.number], *self._leaves(stage, turn), *received, *counts)
@@ -332,7 +369,7 @@ class _Run:
             torch.clear_autocast_cache()  # which would hold all parameters on the device, cast, until the step is over
         if self.trains:
             ends = [_edge(value) for value, form in zip(sent, stage.sent, strict=True) if form.differentiable]
-            self.alive[stage.number, turn] = received, ends, roots
+            self.alive[stage.number, turn] = inputs, ends, roots
 
     def _backward(self, stage: Stage, turn: int, split: bool) -> None:
         """Backward of one micro-batch; ``split``: gradients of weights later, where something waits for the others."""
@@ -352,13 +389,14 @@ class _Run:
             with torch.autocast(gradients[0].device.type, enabled=False):
                 if split:
                     weights = tuple(t for t in self.used[stage.number] if t.requires_grad)
-                    found, later = backward_of_inputs(tuple(pairs), inputs, weights)
+                    leaves = [t for t in inputs if isinstance(t, Tensor)]
+                    found, later = backward_of_inputs(tuple(pairs), leaves, weights)
                     self.later[stage.number, turn] = later
                 else:
                     torch.autograd.backward(starts, gradients)
                     found = tuple(t.grad for t in inputs)
         if stage.number:
-            back = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(inputs, found, strict=True)]
+            back = [_zeros_like(t) if grad is None else grad for t, grad in zip(inputs, found, strict=True)]
             self.step.recorder.made()
             self.step.mail.put((stage.number - 1, "B", turn), back)
 
@@ -425,6 +463,10 @@ def _written(action: Action) -> str:
     what = {"F": "forward", "B": "backward", "I": "backward (of inputs)", "W": "backward (of weights)"}[action.kind]
     late = ", counted from the end of the batch before," if is_left_over(action) else ""
     return f"{what} of micro-batch {action.micro_batch}{late} in stage {action.stage}"
+
+
+def _zeros_like(value: Tensor | _Arrived) -> Tensor:
+    return value.zeros() if isinstance(value, _Arrived) else torch.zeros_like(value)
 
 
 def _edge(value: Tensor) -> GradientEdge | None:

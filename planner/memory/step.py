@@ -61,10 +61,11 @@ def follow(walk: Walk) -> Usage:
         walk.buckets = heap.new("gradients", "gradients", bucket_bytes(walk, values))
     values = {ref: relay(walk, ref, value) for ref, value in values.items()}
     received, sent = _received_by(walk), _crossing_after(walk, walk.blocks.stop - 1)
-    for value in received.values():
-        heap.hold(value.storage)
+    if walk.saves is None:  # else what saves them holds them, once the program has returned
+        for value in received.values():
+            heap.hold(value.storage)
     values.update(received)
-    dropped = _read_last(walk, sent)
+    dropped = _read_last(walk, sent, received)
     skips = {skip.start: skip for skip in walk.skips}
     number = walk.blocks.start
     while number < walk.blocks.stop:
@@ -156,13 +157,15 @@ def _leaving_here(walk: Walk) -> list[int]:
     return [at for at, ref in enumerate(walk.space.leaving) if ref in made or (is_last and ref not in walk.wiring.made)]
 
 
-def _read_last(walk: Walk, sent: Iterable[Ref]) -> dict[int, list[Ref]]:
-    """The values that each block is the last to read, those left out that something else needs."""
-    leaving = {*walk.space.leaving, *sent}
+def _read_last(walk: Walk, sent: Iterable[Ref], received: Iterable[Ref]) -> dict[int, list[Ref]]:
+    """The values that each block is the last to read, those left out that something else needs; of what a stage takes
+    that is its last block, whoever reads it.
+    """
+    leaving, taken = {*walk.space.leaving, *sent}, {*received}
     found: dict[int, list[Ref]] = {}
     for ref, number in walk.wiring.last.items():
         if ref not in leaving:
-            found.setdefault(number, []).append(ref)
+            found.setdefault(walk.blocks.stop - 1 if ref in taken else number, []).append(ref)
     return found
 
 

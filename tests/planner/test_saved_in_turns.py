@@ -60,10 +60,11 @@ def test_each_micro_batch_has_items_of_its_own_counted_by_hand() -> None:
         assert uses == (Use(of_turn("forward 2 layers.1", turn), "w"), Use(of_turn("backward 2 layers.1", turn)))
 
 
-def test_what_a_stage_takes_and_hands_on_stays() -> None:
+def test_what_a_stage_takes_leaves_after_its_last_block() -> None:
     first, last = turned(pipeline=2, schedule="gpipe").timetables
     assert saved_in(first, 3) == {f"saved {at + 1} layers.{at}": NARROW + WIDE for at in (0, 1)}
-    wanted = {"saved 3 layers.2": WIDE, "saved 4 layers.3": NARROW + WIDE, "saved 5 head": NARROW}
+    layers = {"saved 3 layers.2": WIDE, "saved 4 layers.3": NARROW + WIDE}
+    wanted = {**layers, "saved 5 head of 3": NARROW, "saved 5 head": NARROW}
     assert saved_in(last, 0) == wanted
 
 
