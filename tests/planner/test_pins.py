@@ -270,8 +270,9 @@ def test_layers_fix_one_module(strategy: str) -> None:
 
 
 def test_a_cluster_too_small_says_by_how_much_and_what_would_fit() -> None:
+    graph = residual_mlp(layers=1, width=64, batch=64)
     with pytest.raises(InfeasibleError) as error:
-        plan_of(GRAPH, cluster(4, memory="256 KiB"))
+        plan_of(graph, cluster(4, memory="64 KiB"))
     text = str(error.value)
     limit, needs, over = (
         int(number.replace(",", ""))
@@ -279,9 +280,9 @@ def test_a_cluster_too_small_says_by_how_much_and_what_would_fit() -> None:
     )
     assert needs - limit == over > 0
     memory = int(re.search(r"memory_bytes of at least ([\d,]+)", text)[1].replace(",", ""))  # type: ignore[index]
-    assert plan_of(GRAPH, cluster(4, memory)).predicted.peak_bytes <= ClusterSpec.local(4, memory).device.usable_bytes
+    assert plan_of(graph, cluster(4, memory)).predicted.peak_bytes <= ClusterSpec.local(4, memory).device.usable_bytes
     with pytest.raises(InfeasibleError):
-        plan_of(GRAPH, cluster(4, memory - 1024))
+        plan_of(graph, cluster(4, memory - 1024))
 
 
 def test_pins_that_leave_no_room_say_that_relaxing_them_may_help() -> None:

@@ -348,7 +348,7 @@ def test_a_plan_that_more_memory_would_not_make_faster_is_searched_once(monkeypa
 
 def test_what_a_search_with_less_memory_proves_is_not_said_of_all(monkeypatch):
     """A plan found after the limit was lowered keeps the first bound, whatever is proved of plans with less memory."""
-    graph, spec = residual_mlp(2, 64, 64), local(2, "4 GiB")
+    graph, spec = residual_mlp(1, 64, 64), local(2, "4 GiB")
     usable = int(0.95 * search(graph, spec, Pins(), Training()).evaluation.peak_bytes)
     device = spec.device.model_copy(update={"memory_bytes": usable, "reserve_fraction": 0.0})
     first, bounds = planner.explore.explore, []
