@@ -71,32 +71,25 @@ class Leaves:
 
     def added(self, number: int) -> Iterator[tuple[str, int, int]]:
         """The parameters of a block to which several operators add gradients in each micro-batch, in this block or
-        others: how many there are in this one, and bytes of what they add up in.
+        others: how many there are in this one, and bytes of what they add up in. None where parameters come in each
+        micro-batch.
         """
-        uses = self._uses_in(number)
-        for (name, layout), count in uses.items():
-            if self._uses[name] > 1:
-                yield name, count, local_bytes(self.graph.by_name[name].results[0], layout, self.mesh)
-
-    @cached_property
-    def _uses(self) -> Counter[str]:
-        """How many operators take each parameter whose gradients add up in every micro-batch by themselves."""
-        found = Counter[str]()
-        for number in range(len(self.space.folded.instances)):
-            for (name, _), count in self._uses_in(number).items():
-                found[name] += count
-        return found
-
-    def _uses_in(self, number: int) -> Counter[tuple[str, Layout]]:
-        """How many operators of a block take each parameter in each layout; none where it comes in each micro-batch."""
-        found = Counter[tuple[str, Layout]]()
+        instance, is_read = self.space.folded.instances[number], self.space.skeleton.readers
         if self.space.training.tier != "device" or not self.space.brings_once:
-            return found
-        for node in self.space.folded.instances[number].block.nodes:
-            for ref, layout in dict.fromkeys(zip(node.inputs, self.assignment.choice(node).operands, strict=True)):
-                if self._is_trained(self.graph.by_name[ref.node]):
-                    found[ref.node, layout] += 1
-        return found
+            return
+        leaves = (ref for ref in instance.block.inputs if self._is_trained(self.graph.by_name[ref.node]))
+        several = {ref for ref in leaves if is_read(ref) > 1}
+        uses = Counter[tuple[Ref, Layout]]()
+        for node in instance.block.nodes if several else ():
+            uses.update(
+                {
+                    (ref, at)
+                    for ref, at in zip(node.inputs, self.assignment.choice(node).operands, strict=True)
+                    if ref in several
+                }
+            )
+        for (ref, layout), count in uses.items():
+            yield ref.node, count, local_bytes(self.graph.type_of(ref), layout, self.mesh)
 
     def _summed(self, ref: Ref, source: Layout, target: Layout) -> int:
         space = self.space
