@@ -280,7 +280,9 @@ def test_recipes_are_compared_with_plans_in_turns() -> None:
 
 def test_the_report_tells_a_rank_from_a_moment_and_turns_from_ranks() -> None:
     plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
-    assert "in flight, on pipeline rank" in str(plan) and "\nwith ," not in plan.predicted.fullest
+    assert (
+        "in flight in its 2 stages together, on pipeline rank" in str(plan) and "\nwith ," not in plan.predicted.fullest
+    )
     ops = [op for block in plan.account.blocks for op in block.ops.values()]
     moves = [move for op in ops for move in (*op.before, *op.after)]
     assert {call.axis for move in moves for call in move.calls} == {"data"}
