@@ -10,8 +10,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.graph import Node, TensorType
+from planner.ops import OPS
 from planner.ops.function import kept
 from planner.ops.table import OWN
+
+FLASH = ("out0", "rows")
+"""What a flash kernel keeps of attention, and one that keeps scores does not."""
+
+
+def saved_words(node: Node, types: tuple[TensorType, ...], backend: str) -> tuple[str, ...]:
+    """What backward of an operator needs, in the words of its row; of one without a row all operands.
+
+    Args:
+        types: of its operands.
+        backend: of the cluster; over gloo operators run on CPUs, where attention that drops some keeps scores.
+    """
+    row = OPS.get(node.op)
+    if row is None:
+        return tuple(f"in{i}" for i in range(len(types)))
+    words = row.saved(node, types)
+    return tuple(word for word in words if word not in FLASH) if "scores" in words and backend == "gloo" else words
 
 
 def is_own(word: str, node: Node) -> bool:
@@ -40,4 +58,5 @@ def own_bytes(word: str, node: Node, types: Sequence[TensorType], sizes: Sequenc
     rows = sizes[0] // item // types[0].shape[-1]
     if word == "rows":
         return max(4, item) * rows  # in float32 at the least
-    return 3 * item * rows * types[1].shape[-2] if on_cpu else 0  # softmax, mask, and their product
+    wide = max(4, item)  # softmax, mask, their product, and copies of the operands are in float32 at the least
+    return 3 * wide * rows * types[1].shape[-2] + (wide // item - 1) * sum(sizes[:3]) if on_cpu else 0

@@ -9,7 +9,7 @@ from planner.conversion import local_bytes
 from planner.fold import Instance
 from planner.graph import Node, Ref, TensorType
 from planner.heap import Storage
-from planner.kept import is_own, own_bytes
+from planner.kept import is_own, own_bytes, saved_words
 from planner.memory.bring import bring, bring_on, sums_of
 from planner.memory.convert import convert
 from planner.memory.readers import shares_of
@@ -112,7 +112,7 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
     if not any(flows):
         return [Value(s, size) for s, size in zip(storages, sizes, strict=True)]
     tape = walk.tape(f"{node.path or node.name}: {node.op}", len(sizes))
-    saves = row.saved(node, types) if row is not None else tuple(f"in{i}" for i in range(len(operands)))
+    saves = saved_words(node, types, walk.space.cost.cluster.backend)
     tensors = {f"in{i}": value.storage for i, value in enumerate(operands)}
     if walk.is_away and not all(
         _is_index(word, types) for word in (*saves, *holds(node))

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from autopar.api import Traced, assign, plan_traced, staged, trace
 from autopar.build import build
@@ -16,6 +18,7 @@ from autopar.runtime.module import LeafSpec
 from autopar.simulate import fake_process_group
 from benchmarks.memory import backward, observed_peak
 from planner.cluster import ClusterSpec
+from planner.kept import is_own, own_bytes, saved_words
 from planner.layout import local_shape
 from planner.pins import Pins
 from planner.plan import Plan
@@ -45,6 +48,33 @@ def test_the_predicted_peak_is_the_observed_one(name: str, case: tuple[int, Mapp
     assert plan.assignment is not None
     observed = observed_peak(model, traced, plan.assignment)
     assert plan.predicted.peak_bytes == pytest.approx(observed, rel=TOLERANCE)
+
+
+class Dropping(nn.Module):
+    """Attention that drops some, which no flash kernel of a CPU does."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1, is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_attention_that_drops_some_keeps_what_is_counted(dtype: torch.dtype) -> None:
+    batch = {name: torch.randn(2, 4, 16, 8, dtype=dtype, requires_grad=True) for name in ("query", "key", "value")}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        Dropping()(**batch)
+    graph = trace(Dropping(), None, {name: value.detach() for name, value in batch.items()}).graph
+    node = next(each for each in graph.nodes if "attention" in each.op)
+    types, words = graph.input_types(node), saved_words(node, graph.input_types(node), "gloo")
+    sizes = [value.nbytes for value in (*batch.values(), batch["query"])]
+    counted = sum(own_bytes(word, node, types, sizes, "gloo") for word in words if is_own(word, node))
+    assert counted + sum(sizes[int(word[2:])] for word in words if word.startswith("in")) == sum(kept.values())
+    assert not [word for word in words if word.startswith("out")]
 
 
 @pytest.mark.parametrize("name, pin", [("llama", {"data": 2, "zero": 3}), ("gpt2", {"tensor": 2})])
