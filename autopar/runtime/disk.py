@@ -28,9 +28,14 @@ from planner.words import in_all_bytes
 
 @dataclass(frozen=True)
 class Disk:
-    """A directory for files."""
+    """A directory for files.
+
+    Attributes:
+        ranks: how many processes train together.
+    """
 
     folder: Path
+    ranks: int = 1
 
     def memory(self, size: int, what: str) -> Tensor:
         """New bytes in a file, all 0; the file goes when nothing holds them any more.
@@ -71,9 +76,18 @@ class Disk:
                 raise DiskError(
                     f"the system cannot {'read' if way == READ else 'write'} {in_all_bytes(each.nbytes)} of model data "
                     f"in a file under {str(self.folder)!r} ({why}): the disk fails, or somebody made the file shorter. "
-                    "What is in other files is as it was. If the disk comes back repeat this step, else load the last "
-                    "checkpoint with another offload_path"
+                    f"What is in other files is as it was. {self._way_out}"
                 )
+
+    @property
+    def _way_out(self) -> str:
+        """What to do when a file cannot be used in a step."""
+        if self.ranks > 1:
+            return (
+                "Other ranks wait for this one in the middle of the step, or have stepped without it: do not repeat it "
+                "here, but end all of them, and load the last checkpoint, if need be with another offload_path"
+            )
+        return "If the disk comes back repeat this step, else load the last checkpoint with another offload_path"
 
 
 def _free_bytes(folder: Path) -> int:
@@ -122,7 +136,7 @@ def open_disk(path: str | os.PathLike[str], needed_bytes: int) -> Disk:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, _look(Path(path), needed_bytes))
     _check(found)
-    return Disk(Path(path))
+    return Disk(Path(path), dist.get_world_size())
 
 
 def _look(folder: Path, needed_bytes: int) -> _Found:

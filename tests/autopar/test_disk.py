@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from planner.errors import ClusterError, InfeasibleError, InputError
+from autopar.runtime.disk import Disk
+from autopar.runtime.pages import READ
+from planner.errors import ClusterError, DiskError, InfeasibleError, InputError
 from tests.autopar import on_disk
 from tests.autopar.carried import model_of
 
@@ -39,6 +42,20 @@ def test_says_what_cannot_be_a_home(alone: None, folder: str) -> None:
     on_disk.refuses(on_disk.plan_of(1), folder)
     with pytest.raises(InputError, match=r"but the plan keeps no model data on disk: leave it out"):
         on_disk.parallel(model_of("mlp")[0], on_disk.plan_of(1, offload="host"), folder)
+
+
+@pytest.mark.parametrize("ranks, way_out", [(1, "repeat this step, else load"), (2, "end all of them, and load")])
+def test_a_file_that_cannot_be_read_says_what_to_do(folder: str, ranks: int, way_out: str) -> None:
+    """One rank alone must not repeat a step in whose middle others wait."""
+    disk = Disk(Path(folder), ranks)
+    memory = disk.memory(1 << 16, "a test")
+    disk.ask([memory], READ)
+    (file,) = on_disk.unnamed(folder)
+    os.ftruncate(file, 0)
+    with pytest.raises(DiskError, match=way_out):
+        disk.ask([memory], READ)
+    os.ftruncate(file, 1 << 16)
+    disk.ask([memory], READ)
 
 
 def test_a_cluster_must_describe_its_disk_and_the_disk_must_do() -> None:
