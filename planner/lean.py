@@ -22,13 +22,15 @@ from planner.looks import Best, Look, Setting
 from planner.memory import usage
 from planner.offload import WorkingSet, largest_working_set
 from planner.problem import Problem, evaluate
-from planner.solve import almost_lightest, lower_bounds
+from planner.solve import almost_lightest, lower_bounds, solve
 from planner.turns import QUICK, THOROUGH, Staged, stage
 
 LEANEST_S = 10.0
 """How long plans that need little are looked for when nothing fits; the leanest found is told."""
 SLACKS = (1.02, 1.05, 1.15)
 """What is almost as lean counts so many times as much."""
+EXACT_S = 5.0
+"""How long the fastest that is almost as lean is looked for, where it may be leaner than all that were met."""
 LEAST_SHARE = 0.75
 """A plan, followed, seldom needs less than this part of what the search adds up."""
 
@@ -65,27 +67,30 @@ def lean_plans(setting: Setting, looks: list[Look], known: Sequence[Lean] = (), 
 
     Of each amount of recomputation that is the lightest by the sum, and the fastest of those almost as light: what the
     lightest save, they may lose in conversions, which the sum leaves out. Most recomputation comes first, and what can
-    hardly be as lean as the leanest that is ``known`` or found is left out.
+    hardly be as lean as the leanest that is ``known`` or found is left out. Of a step in one turn with the most
+    recomputation the fastest is solved exactly where none was found yet that needs as little as its sum.
     """
     rungs = itertools.zip_longest(*([(look, bend) for bend in _bends(look)] for look in looks))
     steps = [(each[0], each[0].ladder.steps[each[1]]) for rung in rungs for each in rung if each is not None]
-    leans, seen = list[Lean](), set[object]()
+    leans, seen = [*known], set[object]()
     for look, recompute in steps:
-        if (known or leans) and time.monotonic() > until:
+        if leans and time.monotonic() > until:
             break
-        if not is_worth(setting, look, [*known, *leans]):
+        if not is_worth(setting, look, leans):
             continue
-        division, worth = look.candidate.division, _worth_bytes(setting, [*known, *leans])
+        division, worth = look.candidate.division, _worth_bytes(setting, leans)
         space = look.space.holding(division.in_flight) if division.in_turns else look.space
         problem = space.problem(None, recompute)
-        for choices in _light(space, problem, worth, () if cannot_fit(setting, look) else SLACKS):
+        is_exact = recompute is look.ladder.steps[-1] and not division.in_turns
+        slacks = () if cannot_fit(setting, look) else SLACKS
+        for choices in _light(space, problem, worth, slacks, leans if is_exact else ()):
             key = division, recompute, choices
             best = Best(look.space, choices, recompute, evaluate(problem, choices))
             if key not in seen and best.evaluation.peak_bytes <= worth:
                 seen.add(key)
                 lean = _in_turns(setting, look, best) if division.in_turns else _in_one_turn(best)
                 leans += [] if lean is None else [lean]
-    return leans
+    return leans[len(known) :]
 
 
 def is_worth(setting: Setting, look: Look, leans: Sequence[Lean]) -> bool:
@@ -118,13 +123,24 @@ def _bends(look: Look) -> Iterable[int]:
     return reversed(look.ladder.bends[-1:] if look.candidate.division.in_turns else look.ladder.bends)
 
 
-def _light(space: Space, problem: Problem, worth: float, slacks: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    """Light assignments, if one needs no more than ``worth`` bytes by the sum, and those nearly as light."""
+def _light(
+    space: Space, problem: Problem, worth: float, slacks: Sequence[float], leans: Sequence[Lean]
+) -> Iterator[tuple[int, ...]]:
+    """Light assignments, if one needs no more than ``worth`` bytes by the sum, and those nearly as light.
+
+    Args:
+        leans: plans found so far, those of earlier assignments too, of which one may need more than the fastest that is
+            nearly as light.
+    """
     for counting in dict.fromkeys((problem, _with_chunks(space, problem))):
         light = almost_lightest(counting, slacks, worth if counting is problem else math.inf)
         if not light:
             return
         yield from light
+        limit_bytes = math.ceil(SLACKS[0] * evaluate(counting, light[0]).peak_bytes)
+        if leans and limit_bytes < min(lean.bytes for lean in leans):
+            choices = solve(replace(counting, limit_bytes=limit_bytes), time_limit_s=EXACT_S).choices
+            yield from [choices] if choices else []
 
 
 def _with_chunks(space: Space, problem: Problem) -> Problem:
