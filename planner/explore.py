@@ -169,7 +169,7 @@ def completed(setting: Setting, best: Best, rows: list[Candidate], bounds: Itera
     bound_s = min(bounds)
     if best.staged is not None:
         best = filled(setting, best, bound_s)
-        rows = [row.costing(best.evaluation) if row.division == best.division else row for row in rows]
+        rows = [row.having(best.evaluation) if row.division == best.division else row for row in rows]
     time_s = best.evaluation.time_s
     bound_s = min(time_s, bound_s)
     gap = (time_s - bound_s) / time_s if time_s else 0.0

@@ -85,6 +85,11 @@ class Candidate:
         """The same with a plan that costs so much as its best."""
         return replace(self, objective_s=found.time_s, peak_bytes=found.peak_bytes)
 
+    def having(self, found: Evaluation) -> Candidate:
+        """The same with a plan that costs so much found as its best."""
+        is_proved = found.time_s - self.bound_s <= PROVED * found.time_s
+        return replace(self.costing(found), status="optimal" if is_proved else "feasible")
+
     def facts(self) -> dict[str, Any]:
         """What a plan says of it: see :class:`planner.document.Search`."""
         return {
