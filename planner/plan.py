@@ -248,7 +248,7 @@ class Plan(Document):
 
     @cached_property
     def formulas(self) -> Formulas:
-        """Time and memory of a step in closed form, in batch and sequence length; raises as :meth:`at`."""
+        """Time and memory of a step as formulas in batch, sequence length and micro-batches; raises as :meth:`at`."""
         from planner.formulas import formulas
 
         return formulas(self._sizes)

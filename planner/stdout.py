@@ -12,6 +12,8 @@ def keep_stdout() -> None:
     HiGHS prints a line to stdout now and then that none of its options stops (jump-dev/HiGHS.jl, issue 312), which
     would break what is read by programs.
     """
+    if sys.stdout is None:  # nobody listens
+        return
     sys.stdout.flush()
     words = os.dup(1)
     os.dup2(2, 1)
