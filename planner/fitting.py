@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from planner.apart import may_differ, together_again
 from planner.explore import Divisions, Nothing, Searched, completed, explore
-from planner.lean import LEANEST_S, begun, bounds_s, fastest_that_fits, is_summed, is_worth, lean_plans
+from planner.lean import LEANEST_S, begun, bounds_s, fastest_that_fits, is_worth, lean_plans
 from planner.looks import PROVED, Candidate, Setting
 from planner.problem import most_bytes
 from planner.recipes import by_recipe, freed
@@ -70,7 +70,7 @@ def _leanest(setting: Setting, skeleton: Skeleton, nothing: Nothing) -> Searched
     leans = lean_plans(setting, looks, until=until)
     best = fastest_that_fits(leans, usable)
     if best is None:
-        worth = [look for look in looks if is_worth(setting, look, leans) and not is_summed(setting, look)]
+        worth = [look for look in looks if is_worth(setting, look, leans)]
         leans += lean_plans(setting, by_recipe(setting, worth, until), leans, until)
         best = fastest_that_fits(leans, usable)
         best = None if best is None else freed(best, looks)

@@ -82,7 +82,7 @@ def lean_plans(setting: Setting, looks: list[Look], known: Sequence[Lean] = (), 
         space = look.space.holding(division.in_flight) if division.in_turns else look.space
         problem = space.problem(None, recompute)
         is_exact = recompute is look.ladder.steps[-1] and not division.in_turns
-        slacks = () if cannot_fit(setting, look) else SLACKS
+        slacks = () if _cannot_fit(setting, look) else SLACKS
         for choices in _light(space, problem, worth, slacks, leans if is_exact else ()):
             key = division, recompute, choices
             best = Best(look.space, choices, recompute, evaluate(problem, choices))
@@ -99,17 +99,17 @@ def is_worth(setting: Setting, look: Look, leans: Sequence[Lean]) -> bool:
     In turns nothing is followed, so that none needs less than what all of the look's do by the sum.
     """
     worth = _worth_bytes(setting, leans)
-    return look.candidate.peak_bytes <= (worth * LEAST_SHARE if is_summed(setting, look) else worth)
+    return look.candidate.peak_bytes <= (worth * LEAST_SHARE if _is_summed(setting, look) else worth)
 
 
-def is_summed(setting: Setting, look: Look) -> bool:
+def _is_summed(setting: Setting, look: Look) -> bool:
     """Whether what plans of a look need is their sum: in turns, with model data on the device, none is followed."""
     return look.candidate.division.in_turns and setting.training.tier == "device"
 
 
-def cannot_fit(setting: Setting, look: Look) -> bool:
+def _cannot_fit(setting: Setting, look: Look) -> bool:
     """Whether no plan of a look fits, without following any."""
-    return is_summed(setting, look) and look.candidate.peak_bytes > setting.cost.cluster.device.usable_bytes
+    return _is_summed(setting, look) and look.candidate.peak_bytes > setting.cost.cluster.device.usable_bytes
 
 
 def _worth_bytes(setting: Setting, leans: Sequence[Lean]) -> float:
@@ -170,7 +170,7 @@ def _in_turns(setting: Setting, look: Look, best: Best) -> Lean | None:
     links = links_of(assignment_of(best.space, best.choices), setting.levels, setting.pins.schedule)
     wanted, usable_bytes = setting.pipelines(best.division, len(links)), setting.cost.cluster.device.usable_bytes
     found, ways = None, ((links, usable_bytes, THOROUGH), ([link.leanest for link in links], None, QUICK))
-    for chain, limit_bytes, effort in ways[cannot_fit(setting, look) :]:
+    for chain, limit_bytes, effort in ways[_cannot_fit(setting, look) :]:
         staged = stage(chain, wanted, limit_bytes, effort=effort)
         if staged is not None:
             found = _staged(best, staged)

@@ -122,6 +122,12 @@ def test_where_all_that_is_met_converts_much_what_is_nearly_as_light_is_solved()
     assert at_least(graph, 1, {}, 8) < 1.1 * at_least(graph, 1, {"data": 4, "tensor": 2}, 8)
 
 
+def test_recipes_are_tried_in_turns_too() -> None:
+    """Their cuts, too, need what the sum leaves out: without them 688 kB are said to do, with them 671."""
+    graph, pin = residual_mlp(layers=4, width=64, batch=32), {"micro_batches": 4}
+    assert at_least(graph, 1, pin, 4) <= at_least(graph, 1, {**pin, "tensor": 4}, 4)
+
+
 def test_what_is_not_followed_since_it_needs_more_by_the_sum_is_no_leaner(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, followed = residual_mlp(layers=2, width=16, batch=64), list[Lean]()
     monkeypatch.setattr("planner.lean.Lean", lambda *values: followed.append(Lean(*values)) or followed[-1])
