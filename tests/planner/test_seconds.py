@@ -59,7 +59,7 @@ def test_the_largest_is_so_at_every_size(one, other, batch, sequence):
 
 def test_plain_numbers_stay_plain():
     assert type(at_least_zero(2.0 - 3.0)) is float
-    assert formula_of(0.0) == {} and formula_of(2.5) == {(0, 0): 2.5}
+    assert formula_of(0.0) == {} and formula_of(2.5) == {(0, 0, 0): 2.5}
 
 
 def test_rounding_is_left_out():
@@ -67,7 +67,7 @@ def test_rounding_is_left_out():
     parts = [growing(0.1, 0.2, SIZES[0]), growing(0.3, 0.7, SIZES[0])]
     left = rest(parts[0] + parts[1] + 1e-17, parts[1] + parts[0])
     assert isinstance(left, Seconds) and left.formula == {}
-    assert dict(formula_of(rest(parts[1], parts[0]))) == pytest.approx({(0, 0): 0.2, (1, 0): 0.5})
+    assert dict(formula_of(rest(parts[1], parts[0]))) == pytest.approx({(0, 0, 0): 0.2, (1, 0, 0): 0.5})
 
 
 @pytest.mark.parametrize(
