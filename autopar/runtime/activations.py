@@ -124,19 +124,26 @@ class _Saved:
 
     def go(self, home: Tensor) -> Any:
         """Start to copy all of it home."""
+        started = self._link.start("evict", [*zip(self._parts(home), self.here, strict=True)])
         self.home = home
-        return self._link.start("evict", [*zip(self._at_home(), self.here, strict=True)])
+        return started
 
     def come(self) -> Any:
         """Start to copy all of it to the device."""
         homes = self._at_home()
-        self.here = [torch.empty(each.numel(), dtype=torch.uint8, device=self._device) for each in homes]
-        return self._link.start("fetch", [*zip(self.here, homes, strict=True)])
+        here = [torch.empty(each.numel(), dtype=torch.uint8, device=self._device) for each in homes]
+        started = self._link.start("fetch", [*zip(here, homes, strict=True)])
+        self.here = here
+        return started
 
     def _at_home(self) -> list[Tensor]:
         """The bytes of each storage at home."""
         assert self.home is not None
-        return [self.home[start:stop] for start, stop in pairwise(self._starts)]
+        return self._parts(self.home)
+
+    def _parts(self, home: Tensor) -> list[Tensor]:
+        """The part of a home for each storage."""
+        return [home[start:stop] for start, stop in pairwise(self._starts)]
 
 
 def _flat(held: Held) -> Tensor:

@@ -6,14 +6,19 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 import autopar
 from autopar.processes import LocalProcesses
+from autopar.runtime.activations import Activations
+from autopar.runtime.held import Held
+from autopar.runtime.tiers import Arena, Homes, Link
 from planner.chunks import SAVED
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError
+from planner.errors import DiskError, InfeasibleError
 from planner.plan import Plan
 from planner.timetable import fewest_bytes
 from tests.autopar import carried, saved
@@ -129,3 +134,20 @@ def test_a_timetable_that_has_it_leave_too_long_is_refused(pool: LocalProcesses)
 @pytest.mark.parametrize("activations", ["none", "all"])
 def test_what_backward_needs_may_not_be_written_to(pool: LocalProcesses, activations: str) -> None:
     pool.run(carried.writes_to_what_is_saved, activations, ranks=1)
+
+
+def test_what_could_not_be_copied_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step begins while the one before is not undone yet, and the disk fails once, either way."""
+    device = torch.device("cpu")
+    link, arena, value = Link(device), Arena(64), torch.randn(4)
+    chunk, held = Activations("saved", [value.nbytes], device, arena, link, Homes((), link, "activations")), Held(value)
+    chunk.act("make", "forward")
+    chunk.hold([[held]])
+    for action in ("drop", "fetch"):
+        with monkeypatch.context() as failing:
+            failing.setattr(link, "start", Mock(side_effect=DiskError("full")))
+            with pytest.raises(DiskError):
+                chunk.act(action, "a step")
+        assert torch.equal(held.read(), value)
+        chunk.act(action, "a step")
+    assert arena.held_bytes == value.nbytes and torch.equal(held.read(), value)
