@@ -17,7 +17,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -50,11 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # What is known before anything is read.
     problem, answer = Problem((), ()), Answer((), math.inf, -math.inf, "infeasible", 0.0)
-    with _one_interrupt(max(options.time_limit - _ENDING_S, options.time_limit / 2)):
+    with _one_interrupt(max(options.time_limit - _ENDING_S, options.time_limit / 2)) as no_more:
         try:
             problem = read_problem(options.problem)
             left = options.time_limit - (time.monotonic() - start) - _PRINTING_S
             answer = solve(problem, time_limit_s=max(0.0, left), interruptible=True, leanest=False)
+            no_more()  # what was found is printed, however long that takes
         except AutoparError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -65,15 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _one_interrupt(after_s: float) -> Iterator[None]:
+def _one_interrupt(after_s: float) -> Iterator[Callable[[], None]]:
     """Raise ``KeyboardInterrupt`` at Ctrl-C or after so many seconds, whichever is first, and not again.
 
-    So the time ends what does not look at the clock, like reading, and nothing breaks into what ends it.
+    So the time ends what does not look at the clock, like reading, and nothing breaks into what ends it. After a call
+    of what is given neither does.
     """
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def no_more() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        no_more()
         raise KeyboardInterrupt
 
     before = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGINT)}
@@ -82,7 +87,7 @@ def _one_interrupt(after_s: float) -> Iterator[None]:
         signal.signal(signal.SIGINT, interrupt)
     signal.setitimer(signal.ITIMER_REAL, max(after_s, 1e-6))  # 0 would mean never
     try:
-        yield
+        yield no_more
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         for number, handler in before.items():

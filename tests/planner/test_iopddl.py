@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from planner.errors import AutoparError
 from planner.problem import Answer, evaluate
+from planner.solve import __main__ as solve_main
 from planner.solve import front
 from planner.solve.__main__ import main
 from planner.solve.best import Best
@@ -198,6 +199,21 @@ def grid(side: int, choices: int, seed: int) -> dict[str, Any]:
             "usage_limit": 500 * side,
         }
     }
+
+
+def test_the_time_limit_does_not_break_into_the_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that ended just before it, of a problem so large that what is printed takes a while."""
+    document = solve_main._document
+
+    def slowly(*given: Any) -> dict[str, object]:
+        time.sleep(0.6)
+        return document(*given)
+
+    monkeypatch.setattr(solve_main, "_document", slowly)
+    assert main([str(write(tmp_path, SMALL)), "--time-limit", "0.8"]) == 0
+    assert json.loads(capsys.readouterr().out)["cost"] == 11
 
 
 def test_what_native_code_prints_is_not_among_the_answer(tmp_path: Path) -> None:
