@@ -151,7 +151,7 @@ class Decided(Space):
             pace=space.pace,
         )
         self._assignment = assignment
-        self._prices.computed = space._prices.computed
+        self._known.computed = space._known.computed
 
     @cached_property
     def options(self) -> dict[Role, list[Choice] | list[Layout]]:

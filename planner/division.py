@@ -20,7 +20,7 @@ from planner.kernel import kernel_of
 from planner.layout import Mesh
 from planner.mesh import batch_ranks, candidate_meshes, pinned_mesh
 from planner.ops import OPS
-from planner.pace import Pace, pace_of
+from planner.pace import Pace, Packed, pace_of, packing
 from planner.pins import Pins
 from planner.pipeline.schedule import VIRTUAL_STAGES
 from planner.pipeline.stages import Pipeline
@@ -314,12 +314,12 @@ class Arithmetic:
     def bound_s(self, division: Division, schedule: str | None = None) -> float:
         """Seconds of a step at least, at the pace of the average rank or of equal blocks."""
         pace = division.pace(schedule)
-        paces = [pace, pace.packing(self._skeleton)] if division.stages > 1 else [pace]
-        return max(self._at(each) for each in paces if each is not None)
+        packed = packing(pace, self._skeleton)
+        return max(self._at(each) for each in (pace, packed) if each is not None)
 
     def _at(self, pace: Pace) -> float:
-        if pace.packed is not None:
-            least = self._of[self._kinds[min(pace.packed.instances)]] * pace.packed.rounds
+        if isinstance(pace, Packed):
+            least = self._of[self._kinds[min(pace.instances)]] * pace.most
         else:
             least = self._step * pace.rounds
             least += sum((self._of[k] * times for times, k in zip(pace.waits, self._kinds, strict=False)), Least())

@@ -11,8 +11,6 @@ import math
 import time
 from dataclasses import replace
 
-from planner.assignment import assignment_of
-from planner.chain import links_of
 from planner.division import Division
 from planner.formulate import Space
 from planner.looks import Best, Setting
@@ -72,7 +70,7 @@ def _cut(setting: Setting, space: Space, division: Division, choices: tuple[int,
     """The fastest pipeline of some choices, if one fits."""
     if not choices:
         return None
-    links = links_of(assignment_of(space, choices), setting.levels, setting.pins.schedule)
+    links = setting.links(space, choices)
     found = stage(links, setting.pipelines(division, len(links)), setting.limit_bytes)
     return None if found is None else Best(space, choices, NOTHING, found.evaluation, found)
 

@@ -298,11 +298,7 @@ def _in_turns(assignment: Assignment, staged: Staged, grown: Growth | None) -> _
 def _saved(staged: Staged, in_flight: InFlight) -> list[int]:
     """Bytes that the fullest rank has saved at each of its fullest moments."""
     stages, moments = in_flight[staged.fullest_rank]
-    saved = dict.fromkeys(stages, 0)
-    for stage, link, way in staged.placed:
-        if stage in saved:
-            saved[stage] += link.block.savings[way].saved_bytes
-    return [sum(saved[stage] * count for stage, count in zip(stages, counts, strict=True)) for counts in moments]
+    return [staged.held_of(counts, stages) for counts in moments]
 
 
 def _in_flight(staged: Staged, grown: Growth | None) -> InFlight:

@@ -23,13 +23,13 @@ from planner.fold import Folded, Instance
 from planner.graph import Graph, Node, Ref, static
 from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
 from planner.pace import Pace, pace_of
+from planner.prices import Priced
 from planner.problem import Edge, Floats, Ints, Problem, Vertex
 from planner.recompute import NOTHING, Recompute
 from planner.rules import Rule
 from planner.skeleton import Flow, Role, Skeleton, Together
 from planner.strategy import Allow, Choice, Strips, axis_ways, choices_of, leaf_layouts, rule_of, shards_of
 from planner.training import Gathers, Training
-from planner.works import Works
 
 AllowLeaf = Callable[[Node, Layout], bool]
 BUCKET_BYTES = 25 * 2**20
@@ -40,7 +40,7 @@ OVERLAP = {"nccl": 0.9, "gloo": 0.0}
 cores that compute."""
 
 
-class Space(Works):
+class Space(Priced):
     """Every decision to take for one folded graph on one mesh, and what each costs.
 
     Args:
@@ -173,9 +173,9 @@ class Space(Works):
             ways = axis_ways(self.graph, node, rule, self.mesh, strips, self._allow, self.skeleton.ways)
             # Operators that share a rule are equal but for what they read; pins may tell them apart.
             key = id(rule), tuple(tuple(id(strategy) for strategy, _ in each) for each in ways)
-            if key not in self._prices.alike:
-                self._prices.alike[key] = choices_of(self.graph, node, self.mesh, ways)
-            self._choices_of[role] = self._prices.alike[key]
+            if key not in self._known.alike:
+                self._known.alike[key] = choices_of(self.graph, node, self.mesh, ways)
+            self._choices_of[role] = self._known.alike[key]
         return self._choices_of[role]
 
     def options_of_producer(self, ref: Ref) -> list[Choice] | list[Layout]:
@@ -214,7 +214,7 @@ class Space(Works):
         together, is_brought = self.together(ref), self.role_of[ref.node] in self.skeleton.together
         beside = self.brings_beside
         key = (tensor, shards, turns, is_summed_first, comes, together, is_brought, beside)
-        if key not in self._prices.tables:
+        if key not in self._known.tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
 
@@ -230,10 +230,10 @@ class Space(Works):
                 each_s = 3 * touch if kind == "all_reduce" else math.inf
                 return np.asarray((axis.size - 1) / parts * each_s * np.maximum(bytes_in, 1), np.float64)
 
-            self._prices.tables[key] = ConversionTable(
+            self._known.tables[key] = ConversionTable(
                 tensor, self.mesh, shards, price, touch, launch, turns, is_summed_first, together.parameters, is_brought
             )
-        return self._prices.tables[key]
+        return self._known.tables[key]
 
     def parts(self, ref: Ref, kind: str, axis: Axis) -> int:
         """Among how many micro-batches a call is shared out that is made once for all: a parameter that comes with each
@@ -292,10 +292,6 @@ class Space(Works):
         space = copy.copy(self)
         space.pace, space._last = pace, None
         return space
-
-    @cached_property
-    def _kinds(self) -> list[int]:
-        return [instance.kind for instance in self.folded.instances]
 
     @cached_property
     def roles(self) -> tuple[Role, ...]:
@@ -375,16 +371,13 @@ class Space(Works):
     def _packed(self, flow: Flow) -> float:
         """In which part of the blocks that are packed a flow occurs: all or none, or its share where each is a kind."""
         packed = self.pace.packed
-        if packed is None:
-            return 0.0
-        return self.skeleton.flows_among(packed.instances).get(flow, 0) / len(packed.instances)
+        return self.skeleton.flows_among(packed).get(flow, 0) / len(packed) if packed else 0.0
 
     def _packed_of(self, role: Role) -> float:
         """The same of an operator, or a leaf of its own."""
         packed = self.pace.packed
-        if packed is None or len(role) == 2:
-            return 0.0
-        return len(self.skeleton.among(packed.instances).get(cast(int, role[1]), ())) / len(packed.instances)
+        is_own = packed and len(role) == 3
+        return len(self.skeleton.among(packed).get(cast(int, role[1]), ())) / len(packed) if is_own else 0.0
 
     def on_average(self, held: Ints) -> Ints:
         """Bytes that the average rank holds of what the stages hold together, rounded down so that bounds stay ones."""
@@ -422,7 +415,9 @@ class Space(Works):
             if is_away or (not self.in_turns and (again_everywhere or on_host)):
                 transient = transient + parameters
             packed, pace = self._packed_of(role), self.pace
-            time = (forward + backward + inner) * (pace.work(times, packed) + pace.waited(self._kinds, role[1]))
+            time = (forward + backward + inner) * (
+                pace.work(times, packed) + pace.waited(self.folded.instances, role[1])
+            )
             time += (forward + inner_again) * pace.again(times, again, packed)
             cover = backward * self.overlap * pace.once(times, packed)
             held = np.min([self._held(role, node, options, each) for each in held_with], axis=0)
@@ -467,9 +462,9 @@ class Space(Works):
         rows = np.array([table.index[self._layout_at_tail(tail, o, ref.index)] for o in self.options[tail]])
         columns = [np.array([table.index[self._layout_at_head(o, p)] for o in self.options[head]]) for p in positions]
         key = (id(table), rows.tobytes(), tuple(each.tobytes() for each in columns), is_param)
-        if key not in self._prices.pairs:
-            self._prices.pairs[key] = _convert(table, rows, columns, is_param)
-        forward, backward, gathered = self._prices.pairs[key]
+        if key not in self._known.pairs:
+            self._known.pairs[key] = _convert(table, rows, columns, is_param)
+        forward, backward, gathered = self._known.pairs[key]
         if self.mesh.micro_batches > 1 and head[0] != "output" and not self._known_before(ref):
             # A sum over turns is there after the last of them: only what leaves the model can wait for that.
             summed = np.array([layout[0] == P for layout in table.layouts])

@@ -91,11 +91,7 @@ class _Rank:
     def _in_flight(self) -> dict[int, int]:
         """Micro-batches that each stage of the rank holds when all together hold most."""
         stages, moments = self.staged.pipeline.moments[self.rank]
-        saved = dict.fromkeys(stages, 0)
-        for stage, link, way in self.staged.placed:
-            if stage in saved:
-                saved[stage] += link.block.savings[way].saved_bytes
-        most = max(moments, key=lambda counts: sum(n * saved[s] for n, s in zip(counts, stages, strict=True)))
+        most = max(moments, key=lambda counts: self.staged.held_of(counts, stages))
         return dict(zip(stages, most, strict=True))
 
     @property

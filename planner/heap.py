@@ -65,8 +65,8 @@ class Fullest:
 
     def __str__(self) -> str:
         """The moment and what fills it, largest first."""
-        shown = [(held, f" x {held.times}" if held.times > 1 else "") for held in self.alive[:SHOWN] if held.bytes]
-        rows = [f"  {held.bytes:>16,}  {held.use:<12}{held.name}{times}" for held, times in shown]
+        shown = (held for held in self.alive[:SHOWN] if held.bytes)
+        rows = [f"  {held.bytes:>16,}  {held.use:<12}{held.title}" for held in shown]
         rest, count = (sum(getattr(held, what) for held in self.alive[SHOWN:]) for what in ("all_bytes", "times"))
         more = [f"  {rest:>16,}  in {count} more"] if rest else []
         return "\n".join([f"{self.bytes:,} bytes in {self.at}", *rows, *more])

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.assignment import assignment_of
-from planner.chain import links_of
 from planner.conversion import local_bytes
 from planner.division import Division
 from planner.formulate import Space
@@ -167,7 +166,7 @@ def _in_one_turn(best: Best) -> Lean:
 
 def _in_turns(setting: Setting, look: Look, best: Best) -> Lean | None:
     """The pipeline of the choices that fits, or else the one that makes again all that can be, if there is any."""
-    links = links_of(assignment_of(best.space, best.choices), setting.levels, setting.pins.schedule)
+    links = setting.links(best.space, best.choices)
     wanted, usable_bytes = setting.pipelines(best.division, len(links)), setting.cost.cluster.device.usable_bytes
     found, ways = None, ((links, usable_bytes, THOROUGH), ([link.leanest for link in links], None, QUICK))
     for chain, limit_bytes, effort in ways[_cannot_fit(setting, look) :]:

@@ -29,16 +29,17 @@ from typing import Any
 
 from planner.assignment import assignment_of
 from planner.certificate import Decided
-from planner.chain import links_of
+from planner.chain import Link, links_of
 from planner.cost import CostModel
 from planner.division import Division, pipelines_of, schedules
 from planner.errors import PinError
 from planner.formulate import Space
 from planner.graph import Graph
 from planner.layout import Mesh
+from planner.pace import packing
 from planner.pins import Labels, Pins, filters, label_dims
 from planner.pipeline.stages import Pipeline
-from planner.problem import Evaluation, evaluate, most_bytes
+from planner.problem import Evaluation, Problem, evaluate, least_bytes, most_bytes
 from planner.recompute import Ladder, Levels, Recompute
 from planner.rules import Rule
 from planner.skeleton import Skeleton
@@ -178,6 +179,10 @@ class Setting:
         """Those of so many blocks that the pins leave on one division."""
         names, virtual_stages = schedules(self.pins), self.pins.virtual_stages
         return pipelines_of(division.stages, division.mesh.micro_batches, blocks, names, virtual_stages)
+
+    def links(self, space: Space, choices: tuple[int, ...]) -> tuple[Link, ...]:
+        """The chain that choices make of the blocks."""
+        return links_of(assignment_of(space, choices), self.levels, self.pins.schedule)
 
     def say(self, text: str) -> None:
         """Tell whoever follows the search."""
@@ -326,8 +331,7 @@ def _at_work(setting: Setting, skeleton: Skeleton, look: Look) -> Look:
     least, more = look.amounts
     vertices = space.vertices(setting.limit_bytes, least, more)
     bound_s = math.fsum(float(vertex.time_s.min()) for vertex in vertices)
-    held = sum(int(vertex.held_bytes.min()) for vertex in vertices)
-    peak_bytes = held + max((int(vertex.transient_bytes.min()) for vertex in vertices), default=0)
+    peak_bytes = least_bytes(Problem(vertices, ()))
     if peak_bytes > setting.limit_bytes:
         bound_s = math.inf
     status = "infeasible" if math.isinf(bound_s) else "not tried"
@@ -403,22 +407,18 @@ def _for_pipeline(setting: Setting, look: Look, best: Best | None) -> Look:
 
 def _packed(setting: Setting, look: Look, best: Best | None) -> Look:
     """The look with the bound of equal blocks, each of which one rank has whole, where that may be higher."""
-    pace = None if is_reached(look.candidate.bound_s, best) else look.space.pace.packing(look.space.skeleton)
+    pace = None if is_reached(look.candidate.bound_s, best) else packing(look.space.pace, look.space.skeleton)
     if pace is None:
         return look
-    before = time.monotonic()
-    problem = look.space.at(pace).problem(setting.limit_bytes, *look.amounts)
-    bounds = lower_bounds(problem, math.inf if best is None else _target_s(best))
-    setting.took("solve", before)
-    bound_s = max(look.candidate.bound_s, bounds.time_s)
-    return replace(look, candidate=replace(look.candidate, bound_s=bound_s))
+    packed, _ = _bounded(setting, replace(look, posed=look.space.at(pace)), best)
+    return replace(look, candidate=packed.candidate)
 
 
 def _with_pipeline(setting: Setting, look: Look, choices: tuple[int, ...] | None, best: Best | None) -> Look:
     """The look with a pipeline of these choices as its plan, if one is found that fits and is faster."""
     if choices is None:
         return look
-    links = links_of(assignment_of(look.space, choices), setting.levels, setting.pins.schedule)
+    links = setting.links(look.space, choices)
     wanted = setting.pipelines(look.candidate.division, len(links))
     target_s = math.inf if best is None else _target_s(best)
     found = stage(links, wanted, setting.limit_bytes, min(target_s, look.candidate.objective_s))

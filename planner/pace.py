@@ -15,9 +15,10 @@ all of them. That says nothing of other blocks, so the search decides for the av
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
+from planner.fold import Instance
 from planner.skeleton import Skeleton
 
 OUT_OF_TURN = ("zero_bubble", "zbv", "dualpipev", "2bw")
@@ -25,50 +26,25 @@ OUT_OF_TURN = ("zero_bubble", "zbv", "dualpipev", "2bw")
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Equal blocks, each whole on some rank.
-
-    Attributes:
-        instances: their numbers in the graph.
-        rounds: some rank takes so often what one micro-batch takes in one of them, its waiting included.
-        own: and so often at least without what it waits for.
-        blocks: that rank, and the one with most, has so many of them at least.
-    """
-
-    instances: frozenset[int]
-    rounds: int
-    own: int
-    blocks: int
-
-
-@dataclass(frozen=True)
 class Pace:
-    """A bound of every pipeline of so many ranks, as weights of what one micro-batch takes in each block.
+    """That of the average rank: how often it takes what one micro-batch takes in each block.
 
     Attributes:
         stages: ranks of the pipeline; 1 without one.
         micro_batches: of a step.
         rounds: how often the average rank takes what one micro-batch takes in all stages.
         waits: how often it waits for the first blocks, in order.
-        packed: where it is the bound of equal blocks instead.
     """
 
     stages: int
     micro_batches: int
     rounds: float
     waits: tuple[float, ...] = ()
-    packed: Packed | None = None
 
-    def packing(self, skeleton: Skeleton) -> Pace | None:
-        """That of equal blocks; ``None`` where its bound of operations is not higher."""
-        if self.packed is not None or not 1 < self.stages <= self.micro_batches:
-            return None
-        packed = pack(self.stages, self.micro_batches, skeleton.equal_blocks, bool(self.waits))
-        flops, instances = skeleton.flops, skeleton.folded.instances
-        mean = self.rounds * sum(len(each) * one for each, one in zip(skeleton.folded.kinds, flops, strict=True))
-        mean += sum(times * flops[instance.kind] for times, instance in zip(self.waits, instances, strict=False))
-        is_higher = packed.rounds * flops[instances[min(packed.instances)].kind] > mean
-        return replace(self, packed=packed) if is_higher else None
+    @property
+    def packed(self) -> frozenset[int]:
+        """The blocks that it is the pace of alone, by their numbers in the graph; none: it is that of all."""
+        return frozenset()
 
     def work(self, times: int, part: float) -> float:
         """How often a step takes what runs in each micro-batch, waiting of the average rank aside.
@@ -77,30 +53,61 @@ class Pace:
             times: in how many blocks.
             part: and in which part of those that are packed.
         """
-        return times * self.rounds if self.packed is None else part * self.packed.rounds
+        return times * self.rounds
 
-    def waited(self, kinds: Iterable[int], kind: object) -> float:
-        """How often the average rank waits for the blocks of a kind; ``kinds`` are those of all blocks, in order."""
-        return sum(times for times, each in zip(self.waits, kinds, strict=False) if each == kind and not self.packed)
+    def waited(self, instances: Iterable[Instance], kind: object) -> float:
+        """How often the average rank waits for the blocks of a kind; ``instances`` are all, in order."""
+        return sum(times for times, each in zip(self.waits, instances, strict=False) if each.kind == kind)
 
     def again(self, times: int, again: int, part: float) -> float:
-        """How often it takes what so many of those blocks make again, which a rank may do while it waits.
-
-        Nothing is known of packed blocks of which only some make it again.
-        """
-        if self.packed is None:
-            return again * self.rounds
-        return part * self.packed.own if again == times else 0.0
+        """How often it takes what so many of those blocks make again, which a rank may do while it waits."""
+        return again * self.rounds
 
     def once(self, times: int, part: float) -> float:
         """How often a rank takes what is done once a step."""
-        return times / self.stages if self.packed is None else part * self.packed.blocks
+        return times / self.stages
 
     def once_again(self, times: int, again: int, part: float) -> float:
         """The same where so many of those blocks do it again in backward."""
-        if self.packed is None:
-            return again / self.stages
-        return part * self.packed.blocks if again == times else 0.0
+        return again / self.stages
+
+
+@dataclass(frozen=True)
+class Packed(Pace):
+    """That of equal blocks, each whole on some rank: how often one rank takes what it takes in them.
+
+    Nothing is known of other blocks, nor of what only some of these make again.
+
+    Attributes:
+        instances: their numbers in the graph.
+        most: some rank takes so often what one micro-batch takes in one of them, its waiting included.
+        own: and so often at least without what it waits for.
+        blocks: that rank, and the one with most, has so many of them at least.
+    """
+
+    instances: frozenset[int] = frozenset()
+    most: int = 0
+    own: int = 0
+    blocks: int = 0
+
+    @property
+    def packed(self) -> frozenset[int]:
+        return self.instances
+
+    def work(self, times: int, part: float) -> float:
+        return part * self.most
+
+    def waited(self, instances: Iterable[Instance], kind: object) -> float:
+        return 0.0  # that is among the most
+
+    def again(self, times: int, again: int, part: float) -> float:
+        return part * self.own if again == times else 0.0
+
+    def once(self, times: int, part: float) -> float:
+        return part * self.blocks
+
+    def once_again(self, times: int, again: int, part: float) -> float:
+        return part * self.blocks if again == times else 0.0
 
 
 def pace_of(stages: int, micro_batches: int, schedule: str | None = None) -> Pace:
@@ -116,9 +123,20 @@ def pace_of(stages: int, micro_batches: int, schedule: str | None = None) -> Pac
     return Pace(stages, micro_batches, max(1.0, average), tuple(waits))  # one goes through all stages and back
 
 
-def pack(ranks: int, micro_batches: int, instances: frozenset[int], waiting: bool) -> Packed:
+def packing(pace: Pace, skeleton: Skeleton) -> Packed | None:
+    """That of equal blocks beside the average rank's; ``None`` where its bound of operations is not higher."""
+    if not 1 < pace.stages <= pace.micro_batches:
+        return None
+    packed, flops, instances = pack(pace, skeleton.equal_blocks), skeleton.flops, skeleton.folded.instances
+    mean = pace.rounds * sum(len(each) * one for each, one in zip(skeleton.folded.kinds, flops, strict=True))
+    mean += sum(times * flops[instance.kind] for times, instance in zip(pace.waits, instances, strict=False))
+    return packed if packed.most * flops[instances[min(packed.instances)].kind] > mean else None
+
+
+def pack(pace: Pace, instances: frozenset[int]) -> Packed:
     """The shortest step into which equal blocks can be packed, in units of one micro-batch in one block."""
-    waits = [0, *accumulate(waiting and at in instances for at in range(ranks - 1))]
+    ranks, micro_batches = pace.stages, pace.micro_batches
+    waits = [0, *accumulate(bool(pace.waits) and at in instances for at in range(ranks - 1))]
 
     def fits(length: int) -> bool:
         return sum(max(0, length - wait) // micro_batches for wait in waits) >= len(instances)
@@ -128,4 +146,5 @@ def pack(ranks: int, micro_batches: int, instances: frozenset[int], waiting: boo
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     own = high - max(waits)
-    return Packed(instances, high, own, min(-(-own // micro_batches), -(-len(instances) // ranks)))
+    blocks = min(-(-own // micro_batches), -(-len(instances) // ranks))
+    return Packed(ranks, micro_batches, pace.rounds, pace.waits, instances, high, own, blocks)

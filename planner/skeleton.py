@@ -72,6 +72,7 @@ class Skeleton:
         self._charged: dict[Recompute, dict[Role, Counter[Places]]] = {}
         self._takes: dict[tuple[str, Level], tuple[Flow, ...]] = {}
         self._flows_again: dict[Recompute, Mapping[Flow, int]] = {}
+        self._among: dict[frozenset[int], dict[int, set[int]]] = {}
         self._flows_among: dict[frozenset[int], Mapping[Flow, int]] = {}
 
     def survey(self) -> None:
@@ -254,11 +255,12 @@ class Skeleton:
 
     def among(self, instances: frozenset[int]) -> Mapping[int, set[int]]:
         """Which of their kind some instances are, by kind."""
-        found: dict[int, set[int]] = {}
-        for at in instances:
-            kind, nth = self.numbers[at]
-            found.setdefault(kind, set()).add(nth)
-        return found
+        if instances not in self._among:
+            found = self._among.setdefault(instances, {})
+            for at in instances:
+                kind, nth = self.numbers[at]
+                found.setdefault(kind, set()).add(nth)
+        return self._among[instances]
 
     def _read_by(self, instance: Instance) -> Iterator[Flow]:
         """The flows of all that an instance of a block reads."""

@@ -189,6 +189,18 @@ class Staged:
         return {use: found[use] for use in USES}
 
     @cached_property
+    def saved_bytes(self) -> list[int]:
+        """Bytes that each stage holds of one micro-batch from forward to backward."""
+        found = [0] * self.pipeline.stages
+        for stage, link, way in self.placed:
+            found[stage] += link.block.savings[way].saved_bytes
+        return found
+
+    def held_of(self, counts: Sequence[int], stages: Sequence[int]) -> int:
+        """Bytes that stages hold of so many micro-batches each, saved for backward."""
+        return sum(count * self.saved_bytes[stage] for count, stage in zip(counts, stages, strict=True))
+
+    @cached_property
     def is_fullest_at_end(self) -> bool:
         """Whether the fullest rank is fullest when gradients are summed over ranks, and not while it computes."""
         fullest, held = self.fullest_rank, 0
@@ -311,7 +323,7 @@ def moments(
         in_flight: :attr:`planner.pipeline.stages.Pipeline.moments`; of sizes, where micro-batches are to move.
     """
     pipeline, space = staged.pipeline, assignment.space
-    held, summed, saved = [0] * pipeline.ranks, [0] * pipeline.ranks, [0] * pipeline.stages
+    held, summed = [0] * pipeline.ranks, [0] * pipeline.ranks
     working: list[dict[int, None]] = [{} for _ in held]
     known: dict[tuple[int, Level, int], dict[int, None]] = {}
     savers = savers_of(assignment)
@@ -319,7 +331,6 @@ def moments(
         home, brought = pipeline.placed[stage], brought_by(assignment, number, savers)
         held[home] += link.block.held_bytes
         summed[home] += link.summed_bytes
-        saved[stage] += link.block.savings[way].saved_bytes
         key = space.folded.instances[number].kind, link.levels[way], brought.there_bytes(link.levels[way])
         if key not in known:
             known[key] = dict.fromkeys(working_moments(assignment, number, link.levels[way], brought))
@@ -331,7 +342,7 @@ def moments(
         held[home] += size
     for rank, (stages, counts) in enumerate(in_flight):
         for moment in counts:
-            there = held[rank] + sum(count * saved[stage] for count, stage in zip(moment, stages, strict=True))
+            there = held[rank] + staged.held_of(moment, stages)
             yield from (there + most for most in working[rank])
 
 

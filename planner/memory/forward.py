@@ -9,7 +9,6 @@ from planner.conversion import local_bytes
 from planner.fold import Instance
 from planner.graph import Node, Ref, TensorType
 from planner.heap import Storage
-from planner.kept import is_own, own_bytes, saved_words
 from planner.memory.bring import bring, bring_on, sums_of
 from planner.memory.convert import convert
 from planner.memory.readers import shares_of
@@ -17,6 +16,7 @@ from planner.memory.walk import Walk
 from planner.names import called
 from planner.ops import OPS
 from planner.ops.function import holds, works
+from planner.own import is_own, own_bytes, saved_words
 from planner.tape import Frame, Target, Value
 
 EXACT = ("own", "mask")

@@ -18,8 +18,8 @@ from autopar.runtime.module import LeafSpec
 from autopar.simulate import fake_process_group
 from benchmarks.memory import backward, observed_peak
 from planner.cluster import ClusterSpec
-from planner.kept import is_own, own_bytes, saved_words
 from planner.layout import local_shape
+from planner.own import is_own, own_bytes, saved_words
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.training import Training

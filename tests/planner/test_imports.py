@@ -47,9 +47,9 @@ ROOMS: dict[str, set[str]] = {
     "charges": {*BASE, "ops", "fold", "recompute", "again"},
     "traffic": {*BASE, "ops", "again"},
     "skeleton": {*BASE, "rules", "ops", "fold", "strategy", "recompute", "again", "working", "charges", "traffic"},
-    "pace": {"skeleton"},
+    "pace": {"fold", "skeleton"},
     "keep": {"errors", "graph", "ops", "kernel", "cost", "recompute", "again", "skeleton"},
-    "works": {
+    "prices": {
         "conversion",
         "cost",
         "graph",
@@ -76,7 +76,7 @@ ROOMS: dict[str, set[str]] = {
         "skeleton",
         "strategy",
         "training",
-        "works",
+        "prices",
     },
     "training": set(),
     "assignment": {"conversion", "fold", "formulate", "graph", "layout", "recompute", "skeleton", "strategy"},
@@ -96,8 +96,8 @@ ROOMS: dict[str, set[str]] = {
 ROOMS["polynomial"] = set()
 ROOMS["seconds"] = {"polynomial"}
 ROOMS["names"] = {"graph", "formulate", "skeleton"}
-ROOMS["kept"] = {"graph", "ops"}
-ROOMS["memory"] |= {"kept"}
+ROOMS["own"] = {"graph", "ops"}
+ROOMS["memory"] |= {"own"}
 ROOMS["leaves"] = {*BASE, "conversion", "assignment"}
 ROOMS["brought"] = {*BASE, "conversion", "fold", "assignment", "recompute"}
 ROOMS["chain"] = {*BASE, "conversion", "exchange", "assignment", "ops", "pipeline", "recompute", "seconds"}
@@ -162,7 +162,7 @@ ROOMS["looks"] = {
     "training",
     "pins",
 }
-ROOMS["looks"] |= {"pipeline", "chain", "turns", "division", "certificate"}
+ROOMS["looks"] |= {"pace", "pipeline", "chain", "turns", "division", "certificate"}
 ROOMS["apart"] = {*BASE, "fold", "problem", "strategy", "recompute", "skeleton", "formulate", "assignment", "looks"}
 ROOMS["lean"] = {
     "problem",

@@ -21,7 +21,7 @@ from planner.formulate import BUCKET_BYTES, Space, rules_of
 from planner.graph import Graph, Ref
 from planner.keep import with_levels_between
 from planner.layout import MICRO, Mesh
-from planner.pace import pace_of, pack
+from planner.pace import Pace, pace_of, pack
 from planner.pins import Pins, filters
 from planner.problem import evaluate
 from planner.recompute import COMPUTED, LEVELS, NOTHING, Level, ladder, named
@@ -187,8 +187,7 @@ def test_no_pipeline_beats_the_average_rank_or_equal_blocks(
 
 def packing(space: Space) -> Space:
     """At the pace of equal blocks, whether its bound is higher or not."""
-    pace, blocks = space.pace, space.skeleton.equal_blocks
-    return space.at(replace(pace, packed=pack(pace.stages, pace.micro_batches, blocks, bool(pace.waits))))
+    return space.at(pack(space.pace, space.skeleton.equal_blocks))
 
 
 @pytest.mark.parametrize("gathers", ["once", "each"])
@@ -208,12 +207,12 @@ def test_no_way_to_share_blocks_out_is_shorter_than_what_they_are_packed_into(wa
         waits = [len(blocks.intersection(range(rank))) if waiting else 0 for rank in range(ranks)]
         shares = (each for each in itertools.product(range(count + 1), repeat=ranks) if sum(each) == count)
         ways = [[(own * turns + wait, own) for own, wait in zip(each, waits, strict=True) if own] for each in shares]
-        packed = pack(ranks, turns, blocks, waiting)
-        assert packed.rounds == min(max(rank[0] for rank in way) for way in ways)
+        packed = pack(Pace(ranks, turns, turns / ranks, (0.5,) * waiting), blocks)
+        assert packed.most == min(max(rank[0] for rank in way) for way in ways)
         for way in ways:
-            assert any(length >= packed.rounds and own * turns >= packed.own for length, own in way)
+            assert any(length >= packed.most and own * turns >= packed.own for length, own in way)
             assert max(own for _, own in way) >= packed.blocks
-            assert any(length >= packed.rounds and own >= packed.blocks for length, own in way)
+            assert any(length >= packed.most and own >= packed.blocks for length, own in way)
 
 
 def test_a_step_in_turns_holds_less_and_starts_more() -> None:

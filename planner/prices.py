@@ -1,4 +1,4 @@
-"""Works: what operators and leaves of a graph cost on one rank of a mesh, for one way to run them or for all."""
+"""Prices: what operators and leaves of a graph cost on one rank of a mesh, for one way to run them or for all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDE_STATE_BYTES = 8
 """Bytes of state for each element from which on an update is taken to compute in float32: its two moments."""
 
 
-class Prices:
+class Known:
     """What was worked out for a mesh and holds for every folding of a graph on it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Prices:
         tables: conversions, by type of tensor and where it may be cut.
         pairs: conversions between choices, by table and layouts.
         computed: seconds of an operator by itself, by rule, local shapes and what it passes over.
-        seconds, works, parts, sizes: of every choice in a list, see :meth:`Works._works_of` and what it calls.
+        seconds, works, parts, sizes: of every choice in a list, see :meth:`Priced._works_of` and what it calls.
     """
 
     def __init__(self) -> None:
@@ -90,8 +90,8 @@ def _moved(traffic: Traffic, sizes: Ints) -> list[Moved]:
     return [Moved(once, *each) for once, each in zip(sizes.sum(axis=0).tolist(), passes.T.tolist(), strict=True)]
 
 
-class Works:
-    """Prices of single operators and leaves.
+class Priced:
+    """Single operators and leaves, with their prices.
 
     Args:
         skeleton: of the folded graph, with the rules of its operators.
@@ -101,12 +101,12 @@ class Works:
         like: those of another folding of the same graph, on the same mesh.
     """
 
-    def __init__(self, skeleton: Skeleton, mesh: Mesh, cost: CostModel, training: Training, like: Works | None = None):
+    def __init__(self, skeleton: Skeleton, mesh: Mesh, cost: CostModel, training: Training, like: Priced | None = None):
         self.skeleton, self.graph, self.rules = skeleton, skeleton.graph, skeleton.rules
         self.mesh, self.cost, self.training = mesh, cost, training
         # Lists of choices are told apart by the ways that they are made of, so these must be the same ones.
         is_like = like is not None and like.skeleton.ways is skeleton.ways
-        self._prices: Prices = like._prices if like is not None and is_like else Prices()
+        self._known: Known = like._known if like is not None and is_like else Known()
 
     def _works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints, Ints]:
         """Seconds (as :class:`Work` has them), bytes, and bytes of parameters, of every choice of an operator.
@@ -115,22 +115,22 @@ class Works:
         """
         working, traffic = self.skeleton.working(node), self.traffic(node)
         key = (id(options), working, traffic)
-        if key not in self._prices.works:
+        if key not in self._known.works:
             sizes, is_term, is_whole = self._parts_of(node, options)
-            if (id(options), traffic) not in self._prices.seconds:
+            if (id(options), traffic) not in self._known.seconds:
                 choices = [option for option in options if isinstance(option, Choice)]
                 seconds = self._seconds_of(node, choices, _moved(traffic, sizes))
-                self._prices.seconds[id(options), traffic] = np.array(seconds).T
+                self._known.seconds[id(options), traffic] = np.array(seconds).T
             transient = working.bytes_of_each(sizes, is_term, is_whole)
             parameters = sizes[list(working.parameters)].sum(axis=0)
-            self._prices.works[key] = self._prices.seconds[id(options), traffic], transient, parameters
-        return self._prices.works[key]
+            self._known.works[key] = self._known.seconds[id(options), traffic], transient, parameters
+        return self._known.works[key]
 
     def _parts_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Ints, Mask, Mask]:
         """Of an operator's tensors (operands, then results), for every choice: bytes on a rank, and whether it is
         partial, and replicated, on some axis.
         """
-        if id(options) not in self._prices.parts:
+        if id(options) not in self._known.parts:
             tensors = (*self.graph.input_types(node), *node.results)
             choices = [option for option in options if isinstance(option, Choice)]
             layouts = [
@@ -140,15 +140,15 @@ class Works:
             parts = np.where(np.array(cut, bool), np.array(self.mesh.sizes), 1).prod(axis=-1)
             is_term, is_whole = (np.array([[t in layout for layout in each] for each in layouts]) for t in (P, R))
             whole = np.array([tensor.size_bytes for tensor in tensors], np.int64)
-            self._prices.parts[id(options)] = whole[:, None] // parts, is_term, is_whole
-        return self._prices.parts[id(options)]
+            self._known.parts[id(options)] = whole[:, None] // parts, is_term, is_whole
+        return self._known.parts[id(options)]
 
     def _bytes(self, node: Node, options: list[Choice] | list[Layout], places: tuple[int, ...]) -> Ints:
         """Bytes of some of an operator's tensors (operands, then results), for every choice."""
         key = (id(options), places)
-        if key not in self._prices.sizes:
-            self._prices.sizes[key] = self._parts_of(node, options)[0][list(places)].sum(axis=0)
-        return self._prices.sizes[key]
+        if key not in self._known.sizes:
+            self._known.sizes[key] = self._parts_of(node, options)[0][list(places)].sum(axis=0)
+        return self._known.sizes[key]
 
     def bytes_of(self, node: Node, choice: Choice | Layout, places: tuple[int, ...]) -> int:
         """Bytes of some tensors of an operator on one rank: operands, then results, by place."""
@@ -252,9 +252,9 @@ class Works:
                     shapes.append(local[place, id(layout)])
                 share = math.prod([size for size, strategy in zip(sizes, choice.axes, strict=True) if strategy.factor])
                 key = (id(rule), tuple(shapes), bytes_moved, share, traffic.starts)
-                if key not in self._prices.computed:
-                    self._prices.computed[key] = self._compute(node, traffic, shapes, bytes_moved, flops / share)
-                computed_s = self._prices.computed[key]
+                if key not in self._known.computed:
+                    self._known.computed[key] = self._compute(node, traffic, shapes, bytes_moved, flops / share)
+                computed_s = self._known.computed[key]
             found.append((*computed_s, *self._inner_s(node, rule, choice)))
         return found
 
