@@ -41,6 +41,9 @@ from planner.training import Training
 
 TRAINING = Training(optimizer_bytes_per_element=12)
 """Adam's two moments and the master copy of half precision parameters, in float32."""
+MEGATRON_TRAINING = Training(optimizer_bytes_per_element=16)
+"""And gradients once more in float32: 20 bytes per parameter, as Megatron's documentation has it for parameters and
+gradients in float16 whose optimizer is not distributed."""
 LIMIT_S, FREE_LIMIT_S = 60.0, 30.0
 DROPOUT = 0.1
 """Megatron's, of attention's probabilities and of what joins the residual."""
@@ -203,10 +206,10 @@ def megatron(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> li
         ids = torch.zeros(b, s, dtype=torch.long)
     cluster = ClusterSpec.preset("dgx-a100", devices=row["gpus"]).model_copy(update={"overlap": 0.0})
     traced = trace(made, example_kwargs={"ids": ids, "labels": ids.clone()})
-    run, found = _planned(run, traced, cluster)
+    run, found = _planned(run, traced, cluster, MEGATRON_TRAINING)
     if found is not None:
         run = replace(run, besides=besides(found))
-    run = _freely(run, traced, cluster)
+    run = _freely(run, traced, cluster, MEGATRON_TRAINING)
     if run.free and found is not None:
         run = replace(run, free=(*run.free, _among(run, traced, cluster, b)))
     return [run]
@@ -225,22 +228,22 @@ def titan(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> list[
     runs = []
     for level in ("selective", "full"):
         run = Run(which, name, {**pin, "recompute": level}, published_s, row["peak_memory_gib"])
-        run, found = _planned(run, traced, roomy)
+        run, found = _planned(run, traced, roomy, TRAINING)
         if found is None:
             runs.append(run)
             continue
         left = {"copies": _copies_s(found)}
         if level == "full":
             run = _with(replace(run, pin={**pin, "recompute": "full in every other block"}), _half(found))
-        runs.append(_freely(replace(run, besides=left), traced, cluster))
+        runs.append(_freely(replace(run, besides=left), traced, cluster, TRAINING))
     return runs
 
 
-def _planned(run: Run, traced: Traced, cluster: ClusterSpec) -> tuple[Run, Searched | None]:
+def _planned(run: Run, traced: Traced, cluster: ClusterSpec, training: Training) -> tuple[Run, Searched | None]:
     """The run with its plan, if there is one."""
     start = time.perf_counter()
     try:
-        found = search(traced.graph, cluster, Pins.parse(run.pin), TRAINING, time_limit_s=LIMIT_S)
+        found = search(traced.graph, cluster, Pins.parse(run.pin), training, time_limit_s=LIMIT_S)
     except AutoparError as error:
         return replace(run, why=str(error)), None
     plan_s = traced.capture_s + time.perf_counter() - start
@@ -266,17 +269,19 @@ def _half(found: Searched) -> Searched:
     return replace(found, best=replace(found.best, recompute=recompute, evaluation=evaluation))
 
 
-def _freely(run: Run, traced: Traced, cluster: ClusterSpec) -> Run:
+def _freely(run: Run, traced: Traced, cluster: ClusterSpec, training: Training) -> Run:
     """The run with what search picks on its own, if it is one of :data:`FREE`."""
     if run.name not in FREE:
         return run
     same = {name: value for name, value in run.pin.items() if name == "recompute" and value in LEVELS}
-    return replace(run, free=tuple(_free(run, traced, cluster, pin) for pin in ([{}, same] if same else [{}])))
+    return replace(
+        run, free=tuple(_free(run, traced, cluster, training, pin) for pin in ([{}, same] if same else [{}]))
+    )
 
 
-def _free(run: Run, traced: Traced, cluster: ClusterSpec, pin: Mapping[str, Any]) -> Free:
+def _free(run: Run, traced: Traced, cluster: ClusterSpec, training: Training, pin: Mapping[str, Any]) -> Free:
     """What search picks with few pins."""
-    found = search(traced.graph, cluster, Pins.parse(pin), TRAINING, pipelines=True, time_limit_s=FREE_LIMIT_S)
+    found = search(traced.graph, cluster, Pins.parse(pin), training, pipelines=True, time_limit_s=FREE_LIMIT_S)
     candidates = found.candidates
     planned = [each.objective_s for each in candidates if math.isfinite(each.objective_s)]
     return Free(
@@ -290,11 +295,12 @@ def _free(run: Run, traced: Traced, cluster: ClusterSpec, pin: Mapping[str, Any]
 
 
 def _among(run: Run, traced: Traced, cluster: ClusterSpec, batch: int) -> Free:
-    """The best of what Megatron could be told in 2021, and the place of the published configuration among all that.
+    """The best of what Megatron could be told in 2021, and the place of the published division among all that.
 
-    Parameters and sequences are whole on every rank, and every layer is recomputed in full; the schedule is the best.
+    Parameters and sequences are whole on every rank, and every layer is recomputed in full; the schedule is the best,
+    and of each division so are the micro-batches, but for the published one those of its run.
     """
-    fixed, best, planned, tried = {"zero": 0, "recompute": "full"}, (math.inf, ""), [], 0
+    fixed, planned, tried = {"zero": 0, "recompute": "full"}, [], set()
     for pipeline, tensor, micro in itertools.product(STAGES, TENSOR, MICRO):
         data, rest = divmod(cluster.world_size, pipeline * tensor)
         turns = 0 if rest or batch % (data * micro) else batch // (data * micro)
@@ -302,17 +308,18 @@ def _among(run: Run, traced: Traced, cluster: ClusterSpec, batch: int) -> Free:
             continue
         sizes = {"pipeline": pipeline, "tensor": tensor, "data": data, "micro_batches": turns}
         whole = {"sequence_parallel": False} if tensor > 1 else {}
-        tried += 1
+        tried.add((pipeline, tensor))
         try:
             pins = Pins.parse({**sizes, **fixed, **whole})
-            step_s = search(traced.graph, cluster, pins, TRAINING, time_limit_s=LIMIT_S).evaluation.time_s
+            found = search(traced.graph, cluster, pins, MEGATRON_TRAINING, time_limit_s=LIMIT_S)
         except InfeasibleError:
             continue
-        planned.append(step_s)
-        best = min(best, (step_s, _told(sizes)))
-    place = 1 + sum(step_s < run.predicted_s * (1 - PROVED) for step_s in planned)
-    told = f"{_told(fixed)}, whole sequences and tensor at most {TENSOR[-1]}"
-    return Free(told, *best, place, len(planned), tried)
+        planned.append((found.evaluation.time_s, _told(sizes), (pipeline, tensor)))
+    step_s, best, _ = min(planned)
+    faster = {division for each_s, _, division in planned if each_s < run.predicted_s * (1 - PROVED)}
+    place = 1 + len(faster - {(run.pin["pipeline"], run.pin["tensor"])})
+    told = f"{_told(fixed)}, whole sequences, tensor at most {TENSOR[-1]} and of each division the best micro-batches"
+    return Free(told, step_s, best, place, len({division for *_, division in planned}), len(tried))
 
 
 def _told(pin: Mapping[str, Any]) -> str:
