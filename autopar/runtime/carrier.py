@@ -173,6 +173,7 @@ class Carrier:
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._updates: weakref.ref[Updates] | None = None
         self._is_updating: bool | None = None
+        self._backward: int | None = None
         self.token: Tensor | None = None
 
     # ---- what it holds -----------------------------------------------------------------------------------------
@@ -232,6 +233,8 @@ class Carrier:
         self._number = None if is_backward or number <= BEFORE else number
         if place == 0:
             self._begin()
+        if is_backward:
+            self._begin_backward()
         self._on_demand = self._on_demand or self._at is None or place <= self._at
         if is_backward and self._on_demand:
             self._check_first()
@@ -273,6 +276,14 @@ class Carrier:
                     self._chunks[name].act("fetched", A_STEP)
         self._at, self._on_demand = -1, False
         self.link.bytes_moved.clear()
+
+    def _begin_backward(self) -> None:
+        """Forget what a backward made that broke off, at the beginning of the next one, which makes it again."""
+        backward = torch._C._current_graph_task_id()
+        if not self.is_in_turns and backward != self._backward:
+            self._backward = backward
+            for gradients in self._gradients.values():
+                gradients.forget()
 
     def _follow(self, place: int) -> None:
         """Do what stands in the timetable up to a moment; blocks that backward does not reach are passed."""

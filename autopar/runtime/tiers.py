@@ -337,18 +337,16 @@ class Gradients(Chunk):
         self._made = {}
 
     def _evict(self) -> None:
-        home, at, copies = self._free_home(), 0, []
+        home, at = self._free_home(), 0
+        leaving, sums = {}, {}
         for name, value in self.like.items():
-            size = value.numel() * value.element_size()
             if name in self._made:
-                view = _view(home, at, value)
-                arrived = self._arriving.pop(name, None)
-                if arrived is not None:
-                    self._made[name] = self._made[name] + arrived.to(self._made[name].device)
-                self._arriving[name] = view
-                copies.append((view, self._made[name]))
-            at += size
-        self.started = self.link.start("evict", copies)
+                leaving[name], sums[name] = _view(home, at, value), self._made[name]
+                if name in self._arriving:
+                    sums[name] = sums[name] + self._arriving[name].to(sums[name].device)
+            at += value.numel() * value.element_size()
+        self.started = self.link.start("evict", [(view, sums[name]) for name, view in leaving.items()])
+        self._made, self._arriving = sums, {**self._arriving, **leaving}  # not before the copies are under way
 
     def _drop(self) -> None:
         self._made = {}
@@ -410,26 +408,27 @@ class Sums(Gradients):
         self._drop()
 
     def _fetch(self) -> None:
-        memory = torch.empty(self.bytes, dtype=torch.uint8, device=self._parameters.device)
-        copies, at = [], 0
+        memory, at = torch.empty(self.bytes, dtype=torch.uint8, device=self._parameters.device), 0
+        coming = {}
         for name, value in self.like.items():
             if name in self._arriving:
-                leaf = self._parameters.leaves[name]
-                leaf.grad = _view(memory, at, value)
-                copies.append((leaf.grad, self._arriving[name]))
+                coming[name] = _view(memory, at, value)
             at += value.numel() * value.element_size()
-        self.started = self.link.start("fetch", copies)
+        self.started = self.link.start("fetch", [(view, self._arriving[name]) for name, view in coming.items()])
+        for name, view in coming.items():
+            self._parameters.leaves[name].grad = view
 
     def _evict(self) -> None:
         if self._home is None:
             self._home = self._free_home()
-        present, at, copies = self._present, 0, []
+        present, at = self._present, 0
+        leaving = {}
         for name, value in self.like.items():
             if name in present:
-                self._arriving[name] = _view(self._home, at, value)
-                copies.append((self._arriving[name], present[name]))
+                leaving[name] = _view(self._home, at, value)
             at += value.numel() * value.element_size()
-        self.started = self.link.start("evict", copies)
+        self.started = self.link.start("evict", [(view, present[name]) for name, view in leaving.items()])
+        self._arriving |= leaving
 
     def _drop(self) -> None:
         for leaf in self._parameters.leaves.values():

@@ -20,7 +20,7 @@ from autopar.runtime.carrier import Carrier
 from autopar.runtime.mesh import whole_of
 from autopar.runtime.module import ParallelModule
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError, InputError, PlanError
+from planner.errors import DiskError, InfeasibleError, InputError, PlanError
 from planner.plan import Plan
 from planner.timetable import Timetable, fewest_bytes, shortest_step
 from tests.autopar.models import MODELS, Batch
@@ -239,11 +239,29 @@ def goes_other_ways(name: str, document: dict[str, Any]) -> None:
     def two_at_once(m: nn.Module) -> None:
         (loss_of(m, batches[0]) + 2 * loss_of(m, batches[1])).backward()
 
+    def breaks_off(m: nn.Module, at: int) -> None:
+        loss = loss_of(m, batches[0])
+        if m is pmodel:
+            start, left = carrier.link.start, iter(range(at))
+
+            def fails(way: str, copies: Any) -> Any:
+                if way == "evict" and next(left, None) is None:
+                    raise DiskError("full")
+                return start(way, copies)
+
+            with pytest.MonkeyPatch.context() as failing:
+                failing.setattr(carrier.link, "start", fails)
+                with pytest.raises(DiskError):
+                    loss.backward(retain_graph=True)
+            assert all(parameter.grad is None for parameter in m.parameters())
+        loss.backward()
+
     for run in (accumulates, fills_zeros, evaluates_between, gives_up_a_step):
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             both(run)
-    for run in (twice, two_at_once):
+    leave = sum(name.startswith("gradients") for entry in carrier.table.entries for name in entry.evict)
+    for run in (twice, two_at_once, *(functools.partial(breaks_off, at=at) for at in {0, leave - 1})):
         with pytest.warns(UserWarning, match="another way than its timetable"):
             both(run)
     with warnings.catch_warnings():

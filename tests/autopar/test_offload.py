@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,9 +17,9 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.processes import LocalProcesses
-from autopar.runtime.tiers import Arena, Gradients, Homes, Link, Parameters
+from autopar.runtime.tiers import Arena, Gradients, Homes, Link, Parameters, Sums
 from planner.cluster import ClusterSpec
-from planner.errors import TimetableError
+from planner.errors import DiskError, TimetableError
 from planner.timetable import fewest_bytes
 from planner.timetable.table import ACTIONS
 from tests.autopar import beside_the_loss, carried, drawn, on_disk, updated
@@ -304,3 +306,32 @@ def test_a_device_that_runs_full_loses_nothing(monkeypatch: pytest.MonkeyPatch) 
     made.act("fetch", "forward")
     made.act("fetched", "forward")
     assert torch.equal(made.values()[0], torch.arange(8.0)) and made.arena.held_bytes == 128
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_gradients_that_could_not_move_are_where_they_were(monkeypatch: pytest.MonkeyPatch, in_turns: bool) -> None:
+    """The disk fails each time once; what is made then adds up to what had arrived."""
+    parameters = chunk()
+    parameters.act("fetch", "forward")
+    kind = functools.partial(Sums, parameters=parameters) if in_turns else Gradients
+    made = kind("gradients a", parameters.kept, arena=Arena(1024), link=parameters.link)
+
+    def acts(action: str) -> None:
+        if action in ("fetch", "evict"):
+            state, was_empty, arrived = made.state, made.is_empty, [*made._arriving]
+            with monkeypatch.context() as failing:
+                failing.setattr(made.link, "start", Mock(side_effect=DiskError("full")))
+                with pytest.raises(DiskError):
+                    made.act(action, "backward")
+            assert (made.state, made.is_empty, [*made._arriving]) == (state, was_empty, arrived)
+        made.act(action, "backward")
+
+    again = ("fetch", "fetched") if in_turns else ("make",)  # sums come back for what is added to them
+    for grad, actions in ((1.0, ("make",)), (2.0, again)):
+        for action in actions:
+            acts(action)
+        made.made({"weight": torch.full((8,), grad), "bias": None})
+        acts("evict")
+        acts("evicted")
+    found = made.take()
+    assert found.keys() == {"weight"} and torch.equal(found["weight"], torch.full((8,), 3.0))
