@@ -304,7 +304,8 @@ def parallelize(
     if plan is not None:
         _check_fits(plan, cluster)
     pins = Pins.parse(pin)
-    tier = (pins if plan is None else Pins.parse(plan.pin)).tier
+    pinned = pins if plan is None else Pins.parse(plan.pin)
+    tier = pinned.tier
     check_given(offload_path, tier == "disk")
     device = start_process_group(cluster, tier != "device")
     check_alike(arguments(model, cluster, plan, pins, training, pipelines, state_dict, seed))
@@ -330,7 +331,7 @@ def parallelize(
     home = 0 if table is None else _home_bytes(assignment, table, None if in_turns is None else in_turns.blocks)
     arena = table.high_water_bytes if table is not None and device.type == "cpu" else 0
     check_room(device, _device_bytes(plan), arena + (0 if tier == "disk" else home))
-    disk = None if offload_path is None else open_disk(offload_path, home)
+    disk = None if offload_path is None else open_disk(offload_path, home, pinned.update == "backward")
     return build(model, traced.captured, assignment, mesh, rank, make_part, seed, in_turns, table, disk)
 
 

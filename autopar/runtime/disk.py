@@ -32,10 +32,12 @@ class Disk:
 
     Attributes:
         ranks: how many processes train together.
+        updates_in_backward: whether backward has updated some parameters when it comes to others.
     """
 
     folder: Path
     ranks: int = 1
+    updates_in_backward: bool = False
 
     def memory(self, size: int, what: str) -> Tensor:
         """New bytes in a file, all 0; the file goes when nothing holds them any more.
@@ -76,7 +78,7 @@ class Disk:
                 raise DiskError(
                     f"the system cannot {'read' if way == READ else 'write'} {in_all_bytes(each.nbytes)} of model data "
                     f"in a file under {str(self.folder)!r} ({why}): the disk fails, or somebody made the file shorter. "
-                    f"What is in other files is as it was. {self._way_out}"
+                    f"{self._way_out}"
                 )
 
     @property
@@ -87,7 +89,16 @@ class Disk:
                 "Other ranks wait for this one in the middle of the step, or have stepped without it: do not repeat it "
                 "here, but end all of them, and load the last checkpoint, if need be with another offload_path"
             )
-        return "If the disk comes back repeat this step, else load the last checkpoint with another offload_path"
+        if self.updates_in_backward:
+            return (
+                "Where backward fails it may have updated some parameters before (pin 'update' is 'backward'): do not "
+                "repeat this step then, but call optimizer.step(), which ends it or says what was updated, and load "
+                "the last checkpoint, if need be with another offload_path"
+            )
+        return (
+            "What is in other files is as it was: if the disk comes back repeat this step, else load the last "
+            "checkpoint with another offload_path"
+        )
 
 
 def _free_bytes(folder: Path) -> int:
@@ -123,11 +134,12 @@ def check_given(path: object, on_disk: bool) -> None:
         )
 
 
-def open_disk(path: str | os.PathLike[str], needed_bytes: int) -> Disk:
+def open_disk(path: str | os.PathLike[str], needed_bytes: int, updates_in_backward: bool) -> Disk:
     """A directory with room for what all ranks keep there; each rank gives its own, and all must call it.
 
     Args:
         needed_bytes: by this rank.
+        updates_in_backward: see :class:`Disk`.
 
     Raises:
         InputError: it is no directory, or not writable.
@@ -136,7 +148,7 @@ def open_disk(path: str | os.PathLike[str], needed_bytes: int) -> Disk:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, _look(Path(path), needed_bytes))
     _check(found)
-    return Disk(Path(path), dist.get_world_size())
+    return Disk(Path(path), dist.get_world_size(), updates_in_backward)
 
 
 def _look(folder: Path, needed_bytes: int) -> _Found:

@@ -29,6 +29,8 @@ from planner.errors import InputError
 
 AFTER = "plan with pin 'update' 'after', whose backward leaves gradients in .grad"
 """The way out for steps that are not forward, backward, update."""
+ENDS = "Call optimizer.step(), which ends this step, before the model is called again"
+"""What an update that fails leaves to do."""
 USED = (
     "backward has used this gradient to update its parameter and let it go (pin 'update' is 'backward'): what needs "
     f"gradients before the update, such as clipping by their norm or a GradScaler, cannot be had so: {AFTER}"
@@ -169,7 +171,7 @@ class Updates:
             parameter.grad = Used.of(parameter)
         self.is_over = True
         if errors:
-            add_note(errors[0], f"while backward updated parameters; {self._told()}")
+            add_note(errors[0], f"while backward updated parameters; {self._told()}. {ENDS}")
             raise errors[0]
 
     def check_ended(self) -> None:

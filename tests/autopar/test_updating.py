@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 import autopar
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.updating import Used, check_separate
-from planner.errors import InfeasibleError, InputError, PlanError
+from planner.errors import DiskError, InfeasibleError, InputError, PlanError
 from planner.plan import Plan
 from planner.timetable import Timetable
+from tests.autopar import on_disk
 from tests.autopar.carried import same_gradients
 from tests.autopar.updated import CLUSTER, EARLY, Deep, batch, deep, same_values, steps_of, were_updated
 
@@ -134,6 +136,50 @@ def test_trains_from_files(tmp_path: Path) -> None:
     steps_of(pmodel, optimizer, range(1, 3))
     steps_of(model, torch.optim.AdamW(model.parameters(), lr=1e-2), range(3))
     same_values(pmodel, model)
+
+
+def told(run: Callable[[], Any]) -> str:
+    """What an error says, if there is one; the calls that it holds are let go."""
+    try:
+        run()
+    except (DiskError, InputError) as error:
+        return "\n".join((str(error), *getattr(error, "__notes__", ())))
+    return ""
+
+
+def test_the_advice_where_a_file_cannot_be_read_ends_the_step(tmp_path: Path) -> None:
+    """Each file in turn: in forward, in backward before or after it has updated others, in an update of its thread."""
+    model, pmodel = deep({"offload": "disk", "update": "backward"}, path=str(tmp_path))
+    optimizer, plain = pmodel.optimizer(torch.optim.AdamW), torch.optim.AdamW(model.parameters())
+    steps_of(model, plain, range(1))
+    steps_of(pmodel, optimizer, range(1))
+    seen = set()
+    for number in range(len(on_disk.unnamed(str(tmp_path)))):
+        kept = copy.deepcopy((pmodel.full_state_dict(), optimizer.state_dict()))
+        file = on_disk.unnamed(str(tmp_path))[number]
+        held = os.pread(file, os.fstat(file).st_size, 0)
+        os.ftruncate(file, 0)
+        failed = told(lambda: pmodel(x=batch(1)).backward())
+        assert os.pwrite(file, held, 0) == len(held)
+        if failed:  # else it is a home of gradients, and others were free
+            assert "do not repeat this step then, but call optimizer.step(), which ends it or says what" in failed
+            note = failed.splitlines()[-1]
+            if note.startswith("while backward updated parameters"):
+                assert note.endswith(". Call optimizer.step(), which ends this step, before the model is called again")
+                with pytest.raises(InputError, match=r"before optimizer.step\(\) has ended this step: call it first"):
+                    pmodel(x=batch(1))
+            says = told(optimizer.step)
+            assert not says or "had already updated some parameters" in says
+            seen.add((note.split(" ")[0], bool(says)))
+        else:
+            optimizer.step()
+        pmodel.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
+        optimizer.zero_grad()
+        steps_of(model, plain, range(2, 3))
+        steps_of(pmodel, optimizer, range(2, 3))
+        same_values(pmodel, model)
+    assert seen == {("fetch", False), ("evict", True), ("evict", False), ("while", False)}
 
 
 # ---- what goes on beside what ----------------------------------------------------------------------------------------
@@ -450,7 +496,9 @@ def test_an_update_that_fails_is_raised_by_backward_and_others_go_on() -> None:
         pmodel(x=batch(0)).backward()
     (note,) = caught.value.__notes__
     assert note.startswith("while backward updated parameters; updated by: gradients 5")
-    assert note.endswith("; failed: gradients 4 blocks.3")
+    assert note.endswith(
+        "; failed: gradients 4 blocks.3. Call optimizer.step(), which ends this step, before the model is called again"
+    )
     found = pmodel.full_state_dict()
     same = {name for name, value in found.items() if torch.equal(value, start[name])}
     assert same == {name for name in start if name.startswith("blocks.3.")} | {"blocks.1.up.bias"}
