@@ -78,10 +78,10 @@ def _op_detail(
         and space.mesh.axes[axis].name != MICRO
         and (i.phase == "forward" or differentiated)
     ]
+    places = (position for position, ref in enumerate(node.inputs) if ref in reads)
     parameters = dict.fromkeys(
-        pattern([graph.by_name[reads[graph.by_name[m].inputs[position]].node].target for m in members])
-        for position, ref in enumerate(node.inputs)
-        if ref in reads
+        _name_of_all(space, names, [reads[graph.by_name[m].inputs[position]].node for m in members])
+        for position in places
     )
     operands = [
         (_name_of(space, names, ref, role[1]), format_layout(layout))
@@ -104,6 +104,12 @@ def _op_detail(
         inner_s=work.inner_s,
         stands_for=fillings(paths),
     )
+
+
+def _name_of_all(space: Space, names: Names, leaves: Sequence[str]) -> str:
+    """What the parameters are called that an operator reads in the instances of its block."""
+    roles = {space.role_of[leaf] for leaf in leaves}
+    return names[roles.pop()][1] if len(roles) == 1 else pattern([space.graph.by_name[leaf].target for leaf in leaves])
 
 
 def _name_of(space: Space, names: Names, ref: Ref, kind: object) -> str:

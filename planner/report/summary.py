@@ -105,8 +105,9 @@ def local_name(parameter: str, path: str) -> str:
 
 
 def stored(document: Document, op: OpDetail) -> list[tuple[str, str]]:
-    """(short name, layout as stored) of the parameters that an operator reads."""
-    return [(local_name(name, op.path), document.parameters.get(name, "?")) for name in op.parameters]
+    """(short name, layout as stored) of the parameters that an operator reads, whichever block they are decided for."""
+    names = [(local_name(name.partition(" #")[0], op.path), name) for name in op.parameters]
+    return [(short, document.parameters.get(name, "?")) for short, name in names]
 
 
 def candidate_name(candidate: Mapping[str, Any]) -> str:

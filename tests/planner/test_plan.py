@@ -106,14 +106,18 @@ def test_the_calls_of_the_blocks_are_the_calls_of_the_step(pin: dict[str, Any], 
             assert count <= total[call]
 
 
-def test_blocks_that_are_decided_apart_come_back_apart(graph: Graph) -> None:
-    apart = relabel(fold(graph), [str(i == 1) for i in range(len(fold(graph).instances))])
+@pytest.mark.parametrize("some", [(1,), (1, 2)], ids=str)
+def test_blocks_that_are_decided_apart_come_back_apart(some: tuple[int, ...]) -> None:
+    graph = residual_mlp(layers=4)
+    apart = relabel(fold(graph), [str(i in some) for i in range(len(fold(graph).instances))])
     assert len(apart.kinds) == len(fold(graph).kinds) + 1
     space = Space(apart, pinned(tensor=4).mesh, CostModel(cluster()), Training(), rules_of(graph))
     problem = space.problem(None)
     answer = solve(problem)
     cost = evaluate(problem, answer.choices)
     plan = written(assignment_of(space, answer.choices), cost.time_s)
+    read = [name for block in plan.account.blocks for op in block.ops.values() for name in op.parameters]
+    assert sorted(read) == sorted(plan.parameters)  # each in the layout that its own block has it stored in
     loaded = Plan.from_dict(document(plan))
     assert [block.at for block in loaded.blocks] == [block.at for block in plan.blocks]
     assert assign(loaded, graph).chosen == assignment_of(space, answer.choices).chosen
