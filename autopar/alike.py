@@ -42,7 +42,7 @@ def arguments(
     return {
         "cluster": f"{cluster.name!r} of {levels} devices of kind {cluster.device.kind!r} over {cluster.backend}",
         "plan": "none" if plan is None else plan.digest(),
-        "pin": json.dumps(pins.to_dict(), sort_keys=True),
+        "pin": json.dumps(pins.to_dict()),  # of globs the first that matches counts
         "optimizer_bytes_per_element": str(training.optimizer_bytes_per_element),
         "pipelines flag": str(pipelines),
         "model": "one on the meta device" if any(p.is_meta for p in model.parameters()) else "one with weights",

@@ -21,10 +21,11 @@ from planner.mesh import BATCH, ROLES, batch_ranks
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
-from planner.recompute import ALONE, COMPUTED, Level
+from planner.recompute import COMPUTED, Level
 from planner.rules import AxisStrategy, Inner, Rule, find
 from planner.strategy import Allow, factor_at, tensors_of
 from planner.training import Activations, Gathers, Tier, Update
+from planner.zero import Ways, Zero, check_zero, gathers, levels_alone, read_zero, way_of, ways_of
 
 SIZES = ROLES
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
@@ -49,9 +50,9 @@ class Pins:
             whole; ``None`` leaves it to the search.
         zero: 0 stores parameters whole on the data axis, 1, 2 and 3 sharded; on the replicate axis they are whole. With
             1 and 2, which are one, they are held as they are used from forward to backward, in turns for all
-            micro-batches, with 3 gathered again in backward, in turns of each micro-batch. ``None`` leaves it to the
-            search. Where no size is pinned with it, every device of a stage is on the data axis, as if ``tensor`` were
-            pinned to 1.
+            micro-batches, with 3 gathered again in backward, in turns of each micro-batch. Or that by glob of module
+            path or name, of which the first that matches counts. ``None``, or no match, leaves it to the search. Where
+            no size is pinned with it, every device of a stage is on the data axis, as if ``tensor`` were pinned to 1.
         recompute: what every block that repeats makes again in backward: ``none``, ``selective`` (all but contractions,
             convolutions and attention) or ``full``; ``None`` leaves it to the search.
         keep: globs of module paths whose operators' results these blocks keep all the same.
@@ -70,7 +71,7 @@ class Pins:
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     sequence_parallel: bool | None = None
-    zero: int | None = None
+    zero: Zero | None = None
     recompute: Level | None = None
     keep: tuple[str, ...] = ()
     layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -111,12 +112,7 @@ class Pins:
                     f"pin {name!r} is {size!r}; it says how many ranks share that work: a whole number from 1"
                 )
             sizes[name] = size
-        zero = pin.pop("zero", None)
-        if zero not in (None, 0, 1, 2, 3) or isinstance(zero, bool):
-            raise PinError(
-                f"pin 'zero' is {zero!r}; parameters are stored whole (0), sharded and held from forward to backward "
-                "as they are used (1 or 2), or sharded and gathered again in backward, in turns of each micro-batch (3)"
-            )
+        zero = read_zero(pin.pop("zero", None))
         if zero is not None and not sizes:
             sizes["tensor"] = 1
         sequence_parallel = pin.pop("sequence_parallel", None)
@@ -166,17 +162,20 @@ class Pins:
 
     @property
     def gathers(self) -> tuple[Gathers, ...]:
-        """When a step in turns may gather parameters, first what is looked at first."""
-        if self.tier != "device":
-            return ("each",)
-        if self.zero is None:
-            return "once", "each"
-        return ("each",) if self.zero == 3 else ("once",)
+        """When a step in turns may gather parameters, first what is looked at first.
 
-    @property
-    def levels(self) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
-        """The levels of recomputation that they leave blocks that repeat, and others."""
-        alone = {None: ALONE, 3: ALONE[1:]}.get(self.zero, ALONE[:1])
+        Raises:
+            PinError: some are pinned to one of both, and some to the other.
+        """
+        return gathers(self.zero) if self.tier == "device" else ("each",)
+
+    def levels(self, ways: Ways) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
+        """The levels of recomputation that they leave blocks that repeat, and others.
+
+        Args:
+            ways: what ``zero`` is for the parameters that the block reads.
+        """
+        alone = levels_alone(ways)
         if self.recompute is None:
             return (*alone, *COMPUTED[1:]), alone
         if self.recompute == "none":  # nor anything gathered again, unless that is pinned
@@ -189,7 +188,7 @@ class Pins:
         if self.sequence_parallel is not None:
             found["sequence_parallel"] = self.sequence_parallel
         if self.zero is not None:
-            found["zero"] = self.zero
+            found["zero"] = dict(self.zero) if isinstance(self.zero, Mapping) else self.zero
         if self.recompute is not None:
             found["recompute"] = {"keep": list(self.keep)} if self.keep else self.recompute
         if self.layers:
@@ -376,6 +375,7 @@ def filters(
     weighted = _weighted(graph, rules) if "tensor" in names else {}
     _check_weights(pins, mesh, rules, weighted)
     _check_layers(pins, graph, rules, mesh)
+    check_zero(pins.zero, graph)
 
     def labelled(node: Node, strategy: AxisStrategy, labels: Labels) -> bool:
         return (strategy.factor, strategy.outer) in labelled_parts(node, rules[node.name], labels)
@@ -423,10 +423,11 @@ def filters(
             )
         if node.op != "param":
             return True
+        way = way_of(pins.zero, node.target or node.name)
         for name, local_type in zip(names, layout, strict=True):
             if name in ("replicate", "context") and local_type != I:
                 return False
-            if name == "data" and pins.zero is not None and (local_type == I) != (pins.zero == 0):
+            if name == "data" and way is not None and (local_type == I) != (way == 0):
                 return False
         return True
 
@@ -554,7 +555,7 @@ def _check_strategy(glob: str, rule: Rule, axis: Axis, strategy: object) -> None
 def _check_weights(pins: Pins, mesh: Mesh, rules: Mapping[str, Rule], weighted: Mapping[str, frozenset[str]]) -> None:
     """Refuse recipes that would shard no weight at all."""
     sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
-    if pins.zero and mesh.size > 1 and "data" not in mesh.names:
+    if ways_of(pins.zero) & {1, 2, 3} and mesh.size > 1 and "data" not in mesh.names:
         raise PinError(
             f"pin 'zero' is {pins.zero}; it says how the data axis stores parameters, and the other pins leave no data "
             "axis: leave out or lower one of them, or 'zero'"

@@ -53,6 +53,7 @@ from planner.timetable import Timetable
 from planner.training import Gathers
 from planner.turns import Staged, price
 from planner.words import shape_text
+from planner.zero import check_together
 
 if TYPE_CHECKING:
     from planner.explain import Explanation
@@ -472,6 +473,7 @@ def restore(plan: Plan, space: Space, model: Mapping[str, Any]) -> Assignment:
     """
     if plan.model.get("fingerprint") != model["fingerprint"]:
         raise PlanError(_difference(plan, space.folded, model))
+    check_together(space.folded, plan.pin.get("zero"))
     names = role_names(space)
     chosen: dict[Role, Choice | Layout] = {}
     for role in space.roles:

@@ -199,14 +199,16 @@ class Levels:
         return tuple(dict.fromkeys("none" if level == "gathered" else level for level in self.of(kind)))
 
 
-def named(folded: Folded, levels: Sequence[Level] = LEVELS, alone: Sequence[Level] = ALONE) -> Levels:
+def named(folded: Folded, levels: Iterable[tuple[Sequence[Level], Sequence[Level]]] | None = None) -> Levels:
     """Levels by name: kind after kind goes to the second, then to the third, and so on.
 
     Args:
-        levels: of blocks that repeat, in their order.
-        alone: of blocks that do not; they are gathered again at most.
+        levels: of every kind, in their order, those that it has if it repeats, and if not: then it is gathered again at
+            most. Left out: all.
     """
-    own = [levels if len(instances) > 1 else alone for instances in folded.kinds]
+    levels = [(LEVELS, ALONE)] * len(folded.kinds) if levels is None else levels
+    both = zip(levels, folded.kinds, strict=True)
+    own = [repeated if len(instances) > 1 else alone for (repeated, alone), instances in both]
     moves = ((kind, level) for level in LEVELS for kind, each in enumerate(own) if level in each[1:])
     return Levels(tuple(each[0] for each in own), tuple(moves))
 

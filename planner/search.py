@@ -31,6 +31,7 @@ from planner.recompute import named
 from planner.seams import finer
 from planner.skeleton import Skeleton
 from planner.training import Training
+from planner.zero import pinned_apart, ways_of_kinds
 
 GAP = 0.001
 """Part of a step that a plan's proof leaves open where nobody asks for another: to close it takes most of the time."""
@@ -91,9 +92,10 @@ def search(
         turned = in_turns(cluster, pins, graph, len(folded.instances), max_axes, pipelines)
         plain = dividing(plain, graph) if turned else plain
     divisions = Divisions(plain, turned)
+    folded = pinned_apart(folded, pins.zero)
     skeleton = Skeleton(folded, rules)
     skeleton.survey()
-    cost, levels = CostModel(cluster), named(folded, *pins.levels)
+    cost, levels = CostModel(cluster), named(folded, map(pins.levels, ways_of_kinds(folded, pins.zero)))
     if pins.recompute is None:
         levels = with_levels_between(levels, skeleton, cost)
     elif pins.keep:

@@ -34,6 +34,8 @@ PRELOAD = (
     "transformers.models.llama.modeling_llama",
     "tests.autopar.workers",
 )
+BY_MODULE = {"transformer.wte": 0, "transformer.wpe": 2, "*.ln_?": 0, "transformer.h.*": 3, "*": 0}
+"""How GPT-2's parameters are stored on the axis of the data, and gathered."""
 CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("mlp", None, 2),
     ("mlp", {"data": 4}, 4),
@@ -42,6 +44,9 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("gpt2", None, 4),
     ("gpt2", {"data": 4}, 4),
     ("gpt2", {"data": 2, "zero": 3}, 2),
+    ("gpt2", {"data": 2, "zero": BY_MODULE}, 2),
+    ("gpt2", {"zero": {"transformer.h.0.*": 0, "transformer.h.1.*": 3}, "recompute": "none"}, 2),
+    ("gpt2", {"data": 2, "zero": BY_MODULE, "offload": "host"}, 2),
     ("gpt2", {"tensor": 4}, 4),
     ("gpt2", {"tensor": 2, "sequence_parallel": True}, 2),
     ("gpt2", {"context": 4}, 4),
@@ -63,6 +68,8 @@ TURNS: list[tuple[str, dict[str, Any], int]] = [
     ("gpt2", {"micro_batches": 4, "pipeline": 2, "tensor": 2, "schedule": "1f1b"}, 4),
     ("gpt2", {"micro_batches": 2, "replicate": 2, "data": 2, "zero": 3}, 4),
     ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 3, "schedule": "gpipe"}, 4),
+    ("gpt2", {"micro_batches": 2, "data": 2, "zero": {**BY_MODULE, "transformer.wpe": 0}}, 2),
+    ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": {"*.mlp.*": 1, "transformer.wte": 0}}, 4),
     ("llama", {"micro_batches": 8, "pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, 2),
     ("llama", {"micro_batches": 4, "pipeline": 4, "recompute": "full"}, 4),
     ("llama", {"micro_batches": 8, "pipeline": 4, "schedule": "zero_bubble"}, 4),
@@ -92,6 +99,15 @@ def test_trains_in_turns(pool: LocalProcesses, model: str, pin: dict[str, Any], 
     document = workers.plan_exactly(model, pin, ranks)
     losses = pool.run(workers.trains_in_turns, model, document, ranks=ranks)
     assert len(set(losses)) == 1
+
+
+def test_each_rank_stores_what_is_pinned(pool: LocalProcesses) -> None:
+    document = workers.plan_of("gpt2", {"data": 2, "zero": BY_MODULE}, 2)
+    for stored in pool.run(workers.parts_stored, "gpt2", document, ranks=2):
+        sharded = {name for name, part in stored.items() if part == 0.5}
+        assert {*stored.values()} == {0.5, 1.0}
+        blocks = {name for name in stored if name.startswith("transformer.h.") and ".ln_" not in name}
+        assert sharded == blocks | {"transformer.wpe.weight"} and len(blocks) == 16
 
 
 def test_an_observed_step_is_written_as_a_predicted_one(pool: LocalProcesses, tmp_path: Path) -> None:

@@ -193,6 +193,12 @@ def plan_exactly(name: str, pin: Pin, ranks: int) -> dict[str, Any]:
         return plan_of(name, pin, ranks)
 
 
+def parts_stored(name: str, document: Mapping[str, Any]) -> dict[str, float]:
+    """How much of each parameter this rank stores, by name."""
+    pmodel = parallel(model_of(name), document, batch_of(name))
+    return {each: p.to_local().numel() / p.numel() for each, p in pmodel.named_parameters()}  # type: ignore[attr-defined]
+
+
 @exact()
 def trains_alike(name: str, document: Mapping[str, Any]) -> float:
     """Collectives as predicted; loss, gradients, clipping, three Adam steps and the state dict as the original's."""

@@ -93,6 +93,8 @@ ROOMS: dict[str, set[str]] = {
     "timeline": {"errors", "files", "pipeline", "words"},
     "timetable": {"errors", "words", "highs"},
 }
+ROOMS["zero"] = {"errors", "graph", "fold", "recompute", "training"}
+ROOMS["pins"] |= {"zero"}
 ROOMS["polynomial"] = set()
 ROOMS["seconds"] = {"polynomial"}
 ROOMS["names"] = {"graph", "formulate", "skeleton"}
@@ -199,7 +201,7 @@ ROOMS["search"] = {
     "pins",
     "recompute",
 }
-ROOMS["search"] |= {"mesh", "seams", "skeleton", "explore", "fitting", "elsewhere"}
+ROOMS["search"] |= {"zero", "mesh", "seams", "skeleton", "explore", "fitting", "elsewhere"}
 ROOMS["detail"] = {"conversion"}
 ROOMS["account"] = ROOMS["pins"] | {"conversion", "assignment", "skeleton", "pins", "predict", "detail", "names"}
 ROOMS["document"] = {
@@ -268,7 +270,7 @@ ROOMS["why"] = {
     "search",
     "looks",
 }
-ROOMS["plan"] = VIEWS - {"solve"} | {"report", "explain", "why"}
+ROOMS["plan"] = VIEWS - {"solve"} | {"zero", "report", "explain", "why"}
 
 
 def files(folder: Path) -> list[Path]:
