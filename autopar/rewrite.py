@@ -161,8 +161,11 @@ class Root:
         return found
 
     def _gathers_again(self, instance: Instance, level: Level) -> list[int]:
-        """The chunks of an instance that backward gathers again, by their number."""
-        brought = brought_again(self.assignment, instance, level)
+        """The chunks of an instance that backward gathers again, by their number. In turns, where backward may be in
+        two parts, those that each of these gathers.
+        """
+        of_weights = self.assignment.space.in_turns
+        brought = brought_again(self.assignment, instance, level, of_weights)
         chunks = self.assignment.chunks(instance.block)
         return [number for number in self.assignment.ahead(instance.block) if not brought.isdisjoint(chunks[number])]
 

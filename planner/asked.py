@@ -55,9 +55,13 @@ def _reading_weights(space: Space, nodes: Iterable[Node]) -> set[str]:
     return found
 
 
-def brought_again(assignment: Assignment, instance: Instance, level: Level) -> set[Ref]:
-    """The parameters that an instance brings again in backward, with all others of their chunk."""
-    return assignment.brought_again(instance, level) if is_asked(assignment, instance, level) else set()
+def brought_again(assignment: Assignment, instance: Instance, level: Level, of_weights: bool = False) -> set[Ref]:
+    """The parameters that an instance brings again in backward, with all others of their chunk.
+
+    Args:
+        of_weights: in its second part, where it is in two.
+    """
+    return assignment.brought_again(instance, level) if is_asked(assignment, instance, level, of_weights) else set()
 
 
 def _is_converted(assignment: Assignment, node: Node, position: int) -> bool:

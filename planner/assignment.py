@@ -114,8 +114,12 @@ class Assignment:
 
     def brought_again(self, instance: Instance, level: Level) -> set[Ref]:
         """The parameters that an instance of a block brings again in backward, with all others of their chunk."""
+        return self.given_up(instance, level) if self.space.is_undone(instance) else set()
+
+    def given_up(self, instance: Instance, level: Level) -> set[Ref]:
+        """Those of them that a level lets go, whether backward passes the instance or not."""
         space, nodes, found = self.space, instance.block.nodes, set[Ref]()
-        if level == "none" or space.brings_once or not space.is_undone(instance):
+        if level == "none" or space.brings_once:
             return found
         for node, positions in zip(nodes, space.skeleton.again(instance.kind, level).taken, strict=True):
             found.update(node.inputs[position] for position in positions if self.bringing(node, position))
@@ -124,10 +128,10 @@ class Assignment:
     def ahead(self, block: Block) -> dict[int, int]:
         """The chunks of a block that are gathered while the block before computes, by number -> which step does.
 
-        Those whose parts are stored here; in turns, where parameters are gathered once for all, none.
+        Those whose parts are stored here; where parameters are gathered once for all turns, none.
         """
         found: dict[int, int] = {}
-        if not self.space.brings_beside:
+        if not self.space.gathers_beside:
             return found
         for number, chunk in enumerate(self.chunks(block)):
             for place, step in enumerate(next(iter(chunk.values()))):  # like those of the others

@@ -123,6 +123,26 @@ def brought_by(assignment: Assignment, number: int, saved: Mapping[Ref, Sequence
     return found
 
 
+def coming(assignment: Assignment, number: int, level: Level | None = None) -> Counter[str]:
+    """Bytes of the parameters that are on their way to a block while another one computes, by name: what comes, in the
+    order of ranks, and what is sent, where that is copied behind one another.
+
+    Args:
+        level: at which the block makes again what backward needs, of what it gathers again then; left out: forward.
+    """
+    space, instance, found = assignment.space, assignment.space.folded.instances[number], Counter[str]()
+    ahead = assignment.ahead(instance.block)
+    chunks = assignment.chunks(instance.block) if ahead else []
+    again = None if level is None else assignment.given_up(instance, level)
+    for at, place in ahead.items():
+        if again is None or not again.isdisjoint(chunks[at]):
+            for ref, route in chunks[at].items():
+                tensor, step = space.graph.type_of(ref), route[place]
+                found[ref.node] += local_bytes(tensor, step.after, space.mesh)
+                found[ref.node] += local_bytes(tensor, step.before, space.mesh) * (len(chunks[at]) > 1)
+    return found
+
+
 def working_moments(assignment: Assignment, number: int, level: Level, brought: Brought) -> list[int]:
     """Bytes at each moment that may be the fullest while a block runs or is undone, beside what is held and saved.
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import groupby
 
 from planner.assignment import Assignment
-from planner.brought import brought_by, savers_of, working_moments
+from planner.brought import brought_by, coming, savers_of, working_moments
 from planner.charges import Places
 from planner.conversion import local_bytes
 from planner.exchange import crossing
@@ -59,6 +59,8 @@ class Link:
         levels: for each way to save, the level of recomputation that it is.
         working_bytes: for each way to save, what its operators need while they run and what it has made again.
         gathered_bytes: for each way to save, how much of that is parameters gathered for this micro-batch.
+        coming_bytes: of its parameters that are on their way while the block before computes.
+        coming_again_bytes: for each way to save, of those that are on their way in backward, to be gathered again.
         gathered_s: for each way to save, what of its recomputing is gathering parameters again.
         saved: for each way to save and each operator, which of its tensors it saves; leaves are not among them.
         summed_bytes: of gradients that are there twice at the end of the step, when they are summed over ranks.
@@ -76,6 +78,8 @@ class Link:
     levels: tuple[Level, ...]
     working_bytes: tuple[int, ...]
     gathered_bytes: tuple[int, ...]
+    coming_bytes: int
+    coming_again_bytes: tuple[int, ...]
     gathered_s: tuple[float, ...]
     saved: tuple[tuple[Places, ...], ...]
     summed_bytes: int
@@ -96,6 +100,7 @@ class Link:
             levels=self.levels[-1:],
             working_bytes=self.working_bytes[-1:],
             gathered_bytes=self.gathered_bytes[-1:],
+            coming_again_bytes=self.coming_again_bytes[-1:],
             gathered_s=self.gathered_s[-1:],
             saved=self.saved[-1:],
         )
@@ -221,6 +226,8 @@ class _Chain:
             levels,
             tuple(max(working_moments(self.assignment, number, each, brought), default=0) for each in levels),
             tuple(map(brought.there_bytes, levels)),
+            coming(self.assignment, number).total(),
+            tuple(coming(self.assignment, number, level).total() for level in levels),
             tuple(gathered_s for _, gathered_s in again_s),
             saved,
             self.leaves.summed(number).total(),

@@ -111,6 +111,11 @@ class Space(Priced):
         return not self.in_turns and self.training.tier == "device"
 
     @property
+    def gathers_beside(self) -> bool:
+        """Whether parameters are gathered while another block computes."""
+        return self.training.tier == "device" and not self.brings_once
+
+    @property
     def in_turns(self) -> bool:
         """Whether a step is more than one forward and one backward."""
         return self.stages > 1 or self.mesh.micro_batches > 1
@@ -212,7 +217,7 @@ class Space(Priced):
         is_summed_first = turns is not None and tensor.grad and is_param and self.brings_once
         comes = is_param and not self.brings_once, is_param and self.sums_once
         together, is_brought = self.together(ref), self.role_of[ref.node] in self.skeleton.together
-        beside = self.brings_beside
+        beside = self.gathers_beside, self.brings_beside
         key = (tensor, shards, turns, is_summed_first, comes, together, is_brought, beside)
         if key not in self._known.tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
@@ -223,8 +228,9 @@ class Space(Priced):
                 if axis.name != MICRO:
                     if not is_shared:
                         return self.cost.collective_s(kind, axis, bytes_in) / parts
-                    start_s = self.cost.collective_s(kind, axis, 0.0, beside=beside)
-                    whole_s = self.cost.collective_s(kind, axis, bytes_in * together.times, beside=beside)
+                    is_beside = self.gathers_beside if kind == "all_gather" else self.brings_beside
+                    start_s = self.cost.collective_s(kind, axis, 0.0, beside=is_beside)
+                    whole_s = self.cost.collective_s(kind, axis, bytes_in * together.times, beside=is_beside)
                     return (start_s / together.parameters + (whole_s - start_s) / together.times) / parts
                 # Nothing but sums crosses from micro-batch to micro-batch; they are added up as they come, in place.
                 each_s = 3 * touch if kind == "all_reduce" else math.inf

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from planner.assignment import Assignment
-from planner.brought import Brought, brought_by, savers_of
+from planner.brought import Brought, brought_by, coming, savers_of
 from planner.charges import Places
 from planner.conversion import local_bytes
 from planner.graph import Node
@@ -19,7 +19,7 @@ from planner.leaves import Leaves
 from planner.names import called
 from planner.pipeline.schedule import versions
 from planner.recompute import Level
-from planner.turns import Staged
+from planner.turns import Coming, Staged
 from planner.working import What
 
 TENSORS = {
@@ -141,15 +141,25 @@ class _Rank:
     def _most(self) -> Moment:
         """While the block runs, or is undone, that needs most beside all that."""
         needs = [
-            (link.working_bytes[way], link.gathered_bytes[way], number, link.levels[way])
-            for number, (stage, link, way) in enumerate(self.staged.placed)
+            (link.working_bytes[way] + more.bytes, link.gathered_bytes[way] + more.bytes, number, link.levels[way])
+            for number, ((stage, link, way), more) in enumerate(
+                zip(self.staged.placed, self.staged.coming, strict=True)
+            )
             if self.staged.pipeline.placed[stage] == self.rank
         ]
         most_bytes, _, number, level = max(needs, key=lambda each: each[:2])
         if not most_bytes:
             return "between two operators", []
         brought = brought_by(self.assignment, number, self.savers)
-        return max(self._moments(number, level, brought), key=lambda moment: sum(held.bytes for held in moment[1]))
+        moments = self._moments(number, level, brought)
+        what, beside = max(moments, key=lambda moment: sum(held.bytes for held in moment[1]))
+        return what, [*beside, *self._coming(self.staged.coming[number])]
+
+    def _coming(self, to: Coming) -> Iterator[Held]:
+        """What is on its way to another block."""
+        level = self.staged.levels[to.number] if to.is_again else None
+        for name, size in coming(self.assignment, to.number, level).items() if to.bytes else ():
+            yield Held(f"gathered {self._called(name)} on its way", "gathered", size, block=to.number)
 
     def _moments(self, number: int, level: Level, brought: Brought) -> Iterator[Moment]:
         """Those of :func:`planner.brought.working_moments`, with names."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -80,6 +81,19 @@ class TurnTimes:
             step_s: of the whole step, with what happens once.
         """
         return bubble(micro_batches, self.of_stages, len(self.update_s), step_s - self.once_s)
+
+
+class Coming(NamedTuple):
+    """Parameters that are on their way while a block computes: to the next one of its stage that gathers any, or, in
+    backward, to the last one before it that gathers any again.
+
+    Attributes:
+        number: of the block that they come to; ``is_again``: in backward.
+    """
+
+    bytes: int = 0
+    number: int = 0
+    is_again: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,11 +186,12 @@ class Staged:
         """Bytes by use on the fullest rank."""
         fullest = self.fullest_rank
         found, working, gathered, summed = Counter[str](), 0, 0, 0
-        for stage, link, way in self.placed:
+        for (stage, link, way), coming in zip(self.placed, self.coming, strict=True):
             if self.pipeline.placed[stage] == fullest:
                 found.update(link.held)
                 summed += link.summed_bytes
-                working, gathered = max((working, gathered), (link.working_bytes[way], link.gathered_bytes[way]))
+                needs = link.working_bytes[way] + coming.bytes, link.gathered_bytes[way] + coming.bytes
+                working, gathered = max((working, gathered), needs)
         for rank, _, each in self.also_read:
             if rank == fullest:
                 found.update(each.held)
@@ -215,6 +230,11 @@ class Staged:
         they add up in before that is added to the gradient of other micro-batches.
         """
         return _added(self.links, self.pipeline, self.cut.bounds)
+
+    @cached_property
+    def coming(self) -> list[Coming]:
+        """What is on its way beside each block."""
+        return _coming(self.links, self.cut)
 
     @property
     def placed(self) -> Iterator[tuple[int, Link, int]]:
@@ -298,9 +318,10 @@ def _cut(
 def price(links: Sequence[Link], pipeline: Pipeline, found: Cut) -> Staged:
     """All that a step of a cut takes."""
     working, always, summed = ([0] * pipeline.ranks for _ in range(3))
+    coming = _coming(links, found)
     for home, (low, high) in zip(pipeline.placed, pairwise(found.bounds), strict=True):
-        for link, way in zip(links[low:high], found.savings[low:high], strict=True):
-            working[home] = max(working[home], link.working_bytes[way])
+        for link, way, beside in zip(links[low:high], found.savings[low:high], coming[low:high], strict=True):
+            working[home] = max(working[home], link.working_bytes[way] + beside.bytes)
             always[home] += link.block.held_bytes
             summed[home] += link.summed_bytes
     for home, _, each in _also_read(links, pipeline, found.bounds):
@@ -314,6 +335,30 @@ def price(links: Sequence[Link], pipeline: Pipeline, found: Cut) -> Staged:
     return Staged(pipeline, tuple(links), found, found.step_s + once_s, tuple(map(max, during, at_end)))
 
 
+def _coming(links: Sequence[Link], found: Cut) -> list[Coming]:
+    """What is on its way beside each block, in forward or in backward, whichever is more."""
+    ways = [*zip(links, found.savings, strict=True)]
+    forward = [Coming(link.coming_bytes, number) for number, link in enumerate(links)]
+    backward = [Coming(link.coming_again_bytes[way], number, True) for number, (link, way) in enumerate(ways)]
+    most: list[Coming] = []
+    for low, high in pairwise(found.bounds):
+        there, back = _beside(forward[low:high]), _beside(backward[low:high][::-1])[::-1]
+        most += (max(pair, key=lambda each: each.bytes) for pair in zip(back, there, strict=True))
+    return most
+
+
+def _beside(blocks: Sequence[Coming]) -> list[Coming]:
+    """What is on its way beside each of some blocks, in the order in which they run: what comes to the next one that
+    gathers anything. The first that does starts that.
+    """
+    found, before = [Coming()] * len(blocks), len(blocks)
+    for at, each in enumerate(blocks):
+        if each.bytes:
+            found[before:at] = [each] * (at - before)
+            before = at
+    return found
+
+
 def moments(
     assignment: Assignment, staged: Staged, in_flight: Iterable[tuple[Sequence[int], Iterable[Sequence[int]]]]
 ) -> Iterator[int]:
@@ -325,16 +370,16 @@ def moments(
     pipeline, space = staged.pipeline, assignment.space
     held, summed = [0] * pipeline.ranks, [0] * pipeline.ranks
     working: list[dict[int, None]] = [{} for _ in held]
-    known: dict[tuple[int, Level, int], dict[int, None]] = {}
+    known: dict[tuple[int, Level, int], list[int]] = {}
     savers = savers_of(assignment)
-    for number, (stage, link, way) in enumerate(staged.placed):
+    for number, ((stage, link, way), coming) in enumerate(zip(staged.placed, staged.coming, strict=True)):
         home, brought = pipeline.placed[stage], brought_by(assignment, number, savers)
         held[home] += link.block.held_bytes
         summed[home] += link.summed_bytes
         key = space.folded.instances[number].kind, link.levels[way], brought.there_bytes(link.levels[way])
         if key not in known:
-            known[key] = dict.fromkeys(working_moments(assignment, number, link.levels[way], brought))
-        working[home].update(known[key])
+            known[key] = working_moments(assignment, number, link.levels[way], brought)
+        working[home].update(dict.fromkeys(more + coming.bytes for more in known[key]))
     for home, _, each in staged.also_read:
         held[home] += sum(each.held.values())
     yield from (there + more for there, more in zip(held, summed, strict=True))

@@ -98,7 +98,7 @@ def bring_on(
 def following_of(walk: Walk) -> dict[int, int]:
     """The instances that are followed and gather ahead -> the one after."""
     skipped = {number for skip in walk.skips for number in range(skip.start, skip.end)}
-    followed = [number for number in range(len(walk.instances)) if number not in skipped]
+    followed = [number for number in walk.blocks if number not in skipped]
     return dict(pairwise(number for number in followed if walk.assignment.ahead(walk.instances[number].block)))
 
 

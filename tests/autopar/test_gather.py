@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -20,15 +21,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.api import plan_traced, trace
+from autopar.api import assign, plan_traced, staged, trace
 from autopar.runtime import gathering, parameters
 from autopar.runtime.mesh import part_of
 from autopar.runtime.parameters import _Form, gather_parameters
+from autopar.runtime.stage import Stage
+from autopar.runtime.step import _Run
 from autopar.simulate import Simulation, fake_process_group
 from autopar.verification import verify
 from planner.cluster import ClusterSpec
 from planner.layout import Mesh, Shard
 from planner.pins import Pins
+from planner.pipeline.schedule import Action
 from planner.plan import Plan
 from planner.training import Training
 
@@ -95,12 +99,26 @@ class Residual(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-class Residuals(nn.Module):
-    """Layers, the first of which are frozen, and some that do not reach the loss."""
+class Shifted(nn.Module):
+    """The gradient of its parameter needs nothing that forward made; that of what comes in does."""
 
-    def __init__(self, frozen: int = 0, beside: int = 0):
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Residual() for _ in range(LAYERS))
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(x + self.shift)
+
+
+class Residuals(nn.Module):
+    """Layers, the first of which are frozen, others that only shift before the last two, and some that do not reach the
+    loss.
+    """
+
+    def __init__(self, frozen: int = 0, beside: int = 0, shifted: int = 0, layers: int = LAYERS):
+        super().__init__()
+        kinds = [Residual] * (layers - 2) + [Shifted] * shifted + [Residual] * 2
+        self.layers = nn.ModuleList(kind() for kind in kinds)
         self.beside = nn.ModuleList(Residual() for _ in range(beside))
         self.layers[:frozen].requires_grad_(False)
 
@@ -114,7 +132,7 @@ class Residuals(nn.Module):
 
 
 def planned(model: nn.Module, x: Tensor, **pin: object) -> Plan:
-    ranks = 4 if "replicate" in pin or "tensor" in pin else 2
+    ranks = 4 if not {"replicate", "tensor", "pipeline"}.isdisjoint(pin) else 2
     return plan_traced(trace(model, (x,)), ClusterSpec.local(ranks), Pins.parse(pin), Training())
 
 
@@ -190,6 +208,54 @@ def test_gathers_are_a_block_ahead_and_gradients_are_reduced_beside_the_next_blo
         assert sum(call.startswith("gather") for call in calls) == LAYERS
 
 
+@pytest.mark.parametrize(
+    "pin", [{}, {"pipeline": 2}, {"pipeline": 2, "schedule": "zero_bubble", "virtual_stages": 1}], ids=str
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_in_turns_gathers_are_a_block_ahead_within_an_action(
+    calls: Calls, recompute: str, pin: Mapping[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In forward, and in backward of blocks that gather again; nothing is on its way from one action to another."""
+    torch.manual_seed(0)
+    model, x = Residuals(layers=2 * LAYERS), torch.randn(4, WIDTH)
+    traced, acts, do = trace(model, (x,)), list[tuple[Action, int]](), _Run._act
+
+    def act(run: _Run, stage: Stage, kind: str, turn: int) -> None:
+        acts.append((Action(stage.number, kind, turn), len(calls)))
+        do(run, stage, kind, turn)
+
+    monkeypatch.setattr(_Run, "_act", act)
+    plan = planned(model, x, data=2, zero=3, micro_batches=2, recompute=recompute, **{"schedule": "1f1b", **pin})
+    assignment, in_turns = staged(plan, assign(traced, plan))
+    with Simulation(model, traced.captured, assignment, 0, in_turns) as simulation:
+        (inputs,) = simulation.inputs((x,), {})[0]
+        for _ in range(2):
+            calls.clear()
+            acts.clear()
+            simulation.module(inputs)[0].backward()
+            ends = [*(begin for _, begin in acts[1:]), len(calls)]
+            found = {action: calls[begin:end] for (action, begin), end in zip(acts, ends, strict=True)}
+            gathers = {action: [call for call in sent if "gather" in call] for action, sent in found.items()}
+            assert all(sent == one_ahead(sent) for sent in gathers.values())
+            assert all(len(sent) >= 2 * 3 for (_, kind, _), sent in gathers.items() if kind == "F")
+            again = {action: len(sent) for action, sent in gathers.items() if action.kind in "BW"}
+            assert all(again.values()) and max(again.values()) >= 2 * 3
+        calls.clear()
+        with torch.no_grad():
+            simulation.module(inputs)
+        assert len(calls) == 2 * sum(call.startswith("gather") for call in calls) >= 2 * 2 * LAYERS
+
+
+def one_ahead(gathers: list[str]) -> list[str]:
+    """Just these gathers, each sent before the one before it is waited for."""
+    sent = [call for call in gathers if not call.startswith("wait")]
+    found = sent[:1]
+    for call, following in zip_longest(sent, sent[1:]):
+        found += [following] if following else []
+        found.append(f"wait {call}")
+    return found
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_step_of_zero_3_passes_each_chunk_three_times(
@@ -223,12 +289,13 @@ def test_a_step_of_zero_3_passes_each_chunk_three_times(
     assert sorted(predicted) == [("all_gather", LAYERS), ("all_gather", LAYERS), ("reduce_scatter", LAYERS)]
 
 
-def test_a_step_that_failed_leaves_nothing_to_the_next(calls: Calls) -> None:
+@pytest.mark.parametrize("pin", [{}, {"micro_batches": 2}], ids=str)
+def test_a_step_that_failed_leaves_nothing_to_the_next(calls: Calls, pin: Mapping[str, object]) -> None:
     torch.manual_seed(0)
     model, x = Residuals(), torch.randn(4, WIDTH)
-    plan = planned(model, x, data=2, zero=3)
-    assert plan.assignment is not None
-    with Simulation(model, trace(model, (x,)).captured, plan.assignment) as simulation:
+    traced, plan = trace(model, (x,)), planned(model, x, data=2, zero=3, **pin)
+    assignment, in_turns = staged(plan, assign(traced, plan))
+    with Simulation(model, traced.captured, assignment, 0, in_turns) as simulation:
         module, (inputs,) = simulation.module, simulation.inputs((x,), {})[0]
 
         def gradients() -> list[Tensor]:
@@ -251,14 +318,15 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(calls: Calls) -> None:
     assert len(expected) == 2 * 4 * LAYERS
 
 
+@pytest.mark.parametrize("pin", [{}, {"micro_batches": 2}], ids=str)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_forward_that_failed_holds_no_gathered_memory(
-    calls: Calls, recompute: str, monkeypatch: pytest.MonkeyPatch
+    calls: Calls, recompute: str, pin: Mapping[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not until garbage is collected either."""
     model, x = Residuals(), torch.randn(4, WIDTH)
-    plan = planned(model, x, data=2, zero=3, recompute=recompute)
-    assert plan.assignment is not None
+    traced, plan = trace(model, (x,)), planned(model, x, data=2, zero=3, recompute=recompute, **pin)
+    assignment, in_turns = staged(plan, assign(traced, plan))
     alive: weakref.WeakSet[object] = weakref.WeakSet()
 
     class Watched(gathering.Gathering):
@@ -267,7 +335,7 @@ def test_a_forward_that_failed_holds_no_gathered_memory(
             super().start()
 
     monkeypatch.setattr(parameters, "Gathering", Watched)
-    with Simulation(model, trace(model, (x,)).captured, plan.assignment) as simulation:
+    with Simulation(model, traced.captured, assignment, 0, in_turns) as simulation:
         (inputs,) = simulation.inputs((x,), {})[0]
         gc.collect()
         gc.disable()
@@ -284,8 +352,23 @@ def test_a_forward_that_failed_holds_no_gathered_memory(
             gc.enable()
 
 
-@pytest.mark.parametrize("pin", [{}, {"recompute": "full"}, {"replicate": 2}], ids=str)
-@pytest.mark.parametrize("form", [{"frozen": 2}, {"frozen": LAYERS - 1}, {"beside": 2}], ids=str)
+IN_TURNS: Mapping[str, object] = {"micro_batches": 2, "recompute": "full"}
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [
+        {},
+        {"recompute": "full"},
+        {"replicate": 2},
+        IN_TURNS,
+        {**IN_TURNS, "pipeline": 2, "schedule": "zero_bubble"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "form", [{"frozen": 2}, {"frozen": LAYERS - 1}, {"shifted": 3, "layers": 6}, {"beside": 2}], ids=str
+)
 def test_nothing_is_gathered_for_a_block_that_backward_does_not_reach(
     form: Mapping[str, int], pin: Mapping[str, object]
 ) -> None:

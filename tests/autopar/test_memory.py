@@ -23,7 +23,7 @@ from planner.own import is_own, own_bytes, saved_words
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.training import Training
-from tests.autopar.models import MODELS
+from tests.autopar.models import MODELS, Model, llama, text
 
 TOLERANCE = 0.05  # of models so small that a few numbers per row show; the issue of the benchmark is the mean
 
@@ -88,10 +88,20 @@ def test_the_predicted_peak_is_the_observed_one_with_masters(name: str, pin: Map
     assert plan.predicted.peak_bytes == pytest.approx(observed, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "shared-layers"])
-def test_the_predicted_peak_of_parameters_gathered_in_each_micro_batch_is_the_observed_one(name: str) -> None:
+@pytest.mark.parametrize(
+    "made, most",
+    [
+        (MODELS["gpt2"], 0.9),  # while one of its two layers computes, the other one's parameters are on their way
+        (MODELS["shared-layers"], 0.75),
+        (Model("llama of 8 layers", lambda: llama(num_hidden_layers=8), text), 0.65),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_predicted_peak_of_parameters_gathered_in_each_micro_batch_is_the_observed_one(
+    made: Model, most: float
+) -> None:
     """Added up, not followed: within 8 %, whether blocks keep what they gather or make all of it again."""
-    model, batch = MODELS[name].build()
+    model, batch = made.build()
     traced = trace(model, None, batch)
     observed: dict[object, int] = {}
     for zero, level in ((2, "none"), (3, "none"), (3, "full")):
@@ -101,7 +111,7 @@ def test_the_predicted_peak_of_parameters_gathered_in_each_micro_batch_is_the_ob
         if zero == 3:
             assert plan.predicted.peak_bytes == pytest.approx(observed[zero, level], rel=0.08)
     assert observed[3, "full"] < observed[3, "none"] < observed[2, "none"]
-    assert observed[3, "full"] < 0.75 * observed[2, "none"]
+    assert observed[3, "full"] < most * observed[2, "none"]
 
 
 @pytest.mark.parametrize("name, error", [("mlp", 0.002), ("llama", 0.02)])

@@ -66,6 +66,9 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
 TURNS: list[tuple[str, dict[str, Any], int]] = [
     ("gpt2", {"micro_batches": 2, "data": 2}, 2),
     ("gpt2", {"micro_batches": 4, "pipeline": 2, "tensor": 2, "schedule": "1f1b"}, 4),
+    ("llama", {"micro_batches": 4, "data": 2, "zero": 3, "recompute": "none"}, 2),
+    ("llama", {"micro_batches": 4, "data": 2, "zero": 3, "recompute": "full"}, 2),
+    ("llama", {"micro_batches": 2, "data": 2, "tensor": 2, "zero": 3, "recompute": "full"}, 4),
     ("gpt2", {"micro_batches": 2, "replicate": 2, "data": 2, "zero": 3}, 4),
     ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 3, "schedule": "gpipe"}, 4),
     ("gpt2", {"micro_batches": 2, "data": 2, "zero": {**BY_MODULE, "transformer.wpe": 0}}, 2),

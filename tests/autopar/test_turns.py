@@ -36,7 +36,13 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("llama", {"micro_batches": 4, "pipeline": 2, "data": 2, "schedule": "zero_bubble"}, 4),
     ("gpt2", {"micro_batches": 2, "data": 4, "zero": 3}, 4),
     ("gpt2", {"micro_batches": 2, "replicate": 2, "data": 2, "zero": 3, "recompute": "full"}, 4),
+    ("gpt2", {"micro_batches": 2, "data": 2, "tensor": 2, "zero": 3, "recompute": "full"}, 4),
     ("llama", {"micro_batches": 4, "pipeline": 2, "data": 2, "zero": 3, "schedule": "zero_bubble"}, 4),
+    (
+        "llama",
+        {"micro_batches": 4, "pipeline": 2, "data": 2, "zero": 3, "schedule": "zero_bubble", "recompute": "full"},
+        4,
+    ),
     ("llama", {"micro_batches": 4, "pipeline": 2, "tensor": 2, "schedule": "dualpipev", "recompute": "full"}, 4),
     ("gpt2", {"micro_batches": 4, "pipeline": 2, "tensor": 2, "schedule": "zbv"}, 4),
     ("llama", {"micro_batches": 4, "pipeline": 2, "schedule": "dualpipev", "recompute": "full"}, 2),

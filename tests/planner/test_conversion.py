@@ -11,7 +11,7 @@ from planner.cost import CostModel
 from planner.fold import fold
 from planner.formulate import BUCKET_BYTES, NOT_BROUGHT, Space, rules_of
 from planner.graph import Ref, TensorType
-from planner.layout import I, Mesh, P, R, Shard, local_shape
+from planner.layout import MICRO, I, Mesh, P, R, Shard, local_shape
 from planner.training import Training
 from tests.planner.plans import cluster, residual_mlp
 
@@ -186,6 +186,29 @@ def test_parameters_that_one_call_brings_pay_for_one_call_together(source, kind,
     assert sum(shares) == pytest.approx(cost.collective_s(kind, mesh.axes[0], sum(sizes.values()), beside=beside))
     assert min(shares) >= cost.collective_s(kind, mesh.axes[0], 0, beside=beside) / len(refs)
     assert all(stated.together(ref) == NOT_BROUGHT for ref in refs)
+
+
+@pytest.mark.parametrize("gathers", ["each", "once"])
+def test_in_turns_gathers_of_each_micro_batch_alone_run_beside_computing(gathers):
+    """Their gradients are waited for, and so is all that is done once a step."""
+    graph, cost, axis = residual_mlp(), CostModel(measured_cluster()), Mesh.of(data=4).axes[0]
+    spaces = (
+        Space(fold(graph), Mesh.of(data=4), cost, Training(), rules_of(graph)),
+        Space(fold(graph), Mesh.of(**{MICRO: 2, "data": 4}), cost, Training(gathers=gathers), rules_of(graph)),
+    )
+    layer = next(i.block for i in spaces[0].folded.instances if i.block.path.startswith("layers"))
+    refs = [ref for ref in layer.inputs if graph.by_name[ref.node].op == "param"]
+    size = sum(graph.type_of(ref).size_bytes for ref in refs)
+
+    def waits_s(kind, bytes_in):
+        return cost.collective_s(kind, axis, bytes_in) - cost.collective_s(kind, axis, bytes_in, beside=True)
+
+    more_s = np.zeros(2)
+    for sign, space in zip((-1, 1), spaces, strict=True):
+        before = (I,) * (len(space.mesh.axes) - 1)
+        more_s += sign * np.sum([space.conversion_s(ref, (*before, Shard(0)), (*before, R)) for ref in refs], axis=0)
+    assert more_s[0] == pytest.approx(waits_s("all_gather", size // 4) if gathers == "once" else 0.0, abs=1e-12)
+    assert more_s[1] == pytest.approx(waits_s("reduce_scatter", size))
 
 
 def test_values_that_are_no_parameters_pay_for_calls_of_their_own():

@@ -115,6 +115,26 @@ def test_gathered_once_are_parameters_and_gradients_in_all_versions() -> None:
         assert held["gathered layers.0.up.weight"] == (whole, 1)  # of the block that works
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_the_next_block_of_a_stage_gathers_is_on_its_way(recompute: str) -> None:
+    """Whole, and this rank's parts behind one another: to the layer after, or to the one before that gathers again."""
+    pin = {"pipeline": 2, "micro_batches": 8, "data": 2, "zero": 3, "schedule": "1f1b", "recompute": recompute}
+    found = search(GRAPH, cluster(4), Pins.parse(pin), Training())
+    assert found.staged is not None
+    (_, high, _), paths = found.staged.cut.bounds, [each.block.path for each in found.assignment.space.folded.instances]
+    assert paths[:high] == ["stem", "layers.0", "layers.1", "layers.2"]
+    layer_bytes = 4 * (2 * 256 * 1024 + 256 + 1024) * 3 // 2
+    coming = found.staged.coming
+    assert [each[:2] for each in coming[:high]] == [(layer_bytes, number) for number in (1, 2, 1, 2)]
+    assert [each.is_again for each in coming[:high]] == [False, False, True, True]
+    assert coming[high].number > high  # nothing comes from or to another stage
+    alive = {held.name: held for held in fullest_of(GRAPH, pin).alive}
+    assert alive["gathered layers.1.up.weight on its way"].bytes == 4 * 256 * 1024 * 3 // 2
+    assert sum(held.bytes for name, held in alive.items() if name.endswith("on its way")) == layer_bytes
+    once = search(GRAPH, cluster(4), Pins.parse({**pin, "zero": 2}), Training())
+    assert once.staged is not None and not any(each.bytes for each in once.staged.coming)
+
+
 @pytest.mark.parametrize(
     "pin", [{"pipeline": 2, "micro_batches": 8, "data": 2, "schedule": "1f1b"}, {"data": 4}], ids=str
 )

@@ -417,13 +417,17 @@ IN_EACH = '{"data": 4, "micro_batches": 4, "zero": 3}'
 
 
 def test_parameters_are_gathered_in_each_micro_batch_where_memory_asks_for_it() -> None:
-    """Once a step all of them, and their gradients, are there whole; in each micro-batch those of a block."""
+    """Once a step all of them, and their gradients, are there whole; in each micro-batch those of a block, and as they
+    come those of the next.
+    """
     pin: dict[str, Any] = {"data": 4, "micro_batches": 4}
     once, each = (searched(cluster(4), {**pin, "zero": zero}) for zero in (2, 3))
     assert (once.best.division.gathers, each.best.division.gathers) == ("once", "each")
     assert once.staged is not None and each.staged is not None
     assert once.staged.memory_bytes["gathered"] > 5 * each.staged.memory_bytes["gathered"] > 0
-    assert each.evaluation.peak_bytes < 0.5 * once.evaluation.peak_bytes
+    coming_bytes = 4 * (2 * 256 * 1024 + 256 + 1024) * 5 // 4  # of a layer, and parts of it behind one another
+    assert max(coming.bytes for coming in each.staged.coming) == coming_bytes
+    assert each.evaluation.peak_bytes - coming_bytes < 0.5 * once.evaluation.peak_bytes
     assert each.evaluation.time_s > once.evaluation.time_s
     roomy, tight = searched(cluster(4), pin), searched(cluster(4, "30 MiB"), pin)
     assert roomy.best.division.gathers == "once" and {c.division.gathers for c in roomy.candidates} == {"once"}
