@@ -55,13 +55,23 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import autopar
 from autopar.checkpoint.parts import Box
-from planner.errors import CheckpointError
+from autopar.runtime.disk import check_there
+from autopar.runtime.pages import READ, WRITE
+from planner.errors import CheckpointError, DiskError
 from planner.words import in_all_bytes
 
 FORMAT = 1
 """Of the manifest and of the index; larger where an older autopar would misread it."""
 _METADATA, _MANIFEST, _INDEX, _SAVE, _LOCK = ".metadata", "manifest.json", "index.pt", "save-", ".saving"
 _BLOCK = 2**24
+NOT_SAVED = (
+    "The checkpoint that was there before is as it was: if the disk does not come back go on from that, with another "
+    "offload_path"
+)
+HALF_LOADED = (
+    "Module and optimizer are half loaded: load again when the disk comes back, or into a module with another "
+    "offload_path"
+)
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.EBADF)
 """What file systems say that cannot write a directory through."""
 _NAMED = frozenset(
@@ -178,6 +188,7 @@ def write(
 
     Raises:
         CheckpointError: the disk is full, or the like.
+        DiskError: values are in a file that cannot be read.
     """
     planner = _Pieces(pieces, shapes)
     writer = FileSystemWriter(path / name, per_thread_copy_ahead=0)
@@ -188,6 +199,8 @@ def write(
         return Written(plan, [], {})
     try:
         found = writer.write_data(planner.finish_plan(writer.prepare_local_plan(plan)), planner)
+    except DiskError:
+        raise
     except Exception as error:
         reason = files.failure or error
         text = reason.strerror if isinstance(reason, OSError) and reason.strerror else str(reason)
@@ -291,7 +304,9 @@ class _Pieces(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._values[write_item.index]
+        values = self._values[write_item.index]
+        check_there(values, READ, write_item.index.fqn, NOT_SAVED)
+        return values
 
 
 class _Summed(io.BufferedWriter):
@@ -527,7 +542,9 @@ class _Destinations(DefaultLoadPlanner):
         self._tensors = tensors
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._tensors[index]
+        found = self._tensors[index]
+        check_there(found, WRITE, index.fqn, HALF_LOADED)
+        return found
 
 
 def _table_of_contents(path: Path) -> bytes:

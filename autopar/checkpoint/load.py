@@ -48,6 +48,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: there is none, it is damaged, it is of another model or optimizer, or something in ``extra``
             was not saved or takes no state.
+        DiskError: of a plan with model data on disk, a file cannot be written; all are left half loaded.
     """
     ranks = idle(module)
     found: list[_Load] = []

@@ -18,7 +18,9 @@ from autopar.checkpoint import files
 from autopar.checkpoint.contents import MODEL, Held, HeldState, Index
 from autopar.checkpoint.parts import Box, Part, pieces
 from autopar.checkpoint.together import Ranks
+from autopar.runtime.disk import check_there
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.pages import READ
 from planner.errors import AutoparError, CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: it cannot be written, holds what cannot be saved, or another save to the path is under way.
             What goes wrong in the background is raised by ``wait()``, or by the next save.
+        DiskError: of a plan with model data on disk, what is to be saved cannot be read. The same.
     """
     where, ranks = files.place(path).absolute(), idle(module)
     task = f"saving the checkpoint {str(where)!r}"
@@ -147,7 +150,7 @@ class Saving:
         """Return when the checkpoint is on disk.
 
         Raises:
-            CheckpointError: it was not saved; the one before it is as it was.
+            CheckpointError, DiskError: it was not saved; the one before it is as it was.
         """
         if self._thread is not None:
             self._thread.join()
@@ -286,6 +289,7 @@ def _on_host(todo: list[tuple[str, Box, Tensor]]) -> list[tuple[str, Box, Tensor
     """Copies, which training does not change; from a GPU all are under way at once."""
     copies = []
     for key, box, values in todo:
+        check_there(values, READ, key, files.NOT_SAVED)
         copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
         copies.append((key, box, copy.copy_(values, non_blocking=values.is_cuda)))
     if torch.cuda.is_initialized():

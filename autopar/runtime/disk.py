@@ -2,7 +2,7 @@
 
 A file is allocated whole before it is mapped: a disk that is full is an error then, and nothing can fail for want of
 room where memory is written. What fails later, the disk or who shortens a file, is an error where the file is used
-(:meth:`Disk.ask`). The files have no names: nobody's are reused or removed, and however a process ends, the
+(:func:`check_there`). The files have no names: nobody's are reused or removed, and however a process ends, the
 system takes its files back.
 """
 
@@ -73,13 +73,7 @@ class Disk:
             DiskError: it cannot, and would end the process.
         """
         for each in memory:
-            why = cannot_bring(each, way)
-            if why is not None:
-                raise DiskError(
-                    f"the system cannot {'read' if way == READ else 'write'} {in_all_bytes(each.nbytes)} of model data "
-                    f"in a file under {str(self.folder)!r} ({why}): the disk fails, or somebody made the file shorter. "
-                    f"{self._way_out}"
-                )
+            check_there(each, way, f"model data under {str(self.folder)!r}", self._way_out)
 
     @property
     def _way_out(self) -> str:
@@ -98,6 +92,24 @@ class Disk:
         return (
             "What is in other files is as it was: if the disk comes back repeat this step, else load the last "
             "checkpoint with another offload_path"
+        )
+
+
+def check_there(memory: Tensor, way: int, what: str, way_out: str) -> None:
+    """Have the system bring memory before it is used, which may be that of a file; of a device it is there.
+
+    Args:
+        way: :data:`autopar.runtime.pages.READ` or ``WRITE``: what it is used for.
+        what: it is, and what to do, if it cannot.
+
+    Raises:
+        DiskError: it cannot, and would end the process.
+    """
+    why = cannot_bring(memory, way) if memory.device.type == "cpu" else None
+    if why is not None:
+        raise DiskError(
+            f"the system cannot {'read' if way == READ else 'write'} {in_all_bytes(memory.nbytes)} of {what}, in a "
+            f"file ({why}): the disk fails, or somebody made the file shorter. {way_out}"
         )
 
 

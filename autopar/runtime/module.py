@@ -24,21 +24,28 @@ from torch.fx import GraphModule
 
 from autopar.runtime.buckets import Buckets
 from autopar.runtime.carrier import Carrier
+from autopar.runtime.disk import check_there
 from autopar.runtime.entering import parts_at_home
 from autopar.runtime.gradients import Holders, know_each_other
 from autopar.runtime.mail import Pipeline
 from autopar.runtime.mesh import as_dtensor, groups_of, part_of, placements, whole_of
 from autopar.runtime.optimizer import Groups, StateKeeper, expect_state, make_optimizer
+from autopar.runtime.pages import READ, WRITE
 from autopar.runtime.parameters import local_parts, renew
 from autopar.runtime.stage import programs_in
 from autopar.runtime.state import RunState
 from autopar.runtime.step import Step
 from autopar.runtime.trace import observed, save_together
 from autopar.runtime.updating import check_separate
-from planner.errors import InputError, PlanError
+from planner.errors import DiskError, InputError, PlanError
 from planner.layout import I, Layout, Mesh, R, local_shape
 from planner.timeline import StepTimeline
 
+UNCHANGED = (
+    "Nothing was changed: if the disk comes back call it again (where other ranks wait for this one, end all), else "
+    "load the last checkpoint with another offload_path"
+)
+"""What is so where a state dict cannot be taken from files, or put there."""
 Program = GraphModule | Step
 """Leaves -> outputs and updates."""
 
@@ -430,10 +437,14 @@ class ParallelModule(nn.Module):
         )
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The original model's state dict, whole, on the CPU; every rank must call it (it gathers)."""
+        """The original model's state dict, whole, on the CPU; every rank must call it (it gathers).
+
+        Raises:
+            DiskError: a parameter is in a file that cannot be read.
+        """
         own = self.state_dict()
         if self.pipeline is None:
-            return {name: _on_cpu(value) for name, value in own.items()}
+            return {name: _on_cpu(name, value) for name, value in own.items()}
         forms = {name: (tuple(value.shape), value.dtype) for name, value in own.items()}
         stages: list[dict[str, Any]] = [{} for _ in range(self.pipeline.size)]
         dist.all_gather_object(stages, forms, group=self.pipeline.ranks)
@@ -442,7 +453,7 @@ class ParallelModule(nn.Module):
             home = next((number for number, held in enumerate(stages) if name in held), None)
             if home is None:
                 continue
-            value = _on_cpu(own[name]).to(self._device) if home == self.pipeline.rank else None
+            value = _on_cpu(name, own[name]).to(self._device) if home == self.pipeline.rank else None
             if value is None:
                 shape, dtype = stages[home][name]
                 value = torch.empty(shape, dtype=dtype, device=self._device)
@@ -451,7 +462,11 @@ class ParallelModule(nn.Module):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load full tensors (the original model's dict) or DTensors (another plan's, on this mesh)."""
+        """Load full tensors (the original model's dict) or DTensors (another plan's, on this mesh).
+
+        Raises:
+            DiskError: a parameter is in a file that cannot be written; nothing was loaded.
+        """
         if isinstance(self.program, Step):
             self.program.left = None  # gradients of other weights
         if self.carrier is not None:
@@ -471,7 +486,7 @@ class ParallelModule(nn.Module):
                 if name not in theirs
             }
             result = super().load_state_dict(local, strict=strict, assign=assign)
-        except (InputError, RuntimeError) as error:
+        except (InputError, DiskError, RuntimeError) as error:
             mine = error
         dist.all_gather_object(wrong, mine, group=self.pipeline.ranks)
         first = next((error for error in wrong if error is not None), None)
@@ -487,7 +502,8 @@ class ParallelModule(nn.Module):
                 f"{name} has shape {tuple(value.shape)} in the state dict, {tuple(own.shape)} in the model"
             )
         if isinstance(value, DTensor):
-            value = whole_of(value)
+            value = _whole(name, value)
+        check_there(own._local_tensor, WRITE, name, UNCHANGED)
         leaf = next(spec for spec in self._leaf_names.values() if _lookup(self, spec.name) is _lookup(self, name))
         part = part_of(value, leaf.layout, self.mesh, self.rank).to(own.device, own.dtype)
         return as_dtensor(part, self.device_mesh, own.placements, own.shape, own.stride())
@@ -497,9 +513,14 @@ def _is_cut(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(not placement.is_replicate() for placement in parameter.placements)
 
 
-def _on_cpu(value: Tensor) -> Tensor:
+def _on_cpu(name: str, value: Tensor) -> Tensor:
     """A copy of a tensor, whole, on the CPU."""
-    return (whole_of(value) if isinstance(value, DTensor) else value).detach().cpu().clone()
+    return (_whole(name, value) if isinstance(value, DTensor) else value).detach().cpu().clone()
+
+
+def _whole(name: str, value: DTensor) -> Tensor:
+    check_there(value._local_tensor, READ, name, UNCHANGED)
+    return whole_of(value)
 
 
 def _readable(code: str, name: str) -> str:

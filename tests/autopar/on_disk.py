@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopar
@@ -196,6 +199,71 @@ def loses_nothing(document: dict[str, Any], path: str) -> None:
     expected = model.state_dict()
     for key, value in pmodel.full_state_dict().items():
         torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+
+
+def is_not_ended(document: dict[str, Any], path: str) -> None:
+    """Each file in turn cannot be used, and what is ours reads and writes them outside steps."""
+    model, _ = model_of("mlp")
+    pmodel = parallel(copy.deepcopy(model), Plan.from_dict(document), path)
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
+        pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
+    ]
+
+    def trains(seed: int) -> None:
+        for m, optimizer in zip((model, pmodel), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(m, another("mlp", seed)).backward()
+            optimizer.step()
+
+    trains(0)
+    saved, full = Path(path).parent / "saved", pmodel.full_state_dict()
+    autopar.save_checkpoint(saved, pmodel, optimizers[1])
+    uses = {
+        "full": pmodel.full_state_dict,
+        "put": lambda: pmodel.load_state_dict(full),
+        "save": lambda: autopar.save_checkpoint(saved, pmodel, optimizers[1]),
+        "beside": lambda: autopar.save_checkpoint(saved, pmodel, optimizers[1], wait=False).wait(),
+        "load": lambda: autopar.load_checkpoint(saved, pmodel, optimizers[1]),
+    }
+    seen = []
+    for file in unnamed(path):
+        size = os.fstat(file).st_size
+        kept = os.pread(file, size, 0)
+        os.ftruncate(file, 0)
+        seen.append("".join(f"{name} " for name, use in uses.items() if _fails(use)))
+        assert os.pwrite(file, kept, 0) == size
+        autopar.load_checkpoint(saved, pmodel, optimizers[1])
+    state = 2 * len([*model.parameters()])
+    assert sorted(seen) == sorted(["full put save beside load ", "", *["save beside load "] * state])
+    trains(1)
+    expected = model.state_dict()
+    for key, value in pmodel.full_state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+
+
+def _fails(use: Callable[[], object]) -> bool:
+    """Whether what is used is in a file that cannot be; the error names it."""
+    try:
+        use()
+    except DiskError as error:
+        pattern = (
+            r"cannot (read|write) .* of ((model|optim)\.)?layers\.\d\.\S+, in a file \(Bad address\): the disk fails"
+        )
+        return re.search(pattern, str(error)) is not None
+    return False
+
+
+def fails_on_all_stages(document: dict[str, Any], path: str) -> str:
+    """The second stage cannot write its parameters: none of both loads any."""
+    pmodel = parallel(model_of("mlp")[0], Plan.from_dict(document), path)
+    full = pmodel.full_state_dict()
+    if dist.get_rank():
+        for file in unnamed(path):
+            os.ftruncate(file, 0)
+    with pytest.raises(DiskError) as error:
+        pmodel.load_state_dict(full)
+    return str(error.value)
 
 
 class Own:

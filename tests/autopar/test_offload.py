@@ -118,6 +118,18 @@ def test_files_that_cannot_be_read_are_errors_that_lose_nothing(pool: LocalProce
     pool.run(on_disk.loses_nothing, on_disk.plan_of(1).to_dict(), str(tmp_path / "offload"), ranks=1)
 
 
+def test_files_that_cannot_be_used_end_nothing_of_ours(pool: LocalProcesses, tmp_path: Path) -> None:
+    (tmp_path / "offload").mkdir()
+    pool.run(on_disk.is_not_ended, on_disk.plan_of(1).to_dict(), str(tmp_path / "offload"), ranks=1)
+
+
+def test_a_stage_that_cannot_write_its_files_is_an_error_of_all(pool: LocalProcesses, tmp_path: Path) -> None:
+    (tmp_path / "offload").mkdir()
+    plan = on_disk.plan_of(2, pipeline=2, micro_batches=2)
+    said = pool.run(on_disk.fails_on_all_stages, plan.to_dict(), str(tmp_path / "offload"), ranks=2)
+    assert said[0] == said[1] and "cannot write" in said[0]
+
+
 def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
     document = carried.plan_of("mlp", {"data": 2, "zero": 3}, 2).to_dict()
     pool.run(carried.goes_other_ways, "mlp", document, ranks=2)
