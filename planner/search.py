@@ -27,7 +27,7 @@ from planner.keep import keeping, with_levels_between
 from planner.looks import Progress, Setting
 from planner.mesh import MAX_AXES
 from planner.pins import Pins
-from planner.recompute import named
+from planner.recompute import named_by_kind
 from planner.seams import finer
 from planner.skeleton import Skeleton
 from planner.training import Training
@@ -95,7 +95,8 @@ def search(
     folded = pinned_apart(folded, pins.zero)
     skeleton = Skeleton(folded, rules)
     skeleton.survey()
-    cost, levels = CostModel(cluster), named(folded, map(pins.levels, ways_of_kinds(folded, pins.zero)))
+    levels = named_by_kind(folded, map(pins.levels, ways_of_kinds(folded, pins.zero)))
+    cost = CostModel(cluster)
     if pins.recompute is None:
         levels = with_levels_between(levels, skeleton, cost)
     elif pins.keep:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 
@@ -14,7 +13,7 @@ from planner.fold import fold
 from planner.formulate import Space, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.mesh import candidate_meshes
-from planner.recompute import ALONE, COMPUTED, LEVELS, Amount, Level, Recompute, apart, ladder, named, together
+from planner.recompute import COMPUTED, LEVELS, Amount, Recompute, apart, ladder, named, together
 from planner.skeleton import Skeleton
 from planner.solve import lower_bound_between, solve
 from planner.training import Training
@@ -105,17 +104,13 @@ def test_the_ladder_goes_from_nothing_to_everything() -> None:
         *(Amount.of({"full": full, "selective": 4 - full}) for full in range(1, 5)),
     ]
     assert not steps[0] and all(steps[1:])
-
-    def left(levels: Sequence[Level], alone: Sequence[Level]) -> tuple[Recompute, ...]:
-        return ladder(FOLDED, named(FOLDED, [(levels, alone)] * kinds)).steps
-
-    assert left(["none"], ["none"]) == steps[:1]
+    assert ladder(FOLDED, named(FOLDED, ("none",), ("none",))).steps == steps[:1]
     for level, step in (("gathered", kinds + 3), ("selective", kinds + 7), ("full", -1)):
-        assert left([level], ["gathered"]) == (steps[step],)
-    assert left(LEVELS[1:], ["gathered"]) == steps[kinds + 3 :]
-    held = left(COMPUTED, ["none"])
+        assert ladder(FOLDED, named(FOLDED, (level,), ("gathered",))).steps == (steps[step],)
+    assert ladder(FOLDED, named(FOLDED, LEVELS[1:], ("gathered",))).steps == steps[kinds + 3 :]
+    held = ladder(FOLDED, named(FOLDED, COMPUTED, ("none",))).steps
     assert len(held) == 9 and not any(amount.count("gathered") for step in held for amount in step.amounts)
-    assert len(left(["full"], ALONE)) == kinds
+    assert len(ladder(FOLDED, named(FOLDED, ("full",))).steps) == kinds
 
 
 def test_levels_go_to_the_first_instances() -> None:
