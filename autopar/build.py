@@ -20,10 +20,11 @@ from autopar.runtime.disk import Disk
 from autopar.runtime.mail import Between, Pipeline, Within
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModule, Program
+from autopar.runtime.outputs import Leaving
 from autopar.runtime.random import RandomState
 from autopar.runtime.stage import Stage
 from autopar.runtime.state import RunState
-from autopar.runtime.step import Leaving, Step, Tie, Trainers
+from autopar.runtime.step import Step, Tie, Trainers
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from autopar.stages import Outline, stages_of

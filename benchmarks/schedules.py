@@ -19,10 +19,11 @@ from torch import Tensor, fx
 from autopar.processes import LocalProcesses
 from autopar.runtime.mail import Between
 from autopar.runtime.mesh import pipeline_mesh
+from autopar.runtime.outputs import Leaving
 from autopar.runtime.random import RandomState
 from autopar.runtime.stage import Passed, Stage
 from autopar.runtime.state import RunState
-from autopar.runtime.step import Leaving, Step
+from autopar.runtime.step import Step
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from planner.layout import Mesh

@@ -9,7 +9,7 @@ gradients, unless each micro-batch does so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -21,7 +21,7 @@ from planner.conversion import local_bytes
 from planner.exchange import crossing
 from planner.graph import Node, Ref
 from planner.layout import MICRO, PIPELINE, Axis, Layout
-from planner.leaves import Leaves
+from planner.leaves import Leaves, Use
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.pipeline.schedule import versions
@@ -64,9 +64,10 @@ class Link:
         gathered_s: for each way to save, what of its recomputing is gathering parameters again.
         saved: for each way to save and each operator, which of its tensors it saves; leaves are not among them.
         summed_bytes: of gradients that are there twice at the end of the step, when they are summed over ranks.
+        sent_bytes: of what is sent on behind the block, where a stage ends there; returned_bytes: of the gradients that
+            come back.
         shared: the leaves that other blocks read too, by name. The first block that reads one counts it as its own.
-        added: the gradients to which several operators add in each micro-batch, by parameter: how many do here, and
-            bytes of what they add up in before it is added to those of other micro-batches.
+        uses: of the parameters that several operators of the model read.
     """
 
     block: Block
@@ -83,8 +84,10 @@ class Link:
     gathered_s: tuple[float, ...]
     saved: tuple[tuple[Places, ...], ...]
     summed_bytes: int
+    sent_bytes: int
+    returned_bytes: int
     shared: tuple[tuple[str, Shared], ...] = ()
-    added: tuple[tuple[str, int, int], ...] = ()
+    uses: tuple[Use, ...] = ()
 
     @property
     def once_s(self) -> float:
@@ -150,31 +153,29 @@ class _Chain:
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
-        return tuple(self._link(number, sent) for number, sent in enumerate(self._sent_s()))
+        return tuple(self._link(number, refs) for number, refs in enumerate(crossing(self.folded)))
 
-    def _sent_s(self) -> list[float]:
-        """Seconds to send on, after each block, all values of it and earlier ones that later ones read."""
-        space, graph, delivered = self.space, self.graph, self.assignment.delivered
-        axis = Axis(PIPELINE, space.stages, space.mesh.size)
-        sizes = (
-            sum(local_bytes(graph.type_of(ref), delivered(ref), space.mesh) for ref in refs)
-            for refs in crossing(self.folded)
+    def _bytes_sent(self, refs: Iterable[Ref]) -> int:
+        """Bytes of values as they are sent from stage to stage."""
+        return sum(
+            local_bytes(self.graph.type_of(ref), self.assignment.delivered(ref), self.space.mesh) for ref in refs
         )
-        return [space.collective_s("send", axis, size) if size else 0.0 for size in sizes]
 
-    def _link(self, number: int, send_s: float) -> Link:
+    def _link(self, number: int, crosses: Sequence[Ref]) -> Link:
+        """A block, and the values of it and earlier ones that later ones read."""
         instance = self.folded.instances[number]
+        sent = self._bytes_sent(crosses), self._bytes_sent(ref for ref in crosses if ref in self.graph.differentiated)
         leaves = self.leaves.first_read[number]
         shared = tuple(name for name in leaves if len(self.space.role_of[name]) == 2)
         entered = tuple(self.assignment.delivered(ref) for ref in instance.block.inputs)
         left = tuple((self.space.is_read(ref), self._leaving(ref)) for ref in instance.block.outputs)
         first = tuple(self._savers.get(ref, [number])[0] == number for ref in instance.block.inputs)
-        key = (instance.kind, entered, left, shared, first, send_s)
+        key = (instance.kind, entered, left, shared, first, sent)
         if key not in self._known:
-            self._known[key] = self._work_out(number, leaves, send_s)
+            self._known[key] = self._work_out(number, leaves, *sent)
         read = dict.fromkeys(ref.node for ref in instance.block.inputs if ref.node in self._shared)
-        added = tuple(self.leaves.added(number))
-        return replace(self._known[key], shared=tuple((name, self._shared[name]) for name in read), added=added)
+        uses = tuple(self.leaves.uses(number))
+        return replace(self._known[key], shared=tuple((name, self._shared[name]) for name in read), uses=uses)
 
     @cached_property
     def _savers(self) -> dict[Ref, list[int]]:
@@ -198,8 +199,10 @@ class _Chain:
             found[name] = Shared(held, gather_s * times, reduce_s * times, update_s, sum_s)
         return found
 
-    def _work_out(self, number: int, leaves: list[str], send_s: float) -> Link:
+    def _work_out(self, number: int, leaves: list[str], sent_bytes: int, returned_bytes: int) -> Link:
         instance, sums = self.folded.instances[number], _Sums()
+        way = Axis(PIPELINE, self.space.stages, self.space.mesh.size)
+        send_s = self.space.collective_s("send", way, sent_bytes) if sent_bytes else 0.0
         for name in leaves:
             layout = self.assignment.produced(Ref(name))
             sums.update_s += self.space.storage(self.graph.by_name[name], layout)[0]
@@ -207,6 +210,7 @@ class _Chain:
         for node in instance.block.nodes:
             self._run(sums, node)
         held = sum(self.leaves.held(number).values(), Counter[str]())
+        held["activations"] += sum(self.leaves.outputs(number).values())
         brought = brought_by(self.assignment, number, self._savers)
         levels = self.levels.of(instance.kind) if brought.lets_go.total() else self.levels.computed(instance.kind)
         again_s = [self._again_s(number, level) for level in levels]
@@ -231,6 +235,8 @@ class _Chain:
             tuple(gathered_s for _, gathered_s in again_s),
             saved,
             self.leaves.summed(number).total(),
+            sent_bytes,
+            returned_bytes,
         )
 
     def _run(self, sums: _Sums, node: Node) -> None:

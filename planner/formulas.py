@@ -284,8 +284,8 @@ def _in_turns(assignment: Assignment, staged: Staged, grown: Growth | None) -> _
     space = assignment.space
     recomputing = replace(assignment, recompute=staged.recompute(space.folded))
     in_flight, held = _in_flight(staged, grown), dict(staged.memory_bytes)
-    planned, moved = (max(_saved(staged, each)) for each in (staged.pipeline.moments, in_flight))
-    held["activations"] = held["activations"] - planned + moved
+    if not staged.is_fullest_at_end:
+        held["activations"] = held["activations"] + _more_in_flight(staged, in_flight)
     return _Grown(
         held,
         dict.fromkeys(moments(assignment, staged, in_flight)),
@@ -295,10 +295,11 @@ def _in_turns(assignment: Assignment, staged: Staged, grown: Growth | None) -> _
     )
 
 
-def _saved(staged: Staged, in_flight: InFlight) -> list[int]:
-    """Bytes that the fullest rank has saved at each of its fullest moments."""
-    stages, moments = in_flight[staged.fullest_rank]
-    return [staged.held_of(counts, stages) for counts in moments]
+def _more_in_flight(staged: Staged, in_flight: InFlight) -> int:
+    """Bytes that the fullest rank has saved of micro-batches at its fullest moment, less those that are planned."""
+    (stages, planned), (_, moved) = staged.pipeline.moments[staged.fullest_rank], in_flight[staged.fullest_rank]
+    counts, _ = staged.fullest_moment(staged.fullest_rank)
+    return staged.held_of(moved[planned.index(tuple(counts))], stages) - staged.held_of(counts, stages)
 
 
 def _in_flight(staged: Staged, grown: Growth | None) -> InFlight:

@@ -7,13 +7,16 @@ micro-batch in flight, and what the block that needs most has while it runs or i
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 from planner.assignment import Assignment
 from planner.brought import Brought, brought_by, coming, savers_of
 from planner.charges import Places
 from planner.conversion import local_bytes
-from planner.graph import Node
+from planner.exchange import crossing
+from planner.graph import Node, Ref
 from planner.heap import BEFORE, Fullest, Held
 from planner.leaves import Leaves
 from planner.names import called
@@ -30,6 +33,8 @@ TENSORS = {
     "gathered": "gathered {}",
 }
 """What is held of a leaf, by use."""
+NEXT = "room for the next messages"
+"""What each other rank's next message is going to be received in."""
 Moment = tuple[str, list[Held]]
 """What runs, and what is alive then beside what is held and saved."""
 
@@ -59,7 +64,7 @@ class _Rank:
             where = f"summing gradients{self._on_rank}"
         else:
             what, beside = self._most()
-            alive += [*self._saved(), *self._added(), *beside]
+            alive += [*self._saved(), *self._messages(), *self._added(), *beside]
             where = self._where(what)
         size = sum(held.all_bytes for held in alive)
         ordered = sorted((held for held in alive if held.bytes), key=lambda held: -held.all_bytes)
@@ -80,6 +85,9 @@ class _Rank:
         for number, *_ in self._blocks:
             for name, size in self.leaves.summed(number).items():
                 yield Held(f"sum over ranks of the gradient of {self._called(name)}", "gradients", size, block=number)
+        for rank, name, _, last in self.staged.apart:
+            if rank == self.rank:
+                yield Held(f"gradient of {self._called(name)} in all its uses", "gradients", last)
 
     def _added(self) -> Iterator[Held]:
         """What the gradients of a micro-batch add up in, where several operators find one."""
@@ -87,12 +95,16 @@ class _Rank:
             if rank == self.rank:
                 yield Held(f"gradient of {self._called(name)} in one micro-batch", "temporary", size)
 
+    @cached_property
+    def _moment(self) -> tuple[dict[int, int], int]:
+        """How many micro-batches each stage of the rank holds at its fullest moment, and the block that runs then."""
+        stages, _ = self.staged.pipeline.moments[self.rank]
+        counts, need = self.staged.fullest_moment(self.rank)
+        return dict(zip(stages, counts, strict=True)), need.number
+
     @property
     def _in_flight(self) -> dict[int, int]:
-        """Micro-batches that each stage of the rank holds when all together hold most."""
-        stages, moments = self.staged.pipeline.moments[self.rank]
-        most = max(moments, key=lambda counts: self.staged.held_of(counts, stages))
-        return dict(zip(stages, most, strict=True))
+        return self._moment[0]
 
     @property
     def _blocks(self) -> Iterator[tuple[int, int, Level, Sequence[Places]]]:
@@ -102,13 +114,18 @@ class _Rank:
                 yield number, stage, link.levels[way], link.saved[way]
 
     def _held(self) -> Iterator[Held]:
-        """Of leaves."""
+        """Of leaves and outputs."""
         for number, *_ in self._blocks:
             for name, sizes in self.leaves.held(number).items():
                 yield from self._of_leaf(name, sizes, number)
+            for name, size in self.leaves.outputs(number).items():
+                yield Held(f"output {self._called(name)}", "activations", size, block=number)
         for rank, name, each in self.staged.also_read:
             if rank == self.rank:
                 yield from self._of_leaf(name, each.held, BEFORE)
+        for rank, name, apart, _ in self.staged.apart:
+            if rank == self.rank:
+                yield Held(f"gradient of {self._called(name)} in other uses", "gradients", apart)
 
     def _of_leaf(self, name: str, sizes: Mapping[str, int], number: int) -> Iterator[Held]:
         """The tensors of a leaf; what is gathered once a step is there with its gradient, and in all versions."""
@@ -126,10 +143,12 @@ class _Rank:
                 yield Held(each.format(called(leaf)), use, size // (len(tensors) * times), times, number)
 
     def _saved(self) -> Iterator[Held]:
-        """From forward to backward, of all micro-batches in flight."""
-        in_flight = self._in_flight
+        """From forward to backward, of all micro-batches in flight; of one of them later blocks saved nothing yet, or
+        what they did is gone.
+        """
+        in_flight, running = self._moment
         for number, stage, level, saved in self._blocks:
-            times = in_flight[stage]
+            times = in_flight[stage] - (number > running and stage == self._stage_of(running))
             if not times:
                 continue
             for node, places in zip(self.instances[number].block.nodes, saved, strict=True):
@@ -138,19 +157,36 @@ class _Rank:
             for name, size in brought_by(self.assignment, number, self.savers).saved(level).items():
                 yield Held(f"gathered {self._called(name)}", "activations", size, times, number)
 
+    def _messages(self) -> Iterator[Held]:
+        """What was sent on and not answered yet, what the block that runs was sent, and what is ready for more."""
+        in_flight, running = self._moment
+        for stage, times in in_flight.items():
+            if times and self.staged.sent_bytes[stage]:
+                for ref, size in self._crossing(stage).items():
+                    yield Held(f"{self._called(ref.node)} as it was sent on", "activations", size, times)
+        stage = self._stage_of(running)
+        if self.staged.returned_bytes[stage]:
+            for ref, size in self._crossing(stage).items():
+                if ref in self.graph.differentiated:
+                    yield Held(f"gradient of {self._called(ref.node)} as it came", "temporary", size)
+        yield Held(NEXT, "temporary", self.staged.waiting_bytes[self.rank])
+
+    def _crossing(self, stage: int) -> dict[Ref, int]:
+        """Bytes of the values that leave a stage for the next one."""
+        refs = crossing(self.space.folded)[self.staged.cut.bounds[stage + 1] - 1]
+        types, delivered = self.graph.type_of, self.assignment.delivered
+        return {ref: local_bytes(types(ref), delivered(ref), self.space.mesh) for ref in refs}
+
+    def _stage_of(self, number: int) -> int:
+        return bisect_right(self.staged.cut.bounds, number) - 1
+
     def _most(self) -> Moment:
         """While the block runs, or is undone, that needs most beside all that."""
-        needs = [
-            (link.working_bytes[way] + more.bytes, link.gathered_bytes[way] + more.bytes, number, link.levels[way])
-            for number, ((stage, link, way), more) in enumerate(
-                zip(self.staged.placed, self.staged.coming, strict=True)
-            )
-            if self.staged.pipeline.placed[stage] == self.rank
-        ]
-        most_bytes, _, number, level = max(needs, key=lambda each: each[:2])
-        if not most_bytes:
+        number = self._moment[1]
+        _, link, way = [*self.staged.placed][number]
+        if not link.working_bytes[way] + self.staged.coming[number].bytes:
             return "between two operators", []
-        brought = brought_by(self.assignment, number, self.savers)
+        level, brought = link.levels[way], brought_by(self.assignment, number, self.savers)
         moments = self._moments(number, level, brought)
         what, beside = max(moments, key=lambda moment: sum(held.bytes for held in moment[1]))
         return what, [*beside, *self._coming(self.staged.coming[number])]

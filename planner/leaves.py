@@ -1,10 +1,11 @@
-"""Leaves: what a rank holds of parameters, buffers and inputs through a whole step in turns, leaf by leaf.
+"""Leaves: what a rank holds of parameters, buffers, inputs and outputs through a whole step in turns, one by one.
 
 ``(Assignment, block) -> bytes by use``. A leaf is held with the first block that reads it: as it is stored, with its
 gradient and the optimizer's state; in the layout in which operators use it, where it is gathered once a step; and as
-often as the schedule has versions of the weights. An input is there with all its micro-batches.
+often as the schedule has versions of the weights. An input is there with all its micro-batches, and so is an output.
 
-What a rank sums over ranks once a step it has twice then: as it added up, and as it is stored.
+What a rank sums over ranks once a step it has twice then: as it added up, and as it is stored. A parameter that several
+blocks use has a gradient of each of them until the end of the step.
 """
 
 from __future__ import annotations
@@ -12,11 +13,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 from planner.assignment import Assignment
 from planner.conversion import local_bytes
 from planner.graph import Node, Ref
-from planner.layout import MICRO, Layout, Shard
+from planner.layout import MICRO, Layout, P, Shard
+
+
+class Use(NamedTuple):
+    """A parameter that several operators read, in a layout in which some of a block do.
+
+    Attributes:
+        readers: how many of the block do.
+        bytes: of the gradient that they find.
+        held: of it, what is there from the first micro-batch on and counted nowhere else, unless this is the only use.
+    """
+
+    name: str
+    readers: int
+    bytes: int
+    held: int
 
 
 class Leaves:
@@ -69,27 +86,39 @@ class Leaves:
                 found[ref.node] += self._summed(ref, self.assignment.delivered(ref), layout)
         return +found
 
-    def added(self, number: int) -> Iterator[tuple[str, int, int]]:
-        """The parameters of a block to which several operators add gradients in each micro-batch, in this block or
-        others: how many there are in this one, and bytes of what they add up in. None where parameters come in each
-        micro-batch.
+    def outputs(self, number: int) -> dict[str, int]:
+        """Bytes of the model's outputs that a block makes, of all micro-batches, by the operator that does."""
+        made, found = set(self.space.folded.instances[number].block.outputs), Counter[str]()
+        for position, ref in enumerate(self.space.leaving):
+            if ref in made:
+                found[ref.node] += self._output_bytes(ref, self.assignment.output_layout(position))
+        return dict(found)
+
+    def _output_bytes(self, ref: Ref, layout: Layout) -> int:
+        turns = self.mesh.micro_batches
+        if turns == 1:
+            return local_bytes(self.graph.type_of(ref), layout, self.mesh)
+        first = self.assignment.delivered(ref)[0]
+        size = local_bytes(self.graph.type_of(ref), (first, *layout[1:]), self.mesh)
+        return size * (turns if isinstance(first, Shard) or first == P else 1)
+
+    def uses(self, number: int) -> Iterator[Use]:
+        """The parameters of a block that several operators read, there or in other blocks; none where parameters come
+        in each micro-batch.
         """
         instance, is_read = self.space.folded.instances[number], self.space.skeleton.readers
         if self.space.training.tier != "device" or not self.space.brings_once:
             return
         leaves = (ref for ref in instance.block.inputs if self._is_trained(self.graph.by_name[ref.node]))
         several = {ref for ref in leaves if is_read(ref) > 1}
-        uses = Counter[tuple[Ref, Layout]]()
+        readers = Counter[tuple[Ref, Layout]]()
         for node in instance.block.nodes if several else ():
-            uses.update(
-                {
-                    (ref, at)
-                    for ref, at in zip(node.inputs, self.assignment.choice(node).operands, strict=True)
-                    if ref in several
-                }
-            )
-        for (ref, layout), count in uses.items():
-            yield ref.node, count, local_bytes(self.graph.type_of(ref), layout, self.mesh)
+            uses = zip(node.inputs, self.assignment.choice(node).operands, strict=True)
+            readers.update({(ref, layout) for ref, layout in uses if ref in several})
+        for (ref, layout), count in readers.items():
+            size = local_bytes(self.graph.type_of(ref), layout, self.mesh)
+            is_gathered = self.gathered(ref, self.assignment.delivered(ref), layout) > 0
+            yield Use(ref.node, count, size, 0 if is_gathered else self.versions * size)
 
     def _summed(self, ref: Ref, source: Layout, target: Layout) -> int:
         space = self.space

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.assignment import Assignment
-from planner.brought import brought_by, savers_of, working_moments
+from planner.brought import Brought, brought_by, savers_of, working_moments
 from planner.chain import Link, Shared, chain_of
 from planner.errors import InfeasibleError
 from planner.fold import Folded
@@ -94,6 +94,14 @@ class Coming(NamedTuple):
     bytes: int = 0
     number: int = 0
     is_again: bool = False
+
+
+class Need(NamedTuple):
+    """What a block needs beside all that its rank has saved: bytes, how much of that is gathered for it; its number."""
+
+    bytes: int
+    gathered: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -185,28 +193,34 @@ class Staged:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes by use on the fullest rank."""
         fullest = self.fullest_rank
-        found, working, gathered, summed = Counter[str](), 0, 0, 0
-        for (stage, link, way), coming in zip(self.placed, self.coming, strict=True):
+        found, summed = Counter[str](), 0
+        for stage, link, _ in self.placed:
             if self.pipeline.placed[stage] == fullest:
                 found.update(link.held)
                 summed += link.summed_bytes
-                needs = link.working_bytes[way] + coming.bytes, link.gathered_bytes[way] + coming.bytes
-                working, gathered = max((working, gathered), needs)
         for rank, _, each in self.also_read:
             if rank == fullest:
                 found.update(each.held)
+        for rank, _, apart, last in self.apart:
+            if rank == fullest:
+                found.update(gradients=apart)
+                summed += last
         if self.is_fullest_at_end:
             found.update(gradients=summed)
             return {use: found[use] for use in USES}
+        _, need = self.fullest_moment(fullest)
+        working = need.bytes + self.gone_bytes[need.number] + self.waiting_bytes[fullest]
         working += sum(size for rank, _, size in self.added if rank == fullest)
         found["activations"] += self.peak_bytes - working - found.total()
-        found.update(gathered=gathered, temporary=working - gathered)
+        found.update(gathered=need.gathered, temporary=working - need.gathered)
         return {use: found[use] for use in USES}
 
     @cached_property
     def saved_bytes(self) -> list[int]:
-        """Bytes that each stage holds of one micro-batch from forward to backward."""
-        found = [0] * self.pipeline.stages
+        """Bytes that each stage holds of one micro-batch from forward to backward: what it saved, and what it sent on,
+        until an answer comes.
+        """
+        found = [*self.sent_bytes]
         for stage, link, way in self.placed:
             found[stage] += link.block.savings[way].saved_bytes
         return found
@@ -216,18 +230,74 @@ class Staged:
         return sum(count * self.saved_bytes[stage] for count, stage in zip(counts, stages, strict=True))
 
     @cached_property
+    def needs(self) -> list[Need]:
+        """Of each stage, the block that needs most beside what is saved of all micro-batches."""
+        found = [Need(0, 0, 0)] * self.pipeline.stages
+        for number, (stage, link, way) in enumerate(self.placed):
+            coming = self.coming[number].bytes
+            beside = link.working_bytes[way] + coming + self.returned_bytes[stage] - self.gone_bytes[number]
+            found[stage] = max(found[stage], Need(beside, link.gathered_bytes[way] + coming, number))
+        return found
+
+    @cached_property
+    def gone_bytes(self) -> list[int]:
+        """Bytes that later blocks of a stage save, which are gone when a block is undone, and not yet there before."""
+        found, after, last = list[int](), 0, -1
+        for stage, link, way in reversed([*self.placed]):
+            after = after if stage == last else 0
+            found.append(after)
+            after, last = after + link.block.savings[way].saved_bytes, stage
+        return found[::-1]
+
+    def fullest_moment(self, rank: int) -> tuple[Sequence[int], Need]:
+        """When a rank holds most while it computes: micro-batches in flight of its stages, and what needs most then."""
+        stages, moments = self.pipeline.moments[rank]
+        options = (
+            (counts, max(self.needs[stage] for count, stage in zip(counts, stages, strict=True) if count))
+            for counts in moments
+            if any(counts)
+        )
+        return max(options, key=lambda each: self.held_of(each[0], stages) + each[1].bytes)
+
+    @cached_property
+    def waiting_bytes(self) -> list[int]:
+        """Bytes that each rank has ready for the next message of every other one."""
+        placed, largest = self.pipeline.placed, dict[tuple[int, int], int]()
+        for stage, (here, there) in enumerate(pairwise(placed)):
+            for way, size in (((there, here), self.sent_bytes[stage]), ((here, there), self.returned_bytes[stage])):
+                largest[way] = max(largest.get(way, 0), size)
+        return [sum(size for (to, _), size in largest.items() if to == rank) for rank in range(self.pipeline.ranks)]
+
+    @cached_property
+    def sent_bytes(self) -> list[int]:
+        """Bytes that each stage sends to another rank."""
+        return [self.links[end - 1].sent_bytes * leaves for end, leaves in self._ends]
+
+    @cached_property
+    def returned_bytes(self) -> list[int]:
+        """Bytes of the gradients that come back for that."""
+        return [self.links[end - 1].returned_bytes * leaves for end, leaves in self._ends]
+
+    @property
+    def _ends(self) -> Iterator[tuple[int, bool]]:
+        """Where each stage ends, and whether the next one is on another rank."""
+        placed = self.pipeline.placed
+        yield from zip(self.cut.bounds[1:], (*(a != b for a, b in pairwise(placed)), False), strict=True)
+
+    @cached_property
     def is_fullest_at_end(self) -> bool:
         """Whether the fullest rank is fullest when gradients are summed over ranks, and not while it computes."""
         fullest, held = self.fullest_rank, 0
         for stage, link, _ in self.placed:
             held += (link.block.held_bytes + link.summed_bytes) * (self.pipeline.placed[stage] == fullest)
         held += sum(sum(each.held.values()) for rank, _, each in self.also_read if rank == fullest)
+        held += sum(apart + last for rank, _, apart, last in self.apart if rank == fullest)
         return int(held) == int(self.peak_bytes)
 
     @property
     def added(self) -> Iterator[tuple[int, str, int]]:
-        """Ranks, the parameters whose gradient several operators there find in each micro-batch, and the bytes of what
-        they add up in before that is added to the gradient of other micro-batches.
+        """Ranks, the parameters of which several operators of one block there find a gradient in each micro-batch, and
+        the bytes of what they add up in before that is added to the gradient of other micro-batches.
         """
         return _added(self.links, self.pipeline, self.cut.bounds)
 
@@ -235,6 +305,13 @@ class Staged:
     def coming(self) -> list[Coming]:
         """What is on its way beside each block."""
         return _coming(self.links, self.cut)
+
+    @property
+    def apart(self) -> Iterator[tuple[int, str, int, int]]:
+        """Ranks, the parameters that several blocks there use, bytes of the gradients that are there for that until the
+        end of the step, beside one, and of what these are added up in then.
+        """
+        return _apart(self.links, self.pipeline, self.cut.bounds)
 
     @property
     def placed(self) -> Iterator[tuple[int, Link, int]]:
@@ -299,7 +376,7 @@ def _cut(
     links: Sequence[Link], pipeline: Pipeline, limit_bytes: int | None, cutoff_s: float, effort: int
 ) -> Staged | None:
     """The best cut of a chain that fits with what works beside it."""
-    spare = max(min(link.working_bytes) for link in links)
+    spare = min(min(link.working_bytes) for link in links)
     for _ in range(TRIES):
         try:
             room = None if limit_bytes is None else max(0, limit_bytes - spare)
@@ -317,22 +394,30 @@ def _cut(
 
 def price(links: Sequence[Link], pipeline: Pipeline, found: Cut) -> Staged:
     """All that a step of a cut takes."""
-    working, always, summed = ([0] * pipeline.ranks for _ in range(3))
-    coming = _coming(links, found)
-    for home, (low, high) in zip(pipeline.placed, pairwise(found.bounds), strict=True):
-        for link, way, beside in zip(links[low:high], found.savings[low:high], coming[low:high], strict=True):
-            working[home] = max(working[home], link.working_bytes[way] + beside.bytes)
-            always[home] += link.block.held_bytes
-            summed[home] += link.summed_bytes
-    for home, _, each in _also_read(links, pipeline, found.bounds):
-        working[home] += sum(each.held.values())
-        always[home] += sum(each.held.values())
-    for home, _, size in _added(links, pipeline, found.bounds):
-        working[home] += size
-    during = (held + more for held, more in zip(found.rank_bytes, working, strict=True))
-    at_end = (held + more for held, more in zip(always, summed, strict=True))
     once_s = max(map(sum, _once_s(links, pipeline, found.bounds)))
-    return Staged(pipeline, tuple(links), found, found.step_s + once_s, tuple(map(max, during, at_end)))
+    staged = Staged(pipeline, tuple(links), found, found.step_s + once_s, ())
+    always, at_end = _held(staged)
+    for rank, _, size in staged.added:
+        always[rank] += size
+    for rank, (stages, _) in enumerate(pipeline.moments):
+        counts, need = staged.fullest_moment(rank)
+        always[rank] += staged.held_of(counts, stages) + need.bytes + staged.waiting_bytes[rank]
+    return replace(staged, rank_bytes=tuple(map(max, always, at_end)))
+
+
+def _held(staged: Staged) -> tuple[list[int], list[int]]:
+    """Bytes that each rank holds through all of a step, and at its end."""
+    held = [0] * staged.pipeline.ranks
+    at_end = [0] * staged.pipeline.ranks
+    for stage, link, _ in staged.placed:
+        held[staged.pipeline.placed[stage]] += link.block.held_bytes
+        at_end[staged.pipeline.placed[stage]] += link.summed_bytes
+    for rank, _, each in staged.also_read:
+        held[rank] += sum(each.held.values())
+    for rank, _, apart, last in staged.apart:
+        held[rank] += apart
+        at_end[rank] += last
+    return held, [every + last for every, last in zip(held, at_end, strict=True)]
 
 
 def _coming(links: Sequence[Link], found: Cut) -> list[Coming]:
@@ -367,40 +452,49 @@ def moments(
     Args:
         in_flight: :attr:`planner.pipeline.stages.Pipeline.moments`; of sizes, where micro-batches are to move.
     """
-    pipeline, space = staged.pipeline, assignment.space
-    held, summed = [0] * pipeline.ranks, [0] * pipeline.ranks
-    working: list[dict[int, None]] = [{} for _ in held]
-    known: dict[tuple[int, Level, int], list[int]] = {}
-    savers = savers_of(assignment)
-    for number, ((stage, link, way), coming) in enumerate(zip(staged.placed, staged.coming, strict=True)):
-        home, brought = pipeline.placed[stage], brought_by(assignment, number, savers)
-        held[home] += link.block.held_bytes
-        summed[home] += link.summed_bytes
-        key = space.folded.instances[number].kind, link.levels[way], brought.there_bytes(link.levels[way])
-        if key not in known:
-            known[key] = working_moments(assignment, number, link.levels[way], brought)
-        working[home].update(dict.fromkeys(more + coming.bytes for more in known[key]))
-    for home, _, each in staged.also_read:
-        held[home] += sum(each.held.values())
-    yield from (there + more for there, more in zip(held, summed, strict=True))
-    for home, _, size in staged.added:
-        held[home] += size
+    pipeline, space, savers = staged.pipeline, assignment.space, savers_of(assignment)
+    held, at_end = _held(staged)
+    yield from at_end
+    for rank, _, size in staged.added:
+        held[rank] += size
+    # Of blocks that are alike the last of a stage needs most: least is gone behind it.
+    last: dict[tuple[int, int, Level, int, int], tuple[int, Brought]] = {}
+    for number, (stage, link, way) in enumerate(staged.placed):
+        brought = brought_by(assignment, number, savers)
+        kind, level = space.folded.instances[number].kind, link.levels[way]
+        last[stage, kind, level, brought.there_bytes(level), staged.coming[number].bytes] = number, brought
+    working: list[dict[int, None]] = [{} for _ in range(pipeline.stages)]
+    for (stage, _, level, _, coming), (number, brought) in last.items():
+        beside = coming + staged.returned_bytes[stage] - staged.gone_bytes[number]
+        working[stage].update({most + beside: None for most in working_moments(assignment, number, level, brought)})
     for rank, (stages, counts) in enumerate(in_flight):
         for moment in counts:
-            there = held[rank] + staged.held_of(moment, stages)
-            yield from (there + most for most in working[rank])
+            there = held[rank] + staged.held_of(moment, stages) + staged.waiting_bytes[rank]
+            running = (stage for count, stage in zip(moment, stages, strict=True) if count)
+            yield from {there + most: None for stage in running for most in working[stage]}
 
 
 def _added(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> Iterator[tuple[int, str, int]]:
-    """Ranks, parameters whose gradient several operators there find in each micro-batch, and bytes of what they add up
-    in.
-    """
-    counts: Counter[tuple[int, str, int]] = Counter()
+    """See :attr:`Staged.added`."""
+    found = {
+        (home, use.name, use.bytes): None
+        for home, (low, high) in zip(pipeline.placed, pairwise(bounds), strict=True)
+        for link in links[low:high]
+        for use in link.uses
+        if use.readers > 1
+    }
+    yield from found
+
+
+def _apart(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> Iterator[tuple[int, str, int, int]]:
+    """See :attr:`Staged.apart`."""
+    found: dict[tuple[int, str], list[int]] = {}
     for home, (low, high) in zip(pipeline.placed, pairwise(bounds), strict=True):
         for link in links[low:high]:
-            for name, count, size in link.added:
-                counts[home, name, size] += count
-    yield from (each for each, count in counts.items() if count > 1)
+            for use in link.uses:
+                if use.held:
+                    found.setdefault((home, use.name), []).append(use.held)
+    yield from ((home, name, sum(sizes[1:]), sizes[0]) for (home, name), sizes in found.items() if len(sizes) > 1)
 
 
 def _once_s(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> list[list[float]]:

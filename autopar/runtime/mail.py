@@ -148,9 +148,14 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class _Coming:
-    """A message that is being received."""
+    """A message that is being received.
+
+    Attributes:
+        taken: the messages from here that its sender has taken before it sends this one.
+    """
 
     message: Message
+    taken: Sequence[Message]
     tensors: list[Tensor]
     works: list[dist.Work]
 
@@ -161,6 +166,9 @@ class Between:
     What one rank sends another arrives in the order in which it is sent, which is that of the sender's actions. The
     receiver may want it in another order: what comes before is then put aside. The next message of every sender is
     received while others are worked on.
+
+    What was sent is let go when its receiver answers with something that it sends later, or the work says that it is
+    done, which gloo's never does.
 
     Args:
         schedule: the actions of all ranks of the pipeline.
@@ -179,10 +187,10 @@ class Between:
             for trains in (False, True)
             for first in (False, True)
         }
-        self._expected: dict[int, deque[Message]] = {}
+        self._expected: dict[int, deque[tuple[Message, Sequence[Message]]]] = {}
         self._coming: dict[int, _Coming] = {}
         self._aside: Messages = {}
-        self._pending: list[tuple[dist.Work, Tensor]] = []
+        self._pending: dict[Message, list[tuple[dist.Work, Tensor]]] = {}
         self._is_open = False
 
     def open(self, trains: bool, left: Messages | None) -> None:
@@ -206,15 +214,28 @@ class Between:
         for sender in self._expected:
             self._receive(sender)
 
-    def _all_arriving(self, schedule: Schedule, trains: bool) -> dict[int, list[Message]]:
-        """The messages of a step that every other rank sends here, in order."""
-        found = {}
+    def _all_arriving(self, schedule: Schedule, trains: bool) -> dict[int, list[tuple[Message, Sequence[Message]]]]:
+        """The messages of a step that every other rank sends here, in order, each with those from here that the sender
+        takes between the one before and this one.
+        """
+        found: dict[int, list[tuple[Message, Sequence[Message]]]] = {}
         for sender, row in enumerate(schedule.rows):
-            sent = (_message(action) for action in row if action.kind == "F" or (trains and action.kind in "BI"))
-            mine = [m for m in sent if 0 <= m[0] < self.schedule.stages and self._home(m[0]) == self.pipeline.rank]
-            if mine and sender != self.pipeline.rank:
-                found[sender] = mine
+            if sender == self.pipeline.rank:
+                continue
+            taken: list[Message] = []
+            for action in (action for action in row if action.kind == "F" or (trains and action.kind in "BI")):
+                received, sent = _received(action), _message(action)
+                if self._is_between(received) and self._sender(received) == self.pipeline.rank:
+                    taken.append(received)
+                if self._is_between(sent) and self._home(sent[0]) == self.pipeline.rank:
+                    found.setdefault(sender, []).append((sent, taken))
+                    taken = []
         return found
+
+    def _is_between(self, message: Message) -> bool:
+        """Whether a message goes from one stage to another, and not into the first or out of the last."""
+        stage, kind, _ = message
+        return 0 < stage < self.schedule.stages if kind == "F" else 0 <= stage < self.schedule.stages - 1
 
     def _home(self, stage: int) -> int:
         return self.schedule.rank_of[stage]
@@ -227,27 +248,29 @@ class Between:
         """Begin to receive a sender's next message, if there is one."""
         if not self._expected[sender]:
             return
-        message = self._expected[sender].popleft()
+        message, taken = self._expected[sender].popleft()
         forms = self._forms[message[0], message[1]]
         tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms]
         group, source = self.pipeline.ways[sender, self.pipeline.rank], self.pipeline.global_rank(sender)
         with self._naming(sender, message):
             works = [dist.irecv(tensor, source, group, tag_of(message)) for tensor in tensors]
-        self._coming[sender] = _Coming(message, tensors, [work for work in works if work is not None])
+        self._coming[sender] = _Coming(message, taken, tensors, [work for work in works if work is not None])
 
     def put(self, message: Message, tensors: Sequence[Tensor]) -> None:
         receiver = self._home(message[0])
         if receiver == self.pipeline.rank:
             self._within.put(message, tensors)
             return
-        self._pending = [(work, sent) for work, sent in self._pending if not work.is_completed()]
+        self._pending = {
+            each: sent for each, sent in self._pending.items() if not all(work.is_completed() for work, _ in sent)
+        }
         group, target = self.pipeline.ways[self.pipeline.rank, receiver], self.pipeline.global_rank(receiver)
         for tensor in tensors:
             sent = tensor.contiguous()
             with self._naming(receiver, message):
                 work = dist.isend(sent, target, group, tag_of(message))
             assert work is not None
-            self._pending.append((work, sent))
+            self._pending.setdefault(message, []).append((work, sent))
 
     @contextlib.contextmanager
     def _naming(self, other: int, message: Message) -> Iterator[None]:
@@ -276,8 +299,15 @@ class Between:
         with self._naming(sender, coming.message):
             for work in coming.works:
                 work.wait()
+            for message in coming.taken:
+                self._let_go(message)
             self._receive(sender)
         self._aside[coming.message] = coming.tensors
+
+    def _let_go(self, message: Message) -> None:
+        """Let go of a message that was sent, when it has arrived."""
+        for work, _ in self._pending.pop(message, ()):
+            work.wait()
 
     def share(self, loss: Tensor | None, seed: Tensor, stage: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         found = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -291,9 +321,8 @@ class Between:
         while self._coming and self.schedule.overlaps:
             self._put_aside(next(iter(self._coming)))
         assert not self._coming, "a message that nobody took"
-        for work, _ in self._pending:
-            work.wait()
-        self._pending.clear()
+        for message in [*self._pending]:
+            self._let_go(message)
         kept, self._aside = {**self._within.close(), **self._aside}, {}
         self._is_open = False
         return kept
@@ -309,3 +338,8 @@ def _message(action: Action) -> Message:
     if action.kind == "F":
         return action.stage + 1, "F", action.micro_batch
     return action.stage - 1, "B", action.micro_batch
+
+
+def _received(action: Action) -> Message:
+    """What an action takes."""
+    return action.stage, "F" if action.kind == "F" else "B", action.micro_batch

@@ -8,7 +8,6 @@ nobody wants gradients only forwards run.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from autopar.runtime.carrier import Carrier
 from autopar.runtime.hand_over import handing_over, power_of_two, refusing
 from autopar.runtime.mail import Mail, Messages
 from autopar.runtime.notes import add_note
+from autopar.runtime.outputs import Leaving, Outputs
 from autopar.runtime.recompute import memory_of
 from autopar.runtime.split import Later, backward_of_inputs
 from autopar.runtime.stage import Stage, programs_in
@@ -42,25 +42,6 @@ _FROZEN = (
     "the ranks of other stages would wait for theirs: freeze parameters before planning, or leave some of every rank's "
     "trained; without training call the model under torch.no_grad()"
 )
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """An output of the model over turns.
-
-    Attributes:
-        dim: the dim along which micro-batches lie behind one another; ``None``: there is none.
-        summed: whether what turns give are terms of a sum.
-        stage: where it is made.
-        dtype: planned.
-        differentiable: whether the model's own has a gradient.
-    """
-
-    dim: int | None
-    summed: bool
-    stage: int
-    dtype: torch.dtype
-    differentiable: bool
 
 
 @dataclass(frozen=True)
@@ -275,7 +256,7 @@ class _Run:
         self.alive: dict[tuple[int, int], _InFlight] = {} if before is None else before.alive
         self.messages: Messages = {}
         self.later: dict[tuple[int, int], Later] = {}
-        self.outputs: dict[int, list[Tensor]] = defaultdict(list)
+        self.outputs = Outputs(step.outputs, step.turns.count)
         self.started = step.state.random.calls
 
     def forward_and_backward(self) -> None:
@@ -362,7 +343,7 @@ class _Run:
             self.step.mail.put((stage.number + 1, "F", turn), [value.detach() for value in sent])
         roots = []
         for position, value in zip(stage.outputs, leaving, strict=True):
-            self.outputs[position].append(value.detach())
+            self.outputs.put(position, value, turn)
             if position == self.step.loss:
                 roots.append(value)
         if self.step.carrier is not None:
@@ -435,8 +416,9 @@ class _Run:
         self.before = None
         self.alive = {(stage, turn - count): held for (stage, turn), held in self.alive.items()}
         self.messages = {(stage, kind, turn - count): sent for (stage, kind, turn), sent in self.messages.items()}
-        for no_longer in (self.turned, self.counts, self.outputs):
-            no_longer.clear()
+        self.turned.clear()
+        self.counts.clear()
+        self.outputs = Outputs(self.step.outputs, count)
         return self
 
     def borrowed(self) -> set[str]:
@@ -449,8 +431,7 @@ class _Run:
         """The outputs, turns put together."""
         found: list[Any] = []
         for position, leaving in enumerate(self.step.outputs):
-            values = self.outputs.get(position)
-            whole = None if values is None else _together(values, leaving)
+            whole = self.outputs.get(position)
             if position == self.step.loss:
                 # Ranks divide by what the loss's own began with, whatever each was told of the scale.
                 whole, self.seed = self.step.mail.share(whole, self.seed, leaving.stage, leaving.dtype)
@@ -472,10 +453,3 @@ def _zeros_like(value: Tensor | _Arrived) -> Tensor:
 def _edge(value: Tensor) -> GradientEdge | None:
     """Where the gradient of a value arrives, if it has one."""
     return get_gradient_edge(value) if value.requires_grad else None
-
-
-def _together(values: list[Tensor], leaving: Leaving) -> Tensor:
-    if leaving.summed:  # in float32 where terms are narrower
-        first = values[0]
-        return torch.stack(values).to(torch.promote_types(first.dtype, torch.float32)).sum(0).to(first.dtype)
-    return values[0] if leaving.dim is None else torch.cat(values, leaving.dim)

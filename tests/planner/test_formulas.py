@@ -419,22 +419,23 @@ def test_formulas_in_micro_batches(pin):
     for count in counts[:3] + counts[-1:]:
         sizes = {found.batch: size * count, found.micro_batches: count}
         there = plan.at(batch=size * count, micro_batches=count)
-        agree(found, sizes, there)
+        agree(found, sizes, there, plan.predicted)
         assert float(found.step_time_s.subs(sizes)) == pytest.approx(there.step_time_s, rel=1e-9)
         assert float(found.bubble_s.subs(sizes)) == pytest.approx(there.time_s["bubble"], rel=1e-9, abs=1e-12)
     for count in (4, 32):  # of another size: bytes as there, seconds no more than there
         sizes, there = {found.batch: 512, found.micro_batches: count}, plan.at(micro_batches=count)
-        agree(found, sizes, there)
+        agree(found, sizes, there, plan.predicted)
         step_s = float(found.step_time_s.subs(sizes))
         assert there.step_time_s * 0.99 <= step_s <= there.step_time_s * (1 + 1e-9)
 
 
-def agree(found: Formulas, sizes: dict[Any, int], there: Prediction) -> None:
-    """Bytes, calls, and seconds by use."""
+def agree(found: Formulas, sizes: dict[Any, int], there: Prediction, planned: Prediction) -> None:
+    """Bytes, by use where what was planned as the fullest moment still is, calls, and seconds by use."""
     assert found.peak_bytes.subs(sizes) == there.peak_bytes
-    for use in ("parameters", "gradients", "optimizer", "gathered"):
-        assert getattr(found, f"{use}_bytes") == there.memory_bytes[use]
-    assert found.saved_bytes.subs(sizes) == there.memory_bytes["activations"]
+    if len({(at.partition(", with")[0], at.partition(" rank ")[2]) for at in (planned.fullest_at, there.fullest_at)}) == 1:
+        for use in ("parameters", "gradients", "optimizer", "gathered"):
+            assert getattr(found, f"{use}_bytes") == there.memory_bytes[use]
+        assert found.saved_bytes.subs(sizes) == there.memory_bytes["activations"]
     for use in ("compute", "recompute", "communication", "gradients", "optimizer"):
         seconds = float(getattr(found, f"{use}_s").subs(sizes))
         assert seconds == pytest.approx(there.time_s[use], rel=1e-9, abs=1e-15)
@@ -492,7 +493,8 @@ def test_formulas_of_turns_worked_out_by_hand():
     assert sympy.expand(whole.flops - turns.flops) == 0
     assert turns.bubble_s == 0
     m, b = turns.micro_batches, turns.batch
-    assert turns.saved_bytes == 1024 * b + 16384 * b / m  # the inputs of all, and what one micro-batch saves
+    # The inputs of all, what one micro-batch saved before the head, which is undone by then, and the loss of each.
+    assert turns.saved_bytes == 1024 * b + 15360 * b / m + 4 * m
     assert turns.parameters_bytes == whole.parameters_bytes
 
 

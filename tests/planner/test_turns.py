@@ -21,6 +21,7 @@ from planner.formulate import BUCKET_BYTES, Space, rules_of
 from planner.graph import Graph, Ref
 from planner.keep import with_levels_between
 from planner.layout import MICRO, Mesh
+from planner.leaves import Leaves
 from planner.pace import Pace, pace_of, pack
 from planner.pins import Pins, filters
 from planner.problem import evaluate
@@ -100,6 +101,8 @@ def test_the_chain_adds_up_to_the_problem(which: str, turns: int, gathers: Gathe
                 if level == "none" and space.brings_once:  # else gradients are counted beside their buckets, too
                     held = sum(link.block.held_bytes + link.block.savings[0].saved_bytes for link in links)
                     more = sum(inputs_beside(assignment)) if turns > 1 else 0
+                    leaves = Leaves(assignment, 1)
+                    more += sum(sum(leaves.outputs(number).values()) for number in range(len(links)))
                     assert held + max(link.working_bytes[0] for link in links) == whole.peak_bytes + more
                 assert sum(sum(link.held.values()) for link in links) == sum(link.block.held_bytes for link in links)
 

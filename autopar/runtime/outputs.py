@@ -1,0 +1,63 @@
+"""Outputs: what the model returns of a step in turns, put together while micro-batches run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """An output of the model over turns.
+
+    Attributes:
+        dim: the dim along which micro-batches lie behind one another; ``None``: there is none.
+        summed: whether what turns give are terms of a sum.
+        stage: where it is made.
+        dtype: planned.
+        differentiable: whether the model's own has a gradient.
+    """
+
+    dim: int | None
+    summed: bool
+    stage: int
+    dtype: torch.dtype
+    differentiable: bool
+
+
+class Outputs:
+    """Those that stages of this process make; the part of each micro-batch is written to its place in the whole.
+
+    Args:
+        leaving: the outputs of the model.
+        turns: the number of micro-batches.
+    """
+
+    def __init__(self, leaving: Sequence[Leaving], turns: int):
+        self.leaving, self.turns = leaving, turns
+        self._made: dict[int, Tensor] = {}
+        self._terms: dict[int, list[Tensor]] = {}
+
+    def put(self, position: int, value: Tensor, turn: int) -> None:
+        """Take what one micro-batch gives of an output."""
+        dim = self.leaving[position].dim
+        if self.leaving[position].summed:
+            self._terms.setdefault(position, []).append(value.detach())
+        elif dim is None:
+            self._made.setdefault(position, value.detach())
+        else:
+            if position not in self._made:
+                shape = [size * self.turns if at == dim else size for at, size in enumerate(value.shape)]
+                self._made[position] = value.new_empty(shape)
+            self._made[position].chunk(self.turns, dim)[turn].copy_(value.detach())
+
+    def get(self, position: int) -> Tensor | None:
+        """The output of the whole batch; ``None``: it is made elsewhere."""
+        terms = self._terms.get(position)
+        if terms is None:
+            return self._made.get(position)
+        dtype = terms[0].dtype  # added up in float32 where it is narrower
+        return torch.stack(terms).to(torch.promote_types(dtype, torch.float32)).sum(0).to(dtype)
