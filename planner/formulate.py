@@ -290,13 +290,13 @@ class Space(Priced):
     def holding(self, in_flight: float) -> Space:
         """The same decisions with the bytes of a typical rank, which holds what so many micro-batches saved."""
         space = copy.copy(self)
-        space.in_flight, space._last = in_flight, None
+        space.in_flight = in_flight
         return space
 
     def at(self, pace: Pace) -> Space:
         """The same decisions at another pace."""
         space = copy.copy(self)
-        space.pace, space._last = pace, None
+        space.pace = pace
         return space
 
     @cached_property
@@ -312,7 +312,8 @@ class Space(Priced):
 
         Arguments are those of :meth:`problem`.
         """
-        key, limit = (limit_bytes, recompute, *up_to), math.inf if limit_bytes is None else limit_bytes
+        limit = math.inf if limit_bytes is None else limit_bytes
+        key = limit_bytes, self.in_flight, self.pace, recompute, *up_to
         if self._last is None or self._last[0] != key:
             amounts = (recompute, *up_to)
             # What operators hold is the same whether parameters are gathered again or not.
