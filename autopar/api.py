@@ -377,7 +377,7 @@ def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, InTurns | No
         return assignment, None
     pipeline = found.pipeline
     actions = schedule(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
-    recomputing = replace(assignment, recompute=found.recompute(assignment.space.folded))
+    recomputing = replace(assignment, recompute=found.recompute(assignment.space.folded), waits=found.waits)
     return recomputing, InTurns(actions, found.cut.bounds, bubble=found.bubble)
 
 

@@ -20,11 +20,16 @@ Chunk = dict[Ref, Route]
 
 @dataclass(frozen=True)
 class Assignment:
-    """A decision for every role, and what is made again: what the rewrite obeys and the report shows."""
+    """A decision for every role, and what is made again: what the rewrite obeys and the report shows.
+
+    Attributes:
+        waits: of a step in turns, see :class:`planner.turns.Staged`.
+    """
 
     space: Space
     chosen: Mapping[Role, Choice | Layout]
     recompute: Recompute = NOTHING
+    waits: bool = False
 
     def choice(self, node: Node) -> Choice:
         """How an operator is run."""
@@ -128,10 +133,10 @@ class Assignment:
     def ahead(self, block: Block) -> dict[int, int]:
         """The chunks of a block that are gathered while the block before computes, by number -> which step does.
 
-        Those whose parts are stored here; where parameters are gathered once for all turns, none.
+        Those whose parts are stored here; where parameters are gathered once for all turns, or waited for, none.
         """
         found: dict[int, int] = {}
-        if not self.space.gathers_beside:
+        if self.waits or not self.space.gathers_beside:
             return found
         for number, chunk in enumerate(self.chunks(block)):
             for place, step in enumerate(next(iter(chunk.values()))):  # like those of the others

@@ -87,7 +87,8 @@ class PipelinePlan:
     meshes of devices, has ``virtual_stages``. Stage ``s`` has the blocks from ``bounds[s]`` up to, not including,
     ``bounds[s + 1]``, numbered in execution order as in :class:`BlockPlan`; ``recompute`` says which of them make again
     in backward what they computed, by level, of which there are those in :class:`BlockPlan`. ``gathers`` says when
-    parameters are gathered and their gradients reduced: ``once`` a step, or in ``each`` micro-batch.
+    parameters are gathered and their gradients reduced: ``once`` a step, or in ``each`` micro-batch. That ``waits`` for
+    them where they are used, or has them gathered a block ahead.
     """
 
     schedule: str
@@ -96,6 +97,7 @@ class PipelinePlan:
     bounds: tuple[int, ...]
     recompute: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     gathers: Gathers = "once"
+    waits: bool = False
 
 
 @dataclass(frozen=True)

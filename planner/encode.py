@@ -121,6 +121,7 @@ def _pipeline(pipeline: PipelinePlan) -> dict[str, Any]:
         "stages": [runs(tuple(range(low, high))) for low, high in pairwise(pipeline.bounds)],
         "recompute": {level: runs(numbers) for level, numbers in pipeline.recompute.items()},
         "gathers": pipeline.gathers,
+        "waits": pipeline.waits,
     }
 
 
@@ -139,6 +140,11 @@ def _read_pipeline(data: Mapping[str, Any], default: Gathers) -> PipelinePlan:
     if gathers not in get_args(Gathers):
         known = " or ".join(map(repr, get_args(Gathers)))
         raise ValueError(f'the pipeline\'s "gathers" is {gathers!r}, and takes {known}')
+    waits = data.get(
+        "waits", gathers == "each"
+    )  # before there was a choice, what each micro-batch gathered was waited for
+    if not isinstance(waits, bool):
+        raise ValueError(f'the pipeline\'s "waits" is {waits!r}, and takes true or false')
     stages = [parse_runs(text) for text in data["stages"]]
     numbers = [number for stage in stages for number in stage]
     if not stages or not all(stages) or numbers != list(range(len(numbers))):
@@ -150,6 +156,7 @@ def _read_pipeline(data: Mapping[str, Any], default: Gathers) -> PipelinePlan:
         (0, *(stage[-1] + 1 for stage in stages)),
         {level: parse_runs(text) for level, text in data["recompute"].items()},
         gathers,
+        waits,
     )
 
 

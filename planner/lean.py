@@ -22,7 +22,7 @@ from planner.memory import usage
 from planner.offload import WorkingSet, largest_working_set
 from planner.problem import Problem, evaluate
 from planner.solve import almost_lightest, lower_bounds, solve
-from planner.turns import QUICK, THOROUGH, Staged, stage
+from planner.turns import QUICK, THOROUGH, Staged, stage, waiting
 
 LEANEST_S = 10.0
 """How long plans that need little are looked for when nothing fits; the leanest found is told."""
@@ -165,14 +165,16 @@ def _in_one_turn(best: Best) -> Lean:
 
 
 def _in_turns(setting: Setting, look: Look, best: Best) -> Lean | None:
-    """The pipeline of the choices that fits, or else the one that makes again all that can be, if there is any."""
+    """The pipeline of the choices that fits, or else the one that makes again all that can be and waits for what it
+    gathers, if there is any.
+    """
     links = setting.links(best.space, best.choices)
     wanted, usable_bytes = setting.pipelines(best.division, len(links)), setting.cost.cluster.device.usable_bytes
     found, ways = None, ((links, usable_bytes, THOROUGH), ([link.leanest for link in links], None, QUICK))
     for chain, limit_bytes, effort in ways[_cannot_fit(setting, look) :]:
         staged = stage(chain, wanted, limit_bytes, effort=effort)
         if staged is not None:
-            found = _staged(best, staged)
+            found = _staged(best, staged if limit_bytes is not None else waiting(staged))
             if found.bytes <= usable_bytes:
                 break
     return found

@@ -389,7 +389,7 @@ def describe(
 
 def _pipeline(staged: Staged, recompute: Mapping[str, tuple[int, ...]], gathers: Gathers) -> PipelinePlan:
     each, bounds = staged.pipeline, tuple(staged.cut.bounds)
-    return PipelinePlan(each.schedule, each.ranks, each.virtual_stages, bounds, recompute, gathers)
+    return PipelinePlan(each.schedule, each.ranks, each.virtual_stages, bounds, recompute, gathers, staged.waits)
 
 
 def restage(plan: Plan, assignment: Assignment) -> Staged | None:
@@ -422,7 +422,8 @@ def restage(plan: Plan, assignment: Assignment) -> Staged | None:
     )
     savings = [link.levels.index(level) for link, level in zip(links, ways, strict=True)]
     try:
-        return replace(price(links, pipeline, cut_of(pipeline, chain_of(links), found.bounds, savings)), turns=turns)
+        cut = cut_of(pipeline, chain_of(links), found.bounds, savings)
+        return replace(price(links, pipeline, cut, found.waits), turns=turns)
     except ScheduleError as error:
         raise PlanError(f"the plan's pipeline: {error}") from error
 

@@ -113,6 +113,7 @@ class Staged:
         step_s: the simulated schedule and what happens once a step.
         rank_bytes: of every rank at its fullest.
         turns: the number of micro-batches, where that is to move a size (:mod:`planner.polynomial`).
+        waits: whether each micro-batch waits for what it gathers where it is used, and nothing is gathered ahead.
     """
 
     pipeline: Pipeline
@@ -121,6 +122,7 @@ class Staged:
     step_s: float
     rank_bytes: tuple[int, ...]
     turns: int = 0
+    waits: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -304,7 +306,7 @@ class Staged:
     @cached_property
     def coming(self) -> list[Coming]:
         """What is on its way beside each block."""
-        return _coming(self.links, self.cut)
+        return _coming(self.links, self.cut, self.waits)
 
     @property
     def apart(self) -> Iterator[tuple[int, str, int, int]]:
@@ -375,7 +377,21 @@ def _even_s(pipeline: Pipeline, chain: Chain) -> float:
 def _cut(
     links: Sequence[Link], pipeline: Pipeline, limit_bytes: int | None, cutoff_s: float, effort: int
 ) -> Staged | None:
-    """The best cut of a chain that fits with what works beside it."""
+    """The best cut of a chain that fits with what works beside it: one that gathers parameters ahead, or where there is
+    none, whatever it takes, one that waits for them.
+    """
+    for waits in (False, True):
+        if not waits or (cutoff_s == math.inf and any(link.coming_bytes for link in links)):
+            found = _cut_so(links, pipeline, limit_bytes, cutoff_s, effort, waits)
+            if found is not None:
+                return found
+    return None
+
+
+def _cut_so(
+    links: Sequence[Link], pipeline: Pipeline, limit_bytes: int | None, cutoff_s: float, effort: int, waits: bool
+) -> Staged | None:
+    """The same of those that wait, or do not."""
     spare = min(min(link.working_bytes) for link in links)
     for _ in range(TRIES):
         try:
@@ -385,17 +401,21 @@ def _cut(
             return None
         if found is None:
             return None
-        priced = price(links, pipeline, found)
+        priced = price(links, pipeline, found, waits)
         if limit_bytes is None or priced.peak_bytes <= limit_bytes:
             return priced
         spare += priced.peak_bytes - limit_bytes
     return None
 
 
-def price(links: Sequence[Link], pipeline: Pipeline, found: Cut) -> Staged:
-    """All that a step of a cut takes."""
+def price(links: Sequence[Link], pipeline: Pipeline, found: Cut, waits: bool = False) -> Staged:
+    """All that a step of a cut takes.
+
+    Args:
+        waits: see :class:`Staged`.
+    """
     once_s = max(map(sum, _once_s(links, pipeline, found.bounds)))
-    staged = Staged(pipeline, tuple(links), found, found.step_s + once_s, ())
+    staged = Staged(pipeline, tuple(links), found, found.step_s + once_s, (), waits=waits)
     always, at_end = _held(staged)
     for rank, _, size in staged.added:
         always[rank] += size
@@ -420,8 +440,15 @@ def _held(staged: Staged) -> tuple[list[int], list[int]]:
     return held, [every + last for every, last in zip(held, at_end, strict=True)]
 
 
-def _coming(links: Sequence[Link], found: Cut) -> list[Coming]:
+def waiting(staged: Staged) -> Staged:
+    """The same cut, which waits for what it gathers."""
+    return price(staged.links, staged.pipeline, staged.cut, waits=True)
+
+
+def _coming(links: Sequence[Link], found: Cut, waits: bool) -> list[Coming]:
     """What is on its way beside each block, in forward or in backward, whichever is more."""
+    if waits:
+        return [Coming()] * len(links)
     ways = [*zip(links, found.savings, strict=True)]
     forward = [Coming(link.coming_bytes, number) for number, link in enumerate(links)]
     backward = [Coming(link.coming_again_bytes[way], number, True) for number, (link, way) in enumerate(ways)]

@@ -226,7 +226,8 @@ def in_turns(document: Document) -> str:
     if versions(pipeline.schedule) > 1:
         parts.append("this changes training: an update takes the gradient of the batch before, found one update ago")
     if pipeline.gathers == "each" and document.mesh.in_turns(1).size > 1:
-        parts.append("parameters gathered and gradients reduced in each micro-batch")
+        ahead = ", none ahead" * pipeline.waits
+        parts.append(f"parameters gathered and gradients reduced in each micro-batch{ahead}")
     found = [f"{len(numbers)} {again(level)}" for level, numbers in pipeline.recompute.items() if level != "gathered"]
     if found:
         parts.append(f"of {pipeline.bounds[-1]} blocks recomputed in backward: {', '.join(found)}")

@@ -28,7 +28,7 @@ from autopar.runtime.parameters import _Form, gather_parameters
 from autopar.runtime.stage import Stage
 from autopar.runtime.step import _Run
 from autopar.simulate import Simulation, fake_process_group
-from autopar.verification import verify
+from autopar.verification import reference, simulate, verify
 from planner.cluster import ClusterSpec
 from planner.layout import Mesh, Shard
 from planner.pins import Pins
@@ -244,6 +244,22 @@ def test_in_turns_gathers_are_a_block_ahead_within_an_action(
         with torch.no_grad():
             simulation.module(inputs)
         assert len(calls) == 2 * sum(call.startswith("gather") for call in calls) >= 2 * 2 * LAYERS
+
+
+def test_in_turns_a_plan_that_waits_gathers_nothing_ahead(calls: Calls) -> None:
+    torch.manual_seed(0)
+    ref = reference(Residuals(), (torch.randn(4, WIDTH),))
+    pins = Pins.parse({"data": 2, "zero": 3, "micro_batches": 2, "recompute": "full"})
+    plan = plan_traced(ref.traced, ClusterSpec.local(2), pins, Training())
+    data = plan.to_dict()
+    waiting = Plan.from_dict({**data, "pipeline": {**data["pipeline"], "waits": True}})
+    for each in (plan, waiting):
+        assignment, in_turns = staged(each, assign(ref.traced, each))
+        calls.clear()
+        assert simulate(ref, assignment, 0, in_turns).worst[0] <= 1e-10
+        gathers = [call for call in calls if "gather" in call]
+        in_turn = [name for call in gathers if not call.startswith("wait") for name in (call, f"wait {call}")]
+        assert (gathers == in_turn) == (each is waiting)
 
 
 def one_ahead(gathers: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from planner.errors import InfeasibleError, InputError, PinError, PlanError, Sch
 from planner.explore import Searched
 from planner.fold import fold
 from planner.formulate import Space, rules_of
+from planner.fullest import fullest_in_turns
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import Mesh
 from planner.looks import Setting, begin, left_behind
@@ -437,6 +439,47 @@ def test_parameters_are_gathered_in_each_micro_batch_where_memory_asks_for_it() 
     assert [(c.division.gathers, c.status) for c in tight.candidates] == [("each", "feasible"), ("once", "infeasible")]
     with pytest.raises(InfeasibleError):
         searched(cluster(4, "30 MiB"), {**pin, "zero": 2})
+
+
+def test_nothing_is_gathered_ahead_where_memory_has_no_room_for_it() -> None:
+    """The plan is found all the same, says so, and comes back; a refusal counts with it."""
+    pin: dict[str, Any] = {"data": 4, "micro_batches": 4, "zero": 3}
+    roomy = searched(cluster(4), pin)
+    assert roomy.staged is not None and not roomy.staged.waits
+    coming_bytes = max(coming.bytes for coming in roomy.staged.coming)
+    tight = searched(of_usable(roomy.evaluation.peak_bytes - coming_bytes), pin)
+    assert tight.staged is not None and tight.staged.waits
+    assert tight.evaluation.peak_bytes == roomy.evaluation.peak_bytes - coming_bytes
+    assert tight.evaluation.time_s == roomy.evaluation.time_s
+    fullest = fullest_in_turns(tight.assignment, tight.staged)
+    assert fullest.bytes == sum(held.all_bytes for held in fullest.alive) == tight.evaluation.peak_bytes
+    assert not any("on its way" in held.name for held in fullest.alive)
+    with pytest.raises(InfeasibleError) as refused:
+        searched(of_usable(tight.evaluation.peak_bytes // 2), pin)
+    needed = int(re.findall(r"needs ([0-9,]+) bytes", str(refused.value))[0].replace(",", ""))
+    assert needed <= tight.evaluation.peak_bytes
+    found = searched(of_usable(needed), pin)
+    assert found.staged is not None and found.staged.waits and found.evaluation.peak_bytes <= needed
+
+
+def of_usable(usable_bytes: int) -> ClusterSpec:
+    """Four devices with room for so many bytes."""
+    whole = math.floor(usable_bytes / (1 - cluster(4).device.reserve_fraction))
+    return next(spec for more in range(3) if (spec := cluster(4, whole + more)).device.usable_bytes >= usable_bytes)
+
+
+def test_a_plan_says_whether_it_waits_for_what_it_gathers() -> None:
+    plan = planned(IN_EACH.replace("4", "8", 1))
+    data, told = plan.to_dict(), "reduced in each micro-batch, none ahead"
+    assert data["pipeline"]["waits"] is False and told not in " ".join(str(plan).split())
+    waiting = Plan.from_dict({**data, "pipeline": {**data["pipeline"], "waits": True}})
+    assert waiting.pipeline is not None and waiting.pipeline.waits
+    assert waiting.to_dict()["pipeline"]["waits"] is True and told in " ".join(str(waiting).split())
+    del data["pipeline"]["waits"]  # as it was before there was a choice
+    old = Plan.from_dict(data)
+    assert old.pipeline is not None and old.pipeline.waits
+    with pytest.raises(PlanError, match=r"\"waits\" is 'no', and takes true or false"):
+        Plan.from_dict({**data, "pipeline": {**data["pipeline"], "waits": "no"}})
 
 
 def test_a_search_takes_the_faster_of_both() -> None:
