@@ -28,11 +28,11 @@ from planner.layout import Layout, Mesh, P, R
 
 
 @contextlib.contextmanager
-def fake_process_group(size: int) -> Iterator[None]:
-    """A process group of ``size`` ranks that moves no data; this process is rank 0."""
+def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
+    """A process group of ``size`` ranks that moves no data; this process is one of them."""
     if dist.is_initialized():
         raise PlanError("a process group is already initialised: call autopar.verify outside of torchrun")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
     finally:

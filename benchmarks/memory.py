@@ -134,5 +134,6 @@ def summary(found: list[Compared]) -> str:
     errors = [abs(each.error) for each in found]
     return (
         f"{len(found)} plans of {len({each.model for each in found})} models: "
-        f"mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}"
+        f"mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}; "
+        f"from {min(each.error for each in found):+.1%} to {max(each.error for each in found):+.1%}"
     )

@@ -8,13 +8,13 @@ is there only while a block runs or is undone. Parameters that are gathered once
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.assignment import Assignment
 from planner.conversion import local_bytes
 from planner.fold import Instance
-from planner.graph import Ref
+from planner.graph import Node, Ref
 from planner.recompute import Level
 
 
@@ -23,10 +23,25 @@ def dropped_bytes(assignment: Assignment, instance: Instance, level: Level) -> i
     if level == "none":
         return 0
     again = assignment.space.skeleton.again(instance.kind, level)
-    return sum(
+    dropped = sum(
         assignment.space.bytes_of(node, assignment.choice(node), places)
         for node, places in zip(instance.block.nodes, again.dropped, strict=True)
     )
+    return dropped + sum(own for _, own in owned(assignment, instance, level, again=True))
+
+
+def owned(assignment: Assignment, instance: Instance, level: Level, *, again: bool) -> Iterator[tuple[Node, int]]:
+    """The operators of an instance that keep something besides operands and results for backward, and bytes of it.
+
+    Args:
+        again: of those that run again at a level of recomputation; else of the others, which keep it from forward on.
+    """
+    found = assignment.space.skeleton.again(instance.kind, level).operators if level != "none" else ()
+    for at, node in enumerate(instance.block.nodes):
+        if (at in found) == again:
+            size = assignment.space.own_bytes(node, assignment.choice(node))
+            if size:
+                yield node, size
 
 
 @dataclass(frozen=True)

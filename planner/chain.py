@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import groupby
 
 from planner.assignment import Assignment
-from planner.brought import brought_by, coming, savers_of, working_moments
+from planner.brought import brought_by, coming, owned, savers_of, working_moments
 from planner.charges import Places
 from planner.conversion import local_bytes
 from planner.exchange import crossing
@@ -216,7 +216,7 @@ class _Chain:
         again_s = [self._again_s(number, level) for level in levels]
         saved = tuple(self._saved(number, level) for level in levels)
         savings = tuple(
-            Saving(made_s + gathered_s, self._bytes_of(number, places) + brought.saved_bytes(level))
+            Saving(made_s + gathered_s, self._bytes_of(number, places, level) + brought.saved_bytes(level))
             for (made_s, gathered_s), level, places in zip(again_s, levels, saved, strict=True)
         )
         name, held_bytes = self.folded.names[instance.kind], sum(held.values())
@@ -337,13 +337,14 @@ class _Chain:
             return False
         return self.assignment.choice(node).operands[place] == self.assignment.produced(node.inputs[place])
 
-    def _bytes_of(self, number: int, saved: Sequence[Places]) -> int:
-        """Bytes of some of the tensors of a block's operators."""
-        nodes = self.folded.instances[number].block.nodes
-        return sum(
+    def _bytes_of(self, number: int, saved: Sequence[Places], level: Level) -> int:
+        """Bytes of some of the tensors of a block's operators, and of what those keep that do not run again."""
+        instance = self.folded.instances[number]
+        tensors = sum(
             self.space.bytes_of(node, self.assignment.choice(node), each)
-            for node, each in zip(nodes, saved, strict=True)
+            for node, each in zip(instance.block.nodes, saved, strict=True)
         )
+        return tensors + sum(own for _, own in owned(self.assignment, instance, level, again=False))
 
     def _again_s(self, number: int, level: Level) -> tuple[float, float]:
         """Seconds of what a block makes again, and of gathering parameters for that."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 from planner.assignment import Assignment
-from planner.brought import Brought, brought_by, coming, savers_of
+from planner.brought import Brought, brought_by, coming, owned, savers_of
 from planner.charges import Places
 from planner.conversion import local_bytes
 from planner.exchange import crossing
@@ -154,6 +154,8 @@ class _Rank:
             for node, places in zip(self.instances[number].block.nodes, saved, strict=True):
                 for place in places:
                     yield Held(self._at(node, place), "activations", self._bytes(node, place), times, number)
+            for node, size in owned(self.assignment, self.instances[number], level, again=False):
+                yield Held(f"what {called(node)} keeps", "activations", size, times, number)
             for name, size in brought_by(self.assignment, number, self.savers).saved(level).items():
                 yield Held(f"gathered {self._called(name)}", "activations", size, times, number)
 
@@ -212,6 +214,10 @@ class _Rank:
                     Held(f"{self._at(node, place)} again", "temporary", self._bytes(node, place), block=number)
                     for place in places
                 )
+        again += (
+            Held(f"what {called(node)} keeps again", "temporary", size, block=number)
+            for node, size in owned(self.assignment, instance, level, again=True)
+        )
         for node in instance.block.nodes:
             whole = brought.gradients.get(node.name, 0)
             gradients = [Held(f"whole gradients of {called(node)}", "temporary", whole, block=number)] if whole else []

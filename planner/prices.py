@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from planner.conversion import ConversionTable, local_bytes
 from planner.cost import CostModel
-from planner.graph import Node
+from planner.graph import Node, Ref
 from planner.kernel import Stream, kernel_of
 from planner.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS
+from planner.own import is_own, own_bytes, saved_words
 from planner.problem import Floats, Ints
 from planner.recompute import NOTHING, Recompute
 from planner.rules import Inner, Rule
@@ -156,6 +157,15 @@ class Priced:
         tensors = (*self.graph.input_types(node), *node.results)
         layouts = (*choice.operands, *choice.results)
         return sum(local_bytes(tensors[place], layouts[place], self.mesh) for place in places)
+
+    def own_bytes(self, node: Node, choice: Choice | Layout) -> int:
+        """Bytes of what an operator keeps for backward besides its operands and results, on one rank."""
+        assert isinstance(choice, Choice)
+        if not any(Ref(node.name, index) in self.graph.differentiated for index in range(len(node.results))):
+            return 0
+        types, backend, sizes = self.graph.input_types(node), self.cost.cluster.backend, self._sizes(node, choice)
+        words = (word for word in saved_words(node, types, backend) if is_own(word, node))
+        return sum(own_bytes(word, node, types, sizes, backend) for word in words)
 
     def storage(self, node: Node, layout: Layout) -> tuple[float, int]:
         """Seconds once a step for one leaf, to update and to move it, and the bytes of it that a device always holds:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.api import Traced, assign, plan_traced, staged, trace
-from autopar.build import build
-from autopar.meter import LiveBytes, held_tensors
-from autopar.runtime.mesh import device_mesh
-from autopar.runtime.module import LeafSpec
-from autopar.simulate import fake_process_group
-from benchmarks.memory import backward, observed_peak
+from autopar.api import plan_traced, trace
+from benchmarks import memory_turns
+from benchmarks.memory import observed_peak
 from planner.cluster import ClusterSpec
-from planner.layout import local_shape
 from planner.own import is_own, own_bytes, saved_words
 from planner.pins import Pins
-from planner.plan import Plan
 from planner.training import Training
 from tests.autopar.models import MODELS, Model, llama, text
 
@@ -89,32 +84,58 @@ def test_the_predicted_peak_is_the_observed_one_with_masters(name: str, pin: Map
 
 
 @pytest.mark.parametrize(
-    "made, most",
+    "made, most, above",
     [
-        (MODELS["gpt2"], 0.9),  # while one of its two layers computes, the other one's parameters are on their way
-        (MODELS["shared-layers"], 0.75),
-        (Model("llama of 8 layers", lambda: llama(num_hidden_layers=8), text), 0.65),
+        (
+            MODELS["gpt2"],
+            0.9,
+            0.08,
+        ),  # while one of its two layers computes, the other one's parameters are on their way
+        (MODELS["shared-layers"], 0.75, 0.15),  # gradients that all three layers add to count from the first on
+        (Model("llama of 8 layers", lambda: llama(num_hidden_layers=8), text), 0.65, 0.08),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_the_predicted_peak_of_parameters_gathered_in_each_micro_batch_is_the_observed_one(
-    made: Model, most: float
+    made: Model, most: float, above: float
 ) -> None:
-    """Added up, not followed: within 8 %, whether blocks keep what they gather or make all of it again."""
+    """Added up, not followed: hardly less, whether blocks keep what they gather or make all of it again."""
     model, batch = made.build()
     traced = trace(model, None, batch)
     observed: dict[object, int] = {}
     for zero, level in ((2, "none"), (3, "none"), (3, "full")):
         pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": zero, "recompute": level})
         plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
-        observed[zero, level] = observed_in_turns(model, traced, plan)
+        observed[zero, level] = memory_turns.observed_peak(model, traced, plan)
         if zero == 3:
-            assert plan.predicted.peak_bytes == pytest.approx(observed[zero, level], rel=0.08)
+            assert 0.99 <= plan.predicted.peak_bytes / observed[zero, level] <= 1 + above
     assert observed[3, "full"] < observed[3, "none"] < observed[2, "none"]
     assert observed[3, "full"] < most * observed[2, "none"]
 
 
-@pytest.mark.parametrize("name, error", [("mlp", 0.002), ("llama", 0.02)])
+PIPELINES: list[dict[str, Any]] = [
+    {"pipeline": 2, "micro_batches": 4, "schedule": "1f1b", "recompute": "none"},
+    {"pipeline": 2, "micro_batches": 4, "schedule": "1f1b", "recompute": "full"},
+    {"pipeline": 2, "micro_batches": 8, "schedule": "gpipe", "recompute": "full"},
+    {"pipeline": 2, "micro_batches": 4, "schedule": "1f1b", "tensor": 2},
+]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "encoder"])
+def test_no_rank_of_a_pipeline_takes_more_than_predicted(name: str) -> None:
+    """Outputs, messages on both sides, and what operators keep of their own included.
+
+    Of gpipe gradients count while all micro-batches are in flight, though they come after that.
+    """
+    model, batch = MODELS[name].build()
+    traced = trace(model, None, batch)
+    for pin in PIPELINES:
+        plan = plan_traced(traced, ClusterSpec.local(2 * pin.get("tensor", 1)), Pins.parse(pin), Training())
+        observed = max(memory_turns.observed_peak(model, traced, plan, rank) for rank in range(2))
+        assert 0.98 <= plan.predicted.peak_bytes / observed <= (1.15 if pin["schedule"] == "1f1b" else 1.25)
+
+
+@pytest.mark.parametrize("name, error", [("mlp", 0.002), ("llama", 0.001)])
 def test_gradients_that_are_summed_once_a_step_are_there_twice_then(name: str, error: float) -> None:
     """With more micro-batches less is saved, until a step is fullest at its end."""
     model, batch = MODELS[name].build()
@@ -122,26 +143,4 @@ def test_gradients_that_are_summed_once_a_step_are_there_twice_then(name: str, e
     pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": 0, "recompute": "none"})
     plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
     assert plan.predicted.fullest_at == "summing gradients"
-    assert plan.predicted.peak_bytes == pytest.approx(observed_in_turns(model, traced, plan), rel=error)
-
-
-def observed_in_turns(model: torch.nn.Module, traced: Traced, plan: Plan) -> int:
-    """Peak bytes of a step of rank 0 of a plan in turns of one stage."""
-    assignment, in_turns = staged(plan, assign(traced, plan))
-    mesh = assignment.space.mesh.in_turns(1)
-
-    def part(leaf: LeafSpec) -> torch.Tensor:
-        shape = local_shape(leaf.shape, leaf.layout, mesh.sizes)
-        assert shape is not None
-        return torch.zeros(shape, dtype=leaf.dtype)
-
-    with fake_process_group(mesh.size):
-        pmodel = build(model, traced.captured, assignment, device_mesh(mesh, "cpu"), 0, part, 0, in_turns)
-        optimizer = pmodel.optimizer(torch.optim.AdamW)
-        leaves = {leaf.name: part(leaf) for leaf in pmodel.interface.leaves if leaf.kind == "input"}
-        backward(pmodel, leaves)
-        optimizer.step()
-        optimizer.zero_grad()
-        with LiveBytes([*held_tensors(pmodel, optimizer), *leaves.values()]) as live:
-            backward(pmodel, leaves)
-    return live.peak
+    assert plan.predicted.peak_bytes == pytest.approx(memory_turns.observed_peak(model, traced, plan), rel=error)

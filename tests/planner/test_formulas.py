@@ -432,10 +432,8 @@ def test_formulas_in_micro_batches(pin):
 def agree(found: Formulas, sizes: dict[Any, int], there: Prediction, planned: Prediction) -> None:
     """Bytes, by use where what was planned as the fullest moment still is, calls, and seconds by use."""
     assert found.peak_bytes.subs(sizes) == there.peak_bytes
-    if (
-        len({(at.partition(", with")[0], at.partition(" rank ")[2]) for at in (planned.fullest_at, there.fullest_at)})
-        == 1
-    ):
+    both = (planned.fullest_at, there.fullest_at)
+    if len({(at.partition(", with")[0], at.partition(" rank ")[2]) for at in both}) == 1:
         for use in ("parameters", "gradients", "optimizer", "gathered"):
             assert getattr(found, f"{use}_bytes") == there.memory_bytes[use]
         assert found.saved_bytes.subs(sizes) == there.memory_bytes["activations"]

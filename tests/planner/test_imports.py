@@ -100,6 +100,7 @@ ROOMS["seconds"] = {"polynomial"}
 ROOMS["names"] = {"graph", "formulate", "skeleton"}
 ROOMS["own"] = {"graph", "ops"}
 ROOMS["memory"] |= {"own"}
+ROOMS["prices"] |= {"own"}
 ROOMS["leaves"] = {*BASE, "conversion", "assignment"}
 ROOMS["brought"] = {*BASE, "conversion", "fold", "assignment", "recompute"}
 ROOMS["chain"] = {*BASE, "conversion", "exchange", "assignment", "ops", "pipeline", "recompute", "seconds"}

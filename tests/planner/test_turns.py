@@ -100,6 +100,7 @@ def test_the_chain_adds_up_to_the_problem(which: str, turns: int, gathers: Gathe
                     assert turns * work_s + once_s == pytest.approx(whole.time_s, rel=1e-9)
                 if level == "none" and space.brings_once:  # else gradients are counted beside their buckets, too
                     held = sum(link.block.held_bytes + link.block.savings[0].saved_bytes for link in links)
+                    held -= sum(space.own_bytes(node, assignment.choice(node)) for node in space.graph.operators)
                     more = sum(inputs_beside(assignment)) if turns > 1 else 0
                     leaves = Leaves(assignment, 1)
                     more += sum(sum(leaves.outputs(number).values()) for number in range(len(links)))

@@ -1,0 +1,91 @@
+"""Predicted against observed memory of steps in turns, stage by stage.
+
+Every model of the zoo that is trained in turns, under several plans: each rank of the pipeline in turn takes a step of
+AdamW and then another while what is alive is counted, in a process group that moves no data. Observed is the fullest
+rank's peak; predicted is what the plan says. ``python -m benchmarks memory`` runs this too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.api import Traced, assign, plan_traced, staged, trace
+from autopar.build import build
+from autopar.meter import LiveBytes, held_tensors
+from autopar.runtime.mesh import pipeline_mesh
+from autopar.runtime.module import LeafSpec
+from autopar.simulate import fake_process_group
+from benchmarks.memory import Compared, backward
+from planner.cluster import ClusterSpec
+from planner.errors import AutoparError
+from planner.layout import local_shape
+from planner.pins import Pins
+from planner.plan import Plan
+from planner.training import Training
+from tests.autopar.models import MODELS
+
+PLANS: tuple[tuple[int, Mapping[str, Any]], ...] = (
+    *(
+        (2, {"data": 2, "micro_batches": 4, "zero": zero, "recompute": level})
+        for zero, level in itertools.product((0, 2, 3), ("none", "full"))
+    ),
+    *(
+        (2, {"pipeline": 2, "micro_batches": 4, "schedule": schedule, "recompute": level})
+        for schedule, level in itertools.product(("gpipe", "1f1b"), ("none", "full"))
+    ),
+    (4, {"pipeline": 2, "data": 2, "micro_batches": 4, "schedule": "1f1b", "zero": 3}),
+    (4, {"pipeline": 2, "tensor": 2, "micro_batches": 4, "schedule": "1f1b"}),
+)
+
+
+def compare() -> list[Compared]:
+    """Every model under every plan that applies to it."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    found = []
+    for name in MODELS:
+        model, batch = MODELS[name].build()
+        traced = trace(model, None, batch)
+        for ranks, pins in PLANS:
+            try:
+                plan = plan_traced(traced, ClusterSpec.local(ranks), Pins.parse(pins), Training())
+            except AutoparError:
+                continue  # no step in turns, or no block that recomputes
+            seen = max(observed_peak(model, traced, plan, rank) for rank in range(pins.get("pipeline", 1)))
+            text = ", ".join(f"{key} {value}" for key, value in pins.items())
+            found.append(Compared(name, text, plan.predicted.peak_bytes, seen))
+            print(f"{name}, {text}: {found[-1].error:+.1%}", flush=True)
+    return found
+
+
+def observed_peak(model: torch.nn.Module, traced: Traced, plan: Plan, rank: int = 0) -> int:
+    """Peak bytes of a step of a plan in turns on one rank of its pipeline, the first of its stage."""
+    assignment, in_turns = staged(plan, assign(traced, plan))
+    assert in_turns is not None
+    mesh, stages = assignment.space.mesh.in_turns(1), in_turns.schedule.ranks
+
+    def part(leaf: LeafSpec) -> Tensor:
+        shape = local_shape(leaf.shape, leaf.layout, mesh.sizes)
+        assert shape is not None
+        return torch.zeros(shape, dtype=leaf.dtype)
+
+    with fake_process_group(mesh.size * stages, rank * mesh.size):
+        made, pipeline = pipeline_mesh(mesh, "cpu", stages)
+        in_turns = replace(in_turns, pipeline=pipeline)
+        pmodel = build(model, traced.captured, assignment, made, 0, part, 0, in_turns)
+        optimizer = pmodel.optimizer(torch.optim.AdamW)
+        leaves = {leaf.name: part(leaf) for leaf in pmodel.interface.leaves if leaf.kind == "input"}
+        backward(pmodel, leaves)
+        optimizer.step()
+        optimizer.zero_grad()
+        with LiveBytes([*held_tensors(pmodel, optimizer), *leaves.values()]) as live:
+            backward(pmodel, leaves)
+    return live.peak
