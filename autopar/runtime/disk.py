@@ -63,17 +63,18 @@ class Disk:
                 max(0, size - free),
             ) from error
 
-    def ask(self, memory: Iterable[Tensor], way: int) -> None:
-        """Have the system bring memory of files before it is used.
+    def ask(self, memory: Iterable[Tensor], way: int, what: str = "model data") -> None:
+        """Have the system bring memory of files before a step uses it.
 
         Args:
             way: :data:`autopar.runtime.pages.READ` or ``WRITE``: what it is used for.
+            what: it is, if it cannot.
 
         Raises:
             DiskError: it cannot, and would end the process.
         """
         for each in memory:
-            check_there(each, way, f"model data under {str(self.folder)!r}", self._way_out)
+            check_there(each, way, f"{what} under {str(self.folder)!r}", self._way_out)
 
     @property
     def _way_out(self) -> str:

@@ -4,6 +4,9 @@
 they know that other ranks of its mesh have other parts of it, but nothing of other stages, and the scaler asks only
 those ranks that hold other parts of the first one. So where that could differ, a gradient knows who else holds some: a
 norm over several of them is one over those of all stages, and an overflow anywhere is found on all ranks.
+
+Gradients that are at home in files know that, too: the system is asked for them before these functions, which are the
+first to read them after backward.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from autopar.runtime.disk import Disk
+from autopar.runtime.pages import READ
 from planner.errors import InputError
 
 
@@ -28,14 +34,16 @@ class Holders:
     """The ranks that hold gradients of a model.
 
     Attributes:
-        axes: the groups along the axes of the mesh of a stage.
+        axes: the groups along the axes of the mesh of a stage; none where torch knows all holders by itself.
         stages: the ranks of the pipeline that hold any; ``None``: all stages are on the mesh.
         alike: whether all of these hold gradients of the same dtypes.
+        disk: where gradients are at home, if in files.
     """
 
-    axes: tuple[ProcessGroup, ...]
+    axes: tuple[ProcessGroup, ...] = ()
     stages: ProcessGroup | None = None
     alike: bool = True
+    disk: Disk | None = None
 
 
 class _Shared(DTensor):
@@ -71,6 +79,25 @@ class _Shared(DTensor):
 
 class Gradient(_Shared):
     """A gradient."""
+
+
+class InFile(Gradient):
+    """A gradient that is at home in a file: the system is asked for it before its norm, or overflow, is found."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Raises :class:`planner.errors.DiskError`: the file cannot be read."""
+        if func in Gradient.special:
+            for each in pytree.tree_leaves((args, kwargs)):
+                if isinstance(each, InFile) and each.holders.disk is not None:
+                    each.holders.disk.ask([each._local_tensor], READ, "gradients")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class OwnInFile(InFile):
+    """The same, of which torch knows all else."""
+
+    special: ClassVar[Mapping[Any, Any]] = {}
 
 
 class _Norm(_Shared):
@@ -177,4 +204,5 @@ def is_hooked(parameter: Tensor) -> bool:
 def _know(parameter: Tensor, holders: Holders, counts: bool) -> None:
     """Autograd hands over a plain DTensor, and adds to what is there in place."""
     if type(parameter.grad) is DTensor:
-        parameter.grad = Gradient.of(parameter.grad, holders, counts)
+        in_file = InFile if holders.axes or holders.stages is not None else OwnInFile
+        parameter.grad = (Gradient if holders.disk is None else in_file).of(parameter.grad, holders, counts)

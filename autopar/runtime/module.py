@@ -154,16 +154,20 @@ class ParallelModule(nn.Module):
         return nn.Parameter(stored, requires_grad=leaf.trainable)
 
     def _let_gradients_know(self) -> None:
-        """Of each other, where torch's functions over all of them would not see all; see :mod:`gradients`."""
+        """Of each other, where torch's functions over all of them would not see all, and of their files; see
+        :mod:`gradients`.
+        """
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         step = self.program if isinstance(self.program, Step) else None
         trainers = None if step is None else step.trainers
         ways = {p.placements for p in trained if isinstance(p, DTensor)}
-        if trainers is None and len(ways) < 2:
+        disk = None if self.carrier is None else self.carrier.link.disk
+        is_apart = trainers is not None or len(ways) > 1
+        if not is_apart and disk is None:
             return
         repeated = [] if step is None else [leaf for tie in step.ties if not tie.first for leaf in tie.leaves]
-        axes = tuple(groups_of(self.device_mesh).values())
-        holders = Holders(axes) if trainers is None else Holders(axes, trainers.group, trainers.alike)
+        axes = tuple(groups_of(self.device_mesh).values()) if is_apart else ()
+        holders = Holders(axes, disk=disk) if trainers is None else Holders(axes, trainers.group, trainers.alike, disk)
         know_each_other(trained, self._stored_as(repeated), holders)
 
     @property

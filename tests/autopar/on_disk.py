@@ -225,6 +225,8 @@ def is_not_ended(document: dict[str, Any], path: str) -> None:
         "save": lambda: autopar.save_checkpoint(saved, pmodel, optimizers[1]),
         "beside": lambda: autopar.save_checkpoint(saved, pmodel, optimizers[1], wait=False).wait(),
         "load": lambda: autopar.load_checkpoint(saved, pmodel, optimizers[1]),
+        "norm": lambda: nn.utils.clip_grad_norm_(pmodel.parameters(), 1e9),
+        "norms": lambda: nn.utils.clip_grad_norm_(pmodel.parameters(), 1e9, foreach=False),
     }
     seen = []
     for file in unnamed(path):
@@ -235,7 +237,7 @@ def is_not_ended(document: dict[str, Any], path: str) -> None:
         assert os.pwrite(file, kept, 0) == size
         autopar.load_checkpoint(saved, pmodel, optimizers[1])
     state = 2 * len([*model.parameters()])
-    assert sorted(seen) == sorted(["full put save beside load ", "", *["save beside load "] * state])
+    assert sorted(seen) == sorted(["full put save beside load ", "norm norms ", *["save beside load "] * state])
     trains(1)
     expected = model.state_dict()
     for key, value in pmodel.full_state_dict().items():
@@ -247,9 +249,8 @@ def _fails(use: Callable[[], object]) -> bool:
     try:
         use()
     except DiskError as error:
-        pattern = (
-            r"cannot (read|write) .* of ((model|optim)\.)?layers\.\d\.\S+, in a file \(Bad address\): the disk fails"
-        )
+        what = r"(((model|optim)\.)?layers\.\d\.\S+|gradients under '.*')"
+        pattern = rf"cannot (read|write) .* of {what}, in a file \(Bad address\): the disk fails"
         return re.search(pattern, str(error)) is not None
     return False
 

@@ -108,9 +108,10 @@ def test_what_stays_on_the_device_is_trained_there(pool: LocalProcesses) -> None
     pool.run(carried.trains_as_planned, "functional-gpt", plan.to_dict(), ranks=2)
 
 
-def test_model_data_may_be_in_files(pool: LocalProcesses, tmp_path: Path) -> None:
+@pytest.mark.parametrize("zero", [3, {"*.bias": 0, "*": 3}], ids=str)
+def test_model_data_may_be_in_files(pool: LocalProcesses, tmp_path: Path, zero: object) -> None:
     (tmp_path / "offload").mkdir()
-    pool.run(on_disk.trains, on_disk.plan_of(2, zero=3).to_dict(), str(tmp_path / "offload"), ranks=2)
+    pool.run(on_disk.trains, on_disk.plan_of(2, zero=zero).to_dict(), str(tmp_path / "offload"), ranks=2)
 
 
 def test_files_that_cannot_be_read_are_errors_that_lose_nothing(pool: LocalProcesses, tmp_path: Path) -> None:
