@@ -27,6 +27,7 @@ from autopar.nominate import Submodule, storage_of
 from autopar.order import in_order
 from autopar.program import Body, Call, Leaf, Program, constants_in_order, named, without_dead_code
 from autopar.repeats import Repeats
+from autopar.strides import copy_for_products, drop_contiguous
 from planner.errors import CaptureError
 
 
@@ -56,11 +57,12 @@ def flatten(
     graph = exported.graph_module.graph
     _inline_regions(exported.graph_module, model)
     _drop_assertions(graph)
-    _drop_contiguous(graph)
+    drop_contiguous(graph)
     _drop_overwriting(graph)
     drop_lookups_of_everything(graph)
     literals = _drop_copies_of_literals(graph)
     cut_ungraded(graph)
+    copy_for_products(graph)
     leaving = _leaving(exported)
     leaves = _Leaves(exported, model, repeats, literals)
     calls = _Splitter(graph, leaves, repeats).calls
@@ -350,15 +352,6 @@ def _source(module: nn.Module) -> tuple[str, str]:
         return "", "source unknown"
     at = next((number for number, text in enumerate(lines, line) if "autocast" in text), line)
     return "".join(lines), f"{inspect.getsourcefile(type(module).forward)}:{at}"
-
-
-def _drop_contiguous(graph: fx.Graph) -> None:
-    """How memory is ordered depends on the device that captured; leave it out, so that graphs do not."""
-    contiguous = torch.ops.aten.contiguous.default
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is contiguous and len(node.args) == 1 and not node.kwargs:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
 
 
 def _drop_overwriting(graph: fx.Graph) -> None:
