@@ -222,9 +222,13 @@ class RankStep:
     def _moment(self, name: str, number: int, action: Action, others: int, is_again: bool) -> Moment:
         """A block in an action; ``others``: what is there of other turns; ``is_again``: other backwards came before."""
         direction: Direction = "forward" if action.kind == "F" else "backward"
-        beside = self.usages[action.stage].by_block.get((direction, max(number, BEFORE)), 0) + others
-        if direction == "backward" and is_again:
-            beside += sum(self._added_bytes(chunk) for chunk in self._made_by.get(number, ()))
+        followed = self.usages[action.stage].by_block.get((direction, max(number, BEFORE)))
+        beside = (followed or 0) + others
+        made = self._made_by.get(number, ()) if direction == "backward" else ()
+        if is_again:
+            beside += sum(self._added_bytes(chunk) for chunk in made)
+        if self.staged is not None and followed is None:  # nothing runs there: what waited for the end is added up
+            beside += sum(chunk.gradient_bytes for chunk in made if chunk.is_before)
         return Moment(name, self._seconds.get((direction, number), 0.0), beside)
 
     @property
@@ -260,18 +264,17 @@ class RankStep:
         return found
 
     def _left_bytes(self, done: int) -> int:
-        """Inputs of all other micro-batches, and outputs of so many, which are kept until the step is over."""
+        """Inputs of all other micro-batches, terms of outputs of so many, and the whole of others from the first on."""
         space, assignment = self.assignment.space, self.assignment
         taken = [leaf for leaf in space.graph.leaves if leaf.op == "input"]
         cut = [leaf for leaf in taken if isinstance(assignment.produced(Ref(leaf.name))[0], Shard)]
         inputs = sum(local_bytes(leaf.results[0], assignment.produced(Ref(leaf.name)), space.mesh) for leaf in cut)
         made = {ref for number in self._numbers for ref in space.folded.instances[number].block.outputs}
-        outputs = sum(
-            local_bytes(space.graph.type_of(ref), self._of_a_turn(at), space.mesh)
-            for at, ref in enumerate(space.leaving)
-            if ref in made
-        )
-        return inputs * (space.mesh.micro_batches - 1) + outputs * done
+        outputs = 0
+        for layout, ref in ((self._of_a_turn(at), ref) for at, ref in enumerate(space.leaving) if ref in made):
+            times = space.mesh.micro_batches if isinstance(layout[0], Shard) and done else done
+            outputs += times * local_bytes(space.graph.type_of(ref), layout, space.mesh)
+        return inputs * (space.mesh.micro_batches - 1) + outputs
 
     def _of_a_turn(self, position: int) -> Layout:
         """The layout in which one micro-batch gives an output: turns are put together as they come."""
