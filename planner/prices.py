@@ -16,7 +16,7 @@ from planner.graph import Node, Ref
 from planner.kernel import Stream, kernel_of
 from planner.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS
-from planner.own import is_own, own_bytes, saved_words
+from planner.own import COPIES, is_own, own_bytes, saved_words
 from planner.problem import Floats, Ints
 from planner.recompute import NOTHING, Recompute
 from planner.rules import Inner, Rule
@@ -165,6 +165,7 @@ class Priced:
             return 0
         types, backend, sizes = self.graph.input_types(node), self.cost.cluster.backend, self._sizes(node, choice)
         words = (word for word in saved_words(node, types, backend) if is_own(word, node))
+        words = (word for word in words if word not in COPIES.values())  # operands, which are counted, stand for them
         return sum(own_bytes(word, node, types, sizes, backend) for word in words)
 
     def storage(self, node: Node, layout: Layout) -> tuple[float, int]:

@@ -4,10 +4,11 @@ A storage may leave when the forward of a block is over and nothing but backward
 for the first block in backward that saved it. Those that become free in the same block, and that the same blocks
 saved, leave together.
 
-Values of the program leave, and masks of dropout, whose bytes are known to the last one. What else operators keep
-(statistics of norms, what attention copies) stays, as do leaves, what leaves the model, and all of a block that also
-computes what the loss does not need, of which autograd saves more than is followed. So do values that a stage of a
-pipeline hands on; those that it takes from the one before leave after its last block.
+Values of the program leave, masks of dropout, and what attention with a trained mask keeps on a CPU, whose bytes are
+known to the last one. What else operators keep (statistics of norms, what attention with dropout copies) stays, as do
+leaves, what leaves the model, and all of a block that also computes what the loss does not need, of which autograd
+saves more than is followed. So do values that a stage of a pipeline hands on; those that it takes from the one before
+leave after its last block.
 """
 
 from __future__ import annotations

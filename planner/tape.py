@@ -19,6 +19,7 @@ class Tape:
     Attributes:
         block: the number of the block that made it.
         incoming: the gradient of each result, as far as it has arrived.
+        views: the results of which that is a view, to which autograd adds nothing in place.
         saved: storages held until the node has run.
         holds: those of them that stay where a block recomputes.
         again: storages that it needs and that its block makes again for it.
@@ -44,17 +45,22 @@ class Tape:
     sends: bool = False
     keeps: bool = False
     leaves: bool = False
+    views: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a gradient goes: result ``result`` of ``tape``. ``passes``: it is what came in for result ``of``."""
+    """Where a gradient goes: result ``result`` of ``tape``.
+
+    ``passes``: it is what came in for result ``of``. ``is_view``: it is a view of what came in or was computed.
+    """
 
     tape: Tape
     result: int
     bytes: int
     passes: bool = False
     of: int = 0
+    is_view: bool = False
 
 
 @dataclass(frozen=True)

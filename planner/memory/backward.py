@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.heap import Storage, is_before
 from planner.memory.skip import UnevenError, undo_skipped
 from planner.memory.walk import Walk
-from planner.tape import Tape, Value
+from planner.tape import Tape, Target, Value
 
 
 def undo_all(walk: Walk, roots: list[Value]) -> None:
@@ -81,20 +81,21 @@ def _undo(walk: Walk, tape: Tape) -> None:
     for storage in (together, works, *filter(None, tape.incoming), *saved):
         heap.drop(storage)
     for target, storage in arriving:
-        _arrive(walk, target.tape, target.result, storage)
+        _arrive(walk, target, storage)
 
 
-def _arrive(walk: Walk, target: Tape, number: int, storage: Storage) -> None:
-    """Add a gradient to what has arrived: in place where nobody else holds one of the two."""
-    heap, present = walk.heap, target.incoming[number]
+def _arrive(walk: Walk, target: Target, storage: Storage) -> None:
+    """Add a gradient to what has arrived: in place where nobody else holds that, and it is no view."""
+    heap, tape, number = walk.heap, target.tape, target.result
+    present = tape.incoming[number]
     if present is None:
-        target.incoming[number] = storage
-    elif present.holders == 1:
+        tape.incoming[number] = storage
+        if target.is_view:
+            tape.views.add(number)
+    elif present.holders == 1 and number not in tape.views:
         heap.drop(storage)
-    elif storage.holders == 1:
-        heap.drop(present)
-        target.incoming[number] = storage
     else:
-        target.incoming[number] = heap.new(target.name, "temporary", storage.held.bytes)
+        tape.incoming[number] = heap.new(tape.name, "temporary", storage.held.bytes)
+        tape.views.discard(number)
         heap.drop(present)
         heap.drop(storage)

@@ -16,11 +16,8 @@ from planner.memory.walk import Walk
 from planner.names import called
 from planner.ops import OPS
 from planner.ops.function import holds, works
-from planner.own import is_own, own_bytes, saved_words
+from planner.own import beside, is_exact, is_own, own_bytes, saved_words
 from planner.tape import Frame, Target, Value
-
-EXACT = ("own", "mask")
-"""What operators keep besides operands and results and whose bytes are known to the last one."""
 
 
 def _is_index(word: str, types: Sequence[TensorType]) -> bool:
@@ -112,7 +109,8 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
     if not any(flows):
         return [Value(s, size) for s, size in zip(storages, sizes, strict=True)]
     tape = walk.tape(f"{node.path or node.name}: {node.op}", len(sizes))
-    saves = saved_words(node, types, walk.space.cost.cluster.backend)
+    backend, tensors_bytes = walk.space.cost.cluster.backend, [*(value.bytes for value in operands), *sizes]
+    saves, needs = saved_words(node, types, backend), beside(node, types, tensors_bytes, backend)
     tensors = {f"in{i}": value.storage for i, value in enumerate(operands)}
     if walk.is_away and not all(
         _is_index(word, types) for word in (*saves, *holds(node))
@@ -122,17 +120,17 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
     for word in saves:
         if is_own(word, node):
             before = len(tape.saved)
-            tensors_bytes = [*(value.bytes for value in operands), *sizes]
-            size = own_bytes(word, node, types, tensors_bytes, walk.space.cost.cluster.backend)
+            size = own_bytes(word, node, types, tensors_bytes, backend)
             tape.saved.append(heap.new(f"what {called(node)} keeps", "activations", size))
             if walk.frame is not None and walk.frame.again.operators:
-                copied_bytes = sum(value.bytes for value in operands) if word == "scores" and size else 0
+                copies = word == "scores" and size and not is_exact(word, node)
+                copied_bytes = sum(value.bytes for value in operands) if copies else 0
                 if walk.frame.at[node.name] in walk.frame.again.drawing:
                     read = [value.storage for value in operands]
                     walk.frame.draws(heap, tape.saved[-1], read, storages[0], copied_bytes)
                 else:  # the copies stay, and the operands are there for what is made again
                     tape.saved.append(heap.new(f"copies for {called(node)}", "activations", copied_bytes))
-            if walk.saves is not None and word not in EXACT:
+            if walk.saves is not None and not is_exact(word, node):
                 copied = [value.storage for value in operands] if word == "scores" and size else []
                 walk.saves.stay((*tape.saved[before:], *copied))
         elif word in tensors:
@@ -142,13 +140,16 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
         tape.holds.append(tensors[word])
         if walk.saves is not None:
             walk.saves.stay([tensors[word]])
+    if needs.forward:
+        heap.drop(heap.new(called(node), "temporary", needs.forward))
     more = row.works + works(node) if row is not None else 0
-    tape.works = more * max(operands[0].bytes, sizes[0]) if operands else 0
+    tape.works = needs.backward + (more * max(operands[0].bytes, sizes[0]) if operands else 0)
     passes = row.passes if row is not None else ()
     for i, (value, tensor) in enumerate(zip(operands, types, strict=True)):
         if value.made is not None and tensor.grad:
             same = value.bytes == sizes[0] and tensor.dtype == node.results[0].dtype and not saves
-            tape.targets.append(Target(*value.made, value.bytes, passes=i in passes and same))
+            is_view = row is not None and i in (row.passes if row.view else row.views)
+            tape.targets.append(Target(*value.made, value.bytes, passes=i in passes and same, is_view=is_view))
     return [
         Value(s, size, (tape, i) if flow else None)
         for i, (s, size, flow) in enumerate(zip(storages, sizes, flows, strict=True))

@@ -54,9 +54,12 @@ def attention_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) ->
     return flops // 2 if node["is_causal"] else flops
 
 
-def saves(node: Node) -> tuple[str, ...]:
-    """A flash kernel keeps operands and result; with dropout, CPUs have none and keep scores."""
-    return ("in0", "in1", "in2", "out0", "rows", *(("scores",) if node["dropout_p"] else ()))
+def saves(node: Node, operands: tuple[TensorType, ...]) -> tuple[str, ...]:
+    """A flash kernel keeps operands and result; with dropout, or a mask that is trained, CPUs have none and keep
+    scores.
+    """
+    is_plain = not node["dropout_p"] and not any(mask.grad for mask in operands[3:])
+    return ("in0", "in1", "in2", "out0", "rows", *(() if is_plain else ("scores",)))
 
 
 ROWS: dict[str, Row] = {

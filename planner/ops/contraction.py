@@ -93,14 +93,15 @@ def _equation(node: Node) -> tuple[list[str], str | None]:
     return terms, output if readable else None
 
 
-def every_operand(node: Node) -> tuple[str, ...]:
+def every_operand(node: Node, operands: Operands) -> tuple[str, ...]:
     """Backward needs all operands."""
     return tuple(f"in{i}" for i in range(len(node.inputs)))
 
 
 ROWS: dict[str, Row] = {
-    **rows("linear", Row(linear, contraction_flops, saves=("in0", "in1"), mutual=True)),
-    **rows("matmul mm bmm mv dot", Row(matmul, contraction_flops, saves=("in0", "in1"), mutual=True)),
+    **rows("linear", Row(linear, contraction_flops, saves=("in0", "in1"), mutual=True, views=(0, 1, 2))),
+    **rows("matmul", Row(matmul, contraction_flops, saves=("in0", "in1"), mutual=True, views=(0, 1))),
+    **rows("mm bmm mv dot", Row(matmul, contraction_flops, saves=("in0", "in1"), mutual=True)),
     **rows("outer", Row(outer, contraction_flops, saves=("in0", "in1"), mutual=True)),
     **rows("addmm addmv baddbmm", Row(added_matmul, contraction_flops, saves=("in1", "in2"), mutual=True)),
     **rows("einsum", Row(einsum, einsum_flops, saves=every_operand)),

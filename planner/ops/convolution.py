@@ -69,7 +69,7 @@ def windows(spatial: int, *linear: set[int]) -> Row:
         results = [[*lead, *outs]] * len(node.results)
         return signature(node, operands, [[*lead, *ins]], results, whole=[*ins, *outs], linear=linear)
 
-    def looks_back(node: Node) -> tuple[str, ...]:
+    def looks_back(node: Node, operands: Operands) -> tuple[str, ...]:
         return ("in0", "out1") if len(node.results) > 1 else ("in0", "out0")
 
     return Row(rule, saves=() if linear else looks_back)

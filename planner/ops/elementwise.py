@@ -87,7 +87,7 @@ def glu(node: Node, operands: Operands) -> Rule:
     return signature(node, operands, [halves], [names], sizes={"halves": 2}, whole=["halves"])
 
 
-def both_tensors(node: Node) -> tuple[str, ...]:
+def both_tensors(node: Node, operands: Operands) -> tuple[str, ...]:
     """Each of two tensors is needed for the other's gradient; a static number needs none."""
     return ("in0", "in1") if len(node.inputs) == 2 else ()
 

@@ -103,7 +103,7 @@ def _flops(node: Node, operands: Operands, rule: Rule) -> int:
     return round(each * node.results[0].numel)  # type: ignore[no-any-return]
 
 
-def _saves(node: Node) -> tuple[str, ...]:
+def _saves(node: Node, operands: Operands) -> tuple[str, ...]:
     saves: Any = node["saves"]
     kept: Any = node["kept"]
     return (*saves, *(f"kept{number}" for number in range(len(kept))))

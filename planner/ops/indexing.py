@@ -225,11 +225,11 @@ def everything_whole(node: Node, operands: Operands) -> Rule:
     return signature(node, operands, ins, outs, whole=[name for row in (*ins, *outs) for name in row])
 
 
-def _indices(node: Node) -> tuple[str, ...]:
+def _indices(node: Node, operands: Operands) -> tuple[str, ...]:
     return tuple(f"in{i}" for i in range(1, len(node.inputs)))
 
 
-def _all_but_last(node: Node) -> tuple[str, ...]:
+def _all_but_last(node: Node, operands: Operands) -> tuple[str, ...]:
     return tuple(f"in{i}" for i in range(1, len(node.inputs) - 1))
 
 

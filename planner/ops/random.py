@@ -44,7 +44,7 @@ def created(node: Node, operands: Operands) -> Rule:
     return signature(node, operands, [], [names], whole=names)
 
 
-def mask(node: Node) -> tuple[str, ...]:
+def mask(node: Node, operands: Operands) -> tuple[str, ...]:
     """Backward needs the mask, if anything is dropped."""
     return () if node["p"] == 0 else ("mask",)
 

@@ -16,7 +16,7 @@ from planner.rules import Rule
 
 RuleOf = Callable[[Node, tuple[TensorType, ...]], Rule]
 FlopsOf = Callable[[Node, tuple[TensorType, ...], Rule], int]
-SavesOf = Callable[[Node], tuple[str, ...]]
+SavesOf = Callable[[Node, tuple[TensorType, ...]], tuple[str, ...]]
 
 
 def no_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> int:
@@ -43,9 +43,11 @@ class Row:
             arguments in schema order, as in ``node.inputs``.
         flops: forward floating-point operations of the whole (global) operator.
         saves: tensors that backward needs: ``"in0"`` is the first tensor operand, ``"out0"`` the first
-            result; what it keeps besides these is one of :data:`OWN`. A tuple, or a function of the node.
+            result; what it keeps besides these is one of :data:`OWN`. A tuple, or a function of the node and its
+            operands.
         mutual: each saved operand serves the gradients of the other saved ones alone, as in a product.
         passes: operands whose gradient is the result's gradient itself, not a new tensor.
+        views: operands whose gradient is a view of another tensor.
         works: tensors of the size of the first operand that backward needs while it runs.
         view: the result aliases the first operand; it costs nothing and saves nothing.
         random: draws random numbers (ranks that hold different data must draw differently).
@@ -56,13 +58,14 @@ class Row:
     saves: tuple[str, ...] | SavesOf = ()
     mutual: bool = False
     passes: tuple[int, ...] = ()
+    views: tuple[int, ...] = ()
     works: int = 0
     view: bool = False
     random: bool = False
 
     def saved(self, node: Node, operands: tuple[TensorType, ...]) -> tuple[str, ...]:
         """What backward of this application needs."""
-        words = self.saves(node) if callable(self.saves) else self.saves
+        words = self.saves(node, operands) if callable(self.saves) else self.saves
         if not self.mutual:
             return words
         flows = {f"in{i}" for i, tensor in enumerate(operands) if tensor.grad}

@@ -74,6 +74,12 @@ def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
         ("gpt2", {"recompute": "full"}, 1),
         ("functional-gpt", {"recompute": "none", "micro_batches": 4}, 1),
         ("llama", {"recompute": "none", "pipeline": 2, "micro_batches": 4, "schedule": "gpipe"}, 2),
+        ("encoder", {"micro_batches": 2}, 1),
+        ("encoder", {"micro_batches": 4}, 1),
+        ("t5", {"micro_batches": 2}, 1),
+        ("t5", {"micro_batches": 4}, 1),
+        ("shared-layers", {"recompute": "none", "micro_batches": 2}, 1),
+        ("shared-layers", {"recompute": "full", "micro_batches": 4}, 1),
     ],
     ids=str,
 )
@@ -83,7 +89,7 @@ def test_the_device_holds_what_was_planned(pool: LocalProcesses, name: str, pin:
     plan = carried.plan_of(name, pin, ranks, memory_bytes=int(least / 0.9) + 1)
     assert leaving(plan)
     for seen, planned in pool.run(carried.holds_no_more_than_planned, name, plan.to_dict(), ranks=ranks):
-        assert planned * 0.85 <= seen <= planned * 1.05
+        assert planned * 0.85 <= seen <= planned * 1.03
 
 
 def test_steps_in_turns_go_on(pool: LocalProcesses) -> None:

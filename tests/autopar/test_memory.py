@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from autopar.api import plan_traced, trace
 from benchmarks import memory_turns
 from benchmarks.memory import observed_peak
 from planner.cluster import ClusterSpec
-from planner.own import is_own, own_bytes, saved_words
+from planner.graph import Node, TensorType
+from planner.own import beside, is_own, own_bytes, saved_words
 from planner.pins import Pins
 from planner.training import Training
+from tests.autopar.allocated import changes_during, most_bytes
 from tests.autopar.models import MODELS, Model, llama, text
 
 TOLERANCE = 0.05  # of models so small that a few numbers per row show; the issue of the benchmark is the mean
@@ -52,8 +55,28 @@ class Dropping(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1, is_causal=True)
 
 
+class Biased(nn.Module):
+    """Attention whose mask is trained, which no flash kernel of a CPU does, and perhaps drops some."""
+
+    def __init__(self, length: int, dtype: torch.dtype, rate: float = 0.0):
+        super().__init__()
+        self.bias, self.rate = nn.Parameter(torch.randn(2, 4, length, length, dtype=dtype)), rate
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=self.bias, dropout_p=self.rate)
+
+
+def attention_of(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Node, tuple[TensorType, ...]]:
+    """The attention of a model, and the types of its operands, all of which have gradients."""
+    graph = trace(model, None, {name: value.detach() for name, value in batch.items()}).graph
+    node = next(each for each in graph.nodes if "attention" in each.op)
+    return node, tuple(replace(tensor, grad=True) for tensor in graph.input_types(node))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_attention_that_drops_some_keeps_what_is_counted(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["drops", "biased", "both"])
+def test_attention_that_keeps_scores_keeps_what_is_counted(kind: str, dtype: torch.dtype) -> None:
+    model = Dropping() if kind == "drops" else Biased(16, dtype, 0.1 if kind == "both" else 0.0)
     batch = {name: torch.randn(2, 4, 16, 8, dtype=dtype, requires_grad=True) for name in ("query", "key", "value")}
     kept: dict[int, int] = {}
 
@@ -62,14 +85,37 @@ def test_attention_that_drops_some_keeps_what_is_counted(dtype: torch.dtype) -> 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        Dropping()(**batch)
-    graph = trace(Dropping(), None, {name: value.detach() for name, value in batch.items()}).graph
-    node = next(each for each in graph.nodes if "attention" in each.op)
-    types, words = graph.input_types(node), saved_words(node, graph.input_types(node), "gloo")
-    sizes = [value.nbytes for value in (*batch.values(), batch["query"])]
+        model(**batch)
+    node, types = attention_of(model, batch)
+    words = saved_words(node, types, "gloo")
+    sizes = [*(tensor.size_bytes for tensor in types), node.results[0].size_bytes]
     counted = sum(own_bytes(word, node, types, sizes, "gloo") for word in words if is_own(word, node))
     assert counted + sum(sizes[int(word[2:])] for word in words if word.startswith("in")) == sum(kept.values())
     assert not [word for word in words if word.startswith("out")]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("length", [4, 64])
+def test_attention_that_keeps_scores_needs_what_is_counted(length: int, rate: float) -> None:
+    model = Biased(length, torch.float64, rate)
+    heads = [torch.randn(2, length, 4, 8, dtype=torch.float64).transpose(1, 2).requires_grad_() for _ in range(3)]
+    batch = dict(zip(("query", "key", "value"), heads, strict=True))
+    node, types = attention_of(model, batch)
+    sizes = [*(tensor.size_bytes for tensor in types), node.results[0].size_bytes]
+    needs = beside(node, types, sizes, "gloo")
+    words = [word for word in saved_words(node, types, "gloo") if is_own(word, node)]
+    kept = sum(own_bytes(word, node, types, sizes, "gloo") for word in words)
+    results: list[Tensor] = []
+    forward = changes_during(lambda: results.append(model(**batch)))
+    assert most_bytes(forward) == pytest.approx(kept + sizes[-1] + needs.forward, rel=0.01)
+
+    def both() -> None:
+        torch.autograd.grad((model(**batch) * 2).sum(), (*heads, model.bias))
+
+    seen = max([*itertools.accumulate(change.bytes for change in changes_during(both))][len(forward) :])
+    kept += sum(sizes[:3]) if rate else 0  # where operands stand for their copies
+    counted = kept + sizes[-1] + needs.backward + sum(sizes[:-1])  # gradients of the result and of operands
+    assert seen == pytest.approx(counted, rel=0.01) if needs.backward else seen <= counted
 
 
 @pytest.mark.parametrize("name, pin", [("llama", {"data": 2, "zero": 3}), ("gpt2", {"tensor": 2})])
