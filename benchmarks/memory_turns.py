@@ -39,7 +39,7 @@ PLANS: tuple[tuple[int, Mapping[str, Any]], ...] = (
     ),
     *(
         (2, {"pipeline": 2, "micro_batches": 4, "schedule": schedule, "recompute": level})
-        for schedule, level in itertools.product(("gpipe", "1f1b"), ("none", "full"))
+        for schedule, level in itertools.product(("gpipe", "1f1b", "zero_bubble"), ("none", "full"))
     ),
     (4, {"pipeline": 2, "data": 2, "micro_batches": 4, "schedule": "1f1b", "zero": 3}),
     (4, {"pipeline": 2, "tensor": 2, "micro_batches": 4, "schedule": "1f1b"}),

@@ -34,14 +34,25 @@ def owned(assignment: Assignment, instance: Instance, level: Level, *, again: bo
     """The operators of an instance that keep something besides operands and results for backward, and bytes of it.
 
     Args:
-        again: of those that run again at a level of recomputation; else of the others, which keep it from forward on.
+        again: of those that draw again at a level of recomputation; else of the others, which keep it from forward on.
     """
-    found = assignment.space.skeleton.again(instance.kind, level).operators if level != "none" else ()
+    found = assignment.space.skeleton.again(instance.kind, level).drawing if level != "none" else ()
     for at, node in enumerate(instance.block.nodes):
         if (at in found) == again:
             size = assignment.space.own_bytes(node, assignment.choice(node))
             if size:
                 yield node, size
+
+
+def parted(assignment: Assignment, instance: Instance) -> Iterator[tuple[Node, int]]:
+    """What a backward in two parts keeps for the second one beside what is saved: bytes of the gradients that came to
+    the operators which read parameters that are trained.
+    """
+    space, leaves = assignment.space, assignment.space.graph.by_name
+    for node in instance.block.nodes:
+        if any(leaves[ref.node].op == "param" and leaves[ref.node].results[0].grad for ref in node.inputs):
+            places = range(len(node.inputs), len(node.inputs) + len(node.results))
+            yield node, space.bytes_of(node, assignment.choice(node), tuple(places))
 
 
 @dataclass(frozen=True)

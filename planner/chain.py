@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import groupby
 
 from planner.assignment import Assignment
-from planner.brought import brought_by, coming, owned, savers_of, working_moments
+from planner.brought import brought_by, coming, owned, parted, savers_of, working_moments
 from planner.charges import Places
 from planner.conversion import local_bytes
 from planner.exchange import crossing
@@ -64,6 +64,7 @@ class Link:
         gathered_s: for each way to save, what of its recomputing is gathering parameters again.
         saved: for each way to save and each operator, which of its tensors it saves; leaves are not among them.
         summed_bytes: of gradients that are there twice at the end of the step, when they are summed over ranks.
+        parted_bytes: what a backward in two parts keeps of a micro-batch for the second one, beside what is saved.
         sent_bytes: of what is sent on behind the block, where a stage ends there; returned_bytes: of the gradients that
             come back.
         shared: the leaves that other blocks read too, by name. The first block that reads one counts it as its own.
@@ -84,6 +85,7 @@ class Link:
     gathered_s: tuple[float, ...]
     saved: tuple[tuple[Places, ...], ...]
     summed_bytes: int
+    parted_bytes: int
     sent_bytes: int
     returned_bytes: int
     shared: tuple[tuple[str, Shared], ...] = ()
@@ -235,6 +237,7 @@ class _Chain:
             tuple(gathered_s for _, gathered_s in again_s),
             saved,
             self.leaves.summed(number).total(),
+            sum(size for _, size in parted(self.assignment, instance)),
             sent_bytes,
             returned_bytes,
         )

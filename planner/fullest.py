@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from planner.assignment import Assignment
-from planner.brought import Brought, brought_by, coming, owned, savers_of
+from planner.brought import Brought, brought_by, coming, owned, parted, savers_of
 from planner.charges import Places
 from planner.conversion import local_bytes
 from planner.exchange import crossing
@@ -35,6 +36,8 @@ TENSORS = {
 """What is held of a leaf, by use."""
 NEXT = "room for the next messages"
 """What each other rank's next message is going to be received in."""
+SECOND = "gradients of weights of one micro-batch"
+"""What the second part of a backward finds, see :mod:`autopar.runtime.split`."""
 Moment = tuple[str, list[Held]]
 """What runs, and what is alive then beside what is held and saved."""
 
@@ -146,18 +149,24 @@ class _Rank:
         """From forward to backward, of all micro-batches in flight; of one of them later blocks saved nothing yet, or
         what they did is gone.
         """
-        in_flight, running = self._moment
+        (in_flight, running), left = self._moment, self.staged.pipeline.parted
         for number, stage, level, saved in self._blocks:
-            times = in_flight[stage] - (number > running and stage == self._stage_of(running))
-            if not times:
-                continue
-            for node, places in zip(self.instances[number].block.nodes, saved, strict=True):
-                for place in places:
-                    yield Held(self._at(node, place), "activations", self._bytes(node, place), times, number)
-            for node, size in owned(self.assignment, self.instances[number], level, again=False):
-                yield Held(f"what {called(node)} keeps", "activations", size, times, number)
-            for name, size in brought_by(self.assignment, number, self.savers).saved(level).items():
-                yield Held(f"gathered {self._called(name)}", "activations", size, times, number)
+            is_gone = number > running and stage == self._stage_of(running) and not left[stage]
+            for held in self._saved_by(number, level, saved):
+                if in_flight[stage] - is_gone:
+                    yield replace(held, times=in_flight[stage] - is_gone)
+            for node, size in parted(self.assignment, self.instances[number]) if left[stage] else ():
+                yield Held(f"for gradients of weights of {called(node)}", "activations", size, left[stage], number)
+
+    def _saved_by(self, number: int, level: Level, saved: Sequence[Places]) -> Iterator[Held]:
+        """Of one micro-batch."""
+        for node, places in zip(self.instances[number].block.nodes, saved, strict=True):
+            for place in places:
+                yield Held(self._at(node, place), "activations", self._bytes(node, place), block=number)
+        for node, size in owned(self.assignment, self.instances[number], level, again=False):
+            yield Held(f"what {called(node)} keeps", "activations", size, block=number)
+        for name, size in brought_by(self.assignment, number, self.savers).saved(level).items():
+            yield Held(f"gathered {self._called(name)}", "activations", size, block=number)
 
     def _messages(self) -> Iterator[Held]:
         """What was sent on and not answered yet, what the block that runs was sent, and what is ready for more."""
@@ -172,6 +181,7 @@ class _Rank:
                 if ref in self.graph.differentiated:
                     yield Held(f"gradient of {self._called(ref.node)} as it came", "temporary", size)
         yield Held(NEXT, "temporary", self.staged.waiting_bytes[self.rank])
+        yield Held(SECOND, "activations", self.staged.second_bytes[self.rank])
 
     def _crossing(self, stage: int) -> dict[Ref, int]:
         """Bytes of the values that leave a stage for the next one."""

@@ -26,14 +26,16 @@ class Use(NamedTuple):
 
     Attributes:
         readers: how many of the block do.
-        bytes: of the gradient that they find.
+        bytes: of the gradient that they find, beside the last one of them.
         held: of it, what is there from the first micro-batch on and counted nowhere else, unless this is the only use.
+        together: whether those of other blocks find the same gradient, and not each block one of its own.
     """
 
     name: str
     readers: int
     bytes: int
     held: int
+    together: bool
 
 
 class Leaves:
@@ -103,12 +105,13 @@ class Leaves:
         return size * (turns if isinstance(first, Shard) or first == P else 1)
 
     def uses(self, number: int) -> Iterator[Use]:
-        """The parameters of a block that several operators read, there or in other blocks; none where parameters come
-        in each micro-batch.
+        """The parameters of a block that several operators read, there or in other blocks; none that each micro-batch
+        gathers.
         """
         instance, is_read = self.space.folded.instances[number], self.space.skeleton.readers
-        if self.space.training.tier != "device" or not self.space.brings_once:
+        if self.space.training.tier != "device":
             return
+        once = self.space.brings_once
         leaves = (ref for ref in instance.block.inputs if self._is_trained(self.graph.by_name[ref.node]))
         several = {ref for ref in leaves if is_read(ref) > 1}
         readers = Counter[tuple[Ref, Layout]]()
@@ -118,7 +121,9 @@ class Leaves:
         for (ref, layout), count in readers.items():
             size = local_bytes(self.graph.type_of(ref), layout, self.mesh)
             is_gathered = self.gathered(ref, self.assignment.delivered(ref), layout) > 0
-            yield Use(ref.node, count, size, 0 if is_gathered else self.versions * size)
+            if once or not (is_gathered or self.relayed(ref.node)):
+                held = self.versions * size if once and not is_gathered else 0
+                yield Use(ref.node, count, size if once else 2 * size, held, not once)  # it waits, and the sum comes
 
     def _summed(self, ref: Ref, source: Layout, target: Layout) -> int:
         space = self.space

@@ -243,10 +243,12 @@ class Staged:
 
     @cached_property
     def gone_bytes(self) -> list[int]:
-        """Bytes that later blocks of a stage save, which are gone when a block is undone, and not yet there before."""
-        found, after, last = list[int](), 0, -1
+        """Bytes that later blocks of a stage save, which are gone when a block is undone, unless that is done in two
+        parts, and not yet there before.
+        """
+        found, after, last, parted = list[int](), 0, -1, self.pipeline.parted
         for stage, link, way in reversed([*self.placed]):
-            after = after if stage == last else 0
+            after = after if stage == last and not parted[stage] else 0
             found.append(after)
             after, last = after + link.block.savings[way].saved_bytes, stage
         return found[::-1]
@@ -269,6 +271,27 @@ class Staged:
             for way, size in (((there, here), self.sent_bytes[stage]), ((here, there), self.returned_bytes[stage])):
                 largest[way] = max(largest.get(way, 0), size)
         return [sum(size for (to, _), size in largest.items() if to == rank) for rank in range(self.pipeline.ranks)]
+
+    @cached_property
+    def parted_bytes(self) -> list[int]:
+        """Bytes that each rank keeps for second parts of backward beside what is saved."""
+        found, parted = [0] * self.pipeline.ranks, self.pipeline.parted
+        for stage, link, _ in self.placed:
+            found[self.pipeline.placed[stage]] += parted[stage] * link.parted_bytes
+        return [more + most for more, most in zip(found, self.second_bytes, strict=True)]
+
+    @cached_property
+    def second_bytes(self) -> list[int]:
+        """Bytes of the gradients of weights that a second part finds, before they are added to those of other
+        micro-batches, of the stage of each rank that finds most.
+        """
+        found, parted = [0] * self.pipeline.stages, self.pipeline.parted
+        for stage, link, _ in self.placed:
+            found[stage] += link.held.get("gradients", 0) * bool(parted[stage])
+        homes = [
+            [s for s, home in enumerate(self.pipeline.placed) if home == rank] for rank in range(self.pipeline.ranks)
+        ]
+        return [max(found[stage] for stage in stages) for stages in homes]
 
     @cached_property
     def sent_bytes(self) -> list[int]:
@@ -298,8 +321,8 @@ class Staged:
 
     @property
     def added(self) -> Iterator[tuple[int, str, int]]:
-        """Ranks, the parameters of which several operators of one block there find a gradient in each micro-batch, and
-        the bytes of what they add up in before that is added to the gradient of other micro-batches.
+        """Ranks, the parameters of which several operators there find one gradient together in each micro-batch, and
+        bytes of what they add up in before that is added to the gradient of other micro-batches.
         """
         return _added(self.links, self.pipeline, self.cut.bounds)
 
@@ -381,7 +404,7 @@ def _cut(
     none, whatever it takes, one that waits for them.
     """
     for waits in (False, True):
-        if not waits or (cutoff_s == math.inf and any(link.coming_bytes for link in links)):
+        if not waits or any(link.coming_bytes for link in links):
             found = _cut_so(links, pipeline, limit_bytes, cutoff_s, effort, waits)
             if found is not None:
                 return found
@@ -421,7 +444,8 @@ def price(links: Sequence[Link], pipeline: Pipeline, found: Cut, waits: bool = F
         always[rank] += size
     for rank, (stages, _) in enumerate(pipeline.moments):
         counts, need = staged.fullest_moment(rank)
-        always[rank] += staged.held_of(counts, stages) + need.bytes + staged.waiting_bytes[rank]
+        always[rank] += staged.held_of(counts, stages) + need.bytes
+        always[rank] += staged.waiting_bytes[rank] + staged.parted_bytes[rank]
     return replace(staged, rank_bytes=tuple(map(max, always, at_end)))
 
 
@@ -496,21 +520,19 @@ def moments(
         working[stage].update({most + beside: None for most in working_moments(assignment, number, level, brought)})
     for rank, (stages, counts) in enumerate(in_flight):
         for moment in counts:
-            there = held[rank] + staged.held_of(moment, stages) + staged.waiting_bytes[rank]
+            there = held[rank] + staged.held_of(moment, stages) + staged.waiting_bytes[rank] + staged.parted_bytes[rank]
             running = (stage for count, stage in zip(moment, stages, strict=True) if count)
             yield from {there + most: None for stage in running for most in working[stage]}
 
 
 def _added(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> Iterator[tuple[int, str, int]]:
     """See :attr:`Staged.added`."""
-    found = {
-        (home, use.name, use.bytes): None
-        for home, (low, high) in zip(pipeline.placed, pairwise(bounds), strict=True)
-        for link in links[low:high]
-        for use in link.uses
-        if use.readers > 1
-    }
-    yield from found
+    found: Counter[tuple[int, str, int, int]] = Counter()
+    for home, (low, high) in zip(pipeline.placed, pairwise(bounds), strict=True):
+        for number, link in enumerate(links[low:high], start=low):
+            for use in link.uses:
+                found[home, use.name, use.bytes, -1 if use.together else number] += use.readers
+    yield from dict.fromkeys(each[:3] for each, readers in found.items() if readers > 1)
 
 
 def _apart(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> Iterator[tuple[int, str, int, int]]:

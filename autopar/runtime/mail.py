@@ -299,15 +299,16 @@ class Between:
         with self._naming(sender, coming.message):
             for work in coming.works:
                 work.wait()
-            for message in coming.taken:
-                self._let_go(message)
-            self._receive(sender)
+        for message in coming.taken:
+            self._let_go(message)
+        self._receive(sender)
         self._aside[coming.message] = coming.tensors
 
     def _let_go(self, message: Message) -> None:
         """Let go of a message that was sent, when it has arrived."""
-        for work, _ in self._pending.pop(message, ()):
-            work.wait()
+        with self._naming(self._home(message[0]), message):
+            for work, _ in self._pending.pop(message, ()):
+                work.wait()
 
     def share(self, loss: Tensor | None, seed: Tensor, stage: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         found = torch.zeros(2, dtype=torch.float64, device=self.device)

@@ -97,6 +97,15 @@ class Schedule:
         found = Counter(action.stage for action in self.actions if action.kind == "W")
         return tuple(found[stage] for stage in range(self.stages))
 
+    @cached_property
+    def parted(self) -> tuple[int, ...]:
+        """Of how many micro-batches at most each stage found the gradients of inputs, and not yet those of weights."""
+        most, now = Counter[int](), Counter[int]()
+        for action in self.actions:
+            now[action.stage] += (action.kind == "I") - (action.kind == "W")
+            most[action.stage] = max(most[action.stage], now[action.stage])
+        return tuple(most[stage] for stage in range(self.stages))
+
     @property
     def actions(self) -> Iterator[Action]:
         """Those of all ranks, in no order."""

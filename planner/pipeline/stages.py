@@ -81,6 +81,11 @@ class Pipeline:
         return schedule(self.schedule, self.ranks, self.micro_batches, self.virtual_stages).late
 
     @property
+    def parted(self) -> tuple[int, ...]:
+        """As of :class:`planner.pipeline.schedule.Schedule`."""
+        return schedule(self.schedule, self.ranks, self.micro_batches, self.virtual_stages).parted
+
+    @property
     def moments(self) -> list[tuple[list[int], tuple[tuple[int, ...], ...]]]:
         """Each rank's stages, and how many micro-batches they hold at its fullest moments."""
         held = fullest(self.schedule, self.ranks, self.micro_batches, self.virtual_stages)
