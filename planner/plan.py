@@ -198,7 +198,7 @@ class Plan(Document):
         """
         from planner.why import why_not
 
-        self._check_on_device()
+        self._check_on_device("plan with the recipe and pin 'offload', and compare what the two plans predict")
         return why_not(self, pin, time_limit_s=time_limit_s)
 
     @cached_property
@@ -208,7 +208,7 @@ class Plan(Document):
         Raises:
             PlanError: the plan was read from a file, without its model; or it offloads.
         """
-        self._check_on_device()
+        self._check_on_device("read plan.timetables, which say moment by moment what is on the device")
         if self.assignment is None:
             raise PlanError(WITHOUT_GRAPH)
         staged = restage(self, self.assignment)
@@ -258,16 +258,17 @@ class Plan(Document):
     def _sizes(self) -> OtherSizes:
         from planner.scale import OtherSizes
 
-        self._check_on_device()
+        self._check_on_device("plan again at the other size")
         if self.assignment is None:
             raise PlanError(WITHOUT_GRAPH)
         return OtherSizes(self.assignment, partial(restage, self))
 
-    def _check_on_device(self) -> None:
+    def _check_on_device(self, instead: str) -> None:
+        """Refuse what only a plan with all model data on the device can be asked; ``instead``: another way to know."""
         if self.timetables:
             raise PlanError(
                 "this plan keeps model data on the host or on disk, and only one with all of it on the device can be "
-                "asked this: plan without pin 'offload', or plan again at the other size"
+                f"asked this: plan without pin 'offload', or {instead}"
             )
 
 
