@@ -66,6 +66,7 @@ class WhyNot:
         blocks: the same by distinct block. Empty where one of both runs in turns: there the busiest rank decides, and
             not every block is on it.
         proven: whether both plans are proven to be the best.
+        pinned: what the plan was pinned to that the recipe does not pin alike, but for sizes of axes that agree.
         looked: whether the plan's search looked at steps in turns; or that plan takes one turn.
         conflict: why there is none.
     """
@@ -80,6 +81,7 @@ class WhyNot:
     uses_bytes: Mapping[str, int] = field(default_factory=dict)
     blocks: tuple[BlockDifference, ...] = ()
     proven: bool = True
+    pinned: Mapping[str, Any] = field(default_factory=dict)
     looked: bool = True
     conflict: Conflict | None = None
 
@@ -106,12 +108,7 @@ class WhyNot:
         ]
         rows = [head, labelled(row for row in totals if row[1])]
         if self.extra_s < -PROVED * self.step_time_s:
-            rows.append(
-                "  it is faster: the plan's search did not find it. Plan again with this pin, or for longer"
-                if self.looked
-                else "  it is faster: the plan's search did not look at pipelines and micro-batches. Plan again with "
-                "pipelines=True"
-            )
+            rows.append(f"  it is faster: {self._why_not_found()}")
         rows += ["  by block, with bytes at each plan's fullest moment:"] if self.blocks else []
         width = max((len(block.name) for block in self.blocks), default=0)
         for block in self.blocks:
@@ -120,6 +117,15 @@ class WhyNot:
         return "\n".join(rows) + "\n"
 
     __repr__ = __str__
+
+    def _why_not_found(self) -> str:
+        """Why the plan's search did not come to what is faster, and what would."""
+        if self.pinned:
+            pins = ", ".join(as_written(name, value) for name, value in self.pinned.items())
+            return f"the plan was pinned to {pins}, and this recipe is not. Plan again with this pin instead"
+        if not self.looked:
+            return "the plan's search did not look at pipelines and micro-batches. Plan again with pipelines=True"
+        return "the plan's search did not find it. Plan again with this pin, or for longer"
 
 
 def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.0) -> WhyNot:
@@ -172,8 +178,15 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
         uses_bytes=_more(plan.predicted.memory_bytes, memory_bytes),
         blocks=blocks,
         proven=found.status == "optimal" and plan.search.status == "optimal",
+        pinned=_pinned_otherwise(plan.pin, pinned, found.best.division.sizes),
         looked=not space.in_turns or plan.assignment.space.in_turns or _saw_turns(plan),
     )
+
+
+def _pinned_otherwise(pin: Mapping[str, Any], recipe: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Pins of the plan that the recipe does not repeat, but for axes that have the pinned size all the same."""
+    found = {name: value for name, value in pin.items() if value is not None and recipe.get(name) != value}
+    return {name: value for name, value in found.items() if name not in sizes or sizes[name] != value}
 
 
 def _saw_turns(plan: Document) -> bool:

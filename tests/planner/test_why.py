@@ -54,6 +54,21 @@ def test_the_best_recipe_costs_nothing():
     assert not pinned.why_not({"tensor": 4}).blocks
 
 
+@pytest.mark.parametrize(
+    "recipe, otherwise",
+    [
+        ({"tensor": 4}, {"data": 4, "zero": 0}),
+        ({"tensor": 4, "zero": 0}, {"data": 4}),
+        ({"data": 4, "zero": 3}, {"zero": 0}),
+        ({"zero": 0}, {}),  # alone it puts all devices on the data axis, as the plan's pins do
+    ],
+)
+def test_it_names_the_pins_of_the_plan_that_a_recipe_does_not_share(recipe, otherwise):
+    answer = plan_of(GRAPH, pin={"data": 4, "zero": 0}).why_not(recipe)
+    assert answer.pinned == otherwise
+    assert ("it is faster: the plan was pinned to" in str(answer)) == (answer.extra_s < 0 and bool(otherwise))
+
+
 def test_it_prints_totals_and_blocks():
     text = str(plan().why_not({"data": 4}))
     assert text.startswith("why not data = 4: mesh data 4\n  step    +")
@@ -177,4 +192,7 @@ def test_a_recipe_that_is_faster_is_recommended() -> None:
     assert "it is faster: the plan's search did not find it. Plan again with this pin" in str(answer)
     assert "faster" not in str(replace(answer, extra_s=0.1))
     assert "did not look at pipelines" in str(replace(answer, looked=False))
+    excluded = str(replace(answer, pinned={"data": 2, "zero": 0}))
+    assert "it is faster: the plan was pinned to data = 2, zero = 0, and this recipe is not" in excluded
+    assert "did not find it" not in excluded
     assert plan().why_not({"tensor": 4}).looked and not plan().why_not({"pipeline": 2}, time_limit_s=5).looked
