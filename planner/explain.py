@@ -81,13 +81,14 @@ class Alternative:
 
 @dataclass(frozen=True)
 class ExplainedOp:
-    """One operator of a distinct block."""
+    """One operator of a distinct block; ``shared``: conversions of what it reads, made once for it and others."""
 
     block: BlockPlan
     name: str
     strategy: str
     detail: OpDetail | None
     next_best: Alternative | None = None
+    shared: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ class Explanation:
             f"  gives     {layout}" + (f" of {shape}" if not i else "") for i, layout in enumerate(detail.results)
         ]
         lines += [f"  before    {_move(move, detail.path)}" for move in detail.before]
+        lines += [f"  shared    {_move(move, '')}" for move in op.shared]
         lines += [
             f"  within    {call.kind} {call.axis} {in_bytes(call.bytes_in)} {call.phase}" for call in detail.inner
         ]
@@ -287,7 +289,9 @@ def _find_ops(document: Document, name: str) -> Iterator[ExplainedOp]:
             known = {detail.path, *filled(detail.path, detail.stands_for)} if detail else set()
             named = key == name or f"{block.name} / {key}" == name or f"{block.name}: {key}" == name
             if named or any(_within(path, name) for path in known):
-                yield ExplainedOp(block, key, strategy, detail)
+                leaves = [document.account.leaves.get(each) for each in detail.parameters] if detail else []
+                shared = tuple(move for leaf in leaves if leaf is not None for move in leaf.after)
+                yield ExplainedOp(block, key, strategy, detail, shared=shared)
 
 
 def _leaf_names(document: Document, name: str) -> set[str]:

@@ -28,6 +28,7 @@ from planner.report.summary import (
     is_notable,
     offloads,
     op_calls,
+    shared,
     stages,
     standing,
     stored,
@@ -267,7 +268,18 @@ def _blocks(document: Document) -> str:
         "whole gradient, <b>P</b> partial sums. Collectives run forward (→) and backward (←); bytes are what each "
         "rank passes in, over all instances of the block."
     )
-    return f'<div class="card"><h2>Distinct blocks</h2><p class="key">{key}</p>{cards}</div>'
+    return f'<div class="card"><h2>Distinct blocks</h2><p class="key">{key}</p>{cards}{_shared(document)}</div>'
+
+
+def _shared(document: Document) -> str:
+    """What is converted once for several blocks, or several operators of one, and what that communicates."""
+    rows: list[list[Cell]] = [
+        [f"<code>{escape(leaf.name)}</code>", _layout(leaf.layout), _call_lines(leaf.calls), in_percent(leaf.share)]
+        for leaf in shared(document)
+    ]
+    if not rows:
+        return ""
+    return '<p class="key">read by several</p>' + _table(["leaf", "as stored", "collectives", "of the step"], rows)
 
 
 def _block(document: Document, block: BlockSummary, is_open: bool) -> str:

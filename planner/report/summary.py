@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.chunks import ALIGN_BYTES, SAVED
 from planner.conversion import Collective
-from planner.detail import BlockDetail, OpDetail
+from planner.detail import BlockDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
 from planner.layout import PIPELINE
 from planner.pins import FREE_AXES
@@ -46,6 +46,18 @@ class BlockSummary:
     share: float
 
 
+@dataclass(frozen=True)
+class SharedLeaf:
+    """A leaf that is converted once for several readers, as a tied parameter: how it is stored, what that communicates,
+    and its ``share`` of the step.
+    """
+
+    name: str
+    layout: str
+    calls: tuple[tuple[Collective, int], ...]
+    share: float
+
+
 def traffic(calls: Iterable[tuple[Collective, int]]) -> list[Traffic]:
     """Calls by phase, kind and axis; forward first, most bytes first."""
     found: dict[tuple[str, str, str], list[int]] = {}
@@ -65,17 +77,35 @@ def blocks(document: Document) -> list[BlockSummary]:
     found = []
     for plan, detail in zip(document.blocks, details, strict=True):
         ops, moves = detail.ops.values(), [m for op in detail.ops.values() for m in (*op.before, *op.after)]
-        once = [m for m in moves if m.value in document.parameters and document.gathers == "once"]
-        each = [m for m in moves if m.value not in document.parameters or document.gathers == "each"]
         compute = turns * sum(op.forward_s + op.backward_s for op in ops) * plan.count / ranks
-        gradients = exposed * sum(m.backward_s * m.times for m in once) / ranks
-        communication = turns * sum(op.inner_s for op in ops) * plan.count
-        communication += turns * sum((m.forward_s + m.backward_s) * m.times for m in each)
-        communication = (communication + sum(m.forward_s * m.times for m in once)) / ranks
+        moved, gradients = (seconds / ranks for seconds in _moved_s(document, moves, exposed))
+        communication = turns * sum(op.inner_s for op in ops) * plan.count / ranks + moved
         share = (compute + communication + gradients) / (document.predicted.step_time_s or 1.0)
         saved = sum(op.saved_bytes for op in ops) * plan.count
         found.append(BlockSummary(plan, detail, compute, communication, gradients, saved, share))
     return found
+
+
+def shared(document: Document) -> list[SharedLeaf]:
+    """Leaves whose conversion belongs to no block, as several read what it gives."""
+    exposed, ranks = _exposed(document), 1 if document.pipeline is None else document.pipeline.ranks
+    layouts, found = {**document.inputs, **document.parameters, **document.buffers}, []
+    for name, leaf in document.account.leaves.items():
+        calls = tuple((call, move.times) for move in leaf.after for call in move.calls)
+        if calls:
+            seconds = sum(_moved_s(document, leaf.after, exposed)) / ranks
+            share = seconds / (document.predicted.step_time_s or 1.0)
+            found.append(SharedLeaf(name, layouts.get(name, "?"), calls, share))
+    return found
+
+
+def _moved_s(document: Document, moves: Sequence[Move], exposed: float) -> tuple[float, float]:
+    """Seconds of conversions in a step, and of reducing gradients what backward does not hide."""
+    once = [m for m in moves if m.value in document.parameters and document.gathers == "once"]
+    each = [m for m in moves if m.value not in document.parameters or document.gathers == "each"]
+    communication = document.mesh.micro_batches * sum((m.forward_s + m.backward_s) * m.times for m in each)
+    communication += sum(m.forward_s * m.times for m in once)
+    return communication, exposed * sum(m.backward_s * m.times for m in once)
 
 
 def _exposed(document: Document) -> float:

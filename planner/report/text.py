@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from planner.conversion import Collective
 from planner.detail import OpDetail
 from planner.document import Document
 from planner.report.summary import (
@@ -17,6 +18,7 @@ from planner.report.summary import (
     is_notable,
     offloads,
     op_calls,
+    shared,
     stages,
     standing,
     stored,
@@ -101,20 +103,31 @@ def _blocks(document: Document) -> str:
         rest = len(block.detail.ops) - len(shown)
         if rest:
             rows.append(f"    and {rest} more that neither weigh nor communicate")
+    leaves = shared(document)
+    if leaves:
+        part = sum(leaf.share for leaf in leaves)
+        rows.append("read by several" + (f"   {in_percent(part)} of the step" if part else ""))
+    for leaf in leaves:
+        rows += _lines([f"    {leaf.name}", *("" for _ in document.mesh.names), "", leaf.layout], leaf.calls)
     return _table(header, rows)
 
 
 def _rows(document: Document, block: BlockSummary, name: str, op: OpDetail) -> list[Sequence[str]]:
-    """An operator; what it communicates backward stands on a line of its own if there is something forward."""
+    """An operator: what it shards, gives, reads and communicates."""
     kept = ", ".join(f"{short} {layout}" for short, layout in stored(document, op))
+    cells = [f"    {name}", *op.meaning, op.results[0] if op.results else "", kept]
+    return _lines(cells, op_calls(op, block.plan.count))
+
+
+def _lines(cells: Sequence[str], made: Sequence[tuple[Collective, int]]) -> list[Sequence[str]]:
+    """A row, with its calls; those of backward stand on a line of their own if there is something forward."""
     calls: dict[str, list[str]] = {"forward": [], "backward": []}
-    for row in traffic(op_calls(op, block.plan.count)):
+    for row in traffic(made):
         calls[row.phase].append(f"{row.kind} {row.axis} {in_bytes(row.bytes_in)}")
     lines = [", ".join(calls["forward"])] if calls["forward"] else []
     lines += ["back: " + ", ".join(calls["backward"])] if calls["backward"] else []
     first, *more = lines or [""]
-    cells = [f"    {name}", *op.meaning, op.results[0] if op.results else "", kept, first]
-    return [cells, *([""] * (len(cells) - 1) + [line] for line in more)]
+    return [[*cells, first], *([""] * len(cells) + [line] for line in more)]
 
 
 def _plain_row(document: Document, name: str, label: str) -> Sequence[str]:

@@ -16,7 +16,7 @@ from planner.document import BlockPlan
 from planner.layout import Mesh
 from planner.plan import Plan
 from planner.report.html import _drawing
-from planner.report.summary import blocks, standing, traffic
+from planner.report.summary import blocks, op_calls, shared, standing, traffic
 from planner.words import in_all_bytes, in_bytes, in_count, in_percent, in_seconds
 from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp
 
@@ -90,10 +90,9 @@ def test_a_prediction_alone_reads_as_in_its_plan() -> None:
 @pytest.mark.parametrize("plan", [mlp, gpt2])
 def test_blocks_and_optimizer_make_up_the_step(plan: Any) -> None:
     document = plan()
-    moves = [move for leaf in document.account.leaves.values() for move in leaf.after]
-    shared = sum((move.forward_s + move.backward_s) * move.times for move in moves) / document.predicted.step_time_s
+    leaves = sum(leaf.share for leaf in shared(document))
     optimizer = document.predicted.time_s["optimizer"] / document.predicted.step_time_s
-    assert sum(block.share for block in blocks(document)) + optimizer + shared == pytest.approx(1, abs=1e-9)
+    assert sum(block.share for block in blocks(document)) + optimizer + leaves == pytest.approx(1, abs=1e-9)
 
 
 def test_traffic_keeps_every_call_and_byte() -> None:
@@ -102,6 +101,29 @@ def test_traffic_keeps_every_call_and_byte() -> None:
     assert sum(row.calls for row in rows) == sum(count for _, count in calls)
     assert sum(row.bytes_in for row in rows) == sum(call.bytes_in * count for call, count in calls)
     assert len({(row.phase, row.kind, row.axis) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("plan", [mlp, gpt2])
+def test_operators_and_what_several_read_pass_in_all_that_a_step_does(plan: Any) -> None:
+    document = plan()
+    ops = [(op, block.plan.count) for block in blocks(document) for op in block.detail.ops.values()]
+    calls = [call for op, count in ops for call in op_calls(op, count)]
+    calls += [call for leaf in shared(document) for call in leaf.calls]
+
+    def passed(rows: Any) -> dict[tuple[str, str, str], int]:
+        return {(row.phase, row.kind, row.axis): row.bytes_in for row in traffic(rows)}
+
+    assert passed(calls) == passed(document.predicted.collectives)
+
+
+def test_a_tied_parameter_says_what_it_communicates() -> None:
+    (leaf,) = shared(gpt2())
+    assert leaf.name == "transformer.wte.weight" and leaf.share > 0
+    text, page = str(gpt2()), " ".join(" ".join(Page(gpt2().to_html()).words).split())
+    assert re.search(r"read by several .*\n    transformer.wte.weight .*  back: all_reduce data 128.0 KiB\n", text)
+    assert "read by several leaf as stored collectives of the step transformer.wte.weight" in page
+    for module in ("transformer.wte", "lm_head"):
+        assert re.search(r"shared    transformer.wte.weight .*all_reduce data 128.0 KiB", str(gpt2().explain(module)))
 
 
 @pytest.mark.parametrize(
