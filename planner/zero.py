@@ -18,7 +18,7 @@ from planner.recompute import ALONE, Level
 from planner.training import Gathers
 
 Zero = int | Mapping[str, int]
-"""A way for all parameters, or by glob of their names, or of the paths of their modules."""
+"""A way for all parameters, or by glob of their names, or of the paths of modules that they are in."""
 Ways = frozenset[int | None]
 """Those of some parameters; ``None``: of some the search says it."""
 WAYS = (
@@ -58,7 +58,13 @@ def way_of(zero: Zero | None, name: str) -> int | None:
 
 
 def _matches(glob: str, name: str) -> bool:
-    return fnmatchcase(name, glob) or fnmatchcase(name.rpartition(".")[0], glob)
+    return any(fnmatchcase(each, glob) for each in (name, *_modules(name)))
+
+
+def _modules(name: str) -> list[str]:
+    """The paths of the modules that a parameter is in, the outermost first, without the model itself."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def ways_of(zero: Zero | None) -> Ways:
@@ -115,7 +121,7 @@ def check_zero(zero: Zero | None, graph: Graph) -> None:
                 f"pin 'zero': {glob!r} pins nothing, since {taken!r} and others before it match all that it matches: "
                 "put it first, or leave it out"
             )
-        paths = [*dict.fromkeys(path for name in names if (path := name.rpartition(".")[0])), *names]
+        paths = [*dict.fromkeys(path for name in names for path in _modules(name)), *names]
         near = difflib.get_close_matches(glob, paths, n=3, cutoff=0.4)
         hint = f"; {'close' if near else 'there'} are: {', '.join(map(repr, near or paths[:3]))}" if paths else ""
         raise PinError(f"pin 'zero': no parameter, and no module that has one, matches {glob!r}{hint}")

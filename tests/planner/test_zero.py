@@ -47,6 +47,8 @@ def gathering_again(plan: Plan) -> dict[str, int]:
         ({"stem": 0, "head": 0, "layers.*": 2, "*": 3}, (*UP, *DOWN), {}),
         ({"layers.*.up": 0, "layers.*": 3, "*": 0}, (*DOWN,), {"layers.*": 4}),
         ({"layers.?.up.weight": 3, "*": 0}, (UP[0],), {"layers.*": 4}),
+        ({"layers": 3, "*": 0}, (*UP, *DOWN), {"layers.*": 4}),
+        ({"layers.?": 3, "*": 0}, (*UP, *DOWN), {"layers.*": 4}),
     ],
     ids=str,
 )
@@ -90,6 +92,15 @@ def test_equal_blocks_may_be_pinned_apart(turns: dict[str, int]) -> None:
     assert sharded(plan) == {f"{name} #2" for name in (*UP, *DOWN)}
     assert [plan.account.leaves[name].stands_for for name in (UP[0], f"{UP[0]} #2")] == ["0-1", "2-3"]
     assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_a_module_is_pinned_with_all_below_it_and_none_of_a_longer_name() -> None:
+    graph = residual_mlp(layers=11, width=64, batch=48)
+    plan = plan_of(graph, pin={"zero": {"layers.1": 0, "layers": 3, "*": 0}})
+    whole = {name: leaf.stands_for for name, leaf in plan.account.leaves.items() if name not in sharded(plan)}
+    assert {"layers.1.up.weight", "layers.1.down.bias"} <= whole.keys()
+    assert {plan.account.leaves[name].stands_for for name in sharded(plan)} == {"0, 2-10"}
+    assert len(sharded(plan)) == len((*UP, *DOWN))
 
 
 def test_an_equal_block_that_is_pinned_apart_from_all_others_recomputes_nothing() -> None:
@@ -141,8 +152,9 @@ def test_a_wrong_way_is_refused_before_anything_is_planned(zero: object, message
     "pin, message",
     [
         ({"zero": {"heads": 3}}, "no parameter, and no module that has one, matches 'heads'; close are: 'head'"),
-        ({"zero": {"layers.0": 3}}, "matches 'layers.0'; close are: 'layers.0.up', "),
-        ({"zero": {"§": 3}}, "matches '§'; there are: 'stem', 'layers.0.up', 'layers.0.down'"),
+        ({"zero": {"layers.4": 3}}, r"matches 'layers.4'; close are: 'layers\.\d"),
+        ({"zero": {"layers.0": 3, "layers.0.up": 0}}, "'layers.0.up' pins nothing, since 'layers.0' and others before"),
+        ({"zero": {"§": 3}}, "matches '§'; there are: 'stem', 'layers', 'layers.0'"),
         (
             {"zero": {"*": 3, "head": 0}},
             r"'head' pins nothing, since '\*' and others before it match all that .* put it first",
