@@ -37,7 +37,7 @@ from planner.heap import Fullest
 from planner.layout import Layout, format_layout
 from planner.levels import Stated, read_amounts, read_by_number
 from planner.memory import usage
-from planner.names import role_names, short_op
+from planner.names import filled, role_names, short_op
 from planner.offload import offloaded
 from planner.ops import OPS
 from planner.ops.function import FOUND_OUT, PREFIX, reason
@@ -639,6 +639,8 @@ def _difference(plan: Plan, folded: Folded, model: Mapping[str, Any]) -> str:
             facts.append(f"input {leaf.target}: plan {shape_text(recorded.shape)}, model {shape_text(shape)}")
     same = not any(plan.model.get(what) != model[what] for what in ("class", "parameters"))
     facts += _inputs_apart(plan, folded.graph)
+    dtypes = _dtypes_apart(plan, folded.graph)
+    facts += dtypes
     planned, found = sum(b.count * len(b.ops) for b in plan.blocks), len(folded.graph.operators)
     if planned != found:
         facts.append(f"operators: plan {planned}, model {found}")
@@ -646,6 +648,8 @@ def _difference(plan: Plan, folded: Folded, model: Mapping[str, Any]) -> str:
         way = "this returns no loss, and the plan may have been made with a loss_fn: give it, or plan again without one"
     elif same and planned < found and folded.graph.loss is not None:
         way = "this returns a loss, and the plan may have been made without its loss_fn: leave it out, or plan again"
+    elif same and dtypes:
+        way = "plan again for these dtypes, or give the model and its inputs those that it was made with"
     elif same:
         way = "give the batch and the loss_fn, if any, that it was made with, or plan again for this one"
     else:
@@ -661,3 +665,16 @@ def _inputs_apart(plan: Plan, graph: Graph) -> list[str]:
     there = {leaf.target for leaf in graph.leaves if leaf.op == "input"}
     sides = (("plan", plan.inputs.keys() - there), ("model", there - plan.inputs.keys()))
     return [f"input {name}: only in the {side}" for side, names in sides for name in sorted(names)]
+
+
+def _dtypes_apart(plan: Plan, graph: Graph) -> list[str]:
+    """The first parameter, buffer or input that the plan knows in another dtype, and how many others, in words."""
+    leaves = plan.account.leaves.items()
+    planned = {each: leaf.dtype for name, leaf in leaves for each in filled(name.partition(" #")[0], leaf.stands_for)}
+    found = [
+        f"{'parameter' if leaf.op == 'param' else leaf.op} {leaf.target}: plan {planned[leaf.target]}, model {dtype}"
+        for leaf in graph.leaves
+        if (dtype := leaf.results[0].dtype) != planned.get(leaf.target, dtype)
+    ]
+    others = f", and {len(found) - 1} more in another dtype" if len(found) > 1 else ""
+    return [found[0] + others] if found else []

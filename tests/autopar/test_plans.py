@@ -133,6 +133,18 @@ def test_a_plan_of_another_model_says_what_differs(model: nn.Module, batch: dict
         autopar.evaluate(model, Plan.from_dict(reread(planned())), example_kwargs=batch)
 
 
+def test_a_plan_of_other_dtypes_says_which() -> None:
+    """A parameter of the stem is the first, with three blocks of six, its bias and the input besides."""
+    other, batch = Model().double(), {"x": torch.zeros(32, 64, dtype=torch.float64)}
+    told = (
+        r"\(parameter stem\.weight: plan float32, model float64, and 20 more in another dtype\): plan again for these"
+    )
+    for plan in (planned(), Plan.from_dict(reread(planned()))):
+        with pytest.raises(PlanError, match=told) as refused:
+            autopar.evaluate(other, plan, example_kwargs=batch)
+        assert "other shapes" not in str(refused.value) and "sorted" not in str(refused.value)
+
+
 def test_a_plan_for_another_number_of_devices_is_refused() -> None:
     with pytest.raises(PlanError, match="the plan is for 4 devices, the cluster has 8"):
         autopar.parallelize(Model(), cluster(8), plan=planned(), example_kwargs=example())
