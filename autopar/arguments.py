@@ -99,7 +99,7 @@ def read_pins(texts: Sequence[str]) -> dict[str, Any]:
     """``["data=2", "sequence_parallel=true"]`` or ``["data=2,tensor=4"]``; values are JSON, or plain words.
 
     Raises:
-        PinError: no ``=``, or a name twice.
+        PinError: no ``=``, a name twice, or what starts like JSON and is not.
     """
     pins: dict[str, Any] = {}
     several = re.compile(r"\w+=\w+(,\w+=\w+)+")
@@ -112,7 +112,13 @@ def read_pins(texts: Sequence[str]) -> dict[str, Any]:
             raise PinError(f"--pin {name} is given twice: {pins[name]!r} and {value!r}")
         try:
             pins[name] = json.loads(value.lower() if value in ("True", "False") else value)
-        except json.JSONDecodeError:
+        except json.JSONDecodeError as error:
+            if value[0] in "{[\"'":
+                raise PinError(
+                    f"--pin {text!r} is not JSON from character {error.pos + 1} of its value on: {error.msg}; write "
+                    "strings and keys in double quotes, and each pin with a --pin of its own, for example "
+                    "--pin data=2 --pin 'zero={\"embed*\": 0}'"
+                ) from error
             pins[name] = value
     return pins
 
