@@ -78,3 +78,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """The public names, whether or not they have been imported yet."""
+    return __all__

@@ -361,3 +361,9 @@ def test_rooms_import_only_what_their_row_allows() -> None:
 @pytest.mark.parametrize("module", ["autopar", "autopar.cli"])
 def test_importing_autopar_is_light(module: str) -> None:
     assert not {"torch", "transformers"} & loaded_after_importing([module])
+
+
+def test_the_public_names_are_listed_before_any_is_used() -> None:
+    code = "import sys, autopar; print(dir(autopar) == sorted(autopar.__all__), 'torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.split() == ["True", "False"], result.stderr
