@@ -11,7 +11,7 @@ import itertools
 import logging
 import statistics
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,12 +60,8 @@ class Compared:
 
 def compare() -> list[Compared]:
     """Every model under every plan that applies to it."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     found = []
-    for name in MODELS:
-        model, batch = MODELS[name].build()
-        traced = trace(model, None, batch)
+    for name, model, traced in zoo():
         for (ranks, pins), level in itertools.product(PLANS, LEVELS):
             try:
                 plan = plan_traced(
@@ -82,6 +78,15 @@ def compare() -> list[Compared]:
             found.append(Compared(name, text, plan.predicted.peak_bytes, seen))
             print(f"{name}, {text}: {found[-1].error:+.1%}", flush=True)
     return found
+
+
+def zoo() -> Iterator[tuple[str, torch.nn.Module, Traced]]:
+    """Every model, captured."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    for name in MODELS:
+        model, batch = MODELS[name].build()
+        yield name, model, trace(model, None, batch)
 
 
 def observed_peak(

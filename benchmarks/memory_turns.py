@@ -8,8 +8,6 @@ rank's peak; predicted is what the plan says. ``python -m benchmarks memory`` ru
 from __future__ import annotations
 
 import itertools
-import logging
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,20 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.api import Traced, assign, plan_traced, staged, trace
+from autopar.api import Traced, assign, plan_traced, staged
 from autopar.build import build
 from autopar.meter import LiveBytes, held_tensors
 from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import LeafSpec
 from autopar.simulate import fake_process_group
-from benchmarks.memory import Compared, backward
+from benchmarks.memory import Compared, backward, zoo
 from planner.cluster import ClusterSpec
 from planner.errors import AutoparError
 from planner.layout import local_shape
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.training import Training
-from tests.autopar.models import MODELS
 
 PLANS: tuple[tuple[int, Mapping[str, Any]], ...] = (
     *(
@@ -48,12 +45,8 @@ PLANS: tuple[tuple[int, Mapping[str, Any]], ...] = (
 
 def compare() -> list[Compared]:
     """Every model under every plan that applies to it."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     found = []
-    for name in MODELS:
-        model, batch = MODELS[name].build()
-        traced = trace(model, None, batch)
+    for name, model, traced in zoo():
         for ranks, pins in PLANS:
             try:
                 plan = plan_traced(traced, ClusterSpec.local(ranks), Pins.parse(pins), Training())

@@ -9,7 +9,7 @@ gradients, unless each micro-batch does so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -18,7 +18,7 @@ from planner.assignment import Assignment
 from planner.brought import brought_by, coming, owned, parted, savers_of, working_moments
 from planner.charges import Places
 from planner.conversion import local_bytes
-from planner.exchange import crossing
+from planner.exchange import crossing, sent
 from planner.graph import Node, Ref
 from planner.layout import MICRO, PIPELINE, Axis, Layout
 from planner.leaves import Leaves, Use
@@ -157,24 +157,19 @@ class _Chain:
     def links(self) -> tuple[Link, ...]:
         return tuple(self._link(number, refs) for number, refs in enumerate(crossing(self.folded)))
 
-    def _bytes_sent(self, refs: Iterable[Ref]) -> int:
-        """Bytes of values as they are sent from stage to stage."""
-        return sum(
-            local_bytes(self.graph.type_of(ref), self.assignment.delivered(ref), self.space.mesh) for ref in refs
-        )
-
     def _link(self, number: int, crosses: Sequence[Ref]) -> Link:
         """A block, and the values of it and earlier ones that later ones read."""
         instance = self.folded.instances[number]
-        sent = self._bytes_sent(crosses), self._bytes_sent(ref for ref in crosses if ref in self.graph.differentiated)
+        sizes = sent(self.assignment, crosses)
+        back = sum(size for ref, size in sizes.items() if ref in self.graph.differentiated)
         leaves = self.leaves.first_read[number]
         shared = tuple(name for name in leaves if len(self.space.role_of[name]) == 2)
         entered = tuple(self.assignment.delivered(ref) for ref in instance.block.inputs)
         left = tuple((self.space.is_read(ref), self._leaving(ref)) for ref in instance.block.outputs)
         first = tuple(self._savers.get(ref, [number])[0] == number for ref in instance.block.inputs)
-        key = (instance.kind, entered, left, shared, first, sent)
+        key = (instance.kind, entered, left, shared, first, sum(sizes.values()), back)
         if key not in self._known:
-            self._known[key] = self._work_out(number, leaves, *sent)
+            self._known[key] = self._work_out(number, leaves, sum(sizes.values()), back)
         read = dict.fromkeys(ref.node for ref in instance.block.inputs if ref.node in self._shared)
         uses = tuple(self.leaves.uses(number))
         return replace(self._known[key], shared=tuple((name, self._shared[name]) for name in read), uses=uses)

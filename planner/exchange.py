@@ -11,7 +11,7 @@ stages, and this list.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -69,6 +69,12 @@ def crossing(folded: Folded) -> list[list[Ref]]:
     return found
 
 
+def sent(assignment: Assignment, refs: Iterable[Ref]) -> dict[Ref, int]:
+    """Bytes of values as they are sent from stage to stage."""
+    space = assignment.space
+    return {ref: local_bytes(space.graph.type_of(ref), assignment.delivered(ref), space.mesh) for ref in refs}
+
+
 def ties(assignment: Assignment, placed: Sequence[int], bounds: Sequence[int]) -> dict[tuple[int, ...], list[str]]:
     """The ranks of a pipeline -> the trained parameters that blocks of just these ranks read, where they are several.
 
@@ -114,8 +120,7 @@ def _sends(assignment: Assignment, placed: Sequence[int], bounds: Sequence[int])
     for boundary, (sender, receiver) in enumerate(pairwise(placed)):
         if sender == receiver:
             continue
-        for ref in values[bounds[boundary + 1] - 1]:
-            size = local_bytes(space.graph.type_of(ref), assignment.delivered(ref), space.mesh)
+        for ref, size in sent(assignment, values[bounds[boundary + 1] - 1]).items():
             yield Exchange("send", (sender, receiver), size, "forward", boundary)
             if ref in space.graph.differentiated:
                 yield Exchange("send", (receiver, sender), size, "backward", boundary)

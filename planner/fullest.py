@@ -16,7 +16,7 @@ from planner.assignment import Assignment
 from planner.brought import Brought, brought_by, coming, owned, parted, savers_of
 from planner.charges import Places
 from planner.conversion import local_bytes
-from planner.exchange import crossing
+from planner.exchange import crossing, sent
 from planner.graph import Node, Ref
 from planner.heap import BEFORE, Fullest, Held
 from planner.leaves import Leaves
@@ -185,9 +185,7 @@ class _Rank:
 
     def _crossing(self, stage: int) -> dict[Ref, int]:
         """Bytes of the values that leave a stage for the next one."""
-        refs = crossing(self.space.folded)[self.staged.cut.bounds[stage + 1] - 1]
-        types, delivered = self.graph.type_of, self.assignment.delivered
-        return {ref: local_bytes(types(ref), delivered(ref), self.space.mesh) for ref in refs}
+        return sent(self.assignment, crossing(self.space.folded)[self.staged.cut.bounds[stage + 1] - 1])
 
     def _stage_of(self, number: int) -> int:
         return bisect_right(self.staged.cut.bounds, number) - 1

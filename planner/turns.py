@@ -312,12 +312,8 @@ class Staged:
     @cached_property
     def is_fullest_at_end(self) -> bool:
         """Whether the fullest rank is fullest when gradients are summed over ranks, and not while it computes."""
-        fullest, held = self.fullest_rank, 0
-        for stage, link, _ in self.placed:
-            held += (link.block.held_bytes + link.summed_bytes) * (self.pipeline.placed[stage] == fullest)
-        held += sum(sum(each.held.values()) for rank, _, each in self.also_read if rank == fullest)
-        held += sum(apart + last for rank, _, apart, last in self.apart if rank == fullest)
-        return int(held) == int(self.peak_bytes)
+        _, at_end = _held(self)
+        return int(at_end[self.fullest_rank]) == int(self.peak_bytes)
 
     @property
     def added(self) -> Iterator[tuple[int, str, int]]:

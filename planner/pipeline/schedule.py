@@ -225,10 +225,19 @@ def period(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> in
 
 def fullest(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """:attr:`Schedule.held` by the schedule's name: that of a shorter step, since longer ones hold no more."""
+    return _short(name, ranks, micro_batches, virtual_stages).held
+
+
+def parted(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[int, ...]:
+    """:attr:`Schedule.parted` by the schedule's name, as :func:`fullest`."""
+    return _short(name, ranks, micro_batches, virtual_stages).parted
+
+
+def _short(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> Schedule:
+    """A step that has all moments of one of so many micro-batches."""
     short = 4 * ranks * min(virtual_stages, 2)
-    if short < micro_batches and period(name, ranks, micro_batches, virtual_stages):
-        micro_batches = short
-    return schedule(name, ranks, micro_batches, virtual_stages).held
+    is_long = short < micro_batches and period(name, ranks, micro_batches, virtual_stages)
+    return schedule(name, ranks, short if is_long else micro_batches, virtual_stages)
 
 
 def versions(name: str | None) -> int:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
 from planner.errors import ScheduleError
-from planner.pipeline.schedule import check_fits, fullest, placed, schedule
+from planner.pipeline.schedule import check_fits, fullest, parted, placed, schedule
 from planner.pipeline.simulate import Times, step_s
 
 
@@ -83,9 +84,9 @@ class Pipeline:
     @property
     def parted(self) -> tuple[int, ...]:
         """As of :class:`planner.pipeline.schedule.Schedule`."""
-        return schedule(self.schedule, self.ranks, self.micro_batches, self.virtual_stages).parted
+        return parted(self.schedule, self.ranks, self.micro_batches, self.virtual_stages)
 
-    @property
+    @cached_property
     def moments(self) -> list[tuple[list[int], tuple[tuple[int, ...], ...]]]:
         """Each rank's stages, and how many micro-batches they hold at its fullest moments."""
         held = fullest(self.schedule, self.ranks, self.micro_batches, self.virtual_stages)

@@ -165,21 +165,9 @@ def unnamed(path: str) -> list[int]:
 
 def loses_nothing(document: dict[str, Any], path: str) -> None:
     """Each file in turn cannot be read for a step, which is an error of that step, and then can be read again."""
-    model, _ = model_of("mlp")
-    pmodel = parallel(copy.deepcopy(model), Plan.from_dict(document), path)
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
-        pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
-    ]
-    both = list(zip((model, pmodel), optimizers, strict=True))
-
-    def trains(m: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        optimizer.zero_grad()
-        loss_of(m, another("mlp", seed)).backward()
-        optimizer.step()
-
-    trains(*both[0], 0)
-    trains(*both[1], 0)
+    (model, _), (pmodel, _) = both = _both(document, path)
+    for each in both:
+        _trains(*each, 0)
     failed = []
     for seed, file in enumerate(unnamed(path), 1):
         size = os.fstat(file).st_size
@@ -188,43 +176,30 @@ def loses_nothing(document: dict[str, Any], path: str) -> None:
         with pytest.raises(
             DiskError, match=r"cannot (read|write) .* \(Bad address\): the disk fails, or somebody"
         ) as error:
-            trains(*both[1], seed)
+            _trains(*both[1], seed)
         failed.append(getattr(error.value, "__notes__", ["step"])[0].split(" ")[0])
         os.ftruncate(file, size)
         assert os.pwrite(file, kept, 0) == size
-        for m, optimizer in both:
-            trains(m, optimizer, seed)
+        for each in both:
+            _trains(*each, seed)
         same_gradients(pmodel, model)
     assert {*failed} == {"fetch", "evict", "step"}
-    expected = model.state_dict()
-    for key, value in pmodel.full_state_dict().items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+    _are_same(pmodel, model)
 
 
 def is_not_ended(document: dict[str, Any], path: str) -> None:
     """Each file in turn cannot be used, and what is ours reads and writes them outside steps."""
-    model, _ = model_of("mlp")
-    pmodel = parallel(copy.deepcopy(model), Plan.from_dict(document), path)
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
-        pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
-    ]
-
-    def trains(seed: int) -> None:
-        for m, optimizer in zip((model, pmodel), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss_of(m, another("mlp", seed)).backward()
-            optimizer.step()
-
-    trains(0)
+    (model, _), (pmodel, optimizer) = both = _both(document, path)
+    for each in both:
+        _trains(*each, 0)
     saved, full = Path(path).parent / "saved", pmodel.full_state_dict()
-    autopar.save_checkpoint(saved, pmodel, optimizers[1])
+    autopar.save_checkpoint(saved, pmodel, optimizer)
     uses = {
         "full": pmodel.full_state_dict,
         "put": lambda: pmodel.load_state_dict(full),
-        "save": lambda: autopar.save_checkpoint(saved, pmodel, optimizers[1]),
-        "beside": lambda: autopar.save_checkpoint(saved, pmodel, optimizers[1], wait=False).wait(),
-        "load": lambda: autopar.load_checkpoint(saved, pmodel, optimizers[1]),
+        "save": lambda: autopar.save_checkpoint(saved, pmodel, optimizer),
+        "beside": lambda: autopar.save_checkpoint(saved, pmodel, optimizer, wait=False).wait(),
+        "load": lambda: autopar.load_checkpoint(saved, pmodel, optimizer),
         "norm": lambda: nn.utils.clip_grad_norm_(pmodel.parameters(), 1e9),
         "norms": lambda: nn.utils.clip_grad_norm_(pmodel.parameters(), 1e9, foreach=False),
     }
@@ -235,10 +210,29 @@ def is_not_ended(document: dict[str, Any], path: str) -> None:
         os.ftruncate(file, 0)
         seen.append("".join(f"{name} " for name, use in uses.items() if _fails(use)))
         assert os.pwrite(file, kept, 0) == size
-        autopar.load_checkpoint(saved, pmodel, optimizers[1])
+        autopar.load_checkpoint(saved, pmodel, optimizer)
     state = 2 * len([*model.parameters()])
     assert sorted(seen) == sorted(["full put save beside load ", "norm norms ", *["save beside load "] * state])
-    trains(1)
+    for each in both:
+        _trains(*each, 1)
+    _are_same(pmodel, model)
+
+
+def _both(document: dict[str, Any], path: str) -> tuple[tuple[nn.Module, Any], tuple[Any, Any]]:
+    """The original and the parallel model, each with its optimizer."""
+    model, _ = model_of("mlp")
+    pmodel = parallel(copy.deepcopy(model), Plan.from_dict(document), path)
+    original = model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    return original, (pmodel, pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4))
+
+
+def _trains(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, another("mlp", seed)).backward()
+    optimizer.step()
+
+
+def _are_same(pmodel: Any, model: nn.Module) -> None:
     expected = model.state_dict()
     for key, value in pmodel.full_state_dict().items():
         torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
