@@ -140,9 +140,8 @@ def _read_pipeline(data: Mapping[str, Any], default: Gathers) -> PipelinePlan:
     if gathers not in get_args(Gathers):
         known = " or ".join(map(repr, get_args(Gathers)))
         raise ValueError(f'the pipeline\'s "gathers" is {gathers!r}, and takes {known}')
-    waits = data.get(
-        "waits", gathers == "each"
-    )  # before there was a choice, what each micro-batch gathered was waited for
+    # Before there was a choice, what each micro-batch gathered was waited for.
+    waits = data.get("waits", gathers == "each")
     if not isinstance(waits, bool):
         raise ValueError(f'the pipeline\'s "waits" is {waits!r}, and takes true or false')
     stages = [parse_runs(text) for text in data["stages"]]
