@@ -77,8 +77,8 @@ class Prediction:
     def fullest(self) -> str:
         """When or where memory is fullest, and with what."""
         told = in_lines(f"fullest in {self.fullest_at}".split(", "))
-        largest = ", ".join(f"{name} {in_bytes(size)}" for name, size in self.largest[:3])
-        return told + (f"\nwith {largest}, ..." if largest else "")
+        largest = [f"{name} {in_bytes(size)}" for name, size in self.largest[:3]]
+        return told + ("\n" + in_lines([f"with {largest[0]}", *largest[1:], "..."]) if largest else "")
 
     @property
     def calls(self) -> tuple[tuple[Collective, int], ...]:

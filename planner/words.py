@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+
+WIDTH = 100
+"""So long are lines of text, labels aside."""
 
 TIME_USES = {
     "compute": "operators, forward and backward",
@@ -88,7 +92,17 @@ def in_shares(uses: Mapping[str, float], total: float, show: Callable[[float], s
 
 def in_lines(parts: Iterable[str]) -> str:
     """``"one, another, ..."``, over as many lines as it takes, none of which ends within a part."""
-    filled = textwrap.fill(", ".join(parts).replace(" ", "\0").replace(",\0", ", "), 100, break_on_hyphens=False)
+    return _filled(", ".join(parts).replace(" ", "\0").replace(",\0", ", "))
+
+
+def in_paragraph(text: str, indent: str = "") -> str:
+    """A text over as many lines as it takes, later ones indented; numbers stay with what they count."""
+    return _filled(re.sub(r"(?<=\d) (?=[\w%])", "\0", text), indent)
+
+
+def _filled(text: str, indent: str = "") -> str:
+    """In lines that end at blanks, but not where ``\\0`` stands for one."""
+    filled = textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
     return filled.replace("\0", " ")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 from planner.conversion import Collective
@@ -24,7 +23,17 @@ from planner.report.summary import (
     stored,
     traffic,
 )
-from planner.words import by_module, in_bytes, in_percent, in_seconds, in_shares, labelled, recomputed, sizes_text
+from planner.words import (
+    by_module,
+    in_bytes,
+    in_paragraph,
+    in_percent,
+    in_seconds,
+    in_shares,
+    labelled,
+    recomputed,
+    sizes_text,
+)
 
 SHOWN = 16
 """So many candidates are listed."""
@@ -60,13 +69,11 @@ def _head(document: Document) -> str:
     pins = ", ".join(f"{name} {value}" for name, value in document.pin.items())
     devices = f"{document.cluster.world_size} x {device.kind} ({document.cluster.backend})"
     rows = [
-        ("mesh", sizes_text(document.sizes) + (f"   pinned: {pins}" if pins else "")),
-        *([("turns", in_turns(document))] if document.pipeline is not None else []),
-        *([("offload", offloads(document))] if document.timetables else []),
+        ("mesh", sizes_text(document.sizes)),
+        *([("pinned", in_paragraph(pins))] if pins else []),
+        *([("turns", in_paragraph(in_turns(document)))] if document.pipeline is not None else []),
         *(_stages(document) if document.pipeline is not None and document.pipeline.ranks > 1 else []),
-        ("search", f"{search.status}{proof}, {counted(search.seconds):.2f} s" + (f" ({steps})" if steps else "")),
-        *([("", standing(document))] if len(search.candidates) > 1 else []),
-        *([("proof", textwrap.fill(str(document.certificate), 100))] if document.assignment is not None else []),
+        *([("offload", in_paragraph(offloads(document)))] if document.timetables else []),
         ("step", in_seconds(predicted.step_time_s)),
         ("", in_shares(predicted.time_s, predicted.step_time_s, in_seconds)),
         (
@@ -76,13 +83,16 @@ def _head(document: Document) -> str:
         ),
         ("", in_shares(predicted.memory_bytes, predicted.peak_bytes, in_bytes)),
         *([("", predicted.fullest)] if predicted.fullest_at else []),
+        ("search", f"{search.status}{proof}, {counted(search.seconds):.2f} s" + (f" ({steps})" if steps else "")),
+        *([("", in_paragraph(standing(document)))] if len(search.candidates) > 1 else []),
+        *([("proof", in_paragraph(str(document.certificate)))] if document.assignment is not None else []),
     ]
     title = f"{document.model['class']}, {document.model['parameters']:,} parameters"
     return "\n".join([f"{title}, on {document.cluster.name}: {devices}", labelled(rows)])
 
 
 def _stages(document: Document) -> list[tuple[str, str]]:
-    rows = [textwrap.fill(f"{own}: {text}", 100, subsequent_indent="   ") for own, text in stages(document)]
+    rows = [in_paragraph(f"{own}: {text}", "   ") for own, text in stages(document)]
     return [("stages" if not number else "", row) for number, row in enumerate(rows)]
 
 
@@ -93,7 +103,8 @@ def _blocks(document: Document) -> str:
         share = f"   {in_percent(block.share)} of the step" if block.share else ""
         again = recomputed(block.plan.recompute, block.plan.count)
         rows.append(f"{block.plan.count} x {block.plan.name}{share}{again and '   ' + again}")
-        rows += [f"    {level} keeps {by_module(names)}" for level, names in block.plan.keeps.items()]
+        kept = (f"    {level} keeps {by_module(names)}" for level, names in block.plan.keeps.items())
+        rows += [in_paragraph(each, " " * 8) for each in kept]
         if not block.detail.ops:
             rows += [_plain_row(document, name, label) for name, label in block.plan.ops.items()]
             continue

@@ -88,6 +88,11 @@ def written(
     )
 
 
+def unwrapped(text: object) -> str:
+    """A text without its line breaks."""
+    return " ".join(str(text).split())
+
+
 def check_golden(name: str, text: str) -> None:
     """Compare with a file of ``golden/``; with ``UPDATE_GOLDEN=1`` in the environment, write it."""
     path = GOLDEN / name

@@ -14,7 +14,7 @@ from planner.problem import Problem, evaluate
 from planner.search import search
 from planner.skeleton import Skeleton
 from planner.training import Training
-from tests.planner.plans import cluster, plan_of, residual_mlp
+from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
 from tests.planner.test_search import chain
 
 MODELS = {
@@ -88,8 +88,8 @@ def peak_bytes(problem: Problem) -> int:
 
 def test_the_report_shows_it():
     plan = plan_of(MODELS["mlp"])
-    shown = " ".join(str(plan).split())
-    assert f" proof {plan.certificate} step " in shown
+    shown = unwrapped(plan)
+    assert f" proof {plan.certificate} block " in shown
     assert "differing by 0 s and 0 bytes" in shown and "no plan that fits by the search's sum is below" in shown
     assert "certified" not in str(Plan.from_dict(plan.to_dict()))
 

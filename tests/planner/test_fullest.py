@@ -16,7 +16,7 @@ from planner.pins import Pins
 from planner.plan import Plan
 from planner.search import search
 from planner.training import Training
-from tests.planner.plans import cluster, plan_of, residual_mlp
+from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
 
 GRAPH = residual_mlp(layers=6, batch=64)
 PINS: tuple[dict[str, Any], ...] = (
@@ -152,7 +152,7 @@ def test_plans_say_what_is_alive(pin: dict[str, Any]) -> None:
     assert again.predicted.largest == predicted.largest
     largest = predicted.largest[0][0]
     told = f"fullest in {predicted.fullest_at}"
-    shown = " ".join(str(plan).split())
+    shown = unwrapped(plan)
     assert told in shown and f"with {largest}" in shown
     assert told in plan.to_html() and f"<td>{largest}</td>" in plan.to_html()
     explained = plan.explain("layers.0.up.weight", time_limit_s=0.5)

@@ -17,7 +17,7 @@ from planner.layout import Mesh
 from planner.plan import Plan
 from planner.report.html import _drawing
 from planner.report.summary import blocks, op_calls, shared, standing, traffic
-from planner.words import in_all_bytes, in_bytes, in_count, in_percent, in_seconds
+from planner.words import WIDTH, in_all_bytes, in_bytes, in_count, in_paragraph, in_percent, in_seconds
 from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp
 
 
@@ -53,6 +53,27 @@ def test_a_plan_with_a_gap_says_how_far_from_the_best_it_may_be() -> None:
     assert "feasible, at most 3.4 % from the best" in str(plan)
     assert re.search(r"solve 0\.\d+; limit 20 s\)", str(plan))
     assert "at most 3.4 % from the best" in plan.to_html()
+
+
+def test_what_was_asked_for_is_said_before_how_it_was_found() -> None:
+    pin = {"pipeline": 2, "micro_batches": 4, "recompute": {"keep": ["layers.*.up", "layers.*.down", "layers.*"]}}
+    text = str(plan_of(residual_mlp(layers=6), cluster(2), pin))
+    labels = [line[2:10].strip() for line in text.splitlines()[1:] if line[:2] == "  " and line[2:3].strip()]
+    assert labels[:8] == ["mesh", "pinned", "turns", "stages", "step", "memory", "search", "proof"]
+
+
+def test_no_line_of_the_head_is_much_longer_than_a_screen() -> None:
+    plan = replace(mlp(), pin={"recompute": {"keep": [f"layers.{i}.up" for i in range(20)]}})
+    assert all(len(line) <= 10 + WIDTH for line in str(plan).partition("\nblock ")[0].splitlines())
+
+
+def test_a_paragraph_keeps_numbers_with_what_they_count() -> None:
+    text = "word " * 18 + "at most 12 % of 30 blocks in " + "x" * 120
+    assert in_paragraph(text, "  ").splitlines() == [
+        "word " * 18 + "at most",
+        "  12 % of 30 blocks in",
+        "  " + "x" * 120,
+    ]
 
 
 def test_a_mesh_that_does_not_fit_is_marked() -> None:
