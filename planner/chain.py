@@ -9,10 +9,10 @@ gradients, unless each micro-batch does so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from planner.assignment import Assignment
 from planner.brought import brought_by, coming, owned, parted, savers_of, working_moments
@@ -25,7 +25,7 @@ from planner.leaves import Leaves, Use
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.pipeline.schedule import versions
-from planner.pipeline.stages import Block, Chain, Saving
+from planner.pipeline.stages import Block, Chain, Cut, Pipeline, Saving
 from planner.recompute import NOTHING, Amount, Level, Levels, Recompute
 from planner.seconds import at_least_zero
 
@@ -124,6 +124,27 @@ def links_of(assignment: Assignment, levels: Levels, schedule: str | None = None
 def chain_of(links: Sequence[Link]) -> Chain:
     """Links as a chain with counts."""
     return [(block, len(list(same))) for block, same in groupby(link.block for link in links)]
+
+
+def placed(links: Sequence[Link], cut: Cut) -> Iterator[tuple[int, Link, int]]:
+    """Of a chain that is cut, the stage of every block, the block, and how it saves."""
+    for stage, (low, high) in enumerate(pairwise(cut.bounds)):
+        for link, way in zip(links[low:high], cut.savings[low:high], strict=True):
+            yield stage, link, way
+
+
+def also_read(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> Iterator[tuple[int, str, Shared]]:
+    """What ranks have to do with leaves, by name, that blocks of others read too, beside what the first such block
+    counts.
+    """
+    readers: dict[str, dict[int, Shared]] = {}
+    for home, (low, high) in zip(pipeline.placed, pairwise(bounds), strict=True):
+        for link in links[low:high]:
+            for name, each in link.shared:
+                readers.setdefault(name, {})[home] = each
+    for name, ranks in readers.items():
+        for number, (rank, each) in enumerate(ranks.items() if len(ranks) > 1 else ()):
+            yield rank, name, each if number else Shared({}, 0.0, 0.0, 0.0, each.sum_s)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from typing import Any
 
 import sympy
 
+from planner.alive import moments
 from planner.assignment import Assignment
 from planner.closed import ClosedSpace
 from planner.conversion import Collective
@@ -45,7 +46,7 @@ from planner.seconds import (
     times,
     undominated,
 )
-from planner.turns import Staged, moments
+from planner.turns import Staged
 
 Symbols = tuple[sympy.Symbol, sympy.Symbol, sympy.Symbol]
 
@@ -284,11 +285,11 @@ def _in_turns(assignment: Assignment, staged: Staged, grown: Growth | None) -> _
     space = assignment.space
     recomputing = replace(assignment, recompute=staged.recompute(space.folded))
     in_flight, held = _in_flight(staged, grown), dict(staged.memory_bytes)
-    if not staged.is_fullest_at_end:
+    if not staged.alive.is_fullest_at_end(staged.fullest_rank):
         held["activations"] = held["activations"] + _more_in_flight(staged, in_flight)
     return _Grown(
         held,
-        dict.fromkeys(moments(assignment, staged, in_flight)),
+        dict.fromkeys(moments(assignment, staged.alive, in_flight)),
         _flops_in_turns(assignment, staged),
         collectives(recomputing, staged.cut.bounds, _late(staged, grown)),
         _seconds_in_turns(staged, grown),
@@ -298,8 +299,8 @@ def _in_turns(assignment: Assignment, staged: Staged, grown: Growth | None) -> _
 def _more_in_flight(staged: Staged, in_flight: InFlight) -> int:
     """Bytes that the fullest rank has saved of micro-batches at its fullest moment, less those that are planned."""
     (stages, planned), (_, moved) = staged.pipeline.moments[staged.fullest_rank], in_flight[staged.fullest_rank]
-    counts, _ = staged.fullest_moment(staged.fullest_rank)
-    return staged.held_of(moved[planned.index(tuple(counts))], stages) - staged.held_of(counts, stages)
+    counts, _ = staged.alive.fullest_moment(staged.fullest_rank)
+    return staged.alive.held_of(moved[planned.index(tuple(counts))], stages) - staged.alive.held_of(counts, stages)
 
 
 def _in_flight(staged: Staged, grown: Growth | None) -> InFlight:
@@ -322,7 +323,7 @@ def _flops_in_turns(assignment: Assignment, staged: Staged) -> Formula:
     """Of the busiest rank, for all micro-batches."""
     pipeline, space = staged.pipeline, assignment.space
     total: Formula = {}
-    for number, (stage, link, way) in enumerate(staged.placed):
+    for number, (stage, link, way) in enumerate(staged.alive.placed):
         if pipeline.placed[stage] != staged.busiest:
             continue
         instance, level = space.folded.instances[number], link.levels[way]
@@ -336,7 +337,7 @@ def _seconds_in_turns(staged: Staged, grown: Growth | None) -> dict[str, float]:
     """By use, of the busiest rank; its waiting is what the longest path and the rank last done take more."""
     work, sends = _path(staged, grown)
     step_s = max(map(sum, staged.once_s))
-    for stage, link, way in staged.placed:
+    for stage, link, way in staged.alive.placed:
         block = link.block
         backward_s = block.input_s + block.savings[way].recompute_s
         for often, seconds in zip(work, (block.forward_s, backward_s, block.weight_s), strict=True):

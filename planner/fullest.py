@@ -1,6 +1,6 @@
 """Fullest: what is alive on the fullest rank of a step in turns, at its fullest moment, tensor by tensor.
 
-``(Assignment, Staged) -> Fullest``. What a step in turns holds is added up, not followed (:mod:`planner.turns`); here
+``(Assignment, Staged) -> Fullest``. What a step in turns holds is added up, not followed (:mod:`planner.alive`); here
 every term of that sum has its name, so that together they are the peak: leaves, what each block saved of every
 micro-batch in flight, and what the block that needs most has while it runs or is undone.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from planner.alive import Coming
 from planner.assignment import Assignment
 from planner.brought import Brought, brought_by, coming, owned, parted, savers_of
 from planner.charges import Places
@@ -23,7 +24,7 @@ from planner.leaves import Leaves
 from planner.names import called
 from planner.pipeline.schedule import versions
 from planner.recompute import Level
-from planner.turns import Coming, Staged
+from planner.turns import Staged
 from planner.working import What
 
 TENSORS = {
@@ -55,14 +56,15 @@ class _Rank:
     """One rank of a pipeline."""
 
     def __init__(self, assignment: Assignment, staged: Staged, rank: int):
-        self.assignment, self.space, self.staged, self.rank = assignment, assignment.space, staged, rank
+        self.assignment, self.space, self.rank = assignment, assignment.space, rank
+        self.staged, self.alive = staged, staged.alive
         self.graph, self.instances = self.space.graph, self.space.folded.instances
         self.leaves = Leaves(assignment, versions(staged.pipeline.schedule))
         self.savers = savers_of(assignment)
 
     def fullest(self) -> Fullest:
         alive = [*self._held()]
-        if self.staged.is_fullest_at_end:
+        if self.alive.is_fullest_at_end(self.rank):
             alive += self._summed()
             where = f"summing gradients{self._on_rank}"
         else:
@@ -88,13 +90,13 @@ class _Rank:
         for number, *_ in self._blocks:
             for name, size in self.leaves.summed(number).items():
                 yield Held(f"sum over ranks of the gradient of {self._called(name)}", "gradients", size, block=number)
-        for rank, name, _, last in self.staged.apart:
+        for rank, name, _, last in self.alive.apart:
             if rank == self.rank:
                 yield Held(f"gradient of {self._called(name)} in all its uses", "gradients", last)
 
     def _added(self) -> Iterator[Held]:
         """What the gradients of a micro-batch add up in, where several operators find one."""
-        for rank, name, size in self.staged.added:
+        for rank, name, size in self.alive.added:
             if rank == self.rank:
                 yield Held(f"gradient of {self._called(name)} in one micro-batch", "temporary", size)
 
@@ -102,7 +104,7 @@ class _Rank:
     def _moment(self) -> tuple[dict[int, int], int]:
         """How many micro-batches each stage of the rank holds at its fullest moment, and the block that runs then."""
         stages, _ = self.staged.pipeline.moments[self.rank]
-        counts, need = self.staged.fullest_moment(self.rank)
+        counts, need = self.alive.fullest_moment(self.rank)
         return dict(zip(stages, counts, strict=True)), need.number
 
     @property
@@ -112,7 +114,7 @@ class _Rank:
     @property
     def _blocks(self) -> Iterator[tuple[int, int, Level, Sequence[Places]]]:
         """Of each block of the rank: its number, its stage, the level at which it recomputes, and what it saves."""
-        for number, (stage, link, way) in enumerate(self.staged.placed):
+        for number, (stage, link, way) in enumerate(self.alive.placed):
             if self.staged.pipeline.placed[stage] == self.rank:
                 yield number, stage, link.levels[way], link.saved[way]
 
@@ -123,10 +125,10 @@ class _Rank:
                 yield from self._of_leaf(name, sizes, number)
             for name, size in self.leaves.outputs(number).items():
                 yield Held(f"output {self._called(name)}", "activations", size, block=number)
-        for rank, name, each in self.staged.also_read:
+        for rank, name, each in self.alive.also_read:
             if rank == self.rank:
                 yield from self._of_leaf(name, each.held, BEFORE)
-        for rank, name, apart, _ in self.staged.apart:
+        for rank, name, apart, _ in self.alive.apart:
             if rank == self.rank:
                 yield Held(f"gradient of {self._called(name)} in other uses", "gradients", apart)
 
@@ -172,16 +174,16 @@ class _Rank:
         """What was sent on and not answered yet, what the block that runs was sent, and what is ready for more."""
         in_flight, running = self._moment
         for stage, times in in_flight.items():
-            if times and self.staged.sent_bytes[stage]:
+            if times and self.alive.sent_bytes[stage]:
                 for ref, size in self._crossing(stage).items():
                     yield Held(f"{self._called(ref.node)} as it was sent on", "activations", size, times)
         stage = self._stage_of(running)
-        if self.staged.returned_bytes[stage]:
+        if self.alive.returned_bytes[stage]:
             for ref, size in self._crossing(stage).items():
                 if ref in self.graph.differentiated:
                     yield Held(f"gradient of {self._called(ref.node)} as it came", "temporary", size)
-        yield Held(NEXT, "temporary", self.staged.waiting_bytes[self.rank])
-        yield Held(SECOND, "activations", self.staged.second_bytes[self.rank])
+        yield Held(NEXT, "temporary", self.alive.waiting_bytes[self.rank])
+        yield Held(SECOND, "activations", self.alive.second_bytes[self.rank])
 
     def _crossing(self, stage: int) -> dict[Ref, int]:
         """Bytes of the values that leave a stage for the next one."""
@@ -193,13 +195,13 @@ class _Rank:
     def _most(self) -> Moment:
         """While the block runs, or is undone, that needs most beside all that."""
         number = self._moment[1]
-        _, link, way = [*self.staged.placed][number]
-        if not link.working_bytes[way] + self.staged.coming[number].bytes:
+        _, link, way = [*self.alive.placed][number]
+        if not link.working_bytes[way] + self.alive.coming[number].bytes:
             return "between two operators", []
         level, brought = link.levels[way], brought_by(self.assignment, number, self.savers)
         moments = self._moments(number, level, brought)
         what, beside = max(moments, key=lambda moment: sum(held.bytes for held in moment[1]))
-        return what, [*beside, *self._coming(self.staged.coming[number])]
+        return what, [*beside, *self._coming(self.alive.coming[number])]
 
     def _coming(self, to: Coming) -> Iterator[Held]:
         """What is on its way to another block."""

@@ -88,21 +88,23 @@ class Leaves:
                 found[ref.node] += self._summed(ref, self.assignment.delivered(ref), layout)
         return +found
 
-    def outputs(self, number: int) -> dict[str, int]:
-        """Bytes of the model's outputs that a block makes, of all micro-batches, by the operator that does."""
+    def outputs(self, number: int, terms: int | None = None) -> dict[str, int]:
+        """Bytes of the model's outputs that a block makes, by the operator that does: whole from the first micro-batch
+        on, and of what is summed over micro-batches a term of each.
+
+        Args:
+            terms: how many of these are there; left out: all.
+        """
         made, found = set(self.space.folded.instances[number].block.outputs), Counter[str]()
+        turns = self.mesh.micro_batches
         for position, ref in enumerate(self.space.leaving):
             if ref in made:
-                found[ref.node] += self._output_bytes(ref, self.assignment.output_layout(position))
+                layout = self.assignment.output_layout(position)
+                first = self.assignment.delivered(ref)[0] if turns > 1 else layout[0]
+                size = local_bytes(self.graph.type_of(ref), (first, *layout[1:]), self.mesh)
+                times = (turns if terms is None else terms) if first == P else turns if isinstance(first, Shard) else 1
+                found[ref.node] += size * times
         return dict(found)
-
-    def _output_bytes(self, ref: Ref, layout: Layout) -> int:
-        turns = self.mesh.micro_batches
-        if turns == 1:
-            return local_bytes(self.graph.type_of(ref), layout, self.mesh)
-        first = self.assignment.delivered(ref)[0]
-        size = local_bytes(self.graph.type_of(ref), (first, *layout[1:]), self.mesh)
-        return size * (turns if isinstance(first, Shard) or first == P else 1)
 
     def uses(self, number: int) -> Iterator[Use]:
         """The parameters of a block that several operators read, there or in other blocks; none that each micro-batch

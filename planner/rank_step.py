@@ -43,7 +43,8 @@ from planner.conversion import local_bytes
 from planner.exchange import crossing
 from planner.graph import Ref
 from planner.heap import BEFORE, Direction
-from planner.layout import MICRO, Layout, Shard
+from planner.layout import MICRO, Shard
+from planner.leaves import Leaves
 from planner.memory import Usage
 from planner.pipeline.schedule import Action, schedule
 from planner.recompute import Level, used
@@ -264,23 +265,14 @@ class RankStep:
         return found
 
     def _left_bytes(self, done: int) -> int:
-        """Inputs of all other micro-batches, terms of outputs of so many, and the whole of others from the first on."""
+        """Inputs of all other micro-batches, and outputs, of which so many micro-batches gave something."""
         space, assignment = self.assignment.space, self.assignment
         taken = [leaf for leaf in space.graph.leaves if leaf.op == "input"]
         cut = [leaf for leaf in taken if isinstance(assignment.produced(Ref(leaf.name))[0], Shard)]
         inputs = sum(local_bytes(leaf.results[0], assignment.produced(Ref(leaf.name)), space.mesh) for leaf in cut)
-        made = {ref for number in self._numbers for ref in space.folded.instances[number].block.outputs}
-        outputs = 0
-        for layout, ref in ((self._of_a_turn(at), ref) for at, ref in enumerate(space.leaving) if ref in made):
-            times = space.mesh.micro_batches if isinstance(layout[0], Shard) and done else done
-            outputs += times * local_bytes(space.graph.type_of(ref), layout, space.mesh)
+        leaves = Leaves(assignment, 1)
+        outputs = sum(sum(leaves.outputs(number, done).values()) for number in self._numbers) if done else 0
         return inputs * (space.mesh.micro_batches - 1) + outputs
-
-    def _of_a_turn(self, position: int) -> Layout:
-        """The layout in which one micro-batch gives an output: turns are put together as they come."""
-        layout, ref = self.assignment.output_layout(position), self.assignment.space.leaving[position]
-        is_cut = self.assignment.space.mesh.micro_batches > 1
-        return (self.assignment.delivered(ref)[0], *layout[1:]) if is_cut else layout
 
     def _added_bytes(self, chunk: Chunk) -> int:
         """What a backward makes before it is added to the gradients of those before it."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from planner.alive import moments
 from planner.assignment import Assignment
 from planner.errors import PlanError
 from planner.fold import Folded, refold
@@ -33,7 +34,7 @@ from planner.predict import Prediction, predict, predict_in_turns
 from planner.rules import AxisStrategy, Rule
 from planner.skeleton import Role, Skeleton
 from planner.strategy import Choice, Cuts
-from planner.turns import Staged, moments
+from planner.turns import Staged
 
 Restage = Callable[[Assignment], Staged | None]
 
@@ -312,7 +313,7 @@ class Scale:
         assignment = self.symbolic()
         staged = self.restage(assignment)
         if staged is not None:
-            return tuple(dict.fromkeys(moments(assignment, staged, staged.pipeline.moments)))
+            return tuple(dict.fromkeys(moments(assignment, staged.alive, staged.pipeline.moments)))
         return tuple(dict.fromkeys(total for _, total in usage(assignment).moments))
 
     def predict(self, batch: int, sequence: int, micro_batches: int | None = None) -> Prediction:

@@ -128,7 +128,7 @@ def test_what_the_next_block_of_a_stage_gathers_is_on_its_way(recompute: str) ->
     (_, high, _), paths = found.staged.cut.bounds, [each.block.path for each in found.assignment.space.folded.instances]
     assert paths[:high] == ["stem", "layers.0", "layers.1", "layers.2"]
     layer_bytes = 4 * (2 * 256 * 1024 + 256 + 1024) * 3 // 2
-    coming = found.staged.coming
+    coming = found.staged.alive.coming
     assert [each[:2] for each in coming[:high]] == [(layer_bytes, number) for number in (1, 2, 1, 2)]
     assert [each.is_again for each in coming[:high]] == [False, False, True, True]
     assert coming[high].number > high  # nothing comes from or to another stage
@@ -136,7 +136,7 @@ def test_what_the_next_block_of_a_stage_gathers_is_on_its_way(recompute: str) ->
     assert alive["gathered layers.1.up.weight on its way"].bytes == 4 * 256 * 1024 * 3 // 2
     assert sum(held.bytes for name, held in alive.items() if name.endswith("on its way")) == layer_bytes
     once = search(GRAPH, cluster(4), Pins.parse({**pin, "zero": 2}), Training())
-    assert once.staged is not None and not any(each.bytes for each in once.staged.coming)
+    assert once.staged is not None and not any(each.bytes for each in once.staged.alive.coming)
 
 
 @pytest.mark.parametrize(

@@ -105,10 +105,10 @@ ROOMS["leaves"] = {*BASE, "conversion", "assignment"}
 ROOMS["brought"] = {*BASE, "conversion", "fold", "assignment", "recompute"}
 ROOMS["chain"] = {*BASE, "conversion", "exchange", "assignment", "ops", "pipeline", "recompute", "seconds"}
 ROOMS["chain"] |= {"brought", "charges", "leaves"}
-ROOMS["turns"] = {"errors", "fold", "assignment", "heap", "pipeline", "problem", "recompute", "chain", "seconds"}
-ROOMS["turns"] |= {"brought"}
+ROOMS["alive"] = {"assignment", "brought", "chain", "heap", "pipeline", "recompute"}
+ROOMS["turns"] = {"errors", "fold", "pipeline", "problem", "recompute", "chain", "alive", "seconds"}
 ROOMS["fullest"] = {*BASE, "conversion", "assignment", "heap", "pipeline", "recompute", "charges", "working", "names"}
-ROOMS["fullest"] |= {"brought", "leaves", "turns", "exchange"}
+ROOMS["fullest"] |= {"alive", "brought", "leaves", "turns", "exchange"}
 ROOMS["division"] = {*BASE, "cluster", "cost", "training", "kernel", "mesh", "ops", "pins", "pipeline", "skeleton"}
 ROOMS["division"] |= {"words", "pace"}
 ROOMS["predict"] = {
@@ -137,7 +137,7 @@ ROOMS["rank_step"] = {
     "memory",
     "pipeline",
 }
-ROOMS["rank_step"] |= {"exchange", "chain", "turns", "recompute", "timetable", "chunks"}
+ROOMS["rank_step"] |= {"leaves", "exchange", "chain", "turns", "recompute", "timetable", "chunks"}
 ROOMS["offload"] = {"errors", "assignment", "memory", "predict", "turns", "timetable", "words", "chunks", "rank_step"}
 ROOMS["amounts"] = {"errors", "formulate", "assignment", "memory", "offload", "recompute"}
 ROOMS["certificate"] = {
@@ -219,6 +219,7 @@ ROOMS["document"] = {
 ROOMS["document"] |= {"graph", "mesh", "chunks", "certificate", "pipeline", "timeline", "timetable", "turns"}
 ROOMS["follow"] = {"errors", "graph", "positions", "rules", "strategy", "polynomial"}
 ROOMS["scale"] = ROOMS["follow"] | {
+    "alive",
     "layout",
     "fold",
     "skeleton",

@@ -428,7 +428,7 @@ def test_parameters_are_gathered_in_each_micro_batch_where_memory_asks_for_it() 
     assert once.staged is not None and each.staged is not None
     assert once.staged.memory_bytes["gathered"] > 5 * each.staged.memory_bytes["gathered"] > 0
     coming_bytes = 4 * (2 * 256 * 1024 + 256 + 1024) * 5 // 4  # of a layer, and parts of it behind one another
-    assert max(coming.bytes for coming in each.staged.coming) == coming_bytes
+    assert max(coming.bytes for coming in each.staged.alive.coming) == coming_bytes
     assert each.evaluation.peak_bytes - coming_bytes < 0.5 * once.evaluation.peak_bytes
     assert each.evaluation.time_s > once.evaluation.time_s
     roomy, tight = searched(cluster(4), pin), searched(cluster(4, "30 MiB"), pin)
@@ -446,7 +446,7 @@ def test_nothing_is_gathered_ahead_where_memory_has_no_room_for_it() -> None:
     pin: dict[str, Any] = {"data": 4, "micro_batches": 4, "zero": 3}
     roomy = searched(cluster(4), pin)
     assert roomy.staged is not None and not roomy.staged.waits
-    coming_bytes = max(coming.bytes for coming in roomy.staged.coming)
+    coming_bytes = max(coming.bytes for coming in roomy.staged.alive.coming)
     tight = searched(of_usable(roomy.evaluation.peak_bytes - coming_bytes), pin)
     assert tight.staged is not None and tight.staged.waits
     assert tight.evaluation.peak_bytes == roomy.evaluation.peak_bytes - coming_bytes

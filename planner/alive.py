@@ -1,0 +1,330 @@
+"""Alive: what each rank of a pipeline holds in a step in turns, term by term.
+
+``(links, Pipeline, Cut) -> bytes of every rank at its fullest``. While a rank computes it holds, all at once:
+
+* ``held``: of leaves and outputs what is there through all of the step;
+* ``saved_bytes``: what its stages saved and sent on, once for every micro-batch in flight;
+* ``needs``: what the block that runs needs beside that, less what is gone by then;
+* ``added``, ``parted_bytes``, ``waiting_bytes``: gradients of one micro-batch that wait for others, what second parts
+  of backward need, room for messages.
+
+Or it is fullest when gradients are summed over ranks, at the end of the step, and holds ``held`` and ``at_end``.
+:mod:`planner.fullest` names every tensor of that sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from planner.assignment import Assignment
+from planner.brought import Brought, brought_by, savers_of, working_moments
+from planner.chain import Link, Shared, also_read, placed
+from planner.heap import USES
+from planner.pipeline.stages import Cut, Pipeline
+from planner.recompute import Level
+
+
+class Coming(NamedTuple):
+    """Parameters that are on their way while a block computes: to the next one of its stage that gathers any, or, in
+    backward, to the last one before it that gathers any again.
+
+    Attributes:
+        number: of the block that they come to; ``is_again``: in backward.
+    """
+
+    bytes: int = 0
+    number: int = 0
+    is_again: bool = False
+
+
+class Need(NamedTuple):
+    """What a block needs beside all that its rank has saved: bytes, how much of that is gathered for it; its number."""
+
+    bytes: int
+    gathered: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Alive:
+    """What the ranks hold of a cut chain.
+
+    Attributes:
+        links: the chain, block by block.
+        waits: whether each micro-batch waits for what it gathers where it is used, and nothing is gathered ahead.
+    """
+
+    links: Sequence[Link]
+    pipeline: Pipeline
+    cut: Cut
+    waits: bool = False
+
+    # ---- the sum -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Of every rank at its fullest."""
+        ranks = range(self.pipeline.ranks)
+        return tuple(max(self._while_computing(rank), self.held[rank] + self.at_end[rank]) for rank in ranks)
+
+    def _while_computing(self, rank: int) -> int:
+        counts, need = self.fullest_moment(rank)
+        return self.beside(rank) + self.held_of(counts, self.stages_of(rank)) + need.bytes
+
+    def beside(self, rank: int) -> int:
+        """Bytes that a rank has while it computes, whatever is in flight and whichever block runs."""
+        return self.held[rank] + self.added_bytes[rank] + self.waiting_bytes[rank] + self.parted_bytes[rank]
+
+    def fullest_moment(self, rank: int) -> tuple[Sequence[int], Need]:
+        """When a rank holds most while it computes: micro-batches in flight of its stages, and what needs most then."""
+        stages, moments = self.pipeline.moments[rank]
+        options = (
+            (counts, max(self.needs[stage] for count, stage in zip(counts, stages, strict=True) if count))
+            for counts in moments
+            if any(counts)
+        )
+        return max(options, key=lambda each: self.held_of(each[0], stages) + each[1].bytes)
+
+    def is_fullest_at_end(self, rank: int) -> bool:
+        """Whether a rank is fullest when gradients are summed over ranks, and not while it computes."""
+        return int(self.held[rank] + self.at_end[rank]) == int(self.rank_bytes[rank])
+
+    def by_use(self, rank: int) -> dict[str, int]:
+        """What a rank holds at its fullest, by use."""
+        found = Counter[str]()
+        for stage, link, _ in self.placed:
+            if self.pipeline.placed[stage] == rank:
+                found.update(link.held)
+        for home, _, each in self.also_read:
+            if home == rank:
+                found.update(each.held)
+        found.update(gradients=sum(apart for home, _, apart, _ in self.apart if home == rank))
+        if self.is_fullest_at_end(rank):
+            found.update(gradients=self.at_end[rank])
+            return {use: found[use] for use in USES}
+        _, need = self.fullest_moment(rank)
+        working = need.bytes + self.gone_bytes[need.number] + self.waiting_bytes[rank] + self.added_bytes[rank]
+        found["activations"] += self.rank_bytes[rank] - working - found.total()
+        found.update(gathered=need.gathered, temporary=working - need.gathered)
+        return {use: found[use] for use in USES}
+
+    # ---- through all of the step, and at its end ---------------------------------------------------------------------
+
+    @cached_property
+    def held(self) -> list[int]:
+        """Bytes that each rank holds of leaves and outputs through all of the step."""
+        found = [0] * self.pipeline.ranks
+        for stage, link, _ in self.placed:
+            found[self.pipeline.placed[stage]] += link.block.held_bytes
+        for rank, _, each in self.also_read:
+            found[rank] += sum(each.held.values())
+        for rank, _, apart, _ in self.apart:
+            found[rank] += apart
+        return found
+
+    @cached_property
+    def at_end(self) -> list[int]:
+        """Bytes that each rank holds besides when gradients are summed over ranks: those that are there twice."""
+        found = [0] * self.pipeline.ranks
+        for stage, link, _ in self.placed:
+            found[self.pipeline.placed[stage]] += link.summed_bytes
+        for rank, _, _, last in self.apart:
+            found[rank] += last
+        return found
+
+    @property
+    def apart(self) -> Iterator[tuple[int, str, int, int]]:
+        """Ranks, the parameters that several blocks there use, bytes of the gradients that are there for that until the
+        end of the step, beside one, and of what these are added up in then.
+        """
+        found: dict[tuple[int, str], list[int]] = {}
+        for stage, link, _ in self.placed:
+            for use in link.uses:
+                if use.held:
+                    found.setdefault((self.pipeline.placed[stage], use.name), []).append(use.held)
+        yield from ((home, name, sum(sizes[1:]), sizes[0]) for (home, name), sizes in found.items() if len(sizes) > 1)
+
+    @property
+    def also_read(self) -> Iterator[tuple[int, str, Shared]]:
+        """See :func:`planner.chain.also_read`."""
+        return also_read(self.links, self.pipeline, self.cut.bounds)
+
+    # ---- of every micro-batch in flight ------------------------------------------------------------------------------
+
+    @cached_property
+    def saved_bytes(self) -> list[int]:
+        """Bytes that each stage holds of one micro-batch from forward to backward: what it saved, and what it sent on,
+        until an answer comes.
+        """
+        found = [*self.sent_bytes]
+        for stage, link, way in self.placed:
+            found[stage] += link.block.savings[way].saved_bytes
+        return found
+
+    def held_of(self, counts: Sequence[int], stages: Sequence[int]) -> int:
+        """Bytes that stages hold of so many micro-batches each, saved for backward."""
+        return sum(count * self.saved_bytes[stage] for count, stage in zip(counts, stages, strict=True))
+
+    # ---- of the block that runs --------------------------------------------------------------------------------------
+
+    @cached_property
+    def needs(self) -> list[Need]:
+        """Of each stage, the block that needs most beside what is saved of all micro-batches."""
+        found = [Need(0, 0, 0)] * self.pipeline.stages
+        for number, (stage, link, way) in enumerate(self.placed):
+            need = link.working_bytes[way] + self.around(number, stage)
+            found[stage] = max(found[stage], Need(need, link.gathered_bytes[way] + self.coming[number].bytes, number))
+        return found
+
+    def around(self, number: int, stage: int) -> int:
+        """Bytes that are there while a block of a stage runs, beside what it works with: what is on its way, and the
+        gradients that came back, less what is gone.
+        """
+        return self.coming[number].bytes + self.returned_bytes[stage] - self.gone_bytes[number]
+
+    @cached_property
+    def gone_bytes(self) -> list[int]:
+        """Bytes that later blocks of a stage save, which are gone when a block is undone, unless that is done in two
+        parts, and not yet there before.
+        """
+        found, after, last, parted = list[int](), 0, -1, self.pipeline.parted
+        for stage, link, way in reversed([*self.placed]):
+            after = after if stage == last and not parted[stage] else 0
+            found.append(after)
+            after, last = after + link.block.savings[way].saved_bytes, stage
+        return found[::-1]
+
+    @cached_property
+    def coming(self) -> list[Coming]:
+        """What is on its way beside each block, in forward or in backward, whichever is more."""
+        if self.waits:
+            return [Coming()] * len(self.links)
+        forward = [Coming(link.coming_bytes, number) for number, link in enumerate(self.links)]
+        ways = enumerate(zip(self.links, self.cut.savings, strict=True))
+        backward = [Coming(link.coming_again_bytes[way], number, True) for number, (link, way) in ways]
+        most: list[Coming] = []
+        for low, high in pairwise(self.cut.bounds):
+            there, back = _beside(forward[low:high]), _beside(backward[low:high][::-1])[::-1]
+            most += (max(pair, key=lambda each: each.bytes) for pair in zip(back, there, strict=True))
+        return most
+
+    # ---- gradients that wait, and messages ---------------------------------------------------------------------------
+
+    @property
+    def added(self) -> Iterator[tuple[int, str, int]]:
+        """Ranks, the parameters of which several operators there find one gradient together in each micro-batch, and
+        bytes of what they add up in before that is added to the gradient of other micro-batches.
+        """
+        found: Counter[tuple[int, str, int, int]] = Counter()
+        for number, (stage, link, _) in enumerate(self.placed):
+            for use in link.uses:
+                home = self.pipeline.placed[stage]
+                found[home, use.name, use.bytes, -1 if use.together else number] += use.readers
+        yield from dict.fromkeys(each[:3] for each, readers in found.items() if readers > 1)
+
+    @cached_property
+    def added_bytes(self) -> list[int]:
+        """Of :attr:`added`, all of a rank together."""
+        found = [0] * self.pipeline.ranks
+        for rank, _, size in self.added:
+            found[rank] += size
+        return found
+
+    @cached_property
+    def parted_bytes(self) -> list[int]:
+        """Bytes that each rank keeps for second parts of backward beside what is saved."""
+        found, parted = [0] * self.pipeline.ranks, self.pipeline.parted
+        for stage, link, _ in self.placed:
+            found[self.pipeline.placed[stage]] += parted[stage] * link.parted_bytes
+        return [more + most for more, most in zip(found, self.second_bytes, strict=True)]
+
+    @cached_property
+    def second_bytes(self) -> list[int]:
+        """Bytes of the gradients of weights that a second part finds, before they are added to those of other
+        micro-batches, of the stage of each rank that finds most.
+        """
+        found, parted = [0] * self.pipeline.stages, self.pipeline.parted
+        for stage, link, _ in self.placed:
+            found[stage] += link.held.get("gradients", 0) * bool(parted[stage])
+        return [max(found[stage] for stage in self.stages_of(rank)) for rank in range(self.pipeline.ranks)]
+
+    @cached_property
+    def waiting_bytes(self) -> list[int]:
+        """Bytes that each rank has ready for the next message of every other one."""
+        homes, largest = self.pipeline.placed, dict[tuple[int, int], int]()
+        for stage, (here, there) in enumerate(pairwise(homes)):
+            for way, size in (((there, here), self.sent_bytes[stage]), ((here, there), self.returned_bytes[stage])):
+                largest[way] = max(largest.get(way, 0), size)
+        return [sum(size for (to, _), size in largest.items() if to == rank) for rank in range(self.pipeline.ranks)]
+
+    @cached_property
+    def sent_bytes(self) -> list[int]:
+        """Bytes that each stage sends to another rank."""
+        return [self.links[end - 1].sent_bytes * leaves for end, leaves in self._ends]
+
+    @cached_property
+    def returned_bytes(self) -> list[int]:
+        """Bytes of the gradients that come back for that."""
+        return [self.links[end - 1].returned_bytes * leaves for end, leaves in self._ends]
+
+    @property
+    def _ends(self) -> Iterator[tuple[int, bool]]:
+        """Where each stage ends, and whether the next one is on another rank."""
+        leaves = (here != there for here, there in pairwise(self.pipeline.placed))
+        yield from zip(self.cut.bounds[1:], (*leaves, False), strict=True)
+
+    # ---- who has what ------------------------------------------------------------------------------------------------
+
+    @property
+    def placed(self) -> Iterator[tuple[int, Link, int]]:
+        """See :func:`planner.chain.placed`."""
+        return placed(self.links, self.cut)
+
+    def stages_of(self, rank: int) -> Sequence[int]:
+        """Those of a rank."""
+        return self.pipeline.moments[rank][0]
+
+
+def _beside(blocks: Sequence[Coming]) -> list[Coming]:
+    """What is on its way beside each of some blocks, in the order in which they run: what comes to the next one that
+    gathers anything. The first that does starts that.
+    """
+    found, before = [Coming()] * len(blocks), len(blocks)
+    for at, each in enumerate(blocks):
+        if each.bytes:
+            found[before:at] = [each] * (at - before)
+            before = at
+    return found
+
+
+def moments(
+    assignment: Assignment, alive: Alive, in_flight: Iterable[tuple[Sequence[int], Iterable[Sequence[int]]]]
+) -> Iterator[int]:
+    """Bytes of every rank at its fullest moments, beside each operator that may need most then.
+
+    Args:
+        in_flight: :attr:`planner.pipeline.stages.Pipeline.moments`; of sizes, where micro-batches are to move.
+    """
+    space, savers = assignment.space, savers_of(assignment)
+    yield from (held + last for held, last in zip(alive.held, alive.at_end, strict=True))
+    # Of blocks that are alike the last of a stage needs most: least is gone behind it.
+    last: dict[tuple[int, int, Level, int, int], tuple[int, Brought]] = {}
+    for number, (stage, link, way) in enumerate(alive.placed):
+        brought = brought_by(assignment, number, savers)
+        kind, level = space.folded.instances[number].kind, link.levels[way]
+        last[stage, kind, level, brought.there_bytes(level), alive.coming[number].bytes] = number, brought
+    working: list[dict[int, None]] = [{} for _ in range(alive.pipeline.stages)]
+    for (stage, _, level, *_), (number, brought) in last.items():
+        around = alive.around(number, stage)
+        working[stage].update({most + around: None for most in working_moments(assignment, number, level, brought)})
+    for rank, (stages, counts) in enumerate(in_flight):
+        beside = alive.beside(rank)
+        for moment in counts:
+            there = beside + alive.held_of(moment, stages)
+            running = (stage for count, stage in zip(moment, stages, strict=True) if count)
+            yield from {there + most: None for stage in running for most in working[stage]}
