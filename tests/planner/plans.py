@@ -99,4 +99,4 @@ def check_golden(name: str, text: str) -> None:
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text, encoding="utf-8")
     expected = path.read_text(encoding="utf-8")
-    assert text == expected, f"{path} differs; if the change is wanted: UPDATE_GOLDEN=1 make test ARGS=tests/planner"
+    assert text == expected, f"{path} differs; if the change is wanted, run this test with UPDATE_GOLDEN=1"
