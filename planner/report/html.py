@@ -28,6 +28,7 @@ from planner.report.summary import (
     is_notable,
     offloads,
     op_calls,
+    pinned,
     shared,
     stages,
     standing,
@@ -100,7 +101,7 @@ def _head(document: Document) -> str:
     pills = [
         _pill("optimal" if proven else f"at most {search.gap * 100:.1f} % from the best", "good" if proven else "warn")
     ]
-    pills += [_pill(f"pinned: {name} {value}") for name, value in document.pin.items()]
+    pills += [_pill(f"pinned: {each}") for each in pinned(document)]
     devices = f"{cluster.world_size} × {escape(cluster.device.kind)}"
     return (
         f'<div class="head"><h1>{escape(str(model["class"]))}</h1>{"".join(pills)}</div>'

@@ -207,6 +207,13 @@ def stages(document: Document) -> list[tuple[str, str]]:
     return [(str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}", text) for own, text in found]
 
 
+def pinned(document: Document) -> list[str]:
+    """What the user had fixed, pin by pin, and which has nothing to say of this mesh."""
+    has_data = "data" in document.mesh.names
+    idle = {"zero": "" if has_data else " (there is no data axis to store parameters on)"}
+    return [f"{name} {value}{idle.get(name, '')}" for name, value in document.pin.items()]
+
+
 def offloads(document: Document) -> str:
     """What is at home on the host or on disk, and what a step moves, on all ranks of a pipeline together."""
     tables = document.timetables

@@ -17,6 +17,7 @@ from planner.report.summary import (
     is_notable,
     offloads,
     op_calls,
+    pinned,
     shared,
     stages,
     standing,
@@ -66,7 +67,7 @@ def _head(document: Document) -> str:
     steps = ", ".join(f"{step} {seconds:.2f}" for step, seconds in search.seconds.items())
     if proof and search.time_limit_s is not None:
         steps += f"; limit {search.time_limit_s:g} s"
-    pins = ", ".join(f"{name} {value}" for name, value in document.pin.items())
+    pins = ", ".join(pinned(document))
     devices = f"{document.cluster.world_size} x {device.kind} ({document.cluster.backend})"
     rows = [
         ("mesh", sizes_text(document.sizes)),

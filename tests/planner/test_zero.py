@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from html import unescape
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from planner.formulate import Space, rules_of
 from planner.pins import Pins, filters
 from planner.plan import Plan, model_facts, refold, restore
 from planner.training import Training
-from tests.planner.plans import cluster, plan_of, residual_mlp
+from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
 
 GRAPH = residual_mlp(layers=4, width=64, batch=48)
 STEM, UP, DOWN, HEAD = ([f"{path}.weight", f"{path}.bias"] for path in ("stem", "layers.*.up", "layers.*.down", "head"))
@@ -62,8 +63,25 @@ def test_the_first_glob_that_matches_says_how(
     assert sharded(plan) == {*stored}
     assert gathering_again(plan) == again
     assert plan.certificate.holds
-    assert f"zero {zero}" in str(plan)
+    assert f"zero {zero}" in str(plan) and "no data axis" not in str(plan)
     assert Plan.from_dict(plan.to_dict()) == plan and Pins.parse(plan.pin).to_dict()["zero"] == zero
+
+
+@pytest.mark.parametrize(
+    "devices, pin",
+    [
+        (1, {"zero": 3}),
+        (1, {"zero": {"layers.*": 2}, "micro_batches": 2}),
+        (4, {"zero": 0, "tensor": 4}),
+        (4, {"zero": {"head": 0}, "data": 1, "tensor": 4}),
+        (2, {"zero": 1, "pipeline": 2, "micro_batches": 2}),
+    ],
+    ids=str,
+)
+def test_the_report_says_where_there_is_nothing_to_store_on(devices: int, pin: dict[str, Any]) -> None:
+    plan = plan_of(GRAPH, cluster(devices), pin)
+    told = f"zero {pin['zero']} (there is no data axis to store parameters on)"
+    assert told in unwrapped(plan) and told in unescape(plan.to_html())
 
 
 @pytest.mark.parametrize("turns", [{}, {"micro_batches": 2}, {"micro_batches": 2, "pipeline": 2}], ids=str)
