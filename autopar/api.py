@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from autopar.alike import arguments, captured, check_alike
 from autopar.build import InTurns, build
 from autopar.capture import Captured, LossFn, capture
-from autopar.garbage import no_garbage
+from autopar.interpreter import no_garbage, on_one_stack
 from autopar.lower import lower
 from autopar.materialize import Source, part_maker
 from autopar.runtime.disk import check_given, open_disk
@@ -65,6 +65,7 @@ class Traced:
         return model_facts(self.graph, self.name, "train" if self.captured.training else "eval")
 
 
+@on_one_stack
 @no_garbage()
 def trace(
     model: nn.Module,
@@ -93,6 +94,7 @@ def trace(
     return Traced(captured, graph, type(model).__name__, time.monotonic() - start)
 
 
+@on_one_stack
 @no_garbage()
 def plan(
     model: nn.Module,
@@ -158,6 +160,7 @@ def plan(
     )
 
 
+@on_one_stack
 @no_garbage()
 def plan_traced(
     traced: Traced,
@@ -250,6 +253,7 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     return restore(plan, space, facts)
 
 
+@on_one_stack
 def parallelize(
     model: nn.Module,
     cluster: ClusterSpec,

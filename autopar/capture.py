@@ -31,7 +31,7 @@ from autopar.failure import failure, on_values, reads_values, without_torchs_not
 from autopar.flatten import flatten
 from autopar.functions.applying import Applied, carrying
 from autopar.functions.carry import Carried
-from autopar.garbage import no_garbage
+from autopar.interpreter import no_garbage
 from autopar.marks import NotFoldable, writes_in_place
 from autopar.nominate import storage_of
 from autopar.program import Program, expand
