@@ -36,7 +36,10 @@ def check_consistent(plan: Document) -> None:
         raise PlanError(f"the plan has {len(plan.timetables)} timetables, and {stages} pipeline ranks: {MEND}")
     ranks, devices = plan.mesh.size * stages, plan.cluster.world_size
     if ranks != devices:
-        raise PlanError(f"the plan's mesh has {ranks} ranks, but its cluster has {devices} devices: plan again for it")
+        alone = " and no pipeline" if plan.pipeline is None else ""
+        raise PlanError(
+            f"the plan's mesh has {ranks} ranks{alone}, but its cluster has {devices} devices: plan again for it"
+        )
     _check_pin(plan, stages)
 
 

@@ -10,22 +10,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any, Literal, TypedDict
 
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
-from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
+from planner.detail import Account, BlockDetail, LeafDetail
 from planner.document import BlockPlan, Document, PipelinePlan, Search
 from planner.errors import ClusterError, PlanError
 from planner.exchange import Exchange
 from planner.layout import Axis, Mesh
-from planner.mesh import MAX_AXES
 from planner.names import parse_runs, runs
 from planner.predict import Prediction
 from planner.quantity import nearest
 from planner.timetable import Timetable
 from planner.training import Gathers
-from planner.turns import TurnTimes
+from planner.typed import Misread, fields_of, read, read_fields
 
 FORMAT, VERSION = "autopar-plan", 2
 WIDTH = 110
@@ -34,7 +33,37 @@ FIELDS = (
     *("inputs", "blocks", "parameters", "buffers", "values", "outputs", "coverage"),
     *("search", "predicted", "details", "leaves"),
 )
-BLOCK_FIELDS = {"name", "count", "at", "recompute", "keeps", "ops", "values"}
+
+
+class Mode(TypedDict, total=False):
+    """In which mode a model was captured."""
+
+    mode: Literal["train", "eval"]
+
+
+# "class" is no name for an attribute.
+Facts = TypedDict("Facts", {"class": str, "parameters": int, "fingerprint": str})
+
+
+class Model(Facts, Mode):
+    """What identifies a model, see :func:`planner.plan.model_facts`."""
+
+
+class Gathering(TypedDict, total=False):
+    """When a candidate in turns gathers parameters."""
+
+    gathers: Gathers
+
+
+class Candidate(Gathering):
+    """A mesh, and what is known of its plans, see :class:`planner.document.Search`."""
+
+    mesh: Mapping[str, int]
+    status: str
+    step_time_s: float | None
+    bound_s: float | None
+    peak_bytes: int
+    proof: str
 
 
 def encode(document: Document) -> dict[str, Any]:
@@ -135,28 +164,27 @@ def _read_timetables(data: Any) -> tuple[Timetable, ...]:
     return tuple(map(Timetable.from_dict, data if isinstance(data, list) else [data]))
 
 
-def _read_pipeline(data: Mapping[str, Any], default: Gathers) -> PipelinePlan:
-    gathers: Gathers = data.get("gathers", default)
-    if gathers not in get_args(Gathers):
-        known = " or ".join(map(repr, get_args(Gathers)))
-        raise ValueError(f'the pipeline\'s "gathers" is {gathers!r}, and takes {known}')
-    # Before there was a choice, what each micro-batch gathered was waited for.
-    waits = data.get("waits", gathers == "each")
-    if not isinstance(waits, bool):
-        raise ValueError(f'the pipeline\'s "waits" is {waits!r}, and takes true or false')
-    stages = [parse_runs(text) for text in data["stages"]]
+def _read_pipeline(data: Any, default: Gathers) -> PipelinePlan:
+    kinds, _ = fields_of(PipelinePlan)
+    texts = {"stages": tuple[str, ...], "recompute": Mapping[str, str]}
+    kinds = {name: kind for name, kind in kinds.items() if name != "bounds"} | texts
+    found = read_fields(data, kinds, frozenset({"schedule", "ranks", "virtual_stages", *texts}))
+    stages = [_read_runs(text, "stages", number) for number, text in enumerate(found.pop("stages"))]
     numbers = [number for stage in stages for number in stage]
     if not stages or not all(stages) or numbers != list(range(len(numbers))):
-        raise ValueError(f"the pipeline's stages are {data['stages']}, which is not every block once, in order")
-    return PipelinePlan(
-        data["schedule"],
-        int(data["ranks"]),
-        int(data["virtual_stages"]),
-        (0, *(stage[-1] + 1 for stage in stages)),
-        {level: parse_runs(text) for level, text in data["recompute"].items()},
-        gathers,
-        waits,
-    )
+        raise Misread(f"is {data['stages']}, which is not every block once, in order", ("stages",))
+    found["recompute"] = {level: _read_runs(text, "recompute", level) for level, text in found["recompute"].items()}
+    gathers = found.setdefault("gathers", default)
+    # Before there was a choice, what each micro-batch gathered was waited for.
+    found.setdefault("waits", gathers == "each")
+    return PipelinePlan(bounds=(0, *(stage[-1] + 1 for stage in stages)), **found)
+
+
+def _read_runs(text: str, *place: str | int) -> tuple[int, ...]:
+    try:
+        return parse_runs(text)
+    except ValueError:
+        raise Misread(f"is {text!r}, and takes numbers of blocks, such as '0-3, 7'", place) from None
 
 
 def parse(text: str) -> Any:
@@ -203,16 +231,14 @@ def _sparse(value: Any) -> Any:
 
 
 def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
-    def field(name: str, read: Callable[[Any], Any]) -> Any:
+    def field(name: str, reader: Callable[[Any], Any]) -> Any:
         if name not in data:
             raise PlanError(f"the plan lacks the field {name!r}; restore it, or plan again")
         try:
-            return read(data[name])
-        except KeyError as error:
-            raise PlanError(f"the plan's field {name!r} lacks {error}; restore it, or plan again") from error
+            return reader(data[name])
         except ClusterError as error:
             raise PlanError(f"the plan's {name}: {error}") from error
-        except (TypeError, ValueError, AttributeError) as error:
+        except ValueError as error:
             raise PlanError(f"the plan's field {name!r} is wrong: {error}; restore it, or plan again") from error
 
     # Before there was a choice, parameters were gathered once a step, unless they came from elsewhere.
@@ -224,126 +250,64 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
             "the plan is from before pin 'zero' 3 meant to gather parameters in every micro-batch: it gathers them "
             "once a step, which is 'zero' 1 or 2. Change the pin in the file, or plan again"
         )
-    names = ("model", "pin", "inputs", "parameters", "buffers", "values", "coverage")
+    layouts = ("inputs", "parameters", "buffers", "values")
     return {
-        **{name: field(name, _mapping) for name in names},
+        **{name: field(name, partial(read, Mapping[str, str])) for name in layouts},
+        "model": field("model", partial(read, Model)),
+        "pin": field("pin", partial(read, Mapping[str, Any])),
+        "coverage": field("coverage", partial(read, Mapping[str, int])),
         "cluster": field("cluster", ClusterSpec.from_dict),
-        "mesh": field("mesh", _read_mesh),
-        "blocks": field("blocks", lambda blocks: tuple(map(_read_block, _list(blocks)))),
-        "outputs": field("outputs", lambda outputs: tuple(_list(outputs))),
-        "predicted": field("predicted", _read_prediction),
-        "search": field("search", _read_search),
+        "mesh": field("mesh", lambda axes: Mesh(read(tuple[Axis, ...], axes))),
+        "blocks": field("blocks", partial(read, tuple[BlockPlan, ...], readers={BlockPlan: _read_block})),
+        "outputs": field("outputs", partial(read, tuple[str, ...])),
+        "predicted": field("predicted", partial(read, Prediction, readers=COUNTED)),
+        "search": field("search", partial(read, Search, readers={Mapping[str, Any]: _read_candidate})),
         "pipeline": field("pipeline", partial(_read_pipeline, default=gathers)) if "pipeline" in data else None,
         "timetables": field("timetable", _read_timetables) if "timetable" in data else (),
-        "optimizer_bytes_per_element": field("optimizer_bytes_per_element", _read_bytes)
-        if "optimizer_bytes_per_element" in data
-        else Document.optimizer_bytes_per_element,
+        "optimizer_bytes_per_element": field("optimizer_bytes_per_element", _read_bytes),
         "recorded": Account(
-            field("details", lambda details: tuple(map(_read_details, _list(details)))),
-            field("leaves", lambda leaves: {name: _read_leaf(leaf) for name, leaf in _mapping(leaves).items()}),
+            field("details", partial(read, tuple[BlockDetail, ...], readers=COUNTED)),
+            field("leaves", partial(read, Mapping[str, LeafDetail])),
         ),
     }
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{value!r} is not a mapping")
-    return value
+def _read_candidate(data: Any) -> dict[str, Any]:
+    found: dict[str, Any] = read(Candidate, data)
+    if found["bound_s"] is None and found["status"] != "infeasible":
+        raise Misread(f"is None, and takes a finite number where the status is {found['status']!r}", ("bound_s",))
+    return found
 
 
 def _read_bytes(value: Any) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no number of bytes")
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r} is not a list")
-    return value
-
-
-def _read_mesh(axes: Any) -> Mesh:
-    return Mesh(tuple(Axis(axis["name"], axis["size"], axis["stride"]) for axis in map(_mapping, _list(axes))))
+    if read(int, value) < 0:
+        raise Misread(f"is {value!r}, which is no number of bytes")
+    return int(value)
 
 
 def _read_block(data: Any) -> BlockPlan:
-    name, at = _mapping(data)["name"], parse_runs(data["at"])
-    unknown = data.keys() - BLOCK_FIELDS
-    if unknown:
-        raise ValueError(
-            f"block {name!r} has {', '.join(map(repr, sorted(unknown)))}, and takes {sorted(BLOCK_FIELDS)}"
-        )
-    for section in ("ops", "values", "recompute", "keeps"):
-        if not isinstance(data.get(section, {}), dict):
-            raise TypeError(f"block {name!r}: {section!r} is {data[section]!r}, not a mapping")
-    for section in ("ops", "values"):
-        if not all(isinstance(text, str) for text in data[section].values()):
-            raise TypeError(f"block {name!r}: {section!r} maps names to text")
-    keeps = data.get("keeps", {})
-    if not all(isinstance(names, list) and all(isinstance(each, str) for each in names) for names in keeps.values()):
-        raise TypeError(f"block {name!r}: 'keeps' maps levels to lists of operators, named as in 'ops'")
-    if len(at) != data["count"]:
-        raise ValueError(f'block {name!r} has "count" {data["count"]}, and "at" {data["at"]!r} numbers {len(at)}')
-    kept = {level: tuple(names) for level, names in keeps.items()}
-    return BlockPlan(name, data["count"], data["ops"], data["values"], at, data.get("recompute", {}), kept)
+    kinds, required = fields_of(BlockPlan)
+    try:
+        found = read_fields(data, {**kinds, "at": str}, required | {"at"})
+        at = _read_runs(found["at"], "at")
+        if len(at) != found["count"]:
+            raise Misread(f'has "count" {found["count"]}, and "at" {found["at"]!r} numbers {len(at)}')
+    except Misread as error:
+        if isinstance(data, dict) and isinstance(data.get("name"), str):
+            raise ValueError(f"block {data['name']!r}: {error}") from None
+        raise
+    return BlockPlan(**{**found, "at": at})
 
 
-def _read_prediction(data: Any) -> Prediction:
-    return Prediction(
-        float(data["step_time_s"]),
-        int(data["peak_bytes"]),
-        data["time_s"],
-        data["memory_bytes"],
-        _read_calls(data["collectives"]),
-        data.get("fullest_at", ""),
-        tuple((name, size) for name, size in data.get("largest", ())),
-        tuple((_read_exchange(each), each["calls"]) for each in data.get("exchanges", ())),
-        _read_turns(data["turns"]) if "turns" in data else None,
-    )
+def _read_counted(kind: Any, data: Any) -> tuple[Any, int]:
+    """A call, and how often a step makes it."""
+    kinds, required = fields_of(kind)
+    found = read_fields(data, {**kinds, "calls": int}, required | {"calls"})
+    count = found.pop("calls")
+    return kind(**found), count
 
 
-def _read_turns(data: Mapping[str, Any]) -> TurnTimes:
-    return TurnTimes(*(tuple(map(float, data[each.name])) for each in fields(TurnTimes)))
-
-
-def _read_search(data: Any) -> Search:
-    candidates, unseen, axes = tuple(data["candidates"]), data.get("unseen", 0), data.get("max_axes", MAX_AXES)
-    limit_s = data.get("time_limit_s")
-    return Search(data["status"], data["gap"], data["seconds"], candidates, unseen, axes, limit_s)
-
-
-def _read_details(data: Any) -> BlockDetail:
-    return BlockDetail({name: _read_op(op) for name, op in data["ops"].items()}, _read_calls(data["collectives"]))
-
-
-def _read_calls(calls: Iterable[Mapping[str, Any]]) -> tuple[tuple[Collective, int], ...]:
-    return tuple((_read_call(call), call["calls"]) for call in calls)
-
-
-def _read_call(call: Mapping[str, Any]) -> Collective:
-    return Collective(call["kind"], call["axis"], call["bytes_in"], call["phase"])
-
-
-def _read_exchange(data: Mapping[str, Any]) -> Exchange:
-    ranks = tuple(data["ranks"])
-    return Exchange(data["kind"], ranks, data["bytes_in"], data["phase"], data.get("boundary"))
-
-
-def _read_move(data: Mapping[str, Any]) -> Move:
-    tuples = {"steps": tuple(data.get("steps", ())), "calls": tuple(map(_read_call, data.get("calls", ())))}
-    return Move(**{**data, **tuples})
-
-
-def _read_op(data: Mapping[str, Any]) -> OpDetail:
-    found: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    found["operands"] = tuple((value, layout) for value, layout in data["operands"])
-    for key in ("before", "after"):
-        found[key] = tuple(map(_read_move, data.get(key, ())))
-    found["inner"] = tuple(map(_read_call, data.get("inner", ())))
-    return OpDetail(**found)
-
-
-def _read_leaf(data: Mapping[str, Any]) -> LeafDetail:
-    shape, after = tuple(data["shape"]), tuple(map(_read_move, data.get("after", ())))
-    return LeafDetail(**{**data, "shape": shape, "after": after})
+COUNTED = {
+    tuple[Collective, int]: partial(_read_counted, Collective),
+    tuple[Exchange, int]: partial(_read_counted, Exchange),
+}

@@ -12,15 +12,15 @@ has been waited for. So a timetable that passes :meth:`Timetable.check` stays wi
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from planner.errors import TimetableError
-from planner.timetable.trace import Item, Link, Moment, Trace, Use, check_whole
+from planner.timetable.trace import Access, Item, Link, Moment, Trace, Use, check_whole
+from planner.typed import Misread, fields_of, read_fields
 from planner.words import in_all_bytes, in_bytes
 
 ACTIONS: dict[str, tuple[str, str]] = {
@@ -201,29 +201,41 @@ class Timetable:
             TimetableError: fields that are missing or unknown, a trace or a timetable that cannot be.
         """
         try:
-            moments, entries = [], []
-            for fields_ in data["moments"]:
-                done = {action: tuple(names) for action, names in fields_.items() if action in ACTIONS}
-                moments.append(Moment(**{key: value for key, value in fields_.items() if key not in ACTIONS}))
-                entries.append(Entry(**done))
-            items = tuple(
-                Item(**{**fields_, "uses": tuple(Use(moment, access) for moment, access in fields_["uses"].items())})
-                for fields_ in data["items"]
-            )
-            links = {tier: Link(**speeds) for tier, speeds in data["links"].items()}
-            trace = Trace(tuple(moments), items, links)
-            if data["stopped"] not in get_args(Stopped) or not 0 <= data["link_bound_s"] < math.inf:
-                raise TimetableError(
-                    f"a bound of {data['link_bound_s']!r} s, stopped: {data['stopped']!r}; bounds are finite and not "
-                    f"below zero, and searches end with one of {', '.join(map(repr, get_args(Stopped)))}"
-                )
-            found = Timetable(trace, data["budget_bytes"], tuple(entries), data["link_bound_s"], data["stopped"])
-            found.check()
-        except KeyError as error:
-            raise TimetableError(f"a timetable without {error}; take one that to_dict wrote") from error
-        except (TypeError, AttributeError) as error:
+            read_ = read_fields(data, FIELDS, frozenset(FIELDS), {tuple[Moment, Entry]: _read_moment, Item: _read_item})
+            if read_["link_bound_s"] < 0:
+                raise Misread(f"is {read_['link_bound_s']!r}, and bounds are not below zero", ("link_bound_s",))
+        except Misread as error:
             raise TimetableError(f"a timetable that cannot be read: {error}; take one that to_dict wrote") from error
+        moments, entries = ([each[part] for each in read_["moments"]] for part in (0, 1))
+        trace = Trace(tuple(moments), read_["items"], read_["links"])
+        found = Timetable(trace, read_["budget_bytes"], tuple(entries), read_["link_bound_s"], read_["stopped"])
+        found.check()
         return found
+
+
+FIELDS = {
+    "budget_bytes": int,
+    "link_bound_s": float,
+    "stopped": Stopped,
+    "links": Mapping[str, Link],
+    "moments": tuple[tuple[Moment, Entry], ...],
+    "items": tuple[Item, ...],
+}
+"""Those of a timetable as JSON."""
+
+
+def _read_moment(data: Any) -> tuple[Moment, Entry]:
+    """A moment, and what is done on entering it."""
+    (kinds, required), (actions, _) = fields_of(Moment), fields_of(Entry)
+    found = read_fields(data, {**kinds, **actions}, required)
+    done = {action: found.pop(action) for action in actions if action in found}
+    return Moment(**found), Entry(**done)
+
+
+def _read_item(data: Any) -> Item:
+    kinds, required = fields_of(Item)
+    found = read_fields(data, {**kinds, "uses": Mapping[str, Access]}, required)
+    return Item(**{**found, "uses": tuple(Use(*use) for use in found["uses"].items())})
 
 
 def _short(each: Moment | Entry | Item) -> dict[str, Any]:

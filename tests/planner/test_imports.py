@@ -93,6 +93,8 @@ ROOMS: dict[str, set[str]] = {
     "timeline": {"errors", "files", "pipeline", "words"},
     "timetable": {"errors", "words", "highs"},
 }
+ROOMS["typed"] = {"quantity"}
+ROOMS["timetable"] |= {"typed"}
 ROOMS["zero"] = {"errors", "graph", "fold", "recompute", "training"}
 ROOMS["pins"] |= {"zero"}
 ROOMS["polynomial"] = set()
@@ -234,7 +236,7 @@ ROOMS["capacity"] = {"errors", "polynomial", "scale", "words"}
 ROOMS["closed"] = {*ROOMS["formulate"], "traffic", "formulate", "ops", "pins", "seconds", "polynomial"}
 ROOMS["formulas"] = {*ROOMS["scale"], "heap", "conversion", "pipeline", "scale", "closed", "seconds"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
-ROOMS["encode"] |= {"timetable", "quantity", "training", "mesh"}
+ROOMS["encode"] |= {"timetable", "quantity", "training", "typed"}
 ROOMS["consistent"] = {"errors", "document", "division", "pins", "pipeline"}
 ROOMS["levels"] = {"errors", "again", "formulate", "assignment", "recompute", "turns", "names", "document"}
 VIEWS = {*ROOMS} - {

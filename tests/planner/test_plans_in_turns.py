@@ -478,7 +478,7 @@ def test_a_plan_says_whether_it_waits_for_what_it_gathers() -> None:
     del data["pipeline"]["waits"]  # as it was before there was a choice
     old = Plan.from_dict(data)
     assert old.pipeline is not None and old.pipeline.waits
-    with pytest.raises(PlanError, match=r"\"waits\" is 'no', and takes true or false"):
+    with pytest.raises(PlanError, match="'waits' is 'no', and takes true or false"):
         Plan.from_dict({**data, "pipeline": {**data["pipeline"], "waits": "no"}})
 
 
@@ -541,7 +541,7 @@ def test_a_bound_that_prices_memory_says_nothing_of_gathering_in_each_micro_batc
     [
         (3, "once", "pin 'zero' is 3, which gathers parameters in each micro-batch, but they are gathered once a step"),
         (2, "each", "pin 'zero' is 2, which gathers parameters once a step, but they are gathered in each micro-batch"),
-        (3, "never", "\"gathers\" is 'never', and takes 'once' or 'each'"),
+        (3, "never", "'gathers' is 'never', and takes 'once' or 'each'"),
     ],
 )
 def test_a_plan_that_gathers_otherwise_than_pinned_is_refused(zero: int, gathers: str, message: str) -> None:

@@ -330,19 +330,19 @@ def test_wrong_traces(message: str) -> None:
 
 def test_wrong_files() -> None:
     data = shortest_step(two_layers(), 20).to_dict()
-    with pytest.raises(TimetableError, match="without 'items'"):
+    with pytest.raises(TimetableError, match="cannot be read: 'items' is missing; take one"):
         Timetable.from_dict({key: value for key, value in data.items() if key != "items"})
     with pytest.raises(TimetableError, match=r"cannot be read: .*colour"):
         Timetable.from_dict({**data, "items": [{**data["items"][0], "colour": "red"}]})
     with pytest.raises(TimetableError, match="over the budget of 9"):
         Timetable.from_dict({**data, "budget_bytes": 9})
     for budget in (None, "9", 1e300, [9]):
-        with pytest.raises(TimetableError, match=r"a budget: .* bytes; give a whole number"):
+        with pytest.raises(TimetableError, match=r"'budget_bytes' is .*, and takes a whole number"):
             Timetable.from_dict({**data, "budget_bytes": budget})
-    for bound in (-1.0, float("nan")):
-        with pytest.raises(TimetableError, match=f"a bound of {bound} s"):
+    for bound, takes in ((-1.0, "bounds are not below zero"), (float("nan"), "takes a finite number")):
+        with pytest.raises(TimetableError, match=f"'link_bound_s' is {bound}, and {takes}"):
             Timetable.from_dict({**data, "link_bound_s": bound})
-    with pytest.raises(TimetableError, match="stopped: 'tired'"):
+    with pytest.raises(TimetableError, match="'stopped' is 'tired', and takes 'proved' or"):
         Timetable.from_dict({**data, "stopped": "tired"})
     drops_no_name = [{**data["moments"][0], "drop": [[]]}, *data["moments"][1:]]
     for key, value in (("link_bound_s", None), ("moments", None), ("moments", drops_no_name)):
