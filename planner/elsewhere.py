@@ -48,6 +48,7 @@ def elsewhere(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Sea
     """The fastest plan with model data elsewhere, whether what blocks save leaves or stays."""
     if setting.pins.activations is None:
         return _staying_or_leaving(setting, skeleton, divisions)
+    _check_blocks(setting.pins, len(skeleton.folded.instances))
     found = _planned(setting, skeleton, divisions)
     _check_leaving(found, setting.pins)
     return found
@@ -136,6 +137,15 @@ def _leaving_room(setting: Setting, skeleton: Skeleton, divisions: Divisions, fo
         if leaner.working_set().bytes <= usable:
             tried.append(leaner.above(found.bound_s))
     return min(tried, key=lambda each: each.offloaded_s)
+
+
+def _check_blocks(pins: Pins, blocks: int) -> None:
+    """Refuse a count of more blocks than there are, before anything is searched."""
+    if isinstance(pins.activations, int) and pins.activations > blocks:
+        raise PinError(
+            f"pin 'activations' is {pins.activations}, but the model has {blocks} blocks: pin that many at most, or "
+            "'all'"
+        )
 
 
 def _check_leaving(found: Searched, pins: Pins) -> None:
