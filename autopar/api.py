@@ -30,6 +30,7 @@ from planner.chunks import chunks_of, moving_bytes, parameters
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import ClusterError, InputError, PinError, PlanError
+from planner.facts import model_facts
 from planner.formulate import Space, rules_of
 from planner.graph import Graph
 from planner.memory import usage
@@ -38,7 +39,7 @@ from planner.offload import saved_bytes
 from planner.pace import pace_of
 from planner.pins import Pins, filters
 from planner.pipeline.schedule import schedule
-from planner.plan import Plan, Search, describe, model_facts, refold, reprice, restage, restore
+from planner.plan import Plan, Search, describe, refold, reprice, restage, restore
 from planner.positions import check_positions
 from planner.predict import predict, predict_in_turns
 from planner.search import GAP, check_axes, check_gap, check_time_limit, search

@@ -12,14 +12,11 @@ import hashlib
 import json
 import math
 import os
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from planner.assignment import Assignment
 from planner.chain import chain_of, links_of
@@ -27,20 +24,21 @@ from planner.consistent import check_consistent
 from planner.document import WITHOUT_GRAPH, BlockPlan, Document, PipelinePlan, Search
 from planner.encode import decisions, decode, dump, encode
 from planner.encode import parse as parse_json
+from planner.entries import check_entries, stray
 from planner.errors import PlanError, ScheduleError
+from planner.facts import coverage
 from planner.files import write_text
 from planner.fold import Folded, fold, fold_off, relabel
 from planner.formulate import Space, rules_of
 from planner.fullest import fullest_in_turns
-from planner.graph import Graph, Node, Ref, static
+from planner.graph import Graph, Ref
 from planner.heap import Fullest
 from planner.layout import Layout, format_layout
 from planner.levels import Stated, read_amounts, read_by_number
 from planner.memory import usage
-from planner.names import filled, role_names, short_op
+from planner.mismatch import difference
+from planner.names import role_names
 from planner.offload import offloaded
-from planner.ops import OPS
-from planner.ops.function import FOUND_OUT, PREFIX, reason
 from planner.pipeline.stages import Pipeline
 from planner.pipeline.stages import evaluate as cut_of
 from planner.predict import Prediction, predict, predict_in_turns
@@ -52,7 +50,6 @@ from planner.strategy import Choice
 from planner.timetable import Timetable
 from planner.training import Gathers
 from planner.turns import Staged, price
-from planner.words import shape_text
 from planner.zero import check_together
 
 if TYPE_CHECKING:
@@ -61,7 +58,7 @@ if TYPE_CHECKING:
     from planner.scale import OtherSizes
     from planner.why import WhyNot
 
-__all__ = ["BlockPlan", "Plan", "Search", "describe", "model_facts", "refold", "reprice", "restore"]
+__all__ = ["BlockPlan", "Plan", "Search", "describe", "refold", "reprice", "restore"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -279,51 +276,6 @@ def _save(path: Path, text: str) -> None:
         raise PlanError(f"cannot write {str(path.absolute())!r}: {error.strerror}") from error
 
 
-def fingerprint(graph: Graph) -> str:
-    """A hash of what is computed: operators, arguments, shapes, dtypes, names of leaves, outputs and updates."""
-    columns = graph.columns
-    results = {found: repr(found) for found in {first.results for first in columns.firsts}}
-    said = [_said(first, results[first.results]) for first in columns.firsts]
-    used, place = np.unique(columns.first, return_index=True)
-    numbers: dict[str, int] = {}  # in order of first occurrence, whatever is held as a copy of what
-    number = np.zeros(len(said), dtype=np.int64)
-    for first in used[np.argsort(place)].tolist():
-        number[first] = numbers.setdefault(said[first], len(numbers))
-    hasher = hashlib.sha256(repr((list(numbers), columns.targets)).encode())
-    for column in (number[columns.first], columns.makers, columns.indices):
-        hasher.update(np.asarray(column, dtype="<i8").tobytes())
-    hasher.update(repr([(graph.position[ref.node], ref.index) for ref in graph.outputs]).encode())
-    hasher.update(repr([(buffer, graph.position[ref.node], ref.index) for buffer, ref in graph.updates]).encode())
-    if graph.roots != replace(graph, named_loss=None).roots:
-        hasher.update(repr(graph.roots).encode())
-    return hasher.hexdigest()[:16]
-
-
-def _said(node: Node, results: str) -> str:
-    """What a fingerprint takes of a node but for its target and what it reads."""
-    args = [(k, v) for k, v in node.args if not (k in FOUND_OUT and node.op.startswith(PREFIX))]
-    return repr((node.op, [(name, static(value)) for name, value in args])) + results
-
-
-def model_facts(graph: Graph, name: str, mode: str = "train") -> dict[str, Any]:
-    """What identifies a model in a plan; ``mode`` is ``train`` or ``eval``."""
-    params = sum(node.results[0].numel for node in graph.applying("param").firsts)
-    return {"class": name, "parameters": params, "mode": mode, "fingerprint": fingerprint(graph)}
-
-
-def coverage(graph: Graph) -> dict[str, int]:
-    """Operators without a row, and Functions that must run in full, with the reason -> how often they occur."""
-    columns = graph.columns
-    found: Counter[str] = Counter()
-    for first, times in zip(columns.firsts, np.bincount(columns.first).tolist(), strict=True):
-        why = reason(first)
-        if not first.is_leaf and first.op not in OPS:
-            found[first.op] += times
-        if why:
-            found[f"{short_op(first.op)} ({why})"] += times
-    return dict(sorted(found.items()))
-
-
 # ---- from assignments to documents and back --------------------------------------------------------------------------
 
 
@@ -444,7 +396,7 @@ def refold(plan: Plan, graph: Graph, model: Mapping[str, Any]) -> Folded:
         PlanError: the plan is of another model, or its blocks are not those of the model; says what differs.
     """
     if plan.model.get("fingerprint") != model["fingerprint"]:
-        raise PlanError(_difference(plan, fold(graph), model))
+        raise PlanError(difference(plan, fold(graph), model))
     kind_at = {number: kind for kind, block in enumerate(plan.blocks) for number in block.at}
     for folded in _foldings(graph, len(kind_at)):
         if sorted(kind_at) == list(range(len(folded.instances))):
@@ -474,7 +426,7 @@ def restore(plan: Plan, space: Space, model: Mapping[str, Any]) -> Assignment:
         PlanError: the plan is of another model, or an entry is missing or impossible; names what differs.
     """
     if plan.model.get("fingerprint") != model["fingerprint"]:
-        raise PlanError(_difference(plan, space.folded, model))
+        raise PlanError(difference(plan, space.folded, model))
     check_together(space.folded, plan.pin.get("zero"))
     names = role_names(space)
     chosen: dict[Role, Choice | Layout] = {}
@@ -489,55 +441,13 @@ def restore(plan: Plan, space: Space, model: Mapping[str, Any]) -> Assignment:
         else:
             text, where = getattr(plan, section).get(name), f"{section}, {name!r}"
         if text is None:
-            stray = _stray(plan, names.values(), section, name)
-            raise PlanError(f"the plan has no entry for {where}{stray}; restore it, or plan again")
+            near = stray(plan, names.values(), section, name)
+            raise PlanError(f"the plan has no entry for {where}{near}; restore it, or plan again")
         chosen[role] = _read(text, space.options[role], where, plan.pin)
-    _check_entries(plan, names.values())
+    check_entries(plan, names.values())
     assignment = Assignment(space, chosen, Recompute(read_amounts(plan, space)))
     _check_routes(assignment)
     return assignment
-
-
-def _stray(plan: Plan, known: Iterable[tuple[object, str]], section: object, name: str) -> str:
-    """The entry of that section that the model does not have and that is closest to a missing one, in words."""
-    wanted = set(known)
-    sections = [entries for each, entries in _sections(plan) if each == section]
-    strays = [each for entries in sections for each in entries if (section, each) not in wanted]
-    near = difflib.get_close_matches(name, strays, n=1, cutoff=0.6)
-    return f"; it has one for {near[0]!r}, which the model does not have there: rename it" if near else ""
-
-
-def _sections(plan: Plan) -> list[tuple[object, Mapping[str, str]]]:
-    """The entries of a plan by name, section by section."""
-    found: list[tuple[object, Mapping[str, str]]] = [
-        (name, getattr(plan, name)) for name in ("inputs", "parameters", "buffers", "values")
-    ]
-    return found + [((kind, i), getattr(b, kind)) for i, b in enumerate(plan.blocks) for kind in ("ops", "values")]
-
-
-def _check_entries(plan: Plan, known: Iterable[tuple[object, str]]) -> None:
-    """Refuse entries that decide nothing: a misspelt name would otherwise pass silently."""
-    wanted = set(known)
-    for section, entries in _sections(plan):
-        for name in entries:
-            if (section, name) not in wanted:
-                raise PlanError(
-                    f"the plan has an entry {name!r} in {_called(plan, section)}, {_hint(plan, wanted, section, name)}"
-                )
-
-
-def _hint(plan: Plan, wanted: Collection[tuple[object, str]], section: object, name: str) -> str:
-    """Where an entry belongs, or what it may have been meant to be."""
-    elsewhere = [_called(plan, s) for s, n in wanted if n == name]
-    if elsewhere:
-        return f"which belongs in {' or '.join(sorted(elsewhere))}: move it there"
-    near = difflib.get_close_matches(name, [n for s, n in wanted if s == section], n=1, cutoff=0.6)
-    return "which the model does not have there" + (f"; did you mean {near[0]!r}?" if near else ": remove it")
-
-
-def _called(plan: Plan, section: object) -> str:
-    """A section of the plan in words: ``inputs``, or ``block 'layers.*', ops``."""
-    return f"block {plan.blocks[section[1]].name!r}, {section[0]}" if isinstance(section, tuple) else str(section)
 
 
 def _check_routes(assignment: Assignment) -> None:
@@ -611,70 +521,3 @@ def _read(text: str, options: Iterable[Choice | Layout], where: str, pin: Mappin
             + more
         )
     return known[text]
-
-
-def _difference(plan: Plan, folded: Folded, model: Mapping[str, Any]) -> str:
-    facts = [
-        f"{what}: plan {plan.model.get(what)}, model {model[what]}"
-        for what in ("class", "parameters")
-        if plan.model.get(what) != model[what]
-    ]
-    mode = plan.model.get("mode", model["mode"])
-    if not facts and mode != model["mode"]:
-        return (
-            f"the plan was made for the model in {mode} mode, and the model is in {model['mode']} mode, in which it "
-            f"computes something else: call model.{mode}() first, or plan again in {model['mode']} mode"
-        )
-    for mine, theirs in zip(
-        [(name, len(i)) for name, i in zip(folded.names, folded.kinds, strict=True)],
-        [(b.name, b.count) for b in plan.blocks],
-        strict=False,
-    ):
-        if mine != theirs:
-            facts.append(f"block: plan {theirs[1]} x {theirs[0]}, model {mine[1]} x {mine[0]}")
-            break
-    for leaf in folded.graph.leaves:
-        recorded, shape = plan.account.leaves.get(leaf.target), leaf.results[0].shape
-        if leaf.op == "input" and recorded is not None and recorded.shape != shape:
-            facts.append(f"input {leaf.target}: plan {shape_text(recorded.shape)}, model {shape_text(shape)}")
-    same = not any(plan.model.get(what) != model[what] for what in ("class", "parameters"))
-    facts += _inputs_apart(plan, folded.graph)
-    dtypes = _dtypes_apart(plan, folded.graph)
-    facts += dtypes
-    planned, found = sum(b.count * len(b.ops) for b in plan.blocks), len(folded.graph.operators)
-    if planned != found:
-        facts.append(f"operators: plan {planned}, model {found}")
-    if same and planned > found and folded.graph.loss is None:
-        way = "this returns no loss, and the plan may have been made with a loss_fn: give it, or plan again without one"
-    elif same and planned < found and folded.graph.loss is not None:
-        way = "this returns a loss, and the plan may have been made without its loss_fn: leave it out, or plan again"
-    elif same and dtypes:
-        way = "plan again for these dtypes, or give the model and its inputs those that it was made with"
-    elif same:
-        way = "give the batch and the loss_fn, if any, that it was made with, or plan again for this one"
-    else:
-        way = "plan again for this one"
-    if not facts:
-        facts.append("the same structure, but other shapes, arguments, input sizes or loss_fn")
-        way += "; where the model calls its layers in the order of a set, walk sorted(...) of it"
-    return f"the plan was made for another model, batch or loss ({'; '.join(facts)}): {way}"
-
-
-def _inputs_apart(plan: Plan, graph: Graph) -> list[str]:
-    """The inputs that only the plan, or only the model at hand has, in words."""
-    there = {leaf.target for leaf in graph.leaves if leaf.op == "input"}
-    sides = (("plan", plan.inputs.keys() - there), ("model", there - plan.inputs.keys()))
-    return [f"input {name}: only in the {side}" for side, names in sides for name in sorted(names)]
-
-
-def _dtypes_apart(plan: Plan, graph: Graph) -> list[str]:
-    """The first parameter, buffer or input that the plan knows in another dtype, and how many others, in words."""
-    leaves = plan.account.leaves.items()
-    planned = {each: leaf.dtype for name, leaf in leaves for each in filled(name.partition(" #")[0], leaf.stands_for)}
-    found = [
-        f"{'parameter' if leaf.op == 'param' else leaf.op} {leaf.target}: plan {planned[leaf.target]}, model {dtype}"
-        for leaf in graph.leaves
-        if (dtype := leaf.results[0].dtype) != planned.get(leaf.target, dtype)
-    ]
-    others = f", and {len(found) - 1} more in another dtype" if len(found) > 1 else ""
-    return [found[0] + others] if found else []

@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
+from planner.facts import model_facts
 from planner.follow import NotFollowed, follow
 from planner.formulas import Formulas
 from planner.formulate import rules_of
 from planner.graph import Graph, Node, Ref, TensorType
-from planner.plan import Plan, model_facts, restage, restore
+from planner.plan import Plan, restage, restore
 from planner.polynomial import along, at_sizes, batch_of, describe, quotient, sequence_of, turns_of
 from planner.predict import Prediction, predict_in_turns
 from planner.seconds import growing, largest

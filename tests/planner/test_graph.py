@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from planner.columns import Nodes
+from planner.facts import fingerprint
 from planner.fold import fold
 from planner.formulate import rules_of
 from planner.graph import Graph, Node, Ref, TensorType
-from planner.plan import fingerprint
 from planner.skeleton import Skeleton
 from tests.planner.plans import residual_mlp
 

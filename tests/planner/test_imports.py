@@ -274,7 +274,11 @@ ROOMS["why"] = {
     "search",
     "looks",
 }
+ROOMS["facts"] = {"graph", "names", "ops"}
+ROOMS["mismatch"] = {"graph", "fold", "document", "names", "words"}
+ROOMS["entries"] = {"errors", "document"}
 ROOMS["plan"] = VIEWS - {"solve"} | {"zero", "report", "explain", "why"}
+ROOMS["plan"] |= {"facts", "mismatch", "entries"}
 
 
 def files(folder: Path) -> list[Path]:

@@ -31,13 +31,14 @@ from planner.cluster import ClusterSpec, Host
 from planner.conversion import local_bytes
 from planner.errors import ClusterError, InfeasibleError, PinError, PlanError
 from planner.explore import Searched, explore
+from planner.facts import model_facts
 from planner.graph import Graph, Ref
 from planner.heap import BEFORE
 from planner.layout import I
 from planner.memory import enters_before, readers_of, usage
 from planner.offload import largest_working_set
 from planner.pins import Pins
-from planner.plan import Plan, Search, describe, model_facts, reprice
+from planner.plan import Plan, Search, describe, reprice
 from planner.search import search
 from planner.timetable import Use, fewest_bytes, simulate
 from planner.training import Training

@@ -14,10 +14,11 @@ from planner.assignment import Assignment
 from planner.chunks import chunks_of, gradients, of_turn, parameters
 from planner.cluster import ClusterSpec
 from planner.errors import InfeasibleError, PinError, PlanError
+from planner.facts import model_facts
 from planner.graph import Graph
 from planner.memory import usage
 from planner.pins import Pins
-from planner.plan import Plan, Search, describe, model_facts, reprice
+from planner.plan import Plan, Search, describe, reprice
 from planner.search import search
 from planner.timetable import Use, fewest_bytes, simulate
 from planner.training import Training

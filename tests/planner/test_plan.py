@@ -19,12 +19,13 @@ from planner.assignment import Assignment, assignment_of
 from planner.cost import CostModel
 from planner.encode import dump
 from planner.errors import PlanError
+from planner.facts import model_facts
 from planner.fold import fold, relabel
 from planner.formulate import Space, rules_of
 from planner.graph import Graph
 from planner.names import parse_runs, runs
 from planner.pins import Pins, filters
-from planner.plan import Plan, model_facts, refold, reprice, restore
+from planner.plan import Plan, refold, reprice, restore
 from planner.predict import collectives
 from planner.problem import evaluate
 from planner.solve import solve

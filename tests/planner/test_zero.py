@@ -12,9 +12,10 @@ import pytest
 from planner.assignment import Assignment
 from planner.cost import CostModel
 from planner.errors import PinError, PlanError
+from planner.facts import model_facts
 from planner.formulate import Space, rules_of
 from planner.pins import Pins, filters
-from planner.plan import Plan, model_facts, refold, restore
+from planner.plan import Plan, refold, restore
 from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
 
