@@ -55,7 +55,7 @@ def captured(graph: Graph, facts: Mapping[str, Any]) -> Given:
     """What is known then.
 
     Args:
-        facts: as :func:`planner.plan.model_facts` has them.
+        facts: as :func:`planner.facts.model_facts` has them.
     """
     inputs = [leaf for leaf in graph.leaves if leaf.op == "input"]
     forms = [f"{leaf.target} {leaf.results[0].dtype} {'x'.join(map(str, leaf.results[0].shape))}" for leaf in inputs]

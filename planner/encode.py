@@ -46,7 +46,7 @@ Facts = TypedDict("Facts", {"class": str, "parameters": int, "fingerprint": str}
 
 
 class Model(Facts, Mode):
-    """What identifies a model, see :func:`planner.plan.model_facts`."""
+    """What identifies a model, see :func:`planner.facts.model_facts`."""
 
 
 class Gathering(TypedDict, total=False):

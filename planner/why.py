@@ -109,6 +109,8 @@ class WhyNot:
         rows = [head, labelled(row for row in totals if row[1])]
         if self.extra_s < -PROVED * self.step_time_s:
             rows.append(f"  it is faster: {self._why_not_found()}")
+        elif self.pinned:
+            rows.append(f"  it stands by itself: what it does not pin is free, the plan's {self._pins()} too")
         rows += ["  by block, with bytes at each plan's fullest moment:"] if self.blocks else []
         width = max((len(block.name) for block in self.blocks), default=0)
         for block in self.blocks:
@@ -118,11 +120,14 @@ class WhyNot:
 
     __repr__ = __str__
 
+    def _pins(self) -> str:
+        """What the plan was pinned to, and the recipe is not, as the user wrote it."""
+        return ", ".join(as_written(name, value) for name, value in self.pinned.items())
+
     def _why_not_found(self) -> str:
         """Why the plan's search did not come to what is faster, and what would."""
         if self.pinned:
-            pins = ", ".join(as_written(name, value) for name, value in self.pinned.items())
-            return f"the plan was pinned to {pins}, and this recipe is not. Plan again with this pin instead"
+            return f"the plan was pinned to {self._pins()}, and this recipe is not. Plan again with this pin instead"
         if not self.looked:
             return "the plan's search did not look at pipelines and micro-batches. Plan again with pipelines=True"
         return "the plan's search did not find it. Plan again with this pin, or for longer"
@@ -178,7 +183,7 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
         uses_bytes=_more(plan.predicted.memory_bytes, memory_bytes),
         blocks=blocks,
         proven=found.status == "optimal" and plan.search.status == "optimal",
-        pinned=_pinned_otherwise(plan.pin, pinned, found.best.division.sizes),
+        pinned=_pinned_otherwise(plan.pin, Pins.parse(pinned).to_dict(), found.best.division.sizes),
         looked=not space.in_turns or plan.assignment.space.in_turns or _saw_turns(plan),
     )
 

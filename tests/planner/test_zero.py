@@ -216,6 +216,19 @@ def test_a_file_must_respect_its_pin() -> None:
         read_back(edited({"layers.0.*": 2, "layers.*": 3}))
 
 
+def test_why_not_says_that_globs_of_the_plan_are_left_out() -> None:
+    """A recipe stands by itself: of a mapping, too, the globs that it does not have are free."""
+    plan = plan_of(GRAPH, pin={"zero": {"head": 2, "layers.*": 1, "*": 0}})
+    assert str(plan.why_not({"zero": {"head": 2, "layers.*": 1, "*": 0}})).count("stands by itself") == 0
+    answer = plan.why_not({"zero": {"head": 2, "layers.*": 1, "*": 3}})
+    pinned = {"head": 2, "layers.*": 1, "*": 0}
+    assert answer.pinned == {"zero": pinned} and answer.extra_s > 0
+    assert f"it stands by itself: what it does not pin is free, the plan's zero = {pinned} too" in str(answer)
+    freer = plan.why_not({"zero": {"head": 2}})
+    assert freer.pinned == {"zero": pinned} and freer.extra_s < 0
+    assert f"it is faster: the plan was pinned to zero = {pinned}, and this recipe is not" in str(freer)
+
+
 def test_why_not_tells_what_it_costs() -> None:
     plan = plan_of(GRAPH, pin={"data": 4, "zero": {"head": 0, "*": 3}})
     whole = plan.why_not({"data": 4, "zero": {"head": 0, "*": 0}})
