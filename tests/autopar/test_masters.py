@@ -481,11 +481,12 @@ def test_plans_count_masters_and_their_files_say_so() -> None:
         loaded = Plan.from_dict(plan.to_dict())
         assert loaded == plan and loaded.optimizer_bytes_per_element == 12
         assert autopar.evaluate(model, loaded, example_kwargs={"x": batch(0)}).predicted == plan.predicted
-    older = found[0].to_dict()
-    del older["optimizer_bytes_per_element"]
-    assert Plan.from_dict(older).optimizer_bytes_per_element == 8
-    with pytest.raises(PlanError, match="field 'optimizer_bytes_per_element' is wrong: -1 is no number of bytes"):
-        Plan.from_dict({**older, "optimizer_bytes_per_element": -1})
+    data = found[0].to_dict()
+    with pytest.raises(PlanError, match="field 'optimizer_bytes_per_element' is wrong: it is -1, which is no number"):
+        Plan.from_dict({**data, "optimizer_bytes_per_element": -1})
+    del data["optimizer_bytes_per_element"]
+    with pytest.raises(PlanError, match="lacks the field 'optimizer_bytes_per_element'"):
+        Plan.from_dict(data)
 
 
 def test_a_plan_that_counts_too_little_state_is_warned_of_once(alone: None) -> None:
