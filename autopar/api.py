@@ -25,6 +25,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.room import check_room
 from autopar.stages import check_in_turns
 from planner import host as machine
+from planner.advice import Request, search_or_advise
 from planner.assignment import Assignment
 from planner.chunks import chunks_of, moving_bytes, parameters
 from planner.cluster import ClusterSpec
@@ -42,7 +43,7 @@ from planner.pipeline.schedule import schedule
 from planner.plan import Plan, Search, describe, refold, reprice, restage, restore
 from planner.positions import check_positions
 from planner.predict import predict, predict_in_turns
-from planner.search import GAP, check_axes, check_gap, check_time_limit, search
+from planner.search import GAP, check_axes, check_gap, check_time_limit
 from planner.timetable import Timetable
 from planner.training import Training
 from planner.words import in_all_bytes
@@ -161,6 +162,15 @@ def plan(
     )
 
 
+def _runs_in_turns(traced: Traced) -> bool:
+    """Whether steps in turns can train the model."""
+    try:
+        check_in_turns(traced.captured, traced.graph)
+    except (InputError, PlanError):
+        return False
+    return True
+
+
 @on_one_stack
 @no_garbage()
 def plan_traced(
@@ -180,7 +190,7 @@ def plan_traced(
     if pipelines or pins.in_turns:
         check_in_turns(traced.captured, traced.graph)
     _say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
-    found = search(
+    request = Request(
         traced.graph,
         cluster,
         pins,
@@ -190,8 +200,9 @@ def plan_traced(
         gap=gap,
         max_axes=max_axes,
         pipelines=pipelines,
-        progress=progress,
+        runs_in_turns=_runs_in_turns(traced),
     )
+    found = search_or_advise(request, progress)
     assignment, staged = found.assignment, found.staged
     timetables: tuple[Timetable, ...] = ()
     if pins.tier != "device":

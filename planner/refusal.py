@@ -1,4 +1,4 @@
-"""Refusal: why there is no plan, by how much it fails, and what would help."""
+"""Refusal: why there is no plan, by how much it fails, and how large a device must be."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from planner.ops.function import reason
 from planner.problem import Edge
 from planner.strategy import Choice
 from planner.words import in_all_bytes, in_bytes
-
-DOUBLINGS = 6
-"""To double the number of devices more often is no way out."""
 
 
 def check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:
@@ -120,24 +117,12 @@ def nothing_fits(setting: Setting, graph: Graph, looks: list[Look], leans: list[
         )
     held = [t for node in graph.leaves if node.op == "param" for t in node.results]
     params = sum(t.size_bytes for t in held)
-    data = 2 * params + sum(math.prod(t.shape) for t in held) * setting.training.optimizer_bytes_per_element
-    doublings = math.ceil(math.log2(least.bytes / limit)) if limit else math.inf
-    others = []
-    if cluster.host is not None and data < cluster.host.memory_bytes * cluster.world_size:
-        others.append('model data on the host (pin {"offload": "host"})')
-    if doublings <= DOUBLINGS:
-        others.append(f"at least {cluster.world_size << int(doublings)} devices like these, if they divide all of it")
-    if data < limit * cluster.world_size:  # else no batch would fit
-        others.append("a smaller global batch")
-    more = "".join(f", or {each}" for each in others)
-    pinned = " Relaxing the pins may also help." if setting.pins.to_dict() else ""
     return InfeasibleError(
         f"no plan that fits {cluster.name!r} was found: each of its {cluster.world_size} devices can use "
         f"{in_all_bytes(limit)}, and the leanest plan found ({division}) needs {in_all_bytes(least.bytes)}, "
         f"{in_all_bytes(excess)} too many (the parameters alone are {in_bytes(params)} in all, "
         f"{setting.training.optimizer_bytes_per_element} bytes more per element for the optimizer). What would fit: "
-        f"devices with memory_bytes of at least {in_all_bytes(needed)}"
-        f"{more}.{pinned}",
+        f"devices with memory_bytes of at least {in_all_bytes(needed)}.",
         excess,
     )
 
@@ -163,6 +148,6 @@ def _nothing_works(setting: Setting, least: Lean, needed: int, is_open: bool) ->
         f"and gradients at once, and {in_all_bytes(working.beside_bytes)} beside them for activations and what "
         f"operators need. What would lower it: a smaller global batch, {turns} (pin 'micro_batches'), {recompute}"
         f"{leave}parameters sharded over more devices (pin 'zero' 3 or 'tensor'). What would fit: devices with "
-        f"memory_bytes of at least {in_all_bytes(needed)}",
+        f"memory_bytes of at least {in_all_bytes(needed)}.",
         excess,
     )

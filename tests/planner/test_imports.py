@@ -255,6 +255,19 @@ VIEWS = {*ROOMS} - {
 }
 ROOMS["report"] = VIEWS
 ROOMS["explain"] = VIEWS | {"report"}
+ROOMS["advice"] = {
+    "errors",
+    "graph",
+    "cluster",
+    "mesh",
+    "pins",
+    "training",
+    "looks",
+    "explore",
+    "search",
+    "scale",
+    "capacity",
+}
 ROOMS["conflict"] = {*BASE, "cluster", "mesh", "pins", "assignment", "explore", "search", "words"}
 ROOMS["why"] = {
     *BASE,

@@ -1,0 +1,170 @@
+"""Advice: what would fit where nothing does, planned before it is said.
+
+A refusal knows how large a device must be. Whether turns, a smaller batch, more devices, the host's memory or fewer
+pins would do depends on all that is pinned and on the model, so each is searched for, within some seconds together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from planner.capacity import max_batch
+from planner.cluster import ClusterSpec
+from planner.errors import AutoparError, InfeasibleError, PlanError
+from planner.explore import Searched
+from planner.graph import Graph
+from planner.looks import Progress
+from planner.mesh import MAX_AXES
+from planner.pins import Pins
+from planner.scale import OtherSizes
+from planner.search import search
+from planner.training import Training
+
+ADVICE_S = 10.0
+"""So long is looked for what would fit."""
+DOUBLINGS = 6
+"""To double the number of devices more often is no way out."""
+ROUGH = 0.9
+"""Part of a step that need not be proved: that a plan fits is enough."""
+TRIES = 3
+"""So many doublings are tried, from the first that might do."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan is asked for with, see :func:`planner.search.search`; ``runs_in_turns``: whether the model can be."""
+
+    graph: Graph
+    cluster: ClusterSpec
+    pins: Pins
+    training: Training
+    folding: bool = True
+    max_axes: int = MAX_AXES
+    time_limit_s: float = 60.0
+    gap: float = 0.0
+    pipelines: bool = False
+    runs_in_turns: bool = True
+
+    def search(self, progress: Progress | None = None) -> Searched:
+        """The fastest plan that fits."""
+        return search(
+            self.graph,
+            self.cluster,
+            self.pins,
+            self.training,
+            folding=self.folding,
+            max_axes=self.max_axes,
+            time_limit_s=self.time_limit_s,
+            gap=self.gap,
+            pipelines=self.pipelines,
+            progress=progress,
+        )
+
+
+def search_or_advise(request: Request, progress: Progress | None = None) -> Searched:
+    """The fastest plan that fits, as :func:`planner.search.search` finds it.
+
+    Raises:
+        InfeasibleError: nothing fits; says by how much, and what of that which was tried would.
+    """
+    try:
+        return request.search(progress)
+    except InfeasibleError as error:
+        if error.excess_bytes <= 0:
+            raise
+        if progress is not None:
+            progress("nothing fits: trying what would")
+        ways = [*_ways(request, error.excess_bytes)]
+        if not ways:
+            raise
+        raise InfeasibleError(
+            f"{error} Planned to see, and fits, too: {'; '.join(ways)}.", error.excess_bytes
+        ) from error
+
+
+def _ways(request: Request, excess_bytes: int) -> Iterator[str]:
+    """What fits, in words."""
+    until = time.monotonic() + ADVICE_S
+
+    def found(**changes: object) -> Searched | None:
+        """The plan of a changed request, if there is one; half of the time that is left is for it."""
+        left_s = (until - time.monotonic()) / 2
+        if left_s <= 0:
+            return None
+        limit_s = min(left_s, request.time_limit_s)
+        changed = replace(request, time_limit_s=limit_s, gap=ROUGH, **changes)  # type: ignore[arg-type]
+        with contextlib.suppress(AutoparError):
+            return changed.search()
+        return None
+
+    for look in (_in_turns, _with_fewer_pins, _on_the_host, _of_a_smaller_batch, _on_more_devices):
+        yield from look(request, excess_bytes, found)
+
+
+Found = Callable[..., Searched | None]
+
+
+def _in_turns(request: Request, excess_bytes: int, found: Found) -> Iterator[str]:
+    """Micro-batches and pipelines where none were looked at, or more micro-batches than are pinned."""
+    pins = request.pins
+    if pins.in_turns and pins.micro_batches is not None:
+        counts = (pins.micro_batches << doubling for doubling in range(1, TRIES + 1))
+        fitting = (count for count in counts if found(pins=replace(pins, micro_batches=count)))
+        yield from (f"{count} micro-batches (pin 'micro_batches')" for count in [*fitting][:1])
+    elif not pins.in_turns and not request.pipelines and request.folding and request.runs_in_turns:
+        plan = found(pipelines=True)
+        if plan is None or plan.staged is None:
+            return
+        stages, turns = plan.best.division.stages, plan.best.division.mesh.micro_batches
+        pinned = {**({"pipeline": stages} if stages > 1 else {}), "micro_batches": turns}
+        yield f"taking the batch in turns ({plan.best.division}: pin {json.dumps(pinned)} too, or pipelines=True)"
+
+
+def _with_fewer_pins(request: Request, excess_bytes: int, found: Found) -> Iterator[str]:
+    """Without any pin but those that say where model data is at home."""
+    pins = request.pins
+    kept = Pins(offload=pins.offload, update=pins.update, activations=pins.activations)
+    if pins != kept:
+        plan = found(pins=kept)
+        if plan is not None:
+            names = [name for name in pins.to_dict() if name not in kept.to_dict() and pins.sizes.get(name) != 1]
+            yield f"leaving out pins {', '.join(map(repr, names))} ({plan.best.division})"
+
+
+def _on_the_host(request: Request, excess_bytes: int, found: Found) -> Iterator[str]:
+    """Model data on the host, where the cluster has one."""
+    if request.cluster.host is None or request.pins.offload is not None:
+        return
+    if found(pins=replace(request.pins, offload="host")) is not None:
+        yield 'model data on the host (pin {"offload": "host"})'
+
+
+def _of_a_smaller_batch(request: Request, excess_bytes: int, found: Found) -> Iterator[str]:
+    """The largest global batch at which the plan for a device that is large enough fits into this one."""
+    device = request.cluster.device
+    needed = math.ceil((device.usable_bytes + excess_bytes) / (1 - device.reserve_fraction))
+    larger = request.cluster.model_copy(update={"device": device.model_copy(update={"memory_bytes": needed})})
+    plan = found(cluster=larger) if request.pins.offload is None else None
+    if plan is not None and plan.staged is None:
+        with contextlib.suppress(PlanError):
+            batch = max_batch(OtherSizes(plan.assignment, lambda _: None), None, device.usable_bytes)
+            yield f"a global batch of {batch}"
+
+
+def _on_more_devices(request: Request, excess_bytes: int, found: Found) -> Iterator[str]:
+    """More units of the outermost level, by doubling; from the number among which the bytes would be divided on."""
+    cluster, usable = request.cluster, request.cluster.device.usable_bytes
+    if not usable:
+        return
+    first = math.ceil(math.log2((usable + excess_bytes) / usable))
+    for doubling in range(first, min(first + TRIES, DOUBLINGS + 1)):
+        *inner, outermost = cluster.levels
+        levels = (*inner, outermost.model_copy(update={"size": outermost.size << doubling}))
+        if found(cluster=cluster.model_copy(update={"levels": levels})) is not None:
+            yield f"{cluster.world_size << doubling} devices like these"
+            return

@@ -1,0 +1,95 @@
+"""Advice: what a refusal says would fit does, when it is planned as it says; and what would not is not said."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from planner.advice import Request, search_or_advise
+from planner.cluster import ClusterSpec
+from planner.errors import InfeasibleError
+from planner.explore import Searched
+from planner.pins import Pins
+from planner.search import search
+from planner.training import Training
+from tests.planner.plans import residual_mlp
+
+BATCH = 512
+
+
+def on(devices: int, memory: int, host: int | None = None) -> ClusterSpec:
+    return ClusterSpec.local(devices, memory, cores=2, host_memory_bytes=host)
+
+
+def refusal(cluster: ClusterSpec, pin: dict[str, Any], **asked: Any) -> str:
+    graph = residual_mlp(layers=2, width=64, batch=BATCH)
+    with pytest.raises(InfeasibleError) as caught:
+        search_or_advise(Request(graph, cluster, Pins.parse(pin), Training(), **asked))
+    assert caught.value.excess_bytes > 0
+    return str(caught.value)
+
+
+def planned(cluster: ClusterSpec, pin: dict[str, Any], batch: int = BATCH) -> Searched:
+    return search(residual_mlp(layers=2, width=64, batch=batch), cluster, Pins.parse(pin), Training())
+
+
+def least(devices: int, pin: dict[str, Any]) -> int:
+    """The memory that a refusal says would do."""
+    text = refusal(on(devices, 1), pin)
+    found = re.search(r"memory_bytes of at least ([\d,]+) bytes", text)
+    assert found is not None and "and fits, too" not in text
+    return int(found[1].replace(",", ""))
+
+
+def test_what_one_device_is_advised_fits_when_it_is_planned() -> None:
+    memory, host = least(1, {}) * 9 // 10, 2**30
+    text = refusal(on(1, memory, host), {})
+    turns = re.search(r"taking the batch in turns \(.*: pin (\{.*?\}) too, or pipelines=True\)", text)
+    batch, devices = re.search(r"a global batch of (\d+);", text), re.search(r"(\d+) devices like these\.$", text)
+    assert turns is not None and batch is not None and devices is not None
+    assert planned(on(1, memory), json.loads(turns[1])).staged is not None
+    assert 'pin {"offload": "host"}' in text and planned(on(1, memory, host), {"offload": "host"})
+    assert 0 < int(batch[1]) < BATCH and planned(on(1, memory), {}, int(batch[1]))
+    with pytest.raises(InfeasibleError):
+        planned(on(1, memory), {"recompute": "none"}, BATCH)
+    assert int(devices[1]) == 2 and planned(on(2, memory), {})
+    assert "leaving out pins" not in text
+
+
+def test_more_devices_are_not_advised_where_each_holds_all_parameters() -> None:
+    memory = 1_200_000  # parameters, gradients and optimizer state take 1.2 MB
+    text = refusal(on(4, memory), {"zero": 0})
+    assert "devices like these" not in text and "a global batch" not in text
+    for devices in (8, 16, 32):
+        with pytest.raises(InfeasibleError):
+            planned(on(devices, memory), {"zero": 0})
+    assert re.search(r"leaving out pins 'zero' \(\w+ \d", text) and planned(on(4, memory), {})
+    turns = re.search(r"taking the batch in turns \(pipeline .*: pin (\{.*?\}) too", text)
+    assert turns is not None and planned(on(4, memory), {"zero": 0, **json.loads(turns[1])})
+
+
+def test_more_micro_batches_than_are_pinned_are_advised() -> None:
+    pin = {"data": 2, "micro_batches": 2}
+    memory = least(2, pin) * 19 // 20
+    found = re.search(r"; (\d+) micro-batches|and fits, too: (\d+) micro-batches", refusal(on(2, memory), pin))
+    assert found is not None
+    count = int(found[1] or found[2])
+    assert count in (4, 8, 16) and planned(on(2, memory), {**pin, "micro_batches": count})
+    with pytest.raises(InfeasibleError):
+        planned(on(2, memory), pin)
+
+
+def test_turns_are_not_advised_where_the_model_cannot_be_run_so() -> None:
+    memory = least(1, {}) * 9 // 10
+    assert "in turns" in refusal(on(1, memory), {})
+    assert "in turns" not in refusal(on(1, memory), {}, runs_in_turns=False)
+    assert "in turns" not in refusal(on(1, memory), {}, folding=False)
+
+
+def test_no_time_is_spent_on_advice_beyond_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = least(1, {}) * 9 // 10
+    monkeypatch.setattr("planner.advice.ADVICE_S", 0.0)
+    assert "and fits, too" not in refusal(on(1, memory, 2**30), {})
