@@ -190,8 +190,8 @@ def peaks() -> None:
     _write_peaks("memory", "Predicted against observed memory", notes, memory.compare(), facts)
     notes = (
         "Predicted peak bytes over those that are alive on the fullest rank of the pipeline while it takes a step, "
-        "with parameters and AdamW's state. What is predicted is added up, and meant to be no less: gradients count "
-        "from the start of a step, as where they are accumulated, and all that is saved beside the neediest block."
+        "with parameters and AdamW's state. What is predicted is added up, and meant to be no less: all that is "
+        "saved counts beside the neediest block. With gpipe gradients count from the first backward on."
     )
     title = "Predicted against observed memory in turns"
     _write_peaks("memory_turns", title, notes, memory_turns.compare(), facts)

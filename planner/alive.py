@@ -3,17 +3,20 @@
 ``(links, Pipeline, Cut) -> bytes of every rank at its fullest``. While a rank computes it holds, all at once:
 
 * ``held``: of leaves and outputs what is there through all of the step;
+* ``gradients``: those to which micro-batches add, once the first backward is over, and while it runs those that have
+  ``arrived``;
 * ``saved_bytes``: what its stages saved and sent on, once for every micro-batch in flight;
 * ``needs``: what the block that runs needs beside that, less what is gone by then;
 * ``added``, ``parted_bytes``, ``waiting_bytes``: gradients of one micro-batch that wait for others, what second parts
   of backward need, room for messages.
 
-Or it is fullest when gradients are summed over ranks, at the end of the step, and holds ``held`` and ``at_end``.
+Or it is fullest when gradients are reduced, at the end of the step, and holds ``held``, ``gradients`` and ``at_end``.
 :mod:`planner.fullest` names every tensor of that sum.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from planner.assignment import Assignment
 from planner.brought import Brought, brought_by, savers_of, working_moments
 from planner.chain import Link, Shared, also_read, placed
 from planner.heap import USES
+from planner.pipeline.schedule import InFlight
 from planner.pipeline.stages import Cut, Pipeline
 from planner.recompute import Level
 
@@ -43,11 +47,18 @@ class Coming(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What a block needs beside all that its rank has saved: bytes, how much of that is gathered for it; its number."""
+    """What a block needs beside all that its rank has saved.
 
-    bytes: int
-    gathered: int
-    number: int
+    Attributes:
+        bytes: all together; ``gathered``: how much of that is gathered for it, ``arrived``: of gradients that come in
+            the first backward.
+        number: of the block.
+    """
+
+    bytes: int = 0
+    gathered: int = 0
+    arrived: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,45 +81,58 @@ class Alive:
     def rank_bytes(self) -> tuple[int, ...]:
         """Of every rank at its fullest."""
         ranks = range(self.pipeline.ranks)
-        return tuple(max(self._while_computing(rank), self.held[rank] + self.at_end[rank]) for rank in ranks)
+        return tuple(max(self._while_computing(rank), self.at_the_end(rank, self.reduced(rank)[0])) for rank in ranks)
 
     def _while_computing(self, rank: int) -> int:
-        counts, need = self.fullest_moment(rank)
-        return self.beside(rank) + self.held_of(counts, self.stages_of(rank)) + need.bytes
+        moment, need = self.fullest_moment(rank)
+        return self.beside(rank) + self.there(rank, moment) + need.bytes
+
+    def at_the_end(self, rank: int, reduced_bytes: int) -> int:
+        """Bytes that a rank has when gradients are reduced, so many at a time."""
+        return self.held[rank] + self.gradients[rank] + self.at_end[rank] + reduced_bytes
 
     def beside(self, rank: int) -> int:
         """Bytes that a rank has while it computes, whatever is in flight and whichever block runs."""
         return self.held[rank] + self.added_bytes[rank] + self.waiting_bytes[rank] + self.parted_bytes[rank]
 
-    def fullest_moment(self, rank: int) -> tuple[Sequence[int], Need]:
-        """When a rank holds most while it computes: micro-batches in flight of its stages, and what needs most then."""
+    def there(self, rank: int, moment: InFlight) -> int:
+        """Bytes that a rank has at a moment, saved for backward and of gradients to which micro-batches add."""
+        return self.held_of(moment.counts, self.stages_of(rank)) + moment.added * self.gradients[rank]
+
+    def fullest_moment(self, rank: int) -> tuple[InFlight, Need]:
+        """When a rank holds most while it computes: what is in flight, and what needs most then."""
         stages, moments = self.pipeline.moments[rank]
         options = (
-            (counts, max(self.needs[stage] for count, stage in zip(counts, stages, strict=True) if count))
-            for counts in moments
-            if any(counts)
+            (at, max(self.needs[at.added][stage] for count, stage in zip(at.counts, stages, strict=True) if count))
+            for at in moments
+            if any(at.counts)
         )
-        return max(options, key=lambda each: self.held_of(each[0], stages) + each[1].bytes)
+        return max(options, key=lambda each: self.there(rank, each[0]) + each[1].bytes)
 
     def is_fullest_at_end(self, rank: int) -> bool:
-        """Whether a rank is fullest when gradients are summed over ranks, and not while it computes."""
-        return int(self.held[rank] + self.at_end[rank]) == int(self.rank_bytes[rank])
+        """Whether a rank is fullest when gradients are reduced, and not while it computes."""
+        return int(self.at_the_end(rank, self.reduced(rank)[0])) == int(self.rank_bytes[rank])
 
     def by_use(self, rank: int) -> dict[str, int]:
         """What a rank holds at its fullest, by use."""
-        found = Counter[str]()
-        for stage, link, _ in self.placed:
+        found, is_at_end = Counter[str](), self.is_fullest_at_end(rank)
+        moment, need = self.fullest_moment(rank)
+        since = None if is_at_end or moment.added else need.number
+        for number, (stage, link, _) in enumerate(self.placed):
             if self.pipeline.placed[stage] == rank:
                 found.update(link.held)
+                if self.has_come(number, since):
+                    found.update(self.come[number])
         for home, _, each in self.also_read:
             if home == rank:
                 found.update(each.held)
         found.update(gradients=sum(apart for home, _, apart, _ in self.apart if home == rank))
-        if self.is_fullest_at_end(rank):
-            found.update(gradients=self.at_end[rank])
+        found.update(activations=self.given_bytes(rank))
+        if is_at_end:
+            found.update(gradients=self.at_end[rank], temporary=self.reduced(rank)[0])
             return {use: found[use] for use in USES}
-        _, need = self.fullest_moment(rank)
-        working = need.bytes + self.gone_bytes[need.number] + self.waiting_bytes[rank] + self.added_bytes[rank]
+        working = need.bytes - need.arrived + self.gone_bytes[need.number]
+        working += self.waiting_bytes[rank] + self.added_bytes[rank]
         found["activations"] += self.rank_bytes[rank] - working - found.total()
         found.update(gathered=need.gathered, temporary=working - need.gathered)
         return {use: found[use] for use in USES}
@@ -125,17 +149,28 @@ class Alive:
             found[rank] += sum(each.held.values())
         for rank, _, apart, _ in self.apart:
             found[rank] += apart
-        return found
+        return [size + self.given_bytes(rank) for rank, size in enumerate(found)]
+
+    def given_bytes(self, rank: int) -> int:
+        """Bytes of the inputs that a rank is given as all are, and that blocks of other ranks count."""
+        own = {*self.blocks_of(rank)}
+        return sum(link.input_bytes for number, link in enumerate(self.links) if number not in own)
 
     @cached_property
     def at_end(self) -> list[int]:
-        """Bytes that each rank holds besides when gradients are summed over ranks: those that are there twice."""
+        """Bytes that each rank holds besides when gradients are reduced: sums over ranks, and parts that are stored."""
         found = [0] * self.pipeline.ranks
         for stage, link, _ in self.placed:
-            found[self.pipeline.placed[stage]] += link.summed_bytes
+            found[self.pipeline.placed[stage]] += link.at_end_bytes
+        for rank, _, each in self.also_read:
+            found[rank] += each.at_end_bytes
         for rank, _, _, last in self.apart:
             found[rank] += last
         return found
+
+    def reduced(self, rank: int) -> tuple[int, int]:
+        """Bytes of gradients of one block of a rank as they are sent to be reduced, of that with most; its number."""
+        return max((self.links[number].reduced_bytes, number) for number in self.blocks_of(rank))
 
     @property
     def apart(self) -> Iterator[tuple[int, str, int, int]]:
@@ -153,6 +188,57 @@ class Alive:
     def also_read(self) -> Iterator[tuple[int, str, Shared]]:
         """See :func:`planner.chain.also_read`."""
         return also_read(self.links, self.pipeline, self.cut.bounds)
+
+    # ---- gradients to which micro-batches add ------------------------------------------------------------------------
+
+    @cached_property
+    def gradients(self) -> list[int]:
+        """Bytes of them on each rank."""
+        found = [0] * self.pipeline.ranks
+        for (stage, _, _), come in zip(self.placed, self.come, strict=True):
+            found[self.pipeline.placed[stage]] += come.total()
+        return found
+
+    @cached_property
+    def come(self) -> list[Counter[str]]:
+        """Bytes by use of those that come when each block is undone first: of what several blocks of a rank read, the
+        last of these.
+        """
+        found = [Counter[str](link.gradients) for link in self.links]
+        for number, (stage, link, _) in enumerate(self.placed):
+            for name, gradients in link.shared_gradients:
+                found[self.last_reader(self.pipeline.placed[stage], name, number)].update(gradients)
+        for rank, name, each in self.also_read:
+            found[self.last_reader(rank, name)].update(each.gradients)
+        return found
+
+    def last_reader(self, rank: int, name: str, first: int = 0) -> int:
+        """The number of the last block of a rank that reads a leaf which others read too; where there is one rank
+        alone, its last block.
+        """
+        return self._last_readers.get((rank, name), first if self.pipeline.ranks > 1 else len(self.links) - 1)
+
+    @cached_property
+    def _last_readers(self) -> dict[tuple[int, str], int]:
+        return {
+            (self.pipeline.placed[stage], name): number
+            for number, (stage, link, _) in enumerate(self.placed)
+            for name, _ in link.shared
+        }
+
+    @cached_property
+    def arrived(self) -> list[int]:
+        """Bytes of those that are there while each block is undone first: its own, and of later ones of its stage."""
+        found, after, last = list[int](), 0, -1
+        for (stage, _, _), come in reversed([*zip(self.placed, self.come, strict=True)]):
+            after = (after if stage == last else 0) + come.total()
+            found.append(after)
+            last = stage
+        return found[::-1]
+
+    def has_come(self, number: int, since: int | None) -> bool:
+        """Whether the gradients of a block are there while another one is undone first; ``None``: that is over."""
+        return since is None or (number >= since and self.stage_of(number) == self.stage_of(since))
 
     # ---- of every micro-batch in flight ------------------------------------------------------------------------------
 
@@ -173,13 +259,17 @@ class Alive:
     # ---- of the block that runs --------------------------------------------------------------------------------------
 
     @cached_property
-    def needs(self) -> list[Need]:
-        """Of each stage, the block that needs most beside what is saved of all micro-batches."""
-        found = [Need(0, 0, 0)] * self.pipeline.stages
+    def needs(self) -> tuple[list[Need], list[Need]]:
+        """Of each stage, the block that needs most beside what is saved of all micro-batches: until its first backward
+        is over, and later.
+        """
+        early, late = ([Need()] * self.pipeline.stages for _ in range(2))
         for number, (stage, link, way) in enumerate(self.placed):
             need = link.working_bytes[way] + self.around(number, stage)
-            found[stage] = max(found[stage], Need(need, link.gathered_bytes[way] + self.coming[number].bytes, number))
-        return found
+            gathered, arrived = link.gathered_bytes[way] + self.coming[number].bytes, self.arrived[number]
+            early[stage] = max(early[stage], Need(need + arrived, gathered, arrived, number))
+            late[stage] = max(late[stage], Need(need, gathered, 0, number))
+        return early, late
 
     def around(self, number: int, stage: int) -> int:
         """Bytes that are there while a block of a stage runs, beside what it works with: what is on its way, and the
@@ -192,7 +282,7 @@ class Alive:
         """Bytes that later blocks of a stage save, which are gone when a block is undone, unless that is done in two
         parts, and not yet there before.
         """
-        found, after, last, parted = list[int](), 0, -1, self.pipeline.parted
+        found, after, last, parted = list[int](), 0, -1, self.parted
         for stage, link, way in reversed([*self.placed]):
             after = after if stage == last and not parted[stage] else 0
             found.append(after)
@@ -236,9 +326,16 @@ class Alive:
         return found
 
     @cached_property
+    def parted(self) -> Sequence[int]:
+        """Of how many micro-batches at most each stage has found the gradients of inputs, and not yet those of weights.
+        The first one has nobody to wait for it, and finds all in the second part.
+        """
+        return (0, *self.pipeline.parted[1:])
+
+    @cached_property
     def parted_bytes(self) -> list[int]:
         """Bytes that each rank keeps for second parts of backward beside what is saved."""
-        found, parted = [0] * self.pipeline.ranks, self.pipeline.parted
+        found, parted = [0] * self.pipeline.ranks, self.parted
         for stage, link, _ in self.placed:
             found[self.pipeline.placed[stage]] += parted[stage] * link.parted_bytes
         return [more + most for more, most in zip(found, self.second_bytes, strict=True)]
@@ -248,9 +345,9 @@ class Alive:
         """Bytes of the gradients of weights that a second part finds, before they are added to those of other
         micro-batches, of the stage of each rank that finds most.
         """
-        found, parted = [0] * self.pipeline.stages, self.pipeline.parted
-        for stage, link, _ in self.placed:
-            found[stage] += link.held.get("gradients", 0) * bool(parted[stage])
+        found = [0] * self.pipeline.stages
+        for (stage, _, _), come in zip(self.placed, self.come, strict=True):
+            found[stage] += come.total() * bool(self.parted[stage])
         return [max(found[stage] for stage in self.stages_of(rank)) for rank in range(self.pipeline.ranks)]
 
     @cached_property
@@ -285,6 +382,15 @@ class Alive:
         """See :func:`planner.chain.placed`."""
         return placed(self.links, self.cut)
 
+    def stage_of(self, number: int) -> int:
+        """That of a block."""
+        return bisect_right(self.cut.bounds, number) - 1
+
+    def blocks_of(self, rank: int) -> list[int]:
+        """The numbers of those of a rank."""
+        stages = [stage for stage, home in enumerate(self.pipeline.placed) if home == rank]
+        return [number for s in stages for number in range(self.cut.bounds[s], self.cut.bounds[s + 1])]
+
     def stages_of(self, rank: int) -> Sequence[int]:
         """Those of a rank."""
         return self.pipeline.moments[rank][0]
@@ -303,7 +409,7 @@ def _beside(blocks: Sequence[Coming]) -> list[Coming]:
 
 
 def moments(
-    assignment: Assignment, alive: Alive, in_flight: Iterable[tuple[Sequence[int], Iterable[Sequence[int]]]]
+    assignment: Assignment, alive: Alive, in_flight: Iterable[tuple[Sequence[int], Iterable[InFlight]]]
 ) -> Iterator[int]:
     """Bytes of every rank at its fullest moments, beside each operator that may need most then.
 
@@ -311,20 +417,34 @@ def moments(
         in_flight: :attr:`planner.pipeline.stages.Pipeline.moments`; of sizes, where micro-batches are to move.
     """
     space, savers = assignment.space, savers_of(assignment)
-    yield from (held + last for held, last in zip(alive.held, alive.at_end, strict=True))
-    # Of blocks that are alike the last of a stage needs most: least is gone behind it.
-    last: dict[tuple[int, int, Level, int, int], tuple[int, Brought]] = {}
+    for rank in range(alive.pipeline.ranks):
+        reduced = dict.fromkeys(alive.links[number].reduced_bytes for number in alive.blocks_of(rank))
+        yield from (alive.at_the_end(rank, each) for each in reduced)
+    alike = dict[tuple[int, int, Level, int], list[tuple[int, Brought]]]()
     for number, (stage, link, way) in enumerate(alive.placed):
         brought = brought_by(assignment, number, savers)
         kind, level = space.folded.instances[number].kind, link.levels[way]
-        last[stage, kind, level, brought.there_bytes(level), alive.coming[number].bytes] = number, brought
-    working: list[dict[int, None]] = [{} for _ in range(alive.pipeline.stages)]
-    for (stage, _, level, *_), (number, brought) in last.items():
-        around = alive.around(number, stage)
-        working[stage].update({most + around: None for most in working_moments(assignment, number, level, brought)})
-    for rank, (stages, counts) in enumerate(in_flight):
+        alike.setdefault((stage, kind, level, brought.there_bytes(level)), []).append((number, brought))
+    working: list[list[dict[int, None]]] = [[{} for _ in range(alive.pipeline.stages)] for _ in range(2)]
+    for (stage, _, level, _), blocks in alike.items():
+        needed = working_moments(assignment, blocks[-1][0], level, blocks[-1][1])
+        later = [alive.around(number, stage) for number, _ in blocks]
+        first = [around + alive.arrived[number] for around, (number, _) in zip(later, blocks, strict=True)]
+        for added, sizes in enumerate((first, later)):
+            working[added][stage].update({most + size: None for size in _ends(sizes) for most in needed})
+    for rank, (stages, at) in enumerate(in_flight):
         beside = alive.beside(rank)
-        for moment in counts:
-            there = beside + alive.held_of(moment, stages)
-            running = (stage for count, stage in zip(moment, stages, strict=True) if count)
-            yield from {there + most: None for stage in running for most in working[stage]}
+        for moment in at:
+            there = beside + alive.there(rank, moment)
+            running = (stage for count, stage in zip(moment.counts, stages, strict=True) if count)
+            yield from {there + most: None for stage in running for most in working[moment.added][stage]}
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    """Of sizes, each perhaps by as much above the one before it as the one after it is above it, those that may be the
+    largest: the others.
+    """
+    last = len(sizes) - 1
+    between = (at for at in range(1, last) if sizes[at] - sizes[at - 1] == sizes[at + 1] - sizes[at])
+    left = {*between}
+    return [size for at, size in enumerate(sizes) if at not in left]

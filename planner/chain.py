@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 
@@ -21,7 +21,7 @@ from planner.conversion import local_bytes
 from planner.exchange import crossing, sent
 from planner.graph import Node, Ref
 from planner.layout import MICRO, PIPELINE, Axis, Layout
-from planner.leaves import Leaves, Use
+from planner.leaves import Leaves, Parts, Use, by_use
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.pipeline.schedule import versions
@@ -35,16 +35,19 @@ class Shared:
     """What a rank of a pipeline has to do with a leaf that blocks of another one read too.
 
     Attributes:
-        held: bytes by use.
+        held, gradients: bytes by use, through all of a step and from the first backward on.
+        at_end_bytes: besides, at the end of the step.
         gather_s, reduce_s, update_s: once a step, as in :class:`Link`.
         sum_s: adding up its gradients, those of two ranks; of more it is hardly more.
     """
 
-    held: Mapping[str, int]
-    gather_s: float
-    reduce_s: float
-    update_s: float
-    sum_s: float
+    held: Mapping[str, int] = field(default_factory=dict)
+    gradients: Mapping[str, int] = field(default_factory=dict)
+    at_end_bytes: int = 0
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    update_s: float = 0.0
+    sum_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ class Link:
         gather_s, reduce_s, update_s: once a step: gathering parameters, reducing gradients as far as the last backward
             does not hide it, the optimizer's update.
         held: what of the block's held bytes is of which use, see :data:`planner.heap.USES`.
+        input_bytes: what of them are inputs of the model, which every rank is given.
+        gradients: of the gradients that come when it is undone first, bytes by use; ``shared_gradients``: of the leaves
+            that it counts as its own and others read too, by name.
         levels: for each way to save, the level of recomputation that it is.
         working_bytes: for each way to save, what its operators need while they run and what it has made again.
         gathered_bytes: for each way to save, how much of that is parameters gathered for this micro-batch.
@@ -63,7 +69,8 @@ class Link:
         coming_again_bytes: for each way to save, of those that are on their way in backward, to be gathered again.
         gathered_s: for each way to save, what of its recomputing is gathering parameters again.
         saved: for each way to save and each operator, which of its tensors it saves; leaves are not among them.
-        summed_bytes: of gradients that are there twice at the end of the step, when they are summed over ranks.
+        at_end_bytes: what is there besides at the end of the step, when gradients are reduced; ``reduced_bytes``: and
+            while those of the block are, which go together.
         parted_bytes: what a backward in two parts keeps of a micro-batch for the second one, beside what is saved.
         sent_bytes: of what is sent on behind the block, where a stage ends there; returned_bytes: of the gradients that
             come back.
@@ -77,6 +84,9 @@ class Link:
     reduce_s: float
     update_s: float
     held: Mapping[str, int]
+    input_bytes: int
+    gradients: Mapping[str, int]
+    shared_gradients: tuple[tuple[str, Mapping[str, int]], ...]
     levels: tuple[Level, ...]
     working_bytes: tuple[int, ...]
     gathered_bytes: tuple[int, ...]
@@ -84,7 +94,8 @@ class Link:
     coming_again_bytes: tuple[int, ...]
     gathered_s: tuple[float, ...]
     saved: tuple[tuple[Places, ...], ...]
-    summed_bytes: int
+    at_end_bytes: int
+    reduced_bytes: int
     parted_bytes: int
     sent_bytes: int
     returned_bytes: int
@@ -144,7 +155,7 @@ def also_read(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) 
                 readers.setdefault(name, {})[home] = each
     for name, ranks in readers.items():
         for number, (rank, each) in enumerate(ranks.items() if len(ranks) > 1 else ()):
-            yield rank, name, each if number else Shared({}, 0.0, 0.0, 0.0, each.sum_s)
+            yield rank, name, each if number else Shared(sum_s=each.sum_s)
 
 
 @dataclass
@@ -184,7 +195,7 @@ class _Chain:
         sizes = sent(self.assignment, crosses)
         back = sum(size for ref, size in sizes.items() if ref in self.graph.differentiated)
         leaves = self.leaves.first_read[number]
-        shared = tuple(name for name in leaves if len(self.space.role_of[name]) == 2)
+        shared = tuple(name for name in leaves if self.leaves.is_read_elsewhere(name))
         entered = tuple(self.assignment.delivered(ref) for ref in instance.block.inputs)
         left = tuple((self.space.is_read(ref), self._leaving(ref)) for ref in instance.block.outputs)
         first = tuple(self._savers.get(ref, [number])[0] == number for ref in instance.block.inputs)
@@ -213,8 +224,10 @@ class _Chain:
             is_summed = leaf.op == "param" and leaf.results[0].grad
             sum_s = self.space.cost.collective_s("all_reduce", pair, size) if is_summed else 0.0
             update_s, _ = self.space.storage(leaf, layout)
-            held = self.leaves.shared(name, is_saved=len(self._savers.get(Ref(name), ())) > 1)  # other ranks save it
-            found[name] = Shared(held, gather_s * times, reduce_s * times, update_s, sum_s)
+            parts = self.leaves.shared(name, is_saved=len(self._savers.get(Ref(name), ())) > 1)  # other ranks save it
+            held, gradients, at_end, _ = map(by_use, parts if leaf.op != "input" else Parts())
+            once = gather_s * times, reduce_s * times, update_s, sum_s
+            found[name] = Shared(held, gradients, at_end.total(), *once)
         return found
 
     def _work_out(self, number: int, leaves: list[str], sent_bytes: int, returned_bytes: int) -> Link:
@@ -227,7 +240,11 @@ class _Chain:
             self._convert_once(sums, Ref(name), layout, self.assignment.delivered(Ref(name)))
         for node in instance.block.nodes:
             self._run(sums, node)
-        held = sum(self.leaves.held(number).values(), Counter[str]())
+        parts = self.leaves.parts(number)
+        is_shared = {name for name in leaves if self.leaves.is_read_elsewhere(name)}
+        gradients = by_use(part for part in parts.gradients if part.leaf not in is_shared)
+        shared = {name: by_use(p for p in parts.gradients if p.leaf == name) for name in leaves if name in is_shared}
+        held = by_use(parts.always)
         held["activations"] += sum(self.leaves.outputs(number).values())
         brought = brought_by(self.assignment, number, self._savers)
         levels = self.levels.of(instance.kind) if brought.lets_go.total() else self.levels.computed(instance.kind)
@@ -239,12 +256,24 @@ class _Chain:
         )
         name, held_bytes = self.folded.names[instance.kind], sum(held.values())
         return Link(
-            Block(name, sums.forward_s, sums.input_s, sums.weight_s, held_bytes, savings, send_s),
+            Block(
+                name,
+                sums.forward_s,
+                sums.input_s,
+                sums.weight_s,
+                held_bytes,
+                savings,
+                send_s,
+                by_use(parts.gradients).total(),
+            ),
             sums.communication_s,
             sums.gather_s,
             at_least_zero(sums.reduce_s - sums.hidden_s),
             sums.update_s,
             held,
+            sum(part.bytes for part in parts.always if self.graph.by_name[part.leaf].op == "input"),
+            gradients,
+            tuple(shared.items()),
             levels,
             tuple(max(working_moments(self.assignment, number, each, brought), default=0) for each in levels),
             tuple(map(brought.there_bytes, levels)),
@@ -252,7 +281,8 @@ class _Chain:
             tuple(coming(self.assignment, number, level).total() for level in levels),
             tuple(gathered_s for _, gathered_s in again_s),
             saved,
-            self.leaves.summed(number).total(),
+            by_use(parts.at_end).total(),
+            by_use(parts.reduced).total(),
             sum(size for _, size in parted(self.assignment, instance)),
             sent_bytes,
             returned_bytes,

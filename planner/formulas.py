@@ -29,6 +29,7 @@ from planner.graph import Node
 from planner.heap import Held
 from planner.memory import usage
 from planner.pipeline.growth import Counts, Growth, growth
+from planner.pipeline.schedule import InFlight
 from planner.pipeline.simulate import critical
 from planner.polynomial import Size, along
 from planner.predict import Calls, collectives, seconds_by_use, sorted_calls
@@ -51,7 +52,7 @@ from planner.turns import Staged
 Symbols = tuple[sympy.Symbol, sympy.Symbol, sympy.Symbol]
 
 
-InFlight = Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]
+Moments = Sequence[tuple[Sequence[int], Sequence[InFlight]]]
 """As :attr:`planner.pipeline.stages.Pipeline.moments`."""
 
 
@@ -296,21 +297,28 @@ def _in_turns(assignment: Assignment, staged: Staged, grown: Growth | None) -> _
     )
 
 
-def _more_in_flight(staged: Staged, in_flight: InFlight) -> int:
+def _more_in_flight(staged: Staged, in_flight: Moments) -> int:
     """Bytes that the fullest rank has saved of micro-batches at its fullest moment, less those that are planned."""
     (stages, planned), (_, moved) = staged.pipeline.moments[staged.fullest_rank], in_flight[staged.fullest_rank]
-    counts, _ = staged.alive.fullest_moment(staged.fullest_rank)
-    return staged.alive.held_of(moved[planned.index(tuple(counts))], stages) - staged.alive.held_of(counts, stages)
+    moment, _ = staged.alive.fullest_moment(staged.fullest_rank)
+    more = moved[planned.index(moment)].counts
+    return staged.alive.held_of(more, stages) - staged.alive.held_of(moment.counts, stages)
 
 
-def _in_flight(staged: Staged, grown: Growth | None) -> InFlight:
+def _in_flight(staged: Staged, grown: Growth | None) -> Moments:
     """Each rank's stages, and how many micro-batches they hold at its fullest moments, as sizes."""
     planned = staged.pipeline.moments
     if grown is None:
         return planned
     return [
-        (stages, [[along(staged.turns, *line) for line in counts] for counts in held])
-        for (stages, _), held in zip(planned, grown.held, strict=True)
+        (
+            stages,
+            [
+                InFlight(tuple(along(staged.turns, *line) for line in counts), moment.added)
+                for moment, counts in zip(moments_of, held, strict=True)
+            ],
+        )
+        for (stages, moments_of), held in zip(planned, grown.held, strict=True)
     ]
 
 

@@ -338,21 +338,28 @@ class Space(Priced):
         for flow, count in self.skeleton.flows.items():
             tail, head, ref, _ = flow
             pair, is_param = self._pair(flow), self.graph.by_name[ref.node].op == "param"
-            again, kept = least.get(flow, 0), count
+            again, kept, late = least.get(flow, 0), count, False
             if is_param and not self.brings_once:
                 # Where it is gathered again, it is there only while an operator runs, and counts as that one's.
                 kept -= most.get(flow, 0)
             elif is_param and self.mesh.micro_batches > 1 and self.graph.type_of(ref).grad:
-                kept *= 2
+                kept, late = 2 * kept, tail in self.members
             packed = self._packed(flow)
-            key = (*map(id, pair), is_param, count, again, kept, packed)
+            key = (*map(id, pair), is_param, count, again, kept, late, packed)
             if key not in known:
-                known[key] = self._costs(pair, is_param, count, again, kept, packed)
+                known[key] = self._costs(pair, is_param, count, again, kept, packed, self._late(flow) if late else None)
             edges.append(Edge(index[tail], index[head], *known[key]))
         return Problem(self.vertices(limit_bytes, recompute, up_to), tuple(edges), limit_bytes)
 
     def _costs(
-        self, pair: tuple[Floats, Floats, Ints], is_param: bool, count: int, again: int, kept: int, packed: float
+        self,
+        pair: tuple[Floats, Floats, Ints],
+        is_param: bool,
+        count: int,
+        again: int,
+        kept: int,
+        packed: float,
+        late: Ints | None = None,
     ) -> tuple[Floats, Floats, Ints]:
         """Seconds, seconds in the background, and bytes held, of a conversion that occurs so often.
 
@@ -360,6 +367,7 @@ class Space(Priced):
             again: how often it runs again in backward.
             kept: how many results are held, of a parameter.
             packed: in which part of the blocks that are packed it occurs.
+            late: see :meth:`_late`.
         """
         forward, backward, gathered = pair
         if not is_param:
@@ -369,11 +377,20 @@ class Space(Priced):
         back = self.pace.once(count, packed) * self.brought
         there = back if self.brings_once else back + self.pace.once_again(count, again, packed) * self.brought
         times = self.in_flight if self.in_flight is not None and not self.brings_once else 1
-        held = self.on_average((gathered * kept * times).astype(np.int64))
+        sizes = (gathered * kept * times).astype(np.int64)
+        held = self.on_average(sizes if late is None else sizes - count * late)
         there_s, back_s = _often(forward, there), _often(backward, back)
         if self.in_turns and not self.brings_once:  # nothing is beside it
             return there_s + back_s, np.zeros(forward.shape), held
         return there_s, back_s, held
+
+    def _late(self, flow: Flow) -> Ints:
+        """Bytes of the gradient of a parameter as it is stored, where it is gathered once a step, for every pair of
+        choices: it comes at the end of the step alone, since micro-batches add to that of what is gathered.
+        """
+        table, options = self.table(flow[2]), self.options[flow[0]]
+        stored = table.held[[table.index[cast(Layout, layout)] for layout in options]]
+        return np.where(self._pair(flow)[2] > 0, stored[:, None], 0)
 
     def _packed(self, flow: Flow) -> float:
         """In which part of the blocks that are packed a flow occurs: all or none, or its share where each is a kind."""

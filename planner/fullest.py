@@ -7,8 +7,7 @@ micro-batch in flight, and what the block that needs most has while it runs or i
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -20,21 +19,13 @@ from planner.conversion import local_bytes
 from planner.exchange import crossing, sent
 from planner.graph import Node, Ref
 from planner.heap import BEFORE, Fullest, Held
-from planner.leaves import Leaves
+from planner.leaves import Leaves, Part, Parts
 from planner.names import called
 from planner.pipeline.schedule import versions
 from planner.recompute import Level
 from planner.turns import Staged
 from planner.working import What
 
-TENSORS = {
-    "parameters": "{}",
-    "activations": "{}",
-    "gradients": "gradient of {}",
-    "optimizer": "state of {}",
-    "gathered": "gathered {}",
-}
-"""What is held of a leaf, by use."""
 NEXT = "room for the next messages"
 """What each other rank's next message is going to be received in."""
 SECOND = "gradients of weights of one micro-batch"
@@ -63,10 +54,10 @@ class _Rank:
         self.savers = savers_of(assignment)
 
     def fullest(self) -> Fullest:
-        alive = [*self._held()]
+        alive = [*self._held(), *self._gradients()]
         if self.alive.is_fullest_at_end(self.rank):
-            alive += self._summed()
-            where = f"summing gradients{self._on_rank}"
+            alive += self._at_end()
+            where = f"reducing gradients{self._on_rank}"
         else:
             what, beside = self._most()
             alive += [*self._saved(), *self._messages(), *self._added(), *beside]
@@ -85,11 +76,14 @@ class _Rank:
     def _on_rank(self) -> str:
         return f", on pipeline rank {self.rank}" if self.staged.pipeline.ranks > 1 else ""
 
-    def _summed(self) -> Iterator[Held]:
-        """Gradients that are there twice, when they are summed over ranks."""
+    def _at_end(self) -> Iterator[Held]:
+        """What is there besides when gradients are reduced."""
         for number, *_ in self._blocks:
-            for name, size in self.leaves.summed(number).items():
-                yield Held(f"sum over ranks of the gradient of {self._called(name)}", "gradients", size, block=number)
+            yield from self._named(self.leaves.parts(number).at_end, number)
+        for name in self._also_read:
+            yield from self._named(self._shared(name).at_end, BEFORE)
+        _, reduced = self.alive.reduced(self.rank)
+        yield from self._named(self.leaves.parts(reduced).reduced, reduced)
         for rank, name, _, last in self.alive.apart:
             if rank == self.rank:
                 yield Held(f"gradient of {self._called(name)} in all its uses", "gradients", last)
@@ -103,9 +97,8 @@ class _Rank:
     @cached_property
     def _moment(self) -> tuple[dict[int, int], int]:
         """How many micro-batches each stage of the rank holds at its fullest moment, and the block that runs then."""
-        stages, _ = self.staged.pipeline.moments[self.rank]
-        counts, need = self.alive.fullest_moment(self.rank)
-        return dict(zip(stages, counts, strict=True)), need.number
+        moment, need = self.alive.fullest_moment(self.rank)
+        return dict(zip(self.alive.stages_of(self.rank), moment.counts, strict=True)), need.number
 
     @property
     def _in_flight(self) -> dict[int, int]:
@@ -119,41 +112,56 @@ class _Rank:
                 yield number, stage, link.levels[way], link.saved[way]
 
     def _held(self) -> Iterator[Held]:
-        """Of leaves and outputs."""
+        """Of leaves and outputs through all of the step."""
         for number, *_ in self._blocks:
-            for name, sizes in self.leaves.held(number).items():
-                yield from self._of_leaf(name, sizes, number)
+            yield from self._named(self.leaves.parts(number).always, number)
             for name, size in self.leaves.outputs(number).items():
                 yield Held(f"output {self._called(name)}", "activations", size, block=number)
-        for rank, name, each in self.alive.also_read:
-            if rank == self.rank:
-                yield from self._of_leaf(name, each.held, BEFORE)
+        for name in self._also_read:
+            yield from self._named(self._shared(name).always, BEFORE)
+        own = {*self.alive.blocks_of(self.rank)}
+        for number in (number for number in range(len(self.instances)) if number not in own):
+            given = (part for part in self.leaves.parts(number).always if self.graph.by_name[part.leaf].op == "input")
+            yield from self._named(given, number)
         for rank, name, apart, _ in self.alive.apart:
             if rank == self.rank:
                 yield Held(f"gradient of {self._called(name)} in other uses", "gradients", apart)
 
-    def _of_leaf(self, name: str, sizes: Mapping[str, int], number: int) -> Iterator[Held]:
-        """The tensors of a leaf; what is gathered once a step is there with its gradient, and in all versions."""
-        leaf, once = self.graph.by_name[name], self.space.brings_once
-        is_trained = leaf.op == "param" and leaf.results[0].grad
-        for use, size in sizes.items():
-            tensors = [TENSORS[use]]
-            if use == "gathered" and is_trained:
-                saved = number == BEFORE and size > self.leaves.relayed(name)
-                is_both = self.space.mesh.micro_batches > 1 if once else saved
-                tensors = [TENSORS[use]] * is_both + [f"gradient of {TENSORS[use]}"]
-            in_versions = (use == "gathered") == (once and "gathered" in sizes) and use != "optimizer"
-            times = self.leaves.versions if is_trained and in_versions else 1
-            for each in tensors:
-                yield Held(each.format(called(leaf)), use, size // (len(tensors) * times), times, number)
+    def _gradients(self) -> Iterator[Held]:
+        """To which micro-batches add, as far as they have come."""
+        moment, need = self.alive.fullest_moment(self.rank)
+        is_over = moment.added or self.alive.is_fullest_at_end(self.rank)
+        since = None if is_over else need.number
+        for number, *_ in self._blocks:
+            own = self.leaves.first_read[number]
+            for part in self.leaves.parts(number).gradients:
+                is_shared = part.leaf in own and self.leaves.is_read_elsewhere(part.leaf)
+                comes = self.alive.last_reader(self.rank, part.leaf, number) if is_shared else number
+                if self.alive.has_come(comes, since):
+                    yield from self._named([part], number)
+        for name in self._also_read:
+            if self.alive.has_come(self.alive.last_reader(self.rank, name), since):
+                yield from self._named(self._shared(name).gradients, BEFORE)
+
+    @property
+    def _also_read(self) -> Iterator[str]:
+        """The leaves that a block of another rank holds as well."""
+        yield from (name for rank, name, each in self.alive.also_read if rank == self.rank and each.held)
+
+    def _shared(self, name: str) -> Parts:
+        return self.leaves.shared(name, is_saved=len(self.savers.get(Ref(name), ())) > 1)
+
+    def _named(self, parts: Iterable[Part], number: int) -> Iterator[Held]:
+        for part in parts:
+            yield Held(part.words.format(self._called(part.leaf)), part.use, part.bytes, part.times, number)
 
     def _saved(self) -> Iterator[Held]:
         """From forward to backward, of all micro-batches in flight; of one of them later blocks saved nothing yet, or
         what they did is gone.
         """
-        (in_flight, running), left = self._moment, self.staged.pipeline.parted
+        (in_flight, running), left = self._moment, self.alive.parted
         for number, stage, level, saved in self._blocks:
-            is_gone = number > running and stage == self._stage_of(running) and not left[stage]
+            is_gone = number > running and stage == self.alive.stage_of(running) and not left[stage]
             for held in self._saved_by(number, level, saved):
                 if in_flight[stage] - is_gone:
                     yield replace(held, times=in_flight[stage] - is_gone)
@@ -177,7 +185,7 @@ class _Rank:
             if times and self.alive.sent_bytes[stage]:
                 for ref, size in self._crossing(stage).items():
                     yield Held(f"{self._called(ref.node)} as it was sent on", "activations", size, times)
-        stage = self._stage_of(running)
+        stage = self.alive.stage_of(running)
         if self.alive.returned_bytes[stage]:
             for ref, size in self._crossing(stage).items():
                 if ref in self.graph.differentiated:
@@ -188,9 +196,6 @@ class _Rank:
     def _crossing(self, stage: int) -> dict[Ref, int]:
         """Bytes of the values that leave a stage for the next one."""
         return sent(self.assignment, crossing(self.space.folded)[self.staged.cut.bounds[stage + 1] - 1])
-
-    def _stage_of(self, number: int) -> int:
-        return bisect_right(self.staged.cut.bounds, number) - 1
 
     def _most(self) -> Moment:
         """While the block runs, or is undone, that needs most beside all that."""

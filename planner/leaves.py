@@ -1,17 +1,19 @@
-"""Leaves: what a rank holds of parameters, buffers, inputs and outputs through a whole step in turns, one by one.
+"""Leaves: what a rank holds of parameters, buffers, inputs and outputs in a step in turns, one by one, and when.
 
-``(Assignment, block) -> bytes by use``. A leaf is held with the first block that reads it: as it is stored, with its
-gradient and the optimizer's state; in the layout in which operators use it, where it is gathered once a step; and as
-often as the schedule has versions of the weights. An input is there with all its micro-batches, and so is an output.
+``(Assignment, block) -> bytes``. A leaf is held with the first block that reads it: as it is stored, with the
+optimizer's state; in the layout in which operators use it, where it is gathered once a step; and as often as the
+schedule has versions of the weights. An input is there with all its micro-batches, and so is an output.
 
-What a rank sums over ranks once a step it has twice then: as it added up, and as it is stored. A parameter that several
-blocks use has a gradient of each of them until the end of the step.
+The gradient to which micro-batches add comes with the first backward, in the layout in which operators use its
+parameter; what is gathered once a step has one as it is stored at the end of the step alone. What a rank sums over
+ranks once a step it has twice then: as it added up, and as it is stored. A parameter that several blocks use has a
+gradient of each of them until then.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -38,6 +40,54 @@ class Use(NamedTuple):
     together: bool
 
 
+class Part(NamedTuple):
+    """A tensor that is there of a leaf.
+
+    Attributes:
+        leaf: its name; ``words``: what the tensor is of it, such as ``gradient of {}``.
+        use: of :data:`planner.heap.USES`.
+        times: how many alike there are.
+    """
+
+    leaf: str
+    words: str
+    use: str
+    bytes: int
+    times: int = 1
+
+
+STORED, GRADIENT, STATE = "{}", "gradient of {}", "state of {}"
+GATHERED, WHOLE = "gathered {}", "gradient of gathered {}"
+SENT, SUM = "gradient of gathered {} as it is sent", "sum over ranks of the gradient of {}"
+
+
+class Parts(NamedTuple):
+    """What is there of leaves.
+
+    Attributes:
+        always: through all of the step; of more than one version of the weights also gradients of the batch before.
+        gradients: from the first backward on, what micro-batches add to.
+        at_end: besides, when gradients are reduced at the end of the step.
+        reduced: and while those of the block itself are, as they are sent together.
+    """
+
+    always: tuple[Part, ...] = ()
+    gradients: tuple[Part, ...] = ()
+    at_end: tuple[Part, ...] = ()
+    reduced: tuple[Part, ...] = ()
+
+    def __add__(self, other: Parts) -> Parts:  # type: ignore[override]
+        return Parts(*(mine + more for mine, more in zip(self, other, strict=True)))
+
+
+def by_use(parts: Iterable[Part]) -> Counter[str]:
+    """Bytes of these by use."""
+    found = Counter[str]()
+    for part in parts:
+        found[part.use] += part.bytes * part.times
+    return found
+
+
 class Leaves:
     """The leaves of an assignment.
 
@@ -60,33 +110,101 @@ class Leaves:
             seen.update(names)
         return found
 
-    def held(self, number: int) -> dict[str, Counter[str]]:
-        """Bytes by use of each leaf that is held with a block, or that it takes gathered beside the block that does."""
-        own = self.first_read[number]
-        found = {name: self.stored(name) for name in own}
-        grown = Counter({name: self.relayed(name) for name in own})
-        if self.space.brings_once:
-            for node in self.space.folded.instances[number].block.nodes:
-                for ref, layout in dict.fromkeys(zip(node.inputs, self.assignment.choice(node).operands, strict=True)):
-                    grown[ref.node] += self.gathered(ref, self.assignment.delivered(ref), layout)
-        for name in dict.fromkeys((*own, *(+grown))):
-            found.setdefault(name, Counter()).update(self.in_versions(name, grown[name]))
-        return found
-
-    def summed(self, number: int) -> Counter[str]:
-        """Bytes of the gradients that a block's leaves have twice at the end of a step: as they added up, and summed
-        over ranks. What is gathered has a gradient of its own anyway, which is held.
+    def parts(self, number: int) -> Parts:
+        """Of the leaves that are held with a block, and what it takes gathered beside the blocks that they are held
+        with.
         """
-        found = Counter(
-            {
-                name: self._summed(Ref(name), self._stored_as(name), self._relayed_as(name))
-                for name in self.first_read[number]
-            }
+        own, found = self.first_read[number], Parts()
+        whole = Counter({name: self.relayed(name) for name in own})
+        for ref, layout in self._taken(number) if self.space.brings_once else ():
+            whole[ref.node] += self.gathered(ref, self.assignment.delivered(ref), layout)
+        for name in dict.fromkeys((*own, *(+whole))):
+            if name in own:
+                found += self._stored(name, whole[name], is_late=whole[name] > 0 and self._is_late(name, number))
+            found += self._brought(name, whole[name])
+        sums = ((ref.node, self._summed(ref, *ways)) for ref, *ways in self._ways(number))
+        found += Parts(at_end=tuple(Part(name, SUM, "gradients", size) for name, size in sums if size))
+        return found._replace(reduced=self._sent_together(found.gradients))
+
+    def _sent_together(self, gradients: Iterable[Part]) -> tuple[Part, ...]:
+        """Of a block's gradients what is most when they are sent: those that it gathers go together, those that are
+        gathered before all blocks one by one.
+        """
+        sent = [part._replace(words=SENT, use="temporary") for part in gradients if part.words == WHOLE]
+        alone = [(part,) for part in sent if self.relayed(part.leaf)]
+        together = tuple(part for part in sent if not self.relayed(part.leaf))
+        return (
+            max([together, *alone], key=lambda each: sum(part.bytes for part in each)) if self.space.brings_once else ()
         )
+
+    def is_read_elsewhere(self, name: str) -> bool:
+        """Whether a leaf is none of a block's own."""
+        return len(self.space.role_of[name]) == 2
+
+    def _taken(self, number: int) -> Iterator[tuple[Ref, Layout]]:
+        """What operators of a block read, in which layout, each once for each operator."""
         for node in self.space.folded.instances[number].block.nodes:
-            for ref, layout in dict.fromkeys(zip(node.inputs, self.assignment.choice(node).operands, strict=True)):
-                found[ref.node] += self._summed(ref, self.assignment.delivered(ref), layout)
-        return +found
+            yield from dict.fromkeys(zip(node.inputs, self.assignment.choice(node).operands, strict=True))
+
+    def _ways(self, number: int) -> Iterator[tuple[Ref, Layout, Layout]]:
+        """The leaves of a block on their way to what its operators read."""
+        for name in self.first_read[number]:
+            yield Ref(name), self._stored_as(name), self._relayed_as(name)
+        for ref, layout in self._taken(number):
+            yield ref, self.assignment.delivered(ref), layout
+
+    def _is_late(self, name: str, number: int) -> bool:
+        """Whether all that read a parameter read it gathered once a step, so that its gradient as it is stored comes at
+        the end.
+        """
+        if not self._is_gathered_twice(name):
+            return False
+        if self.relayed(name):
+            return True
+        taken = [layout for ref, layout in self._taken(number) if ref.node == name]
+        is_whole = (self.gathered(Ref(name), self.assignment.delivered(Ref(name)), layout) > 0 for layout in taken)
+        return not self.is_read_elsewhere(name) and all(is_whole)
+
+    def _stored(self, name: str, whole: int, *, is_late: bool) -> Parts:
+        """Of a leaf as it is stored, in all versions if it is used so; nothing of one that is at home on the host.
+
+        Args:
+            whole: see :meth:`_brought`.
+            is_late: whether its gradient comes at the end of the step.
+        """
+        node, layout = self.graph.by_name[name], self._stored_as(name)
+        _, all_bytes = self.space.storage(node, layout)
+        if not self._is_trained(node):
+            times = self.mesh.micro_batches if self.is_cut(node) else 1
+            use = "parameters" if node.op in ("param", "buffer") else "activations"
+            return Parts((Part(name, STORED, use, all_bytes * times),))
+        if not all_bytes:
+            return Parts()
+        size, versions = local_bytes(node.results[0], layout, self.mesh), self.versions
+        gradient, state = Part(name, GRADIENT, "gradients", size), Part(name, STATE, "optimizer", all_bytes - 2 * size)
+        if whole and self.space.brings_once:
+            held = Part(name, STORED, "parameters", size), state
+            return Parts(held, at_end=(gradient,)) if is_late else Parts(held, (gradient,))
+        return Parts((Part(name, STORED, "parameters", size, versions), state, *self._before(gradient)), (gradient,))
+
+    def _brought(self, name: str, whole: int) -> Parts:
+        """Of all versions of a parameter that is gathered, what is there beside what is stored.
+
+        Args:
+            whole: bytes of what it is gathered into; 0: it is used as it is stored.
+        """
+        gradient = Part(name, WHOLE, "gathered", whole)
+        if not whole or not self.space.brings_once:
+            return Parts(gradients=(gradient,)) if whole and self._is_trained(self.graph.by_name[name]) else Parts()
+        gathered = Part(name, GATHERED, "gathered", whole, self.versions)
+        if not self._is_gathered_twice(name):
+            return Parts((gathered,))
+        return Parts((gathered, *self._before(gradient)), (gradient,))
+
+    def _before(self, gradient: Part) -> Iterator[Part]:
+        """Those of the batches before, of other versions of the weights."""
+        if self.versions > 1:
+            yield gradient._replace(words=f"{gradient.words} of the batch before", times=self.versions - 1)
 
     def outputs(self, number: int, terms: int | None = None) -> dict[str, int]:
         """Bytes of the model's outputs that a block makes, by the operator that does: whole from the first micro-batch
@@ -135,62 +253,40 @@ class Leaves:
         once = steps[: self.assignment.summed_first(ref, steps)] if not space.brings_once else steps
         crosses = any(self.mesh.axes[step.axis].size > 1 and self.mesh.axes[step.axis].name != MICRO for step in once)
         size = local_bytes(self.graph.type_of(ref), once[-1].after, self.mesh) if crosses else 0
-        return 0 if self.gathered(ref, source, target) and space.brings_once else size
+        return 0 if self.gathered(ref, source, target) and space.brings_once else size  # which has one of its own
 
-    def shared(self, name: str, *, is_saved: bool) -> Counter[str]:
-        """Bytes by use of a leaf on another rank, whose blocks read it too.
+    def shared(self, name: str, *, is_saved: bool) -> Parts:
+        """Of a leaf on another rank, whose blocks read it too.
 
         Args:
             is_saved: whether that rank holds what each micro-batch gathers of it from forward to backward.
         """
-        gathered, held = self.relayed(name), self.stored(name)
-        held.update(self.in_versions(name, gathered))
-        if is_saved:
-            held.update(gathered=gathered)
-        return held
-
-    def stored(self, name: str) -> Counter[str]:
-        """Bytes by use of a leaf as it is stored; none of one that is at home on the host."""
-        node, layout = self.graph.by_name[name], self._stored_as(name)
-        _, all_bytes = self.space.storage(node, layout)
-        if not self._is_trained(node):
-            all_bytes *= self.mesh.micro_batches if self.is_cut(node) else 1
-            return Counter({"parameters" if node.op in ("param", "buffer") else "activations": all_bytes})
-        size = local_bytes(node.results[0], layout, self.mesh)
-        return Counter(parameters=size, gradients=size, optimizer=all_bytes - 2 * size) if all_bytes else Counter()
+        whole = self.relayed(name)
+        found = self._stored(name, whole, is_late=whole > 0 and self._is_gathered_twice(name))
+        found += self._brought(name, whole)
+        return found + Parts((Part(name, GATHERED, "gathered", whole),) * (is_saved and whole > 0))
 
     def is_cut(self, leaf: Node) -> bool:
         """Whether micro-batches are parts of an input, in its memory."""
         cut = zip(self._stored_as(leaf.name), self.mesh.axes, strict=True) if leaf.op == "input" else ()
         return any(axis.name == MICRO and isinstance(local_type, Shard) for local_type, axis in cut)
 
-    def in_versions(self, name: str, gathered: int) -> Counter[str]:
-        """Bytes by use of all versions of a leaf as operators use it, less what is stored anyway.
-
-        Args:
-            gathered: of what it is gathered into, with its gradient; 0: it is used as it is stored. Where each
-                micro-batch gathers it, of its whole gradient alone, which is there once, beside versions as stored.
-        """
-        node, is_once = self.graph.by_name[name], self.space.brings_once
-        if not self._is_trained(node):
-            return Counter(gathered=self.versions * gathered * is_once)
-        if gathered and is_once:
-            return Counter(gathered=self.versions * gathered)
-        size = (self.versions - 1) * local_bytes(node.results[0], self._stored_as(name), self.mesh)
-        return Counter(parameters=size, gradients=size, gathered=gathered)
-
     def relayed(self, name: str) -> int:
         """Bytes of what a leaf is gathered into before all blocks."""
         return self.gathered(Ref(name), self._stored_as(name), self._relayed_as(name))
 
     def gathered(self, ref: Ref, source: Layout, target: Layout) -> int:
-        """Bytes of what a parameter is gathered into on its way from a layout to another, with its gradient."""
+        """Bytes of what a parameter is gathered into on its way from a layout to another."""
         if source == target or self.graph.by_name[ref.node].op != "param":
             return 0
         tensor, mesh = self.graph.type_of(ref), self.space.mesh
         before, after = (local_bytes(tensor, layout, mesh) for layout in (source, target))
-        copies = 2 if tensor.grad and mesh.micro_batches > 1 and self.space.brings_once else 1
-        return after * copies if after > before else 0
+        return after if after > before else 0
+
+    def _is_gathered_twice(self, name: str) -> bool:
+        """Whether what a parameter is gathered into once a step has a gradient, to which micro-batches add."""
+        is_once = self.space.brings_once and self.mesh.micro_batches > 1
+        return is_once and self._is_trained(self.graph.by_name[name])
 
     def _is_trained(self, leaf: Node) -> bool:
         return leaf.op == "param" and leaf.results[0].grad

@@ -56,7 +56,8 @@ class Growth:
         counts: those for which it is so.
         work: how often the longest path does the forward, input and weight part of each stage [part][stage].
         sends: how often it goes from each stage to the next or back.
-        held: for each rank and each of its fullest moments, how many micro-batches each of its stages holds.
+        held: for each rank and each of its fullest moments, how many micro-batches each of its stages holds; whether
+            gradients are added up by then is the same for all counts.
         late: for how many micro-batches each stage finds the gradients of weights in an action of their own.
     """
 
@@ -160,19 +161,19 @@ class _Line:
     def growth(self, counts: Counts) -> Growth:
         """All of it, for some counts."""
         lines = iter(self.lines)
-        held = tuple(tuple(tuple(next(lines) for _ in moment) for moment in rank) for rank in self.now.held)
+        held = tuple(tuple(tuple(next(lines) for _ in moment.counts) for moment in rank) for rank in self.now.held)
         work = tuple(tuple(map(_line, *rows)) for rows in zip(self.start.work, self.each.work, strict=True))
         return Growth(counts, work, tuple(map(_line, self.start.sends, self.each.sends)), held, tuple(lines))
 
 
-def _form(at: _At) -> list[list[int]]:
-    """How many moments of how many stages each rank has."""
-    return [[len(moment) for moment in rank] for rank in at.held]
+def _form(at: _At) -> list[list[tuple[int, bool]]]:
+    """The moments that each rank has: of how many stages, and whether gradients are added up then."""
+    return [[(len(moment.counts), moment.added) for moment in rank] for rank in at.held]
 
 
 def _flat(at: _At) -> list[int]:
     """How many micro-batches are held, and how many are late."""
-    return [*(count for rank in at.held for moment in rank for count in moment), *at.late]
+    return [*(count for rank in at.held for moment in rank for count in moment.counts), *at.late]
 
 
 def _line(start: float, each: float) -> Line:

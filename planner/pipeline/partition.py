@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ortools.linear_solver import pywraplp
 
 from planner.errors import InfeasibleError
-from planner.pipeline.schedule import placed
+from planner.pipeline.schedule import InFlight, placed
 from planner.pipeline.simulate import Path, Times, critical
 from planner.pipeline.stages import Block, Chain, Cut, Pipeline, blocks_of, bound_s, check_chain, evaluate
 from planner.words import in_bytes
@@ -93,28 +93,41 @@ class _Work:
         self.size, self.stages = len(self.blocks), pipeline.stages
         self.home = placed(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages)
         self.parts = np.array([(b.forward_s, b.input_s, b.weight_s) for b in self.blocks]).T
-        self.held = np.array([b.held_bytes for b in self.blocks], dtype=float)
+        self.held = np.array([(b.held_bytes, b.gradient_bytes) for b in self.blocks], dtype=float).T
         self.sends = np.array([b.send_s for b in self.blocks])
         ways = max(len(b.savings) for b in self.blocks)
         last = [(*b.savings, *[b.savings[-1]] * (ways - len(b.savings))) for b in self.blocks]
         self.recompute = np.array([[s.recompute_s for s in each] for each in last])
         self.saved = np.array([[s.saved_bytes for s in each] for each in last], dtype=float)
         rows = [] if limit_bytes is None else pipeline.moments
-        fullest = [(stages, max(each, key=sum)) for stages, each in rows]
-        moments = fullest + [(s, moment) for s, each in rows for moment in each if moment != max(each, key=sum)]
-        self.holds = np.zeros((len(moments), self.stages))
+        ordered = [(stages, sorted(each, key=_in_flight, reverse=True)) for stages, each in rows]
+        fullest = [(stages, each[0]) for stages, each in ordered]
+        moments = fullest + [(stages, moment) for stages, each in ordered for moment in each[1:]]
+        self.holds = np.zeros((len(moments), 2, self.stages))
         self.keeps = np.zeros((len(moments), self.stages))
         for row, (stages, moment) in enumerate(moments):
-            self.holds[row, stages], self.keeps[row, stages] = 1.0, moment
+            self.holds[row, 0, stages], self.holds[row, 1, stages] = 1.0, moment.added
+            self.keeps[row, stages] = moment.counts
         self.limits = np.full(len(moments), float(limit_bytes or 0))
-        self._most = self.keeps.max(axis=0, initial=0.0)
-        self._before = np.append(0.0, np.cumsum(self.held)).tolist()
+        at = [np.flatnonzero(self.holds[:, 0, stage]) for stage in range(self.stages)]
+        self._full = [
+            sorted({*zip(self.keeps[rows, stage].tolist(), self.holds[rows, 1, stage].tolist(), strict=True)})
+            for stage, rows in enumerate(at)
+        ]
+        self._before = np.concatenate([np.zeros((2, 1)), np.cumsum(self.held, axis=1)], axis=1)
         self.alone = pipeline.virtual_stages == 1
         self.priced = 0 if self.alone else len(fullest)  # rows: other moments only say whether a cut fits
         self._fronts: dict[tuple[int, ...], _Front] = {(): _Front(np.zeros(1), np.zeros(1), [()])}
         self._intervals: dict[tuple[int, int], _Front] = {}
         self._shared: dict[tuple[int, ...], tuple[int, ...] | None] = {}
-        self.moments = [(stages, np.array(each, dtype=float)) for stages, each in rows]
+        self.moments = [
+            (
+                stages,
+                np.array([moment.counts for moment in each], dtype=float),
+                np.array([m.added for m in each], float),
+            )
+            for stages, each in rows
+        ]
         self.thinned = False
         kinds: dict[Block, int] = {}
         self.kinds = [kinds.setdefault(b, len(kinds)) for b in self.blocks]
@@ -133,23 +146,26 @@ class _Work:
     @cached_property
     def lean(self) -> Floats:
         """[stage, i, j]: bytes of the stage with the blocks i to j - 1 at the least, at its own fullest."""
-        held = np.append(0.0, np.cumsum(self.held))
-        saved = np.append(0.0, np.cumsum(self.saved.min(axis=1)))
-        most = self._most[:, None, None]
-        lean: Floats = (held[None, :] - held[:, None])[None] + most * (saved[None, :] - saved[:, None])[None]
-        return lean
+        (held, gradients), saved = self._before, np.append(0.0, np.cumsum(self.saved.min(axis=1)))
+        always, added, each = (sums[None, :] - sums[:, None] for sums in (held, gradients, saved))
+        return np.stack(
+            [
+                np.max([always + is_added * added + count * each for count, is_added in full], axis=0)
+                for full in self._full
+            ]
+        )
 
     def totals(self, bounds: tuple[int, ...], savings: tuple[int, ...]) -> tuple[Times, Floats, Floats]:
-        """Times, held bytes and saved bytes of a cut's stages."""
+        """Times, held bytes (always, and of gradients) and saved bytes of a cut's stages."""
         starts, which = list(bounds[:-1]), (np.arange(self.size), np.array(savings))
         parts = self.parts + np.array([[0.0], [1.0], [0.0]]) * self.recompute[which]
         forward, backward, weight = np.add.reduceat(parts, starts, axis=1)
         times = Times(forward, backward, weight, self.sends[np.array(bounds[1:-1], dtype=int) - 1])
-        return times, np.add.reduceat(self.held, starts), np.add.reduceat(self.saved[which], starts)
+        return times, np.add.reduceat(self.held, starts, axis=1), np.add.reduceat(self.saved[which], starts)
 
     def over(self, held: Floats, saved: Floats) -> Floats:
         """Bytes over the limit by memory row."""
-        over: Floats = self.holds @ held + self.keeps @ saved - self.limits
+        over: Floats = np.tensordot(self.holds, held, 2) + self.keeps @ saved - self.limits
         return over
 
     def front(self, i: int, j: int) -> _Front:
@@ -177,8 +193,12 @@ class _Work:
             self._fronts[kinds] = _Front(np.array(seconds), np.array(saved), list(ways))
         return self._fronts[kinds]
 
-    def shared(self, rank: int, moments: Floats, held: float, fronts: list[_Front]) -> tuple[int, ...] | None:
-        """Points for the stages of one rank that fit together; ``None`` if not even the leanest do."""
+    def shared(self, rank: int, moments: Floats, held: Floats, fronts: list[_Front]) -> tuple[int, ...] | None:
+        """Points for the stages of one rank that fit together; ``None`` if not even the leanest do.
+
+        Args:
+            moments, held: by moment, how many micro-batches each stage holds, and bytes that are held besides.
+        """
         key = (rank, *map(id, fronts))
         if key not in self._shared:
             points = [0] * len(fronts)
@@ -203,7 +223,8 @@ class _Work:
         """The first point of a front that fits where the stage has its rank for itself; ``None`` if none does."""
         if self.limit is None:
             return 0
-        room = (self.limit - (self._before[j] - self._before[i])) / self._most[stage]
+        held, gradients = (self._before[:, j] - self._before[:, i]).tolist()
+        room = min((self.limit - held - added * gradients) / count for count, added in self._full[stage] if count)
         saved = self.front(i, j).saved
         point = int(np.searchsorted(-saved, -room))
         return point if point < len(saved) else None
@@ -243,6 +264,11 @@ class _Work:
         order = sorted(range(i, j), key=lambda place: self.kinds[place])
         ways = dict(zip(order, self.front(i, j).ways[point], strict=True))
         return tuple(ways[place] for place in range(i, j))
+
+
+def _in_flight(moment: InFlight) -> tuple[int, bool]:
+    """How many micro-batches a rank holds at a moment, and whether gradients as well."""
+    return sum(moment.counts), moment.added
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,7 +313,8 @@ class _Found:
 
 @dataclass(frozen=True, eq=False)
 class _Weights:
-    """What a stage's seconds (rows: forward, input, weight), ways and bytes count in a weighted sum, per stage.
+    """What a stage's seconds (rows: forward, input, weight), ways and bytes (of what is held, rows: always, gradients)
+    count in a weighted sum, per stage.
 
     ``constant`` is taken off: what the prices give back for the limits.
     """
@@ -329,7 +356,7 @@ def _rest(work: _Work, weights: _Weights, recomputed: Floats | None) -> _Rest:
 
     Where stages have their ranks for themselves, ``recomputed`` says what each recomputes; else blocks save as weighed.
     """
-    blocks = weights.parts.T @ work.parts + weights.held[:, None] * work.held
+    blocks = weights.parts.T @ work.parts + weights.held.T @ work.held
     savings = np.zeros((work.stages, work.size), dtype=np.int64)
     if recomputed is None:
         ways = weights.parts[1][:, None, None] * work.recompute + weights.saved[:, None, None] * work.saved
@@ -425,7 +452,7 @@ class _Planes:
         return _Weights(
             np.tensordot(mix, np.stack([path.work for path in known]), 1),
             np.tensordot(mix, np.stack([path.sends for path in known]), 1),
-            per_byte @ self.work.holds[: self.work.priced],
+            np.tensordot(per_byte, self.work.holds[: self.work.priced], 1),
             per_byte @ self.work.keeps[: self.work.priced],
             float(per_byte @ self.work.limits[: self.work.priced]),
         )
@@ -531,7 +558,7 @@ def _flat(work: _Work, found: _Found, planes: _Planes, recomputed: Floats, throu
     slowest, _ = _flattest(work, through)
     planes.bound_s = min(slowest, found.step_s)
     even = _Weights(
-        np.ones((3, work.stages)), np.ones(work.stages - 1), np.zeros(work.stages), np.zeros(work.stages), 0.0
+        np.ones((3, work.stages)), np.ones(work.stages - 1), np.zeros((2, work.stages)), np.zeros(work.stages), 0.0
     )
     for slack in SLACKS:
         rest = _rest(work, even, np.where(through <= slowest * (1 + slack), recomputed, math.inf))
@@ -600,9 +627,10 @@ def _fitting(work: _Work, bounds: tuple[int, ...]) -> list[int] | None:
     if work.alone:
         first = [work.fastest(s, i, j) for s, (i, j) in enumerate(pairwise(bounds))]
         return None if None in first else [point or 0 for point in first]
-    held = np.add.reduceat(work.held, list(bounds[:-1]))
-    for rank, (stages, moments) in enumerate(work.moments):
-        mine = work.shared(rank, moments, float(held[stages].sum()), [fronts[stage] for stage in stages])
+    held = np.add.reduceat(work.held, list(bounds[:-1]), axis=1)
+    for rank, (stages, moments, added) in enumerate(work.moments):
+        always, gradients = held[:, stages].sum(axis=1)
+        mine = work.shared(rank, moments, always + added * gradients, [fronts[stage] for stage in stages])
         if mine is None:
             return None
         for stage, point in zip(stages, mine, strict=True):
@@ -619,7 +647,9 @@ def _tree(work: _Work, planes: _Planes, found: _Found) -> float:
     least = np.stack([rest.least for rest in rests])
     p = work.pipeline
     tick = count()
-    root = _Node(0, 0, np.zeros(len(rests)), work.over(np.zeros(work.stages), np.zeros(work.stages)), np.zeros(p.ranks))
+    root = _Node(
+        0, 0, np.zeros(len(rests)), work.over(np.zeros((2, work.stages)), np.zeros(work.stages)), np.zeros(p.ranks)
+    )
     heap: list[tuple[float, int, int, _Node]] = [(planes.bound_s, 0, next(tick), root)]
     until = max(2.0 * work.effort, found.spent + work.effort / 4)
     while heap and heap[0][0] < found.step_s * (1 - TIE):
@@ -671,8 +701,8 @@ def _children(work: _Work, rests: list[_Rest], node: _Node, best_s: float) -> It
         if parts.sum() >= room:
             break
         front = work.front(i, j)
-        held = float(work.held[i:j].sum())
-        over = node.over + work.holds[:, stage] * held
+        held = work.held[:, i:j].sum(axis=1)
+        over = node.over + work.holds[:, :, stage] @ held
         points: list[int | None] = [*range(len(front.seconds))]
         if work.alone or work.limit is None:  # nobody else on the rank needs the bytes
             points = [work.fastest(stage, i, j)]
@@ -685,7 +715,7 @@ def _children(work: _Work, rests: list[_Rest], node: _Node, best_s: float) -> It
             seconds = parts + np.array([0.0, front.seconds[point], 0.0])
             more = [
                 rest.weights.parts[:, stage] @ seconds
-                + rest.weights.held[stage] * held
+                + rest.weights.held[:, stage] @ held
                 + rest.weights.saved[stage] * front.saved[point]
                 + (rest.weights.sends[stage] * work.sends[j - 1] if stage < work.stages - 1 else 0.0)
                 for rest in rests

@@ -24,12 +24,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
-
-import numpy as np
 
 from planner.errors import ScheduleError
 
@@ -48,6 +46,18 @@ class Action(NamedTuple):
 
 
 Row = list[Action]
+
+
+class InFlight(NamedTuple):
+    """What a rank holds at a moment.
+
+    Attributes:
+        counts: how many micro-batches each of its stages (in ascending order) holds.
+        added: whether gradients are there, since a backward is over.
+    """
+
+    counts: tuple[int, ...]
+    added: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +174,19 @@ class Schedule:
         several stages, each may be fullest at another, and moments at which no stage holds more are left out. Since a
         rank does one thing after the other, this follows from the order alone.
         """
-        return tuple(map(_held, self.rows))
+        counts = (sorted({moment.counts for moment in moments}, reverse=True) for moments in self.moments)
+        return tuple(tuple(undominated(each)) for each in counts)
+
+    @cached_property
+    def moments(self) -> tuple[tuple[InFlight, ...], ...]:
+        """Per rank, its fullest moments: those at which it holds no less of anything than at any other.
+
+        In gpipe all forwards come before the first backward. In other schedules a rank is as full when gradients are
+        there, unless its micro-batches are too few for that; then too, and for a single one, they count from the start,
+        so that what is held grows evenly.
+        """
+        is_after = self.name == "gpipe" and self.micro_batches > 1
+        return tuple(_moments(row, added=not is_after) for row in self.rows)
 
 
 def parse(name: str, text: str, micro_batches: int) -> Schedule:
@@ -223,9 +245,9 @@ def period(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> in
     return 1
 
 
-def fullest(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """:attr:`Schedule.held` by the schedule's name: that of a shorter step, since longer ones hold no more."""
-    return _short(name, ranks, micro_batches, virtual_stages).held
+def fullest(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[InFlight, ...], ...]:
+    """:attr:`Schedule.moments` by the schedule's name: those of a shorter step, since longer ones hold no more."""
+    return _short(name, ranks, micro_batches, virtual_stages).moments
 
 
 def parted(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[int, ...]:
@@ -515,20 +537,29 @@ def _waiting(found: Schedule, at: list[int]) -> Iterator[str]:
             yield f"rank {rank} waits at {action} for {wanted} of rank {found.rank_of[stage]}"
 
 
-def _held(row: tuple[Action, ...]) -> tuple[tuple[int, ...], ...]:
-    """The fullest moments of a rank: counts per stage, none of them below another throughout."""
+def _moments(row: tuple[Action, ...], *, added: bool) -> tuple[InFlight, ...]:
+    """The fullest moments of a rank; ``added``: as if gradients were there from the start."""
     stages = sorted({action.stage for action in row})
     column = {stage: i for i, stage in enumerate(stages)}
-    change = np.zeros((1 + len(row), len(stages)), dtype=np.int64)
-    for i, action in enumerate(row, 1):
-        change[i, column[action.stage]] = {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        change[0, column[action.stage]] += is_left_over(action)
-    counts = sorted(set(map(tuple, np.cumsum(change, axis=0).tolist())), reverse=True)
-    fullest: list[tuple[int, ...]] = []
+    now, met = [0] * len(stages), set[tuple[int, ...]]()
+    for action in filter(is_left_over, row):
+        now[column[action.stage]] += 1
+    for action in row:
+        at = column[action.stage]
+        now[at] += action.kind == "F"
+        met.add((*now, added))
+        now[at] -= action.kind in "BW"
+        added = added or action.kind in "BW"
+    return tuple(InFlight(each[:-1], bool(each[-1])) for each in undominated(sorted(met, reverse=True)))
+
+
+def undominated(counts: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Those that are not below another one throughout, of some in descending order."""
+    found: list[tuple[int, ...]] = []
     for each in counts:
-        if not any(all(map(int.__le__, each, other)) for other in fullest):
-            fullest.append(each)
-    return tuple(fullest)
+        if not any(all(map(int.__le__, each, other)) for other in found):
+            found.append(each)
+            yield each
 
 
 def is_left_over(action: Action) -> bool:

@@ -5,8 +5,9 @@ boundaries, at least one, and every block one of its ways to save activations: a
 recomputation before its backward. :func:`evaluate` is the only definition of a cut's step and bytes;
 :mod:`planner.pipeline.partition` looks for the best one.
 
-A rank holds, of each of its stages, ``held_bytes`` of all blocks always and the saved bytes once for every micro-batch
-in flight; the peak is at one of the fullest moments of its order (:attr:`planner.pipeline.schedule.Schedule.held`).
+A rank holds, of each of its stages, ``held_bytes`` of all blocks always, ``gradient_bytes`` once gradients are added
+up, and the saved bytes once for every micro-batch in flight; the peak is at one of the fullest moments of its order
+(:attr:`planner.pipeline.schedule.Schedule.moments`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from planner.errors import ScheduleError
-from planner.pipeline.schedule import check_fits, fullest, parted, placed, schedule
+from planner.pipeline.schedule import InFlight, check_fits, fullest, parted, placed, schedule
 from planner.pipeline.simulate import Times, step_s
 
 
@@ -37,7 +38,8 @@ class Saving:
 class Block:
     """A block of the chain on one rank: seconds and bytes per micro-batch.
 
-    ``held_bytes`` are there always: parameters, gradients, optimizer state, for 2bw the second version of the weights.
+    ``held_bytes`` are there always: parameters, optimizer state, for 2bw the second version of the weights and the
+    gradients of the batch before; ``gradient_bytes`` from the first backward on.
     ``send_s`` is the way of its result to a next stage on another rank, and of the gradient back.
     """
 
@@ -48,6 +50,7 @@ class Block:
     held_bytes: int
     savings: tuple[Saving, ...]
     send_s: float = 0.0
+    gradient_bytes: int = 0
 
     @property
     def work_s(self) -> float:
@@ -87,8 +90,8 @@ class Pipeline:
         return parted(self.schedule, self.ranks, self.micro_batches, self.virtual_stages)
 
     @cached_property
-    def moments(self) -> list[tuple[list[int], tuple[tuple[int, ...], ...]]]:
-        """Each rank's stages, and how many micro-batches they hold at its fullest moments."""
+    def moments(self) -> list[tuple[list[int], tuple[InFlight, ...]]]:
+        """Each rank's stages, and what they hold at its fullest moments."""
         held = fullest(self.schedule, self.ranks, self.micro_batches, self.virtual_stages)
         return [
             ([s for s, home in enumerate(self.placed) if home == rank], moments) for rank, moments in enumerate(held)
@@ -140,13 +143,18 @@ def rank_bytes(pipeline: Pipeline, chain: Chain, bounds: Sequence[int], savings:
     """Bytes that each rank holds when it is fullest."""
     blocks = blocks_of(chain)
     held = [sum(b.held_bytes for b in blocks[i:j]) for i, j in pairwise(bounds)]
+    gradients = [sum(b.gradient_bytes for b in blocks[i:j]) for i, j in pairwise(bounds)]
     saved = [
         sum(b.savings[which].saved_bytes for b, which in zip(blocks[i:j], savings[i:j], strict=True))
         for i, j in pairwise(bounds)
     ]
     return tuple(
         sum(held[s] for s in stages)
-        + max(sum(n * saved[s] for n, s in zip(moment, stages, strict=True)) for moment in moments)
+        + max(
+            moment.added * sum(gradients[s] for s in stages)
+            + sum(n * saved[s] for n, s in zip(moment.counts, stages, strict=True))
+            for moment in moments
+        )
         for stages, moments in pipeline.moments
     )
 
@@ -192,7 +200,7 @@ def check_chain(pipeline: Pipeline, chain: Chain) -> None:
             )
         if not all(0 <= each < math.inf for each in (*seconds, *(s.recompute_s for s in block.savings))):
             raise ScheduleError(f"block {block.name}: seconds {seconds} must be finite and not below zero")
-        if block.held_bytes < 0 or min(s.saved_bytes for s in block.savings) < 0:
+        if min(block.held_bytes, block.gradient_bytes, *(s.saved_bytes for s in block.savings)) < 0:
             raise ScheduleError(f"block {block.name}: it cannot hold or save less than nothing")
     total = sum(count for _, count in chain)
     if total < pipeline.stages:

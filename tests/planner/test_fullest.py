@@ -85,7 +85,7 @@ def test_tensors_by_hand() -> None:
 
 def test_gradients_are_there_twice_when_they_are_summed_over_ranks() -> None:
     fullest = fullest_of(GRAPH, {"pipeline": 2, "micro_batches": 16, "data": 2, "schedule": "1f1b", "zero": 0})
-    assert fullest.at == "summing gradients, on pipeline rank 0"
+    assert fullest.at == "reducing gradients, on pipeline rank 0"
     held = {each.name: (each.use, each.bytes) for each in fullest.alive}
     for leaf in ("stem.weight", "layers.0.up.weight", "layers.2.down.bias"):
         assert held[f"gradient of {leaf}"] == held[f"sum over ranks of the gradient of {leaf}"]
@@ -110,12 +110,17 @@ def test_gathered_once_are_parameters_and_gradients_in_all_versions() -> None:
         once, each = (fullest_of(GRAPH, {**pin, "zero": zero}) for zero in (2, 3))
         whole = 256 * 1024 * 4
         held = {each.name: (each.bytes, each.times) for each in once.alive if "layers.0.up.weight" in each.name}
-        assert held["gathered layers.0.up.weight"] == held["gradient of gathered layers.0.up.weight"]
         assert held["gathered layers.0.up.weight"] == (whole, versions)
+        assert held["gradient of gathered layers.0.up.weight"] == (whole, 1)
+        before = held.get("gradient of gathered layers.0.up.weight of the batch before")
+        assert before == ((whole, 1) if versions > 1 else None)
         assert held["layers.0.up.weight"] == (whole // 2, 1)
         last = "layers.2.up.weight"  # of the block that works
         held = {other.name: (other.bytes, other.times) for other in each.alive if last in other.name}
-        assert held[last] == held[f"gradient of {last}"] == (whole // 2, versions)
+        assert held[last] == (whole // 2, versions)
+        assert held[f"gradient of {last}"] == (whole // 2, 1)
+        before = held.get(f"gradient of {last} of the batch before")
+        assert before == ((whole // 2, 1) if versions > 1 else None)
         assert held[f"gathered {last}"] == (whole, 1)
 
 
@@ -140,7 +145,7 @@ def test_what_the_next_block_of_a_stage_gathers_is_on_its_way(recompute: str) ->
 
 
 @pytest.mark.parametrize(
-    "pin", [{"pipeline": 2, "micro_batches": 8, "data": 2, "schedule": "1f1b"}, {"data": 4}], ids=str
+    "pin", [{"pipeline": 2, "micro_batches": 8, "tensor": 2, "schedule": "1f1b"}, {"data": 4}], ids=str
 )
 def test_plans_say_what_is_alive(pin: dict[str, Any]) -> None:
     """In one turn and in several: the plan, its file, its report, its timeline, and explanations."""
@@ -170,6 +175,45 @@ def test_plans_say_what_is_alive(pin: dict[str, Any]) -> None:
 
 
 def test_more_micro_batches_in_flight_hold_more_of_the_same() -> None:
-    few, many = (fullest_of(GRAPH, {"pipeline": 2, "micro_batches": n, "data": 2, "schedule": "gpipe"}) for n in (4, 8))
+    """When the first backward is over, and gradients are there."""
+    few, many = (
+        fullest_of(GRAPH, {"pipeline": 2, "micro_batches": n, "tensor": 2, "schedule": "gpipe"}) for n in (4, 8)
+    )
     times = [{held.name: held.times for held in each.alive}["layers.0: relu"] for each in (few, many)]
-    assert times == [4, 8]
+    assert times == [3, 7]
+
+
+def test_while_the_first_backward_runs_gradients_are_those_of_what_is_undone() -> None:
+    """With gpipe, where more is saved of one micro-batch than gradients take."""
+    graph = residual_mlp(layers=6, batch=8192)
+    fullest = fullest_of(graph, {"pipeline": 2, "micro_batches": 4, "tensor": 2, "schedule": "gpipe"}, "8 GiB")
+    assert fullest.at.startswith("backward layers.2") and "with 4 micro-batches in flight" in fullest.at
+    last = {f"gradient of layers.2.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")}
+    assert {held.name for held in fullest.alive if held.use == "gradients"} == last
+    assert {held.times for held in fullest.alive if held.name.endswith("relu") and "of" not in held.name} == {4}
+
+
+def test_gradients_as_they_are_stored_come_when_those_of_a_block_are_sent() -> None:
+    pin = {"pipeline": 2, "micro_batches": 8, "data": 2, "zero": 2, "schedule": "1f1b"}
+    at_end = fullest_of(GRAPH, pin)
+    assert at_end.at == "reducing gradients, on pipeline rank 0"
+    held = {each.name: (each.use, each.bytes) for each in at_end.alive}
+    whole = 256 * 1024 * 4
+    assert held["gradient of layers.0.up.weight"] == ("gradients", whole // 2)
+    sent = {name: size for name, (_, size) in held.items() if name.endswith("as it is sent")}
+    (layer,) = {name.split(".up")[0].split(".down")[0] for name in sent}  # one block's at a time
+    assert sent[f"{layer}.up.weight as it is sent"] == whole and sum(sent.values()) == 4 * (2 * 256 * 1024 + 256 + 1024)
+    computing = fullest_of(residual_mlp(layers=6, batch=32768), pin, "8 GiB")
+    assert "in flight" in computing.at and not any("sent to" in each.name for each in computing.alive)
+    names = {each.name for each in computing.alive}
+    assert "gradient of gathered layers.0.up.weight" in names and "gradient of layers.0.up.weight" not in names
+
+
+def test_every_rank_is_given_all_inputs() -> None:
+    """Also those that only blocks of another rank read."""
+    found = search(GRAPH, cluster(4), Pins.parse({"pipeline": 2, "micro_batches": 8, "tensor": 2}), Training())
+    assert found.staged is not None
+    alive, (x,) = found.staged.alive, (leaf for leaf in GRAPH.leaves if leaf.op == "input")
+    assert [alive.given_bytes(rank) for rank in range(2)] == [0, x.results[0].size_bytes]
+    own = sum(link.block.held_bytes for link in alive.links)
+    assert sum(alive.held) == own + x.results[0].size_bytes

@@ -46,7 +46,12 @@ def test_every_count_that_is_told_is_as_simulated(name: str, is_even: bool) -> N
             for count in counts[:12] + counts[-6:]:
                 order = schedule(name, ranks, count, virtual)
                 assert seconds_of(found, times, count) == pytest.approx(longest(order, times)[0], rel=1e-9)
-                assert late_and_held(found, count) == (order.late, fullest(name, ranks, count, virtual))
+                fullest_at = fullest(name, ranks, count, virtual)
+                moments = [[moment.counts for moment in rank] for rank in fullest_at]
+                assert late_and_held(found, count) == (order.late, tuple(map(tuple, moments)))
+                planned_at = fullest(name, ranks, planned, virtual)
+                added = [[[moment.added for moment in rank] for rank in each] for each in (planned_at, fullest_at)]
+                assert added[0] == added[1]
                 told += count != planned
     assert told > 50
 

@@ -282,10 +282,11 @@ def test_recipes_are_compared_with_plans_in_turns() -> None:
 
 
 def test_the_report_tells_a_rank_from_a_moment_and_turns_from_ranks() -> None:
-    plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
+    plan = planned('{"pipeline": 4, "micro_batches": 8, "tensor": 2}')
     assert (
         "in flight in its 2 stages together, on pipeline rank" in str(plan) and "\nwith ," not in plan.predicted.fullest
     )
+    plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
     ops = [op for block in plan.account.blocks for op in block.ops.values()]
     moves = [move for op in ops for move in (*op.before, *op.after)]
     assert {call.axis for move in moves for call in move.calls} == {"data"}
@@ -343,14 +344,17 @@ def test_2bw_holds_a_second_version_of_the_weights_and_of_their_gradients(
     found = searched(spec, {"pipeline": 4, "micro_batches": 8, "schedule": "2bw", **pin})
     assert found.staged is not None and found.staged.peak_bytes == sum(found.staged.memory_bytes.values())
     sizes = {leaf.name: leaf.results[0].size_bytes for leaf in GRAPH.leaves if leaf.op == "param"}
-    held = Counter[str]()
+    held, come = Counter[str](), Counter[str]()
     for link in found.staged.links:
         held.update(link.held)
-    gathered = held["gathered"] // 4  # a version and its gradients, twice
+        come.update(link.gradients)
+    assert come["gathered"] == held["gathered"] // 3  # a version twice, and the gradients of the batch before
+    gathered = come["gathered"]
     assert (gathered > 0) == bool(pin)
     used_as_stored = sum(sizes.values()) - gathered
-    stored = (gathered // 2 if pin else 0) + used_as_stored
-    assert held["parameters"] == held["gradients"] == stored + used_as_stored
+    assert held["parameters"] == (gathered // 2 if pin else 0) + 2 * used_as_stored
+    assert held["gradients"] == come["gradients"] == used_as_stored
+    assert sum(link.at_end_bytes for link in found.staged.links) >= gathered // 2
 
 
 def test_2bw_that_gathers_in_each_micro_batch_holds_two_versions_as_stored() -> None:
@@ -358,7 +362,9 @@ def test_2bw_that_gathers_in_each_micro_batch_holds_two_versions_as_stored() -> 
     assert found.staged is not None
     held = sum((Counter(link.held) for link in found.staged.links), Counter[str]())
     stored = sum(leaf.results[0].size_bytes for leaf in GRAPH.leaves if leaf.op == "param") // 2
-    assert (held["parameters"], held["gradients"], held["gathered"]) == (2 * stored, 2 * stored, 0)
+    assert (held["parameters"], held["gradients"], held["gathered"]) == (2 * stored, stored, 0)
+    come = sum((Counter(link.gradients) for link in found.staged.links), Counter[str]())
+    assert (come["gradients"], come["gathered"]) == (stored, 0)
 
 
 @pytest.mark.parametrize("turns, stages", [(2, 4), (1, 1)])

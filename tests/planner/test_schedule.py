@@ -73,6 +73,14 @@ def test_micro_batches_held(name: str, expected: tuple[int, ...]) -> None:
     assert schedule(name, 4, 8).held == tuple(((count,),) for count in expected)
 
 
+def test_gradients_are_there_when_the_first_backward_is_over() -> None:
+    """With gpipe, after the moment at which most is in flight; otherwise as much is in flight again."""
+    assert schedule("gpipe", 2, 4).moments == 2 * ((((4,), False), ((3,), True)),)
+    assert schedule("gpipe", 2, 1).moments == 2 * ((((1,), True),),)
+    assert schedule("1f1b", 2, 4).moments == ((((2,), True),), (((1,), True),))
+    assert all(moment.added for row in schedule("zbv", 4, 8, 2).moments for moment in row)
+
+
 def test_on_a_v_the_late_stage_holds_what_the_early_one_gave_up() -> None:
     moments = (((8, 0), (7, 1)), ((7, 1), (6, 2)), ((6, 2), (5, 3)), ((5, 3), (4, 4)))
     assert schedule("zbv", 4, 8, 2).held == moments
@@ -98,7 +106,7 @@ def test_the_fullest_moments_are_the_largest_of_all(size: tuple[str, int, int, i
 def test_a_longer_step_holds_no_more(name: str, ranks: int, count: int) -> None:
     least, most = VIRTUAL_STAGES[name]
     for virtual in range(least, (most or 4) + 1):
-        assert fullest(name, ranks, count, virtual) == schedule(name, ranks, count, virtual).held
+        assert fullest(name, ranks, count, virtual) == schedule(name, ranks, count, virtual).moments
 
 
 @pytest.mark.parametrize(

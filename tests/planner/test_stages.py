@@ -59,6 +59,7 @@ def random_chain(rng: np.random.Generator, size: int, ways: int) -> Chain:
                 int(rng.integers(1, 50)),
                 tuple(Saving(float(rng.random() * each), int(rng.integers(1, 30))) for each in range(ways)),
                 float(rng.random() * way),
+                int(rng.integers(0, 50)),
             ),
             1,
         )
@@ -141,6 +142,15 @@ def test_a_cut_by_hand() -> None:
     assert times.send_s.tolist() == [0.25]
     assert found.rank_bytes == (200 + 2 * (10 + 4), 107 + 10)
     assert found.step_s == pytest.approx(2 + 0.25 + 4 * 9 + 0.25 + 4.5)  # there, all of rank 1, and back
+
+
+def test_gradients_count_when_the_first_backward_is_over() -> None:
+    """Four micro-batches of 2 x 10 bytes: all of them with gpipe, or three and gradients, whichever is more."""
+    for gradient_bytes, most in ((3, 80), (30, 60 + 2 * 30)):
+        chain = [(Block("a", 1, 1, 1, 100, (Saving(0, 10),), gradient_bytes=gradient_bytes), 4)]
+        assert rank_bytes(Pipeline("gpipe", 2, 4), chain, (0, 2, 4), (0,) * 4) == (200 + most, 200 + most)
+        in_turn = rank_bytes(Pipeline("1f1b", 2, 4), chain, (0, 2, 4), (0,) * 4)
+        assert in_turn == (200 + 2 * gradient_bytes + 40, 200 + 2 * gradient_bytes + 20)
 
 
 def test_equal_blocks_may_be_cut_unevenly_where_the_head_is_heavy() -> None:

@@ -99,7 +99,8 @@ def test_the_chain_adds_up_to_the_problem(which: str, turns: int, gathers: Gathe
                 if turns > 1 or level == "none":  # one turn gathers parameters again, several do not
                     assert turns * work_s + once_s == pytest.approx(whole.time_s, rel=1e-9)
                 if level == "none" and space.brings_once:  # else gradients are counted beside their buckets, too
-                    held = sum(link.block.held_bytes + link.block.savings[0].saved_bytes for link in links)
+                    blocks = [link.block for link in links]
+                    held = sum(b.held_bytes + b.gradient_bytes + b.savings[0].saved_bytes for b in blocks)
                     held -= sum(space.own_bytes(node, assignment.choice(node)) for node in space.graph.operators)
                     more = sum(inputs_beside(assignment)) if turns > 1 else 0
                     leaves = Leaves(assignment, 1)
