@@ -32,13 +32,14 @@ from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.errors import ClusterError, InputError, PinError, PlanError
 from planner.facts import model_facts
+from planner.filters import filters
 from planner.formulate import Space, rules_of
 from planner.graph import Graph
 from planner.memory import usage
 from planner.mesh import MAX_AXES
 from planner.offload import saved_bytes
 from planner.pace import pace_of
-from planner.pins import Pins, filters
+from planner.pins import Pins
 from planner.pipeline.schedule import schedule
 from planner.plan import Plan, Search, describe, refold, reprice, restage, restore
 from planner.positions import check_positions

@@ -41,12 +41,13 @@ from planner.conversion import Collective
 from planner.cost import CostModel
 from planner.errors import CaptureError, PinError, VerificationError
 from planner.exchange import Exchange, exchanges
+from planner.filters import filters
 from planner.fold import Folded, fold, refold
 from planner.formulate import Space, rules_of
 from planner.graph import Graph, Ref
 from planner.layout import Layout, Mesh
 from planner.pace import pace_of
-from planner.pins import Pins, filters
+from planner.pins import Pins
 from planner.plan import Plan
 from planner.predict import collectives
 from planner.skeleton import Role

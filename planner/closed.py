@@ -11,11 +11,11 @@ import math
 from fractions import Fraction
 
 from planner.conversion import BROUGHT, Phase, Step, local_bytes, passes, together_on
+from planner.filters import ATTENTION
 from planner.formulate import NOT_BROUGHT, Space
 from planner.graph import Node, Ref
 from planner.layout import MICRO, Axis, Layout
 from planner.ops import OPS
-from planner.pins import ATTENTION
 from planner.seconds import Formula, divided, growing, largest, size_formula, smallest
 from planner.skeleton import Together
 from planner.strategy import Choice

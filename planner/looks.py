@@ -33,11 +33,12 @@ from planner.chain import Link, links_of
 from planner.cost import CostModel
 from planner.division import Division, pipelines_of, schedules
 from planner.errors import PinError
+from planner.filters import Labels, filters, label_dims
 from planner.formulate import Space
 from planner.graph import Graph
 from planner.layout import Mesh
 from planner.pace import packing
-from planner.pins import Labels, Pins, filters, label_dims
+from planner.pins import Pins
 from planner.pipeline.stages import Pipeline
 from planner.problem import Evaluation, Problem, evaluate, least_bytes, most_bytes
 from planner.recompute import Ladder, Levels, Recompute
@@ -147,7 +148,7 @@ class Setting:
         return self.cost.cluster.device.usable_bytes - self.spare_bytes
 
     def labels(self, graph: Graph, label: str) -> Labels:
-        """:func:`planner.pins.label_dims`, found once."""
+        """:func:`planner.filters.label_dims`, found once."""
         if label not in self.known:
             self.known[label] = label_dims(graph, self.rules, label)
         return self.known[label]

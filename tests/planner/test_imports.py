@@ -80,7 +80,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "training": set(),
     "assignment": {"conversion", "fold", "formulate", "graph", "layout", "recompute", "skeleton", "strategy"},
-    "pins": {*BASE, "rules", "ops", "mesh", "pipeline", "strategy", "recompute", "formulate", "training"},
+    "pins": {"errors", "mesh", "pipeline", "recompute", "training"},
+    "filters": {*BASE, "rules", "ops", "mesh", "strategy", "formulate", "pins", "zero"},
     "runs": {"graph", "stacks", "assignment", "skeleton"},
     "positions": {"errors", "graph"},
     "asked": {"graph", "ops", "fold", "recompute", "formulate", "assignment"},
@@ -167,7 +168,7 @@ ROOMS["looks"] = {
     "training",
     "pins",
 }
-ROOMS["looks"] |= {"pace", "pipeline", "chain", "turns", "division", "certificate"}
+ROOMS["looks"] |= {"filters", "pace", "pipeline", "chain", "turns", "division", "certificate"}
 ROOMS["apart"] = {*BASE, "fold", "problem", "strategy", "recompute", "skeleton", "formulate", "assignment", "looks"}
 ROOMS["lean"] = {
     "problem",
@@ -206,7 +207,9 @@ ROOMS["search"] = {
 }
 ROOMS["search"] |= {"zero", "mesh", "seams", "skeleton", "explore", "fitting", "elsewhere"}
 ROOMS["detail"] = {"conversion"}
-ROOMS["account"] = ROOMS["pins"] | {"conversion", "assignment", "skeleton", "pins", "predict", "detail", "names"}
+ROOMS["account"] = (
+    ROOMS["filters"] | {"filters"} | {"conversion", "assignment", "skeleton", "pins", "predict", "detail", "names"}
+)
 ROOMS["document"] = {
     "errors",
     "layout",
@@ -233,7 +236,7 @@ ROOMS["scale"] = ROOMS["follow"] | {
     "turns",
 }
 ROOMS["capacity"] = {"errors", "polynomial", "scale", "words"}
-ROOMS["closed"] = {*ROOMS["formulate"], "traffic", "formulate", "ops", "pins", "seconds", "polynomial"}
+ROOMS["closed"] = {*ROOMS["formulate"], "traffic", "formulate", "ops", "filters", "seconds", "polynomial"}
 ROOMS["formulas"] = {*ROOMS["scale"], "heap", "conversion", "pipeline", "scale", "closed", "seconds"}
 ROOMS["encode"] = {*BASE, "cluster", "conversion", "exchange", "turns", "predict", "detail", "document", "names"}
 ROOMS["encode"] |= {"timetable", "quantity", "training", "typed"}

@@ -12,6 +12,7 @@ import pytest
 from planner.assignment import assignment_of
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
+from planner.filters import filters
 from planner.fold import fold
 from planner.formulate import Space, rules_of
 from planner.graph import Graph, Node, Ref, TensorType
@@ -20,7 +21,7 @@ from planner.layout import Mesh
 from planner.memory import LARGEST, Usage, usage
 from planner.memory.step import follow
 from planner.memory.walk import Walk
-from planner.pins import Pins, filters
+from planner.pins import Pins
 from planner.recompute import Amount, Recompute
 from planner.runs import Wiring
 from planner.solve.bound import lower_bounds

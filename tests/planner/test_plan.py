@@ -20,11 +20,12 @@ from planner.cost import CostModel
 from planner.encode import dump
 from planner.errors import PlanError
 from planner.facts import model_facts
+from planner.filters import filters
 from planner.fold import fold, relabel
 from planner.formulate import Space, rules_of
 from planner.graph import Graph
 from planner.names import parse_runs, runs
-from planner.pins import Pins, filters
+from planner.pins import Pins
 from planner.plan import Plan, refold, reprice, restore
 from planner.predict import collectives
 from planner.problem import evaluate

@@ -22,13 +22,14 @@ from planner.division import Division, in_turns
 from planner.errors import InfeasibleError, InputError, PinError, PlanError, ScheduleError
 from planner.explore import Searched
 from planner.facts import model_facts
+from planner.filters import filters
 from planner.fold import fold
 from planner.formulate import Space, rules_of
 from planner.fullest import fullest_in_turns
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import Mesh
 from planner.looks import Setting, begin, left_behind
-from planner.pins import Pins, filters
+from planner.pins import Pins
 from planner.plan import Plan, Search, describe, refold, reprice
 from planner.predict import predict_in_turns
 from planner.recompute import ladder, named

@@ -16,6 +16,7 @@ from planner.chain import links_of
 from planner.conversion import local_bytes
 from planner.cost import CostModel
 from planner.division import pipelines_of
+from planner.filters import filters
 from planner.fold import Folded, fold
 from planner.formulate import BUCKET_BYTES, Space, rules_of
 from planner.graph import Graph, Ref
@@ -23,7 +24,7 @@ from planner.keep import with_levels_between
 from planner.layout import MICRO, Mesh
 from planner.leaves import Leaves
 from planner.pace import Pace, pace_of, pack
-from planner.pins import Pins, filters
+from planner.pins import Pins
 from planner.problem import evaluate
 from planner.recompute import COMPUTED, LEVELS, NOTHING, Level, ladder, named
 from planner.rules import Rule

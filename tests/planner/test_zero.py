@@ -13,8 +13,9 @@ from planner.assignment import Assignment
 from planner.cost import CostModel
 from planner.errors import PinError, PlanError
 from planner.facts import model_facts
+from planner.filters import filters
 from planner.formulate import Space, rules_of
-from planner.pins import Pins, filters
+from planner.pins import Pins
 from planner.plan import Plan, refold, restore
 from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
