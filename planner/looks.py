@@ -50,8 +50,6 @@ from planner.turns import Staged, stage
 
 Progress = Callable[[str], None]
 PROVED = 1e-6
-FEW = 8
-"""So many amounts of recomputation are bounded together by a whole search, before each is searched by itself."""
 GRACE_S = 1.0
 """What a problem gets of time after the limit, while no plan is known at all."""
 
@@ -282,7 +280,7 @@ def look_closer(setting: Setting, skeleton: Skeleton, look: Look, best: Best | N
     if not look.is_priced:
         look = _where_memory_counts(setting, look)
         return [(_between if look.is_even else _relaxed)(setting, look, best)]
-    if look.high - look.low >= FEW or look.candidate.proof == "search":
+    if look.low < look.high:
         return _split(look)
     return [_whole(setting, look, best)]
 
@@ -446,9 +444,9 @@ def _between(setting: Setting, look: Look, best: Best | None) -> Look:
 
 
 def _whole(setting: Setting, look: Look, best: Best | None) -> Look:
-    """The whole problem, solved as far as it can beat the best plan."""
+    """The problem of one amount, solved as far as it can beat the best plan."""
     before = time.monotonic()
-    problem = look.space.problem(setting.limit_bytes, *look.amounts)
+    problem = look.space.problem(setting.limit_bytes, look.ladder.steps[look.low])
     answer = solve(
         problem,
         time_limit_s=max(GRACE_S if best is None else 0.0, setting.deadline - before),
@@ -459,7 +457,7 @@ def _whole(setting: Setting, look: Look, best: Best | None) -> Look:
     setting.took("solve", before)
     bound_s = max(look.candidate.bound_s, answer.bound_s)
     look = _with_plan(setting, look, answer.choices or None)
-    if answer.status == "optimal" and look.low == look.high:
+    if answer.status == "optimal":
         status = "optimal"
     elif math.isinf(bound_s):
         status = "infeasible"
@@ -484,13 +482,12 @@ def _split(look: Look) -> list[Look]:
     else:
         middle = step if look.low < step < look.high else (look.low + look.high) // 2
         cuts = [look.low, *([middle] if middle == step else []), middle + 1]
-    known = replace(look.candidate, proof="relaxation")
-    nothing = replace(known, status="not tried", objective_s=math.inf)
+    nothing = replace(look.candidate, status="not tried", objective_s=math.inf)
     found = []
     for low, end in itertools.pairwise(sorted({*cuts, look.high + 1})):
         part = replace(look, low=low, high=end - 1, is_priced=False)
         if low <= step < end:
-            found.append(replace(part, candidate=known))
+            found.append(part)
         else:
             found.append(replace(part, candidate=nothing, choices=None, evaluation=None))
     return found
