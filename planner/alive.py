@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -118,11 +118,12 @@ class Alive:
         found, is_at_end = Counter[str](), self.is_fullest_at_end(rank)
         moment, need = self.fullest_moment(rank)
         since = None if is_at_end or moment.added else need.number
-        for number, (stage, link, _) in enumerate(self.placed):
-            if self.pipeline.placed[stage] == rank:
-                found.update(link.held)
-                if self.has_come(number, since):
-                    found.update(self.come[number])
+        own = {*self.blocks_of(rank)}
+        for number in own:
+            found.update(self.links[number].held)
+        for number, gradients in self.come:
+            if number in own and self.has_come(number, since):
+                found.update(gradients)
         for home, _, each in self.also_read:
             if home == rank:
                 found.update(each.held)
@@ -153,8 +154,9 @@ class Alive:
 
     def given_bytes(self, rank: int) -> int:
         """Bytes of the inputs that a rank is given as all are, and that blocks of other ranks count."""
-        own = {*self.blocks_of(rank)}
-        return sum(link.input_bytes for number, link in enumerate(self.links) if number not in own)
+        return sum(link.input_bytes for link in self.links) - sum(
+            self.links[at].input_bytes for at in self.blocks_of(rank)
+        )
 
     @cached_property
     def at_end(self) -> list[int]:
@@ -195,22 +197,29 @@ class Alive:
     def gradients(self) -> list[int]:
         """Bytes of them on each rank."""
         found = [0] * self.pipeline.ranks
-        for (stage, _, _), come in zip(self.placed, self.come, strict=True):
-            found[self.pipeline.placed[stage]] += come.total()
+        for (stage, _, _), come in zip(self.placed, self.come_bytes, strict=True):
+            found[self.pipeline.placed[stage]] += come
         return found
 
     @cached_property
-    def come(self) -> list[Counter[str]]:
-        """Bytes by use of those that come when each block is undone first: of what several blocks of a rank read, the
-        last of these.
-        """
-        found = [Counter[str](link.gradients) for link in self.links]
-        for number, (stage, link, _) in enumerate(self.placed):
-            for name, gradients in link.shared_gradients:
-                found[self.last_reader(self.pipeline.placed[stage], name, number)].update(gradients)
-        for rank, name, each in self.also_read:
-            found[self.last_reader(rank, name)].update(each.gradients)
+    def come_bytes(self) -> list[int]:
+        """Bytes of those that come when each block is undone first."""
+        found = [0] * len(self.links)
+        for number, gradients in self.come:
+            found[number] += sum(gradients.values())
         return found
+
+    @property
+    def come(self) -> Iterator[tuple[int, Mapping[str, int]]]:
+        """Blocks, and what comes when they are undone first, bytes by use: of what several blocks of a rank read, with
+        the last of these.
+        """
+        for number, (stage, link, _) in enumerate(self.placed):
+            yield number, link.gradients
+            for name, gradients in link.shared_gradients:
+                yield self.last_reader(self.pipeline.placed[stage], name, number), gradients
+        for rank, name, each in self.also_read:
+            yield self.last_reader(rank, name), each.gradients
 
     def last_reader(self, rank: int, name: str, first: int = 0) -> int:
         """The number of the last block of a rank that reads a leaf which others read too; where there is one rank
@@ -230,8 +239,8 @@ class Alive:
     def arrived(self) -> list[int]:
         """Bytes of those that are there while each block is undone first: its own, and of later ones of its stage."""
         found, after, last = list[int](), 0, -1
-        for (stage, _, _), come in reversed([*zip(self.placed, self.come, strict=True)]):
-            after = (after if stage == last else 0) + come.total()
+        for (stage, _, _), come in reversed([*zip(self.placed, self.come_bytes, strict=True)]):
+            after = (after if stage == last else 0) + come
             found.append(after)
             last = stage
         return found[::-1]
@@ -346,8 +355,8 @@ class Alive:
         micro-batches, of the stage of each rank that finds most.
         """
         found = [0] * self.pipeline.stages
-        for (stage, _, _), come in zip(self.placed, self.come, strict=True):
-            found[stage] += come.total() * bool(self.parted[stage])
+        for (stage, _, _), come in zip(self.placed, self.come_bytes, strict=True):
+            found[stage] += come * bool(self.parted[stage])
         return [max(found[stage] for stage in self.stages_of(rank)) for rank in range(self.pipeline.ranks)]
 
     @cached_property
