@@ -165,10 +165,10 @@ def _data(meshes: Iterable[Mesh]) -> int:
 
 
 def _meshes(cluster: ClusterSpec, pins: Pins, max_axes: int, stages: int) -> tuple[Mesh, ...]:
-    """Those of one of so many stages."""
+    """Those of one of so many stages; where these are pinned, of stages that cut across nodes too."""
     if pins.sizes:
         return (pinned_mesh(cluster, pins.sizes, stages),)
-    return candidate_meshes(cluster, max_axes, cluster.world_size // stages)
+    return candidate_meshes(cluster, max_axes, cluster.world_size // stages, crossing=pins.stages is not None)
 
 
 def _stage_counts(cluster: ClusterSpec, pins: Pins, blocks: int, pipelines: bool) -> list[int]:

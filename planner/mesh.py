@@ -30,17 +30,21 @@ def batch_ranks(mesh: Mesh) -> int:
     return math.prod(axis.size for axis in mesh.axes if axis.name in BATCH)
 
 
-def candidate_meshes(cluster: ClusterSpec, max_axes: int = MAX_AXES, devices: int | None = None) -> tuple[Mesh, ...]:
+def candidate_meshes(
+    cluster: ClusterSpec, max_axes: int = MAX_AXES, devices: int | None = None, *, crossing: bool = False
+) -> tuple[Mesh, ...]:
     """Every mesh of up to ``max_axes`` axes (at most three), fewest axes first, that respects the cluster's levels.
 
     Axes within one level are interchangeable, so only their ascending order is kept. A single device is
     one axis ``all`` of size 1. With ``devices`` the meshes are of that many consecutive ranks, as in one
-    stage of a pipeline, and may be none if these do not respect the levels themselves.
+    stage of a pipeline, and may be none if these do not respect the levels themselves: all then, where ``crossing``.
     """
     if max_axes not in _NAMES:
         raise ValueError(f"max_axes is {max_axes}; give 1, 2 or 3")
     total = cluster.world_size if devices is None else devices
     spans = cluster.spans
+    if crossing and not _respects((total,), spans):
+        spans = ()
     return tuple(
         Mesh.of(**dict(zip(_NAMES[count], sizes, strict=True)))
         for count in range(1, max_axes + 1)

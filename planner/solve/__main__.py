@@ -50,8 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # What is known before anything is read.
     problem, answer = Problem((), ()), Answer((), math.inf, -math.inf, "infeasible", 0.0)
-    with _one_interrupt(max(options.time_limit - _ENDING_S, options.time_limit / 2)) as no_more:
+    with _one_interrupt() as (after, no_more):
         try:
+            after(max(options.time_limit - _ENDING_S, options.time_limit / 2))
             problem = read_problem(options.problem)
             left = options.time_limit - (time.monotonic() - start) - _PRINTING_S
             answer = solve(problem, time_limit_s=max(0.0, left), interruptible=True, leanest=False)
@@ -66,12 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _one_interrupt(after_s: float) -> Iterator[Callable[[], None]]:
-    """Raise ``KeyboardInterrupt`` at Ctrl-C or after so many seconds, whichever is first, and not again.
+def _one_interrupt() -> Iterator[tuple[Callable[[float], None], Callable[[], None]]]:
+    """Raise ``KeyboardInterrupt`` at Ctrl-C or after some seconds, whichever is first, and not again.
 
-    So the time ends what does not look at the clock, like reading, and nothing breaks into what ends it. After a call
-    of what is given neither does.
+    So the time ends what does not look at the clock, like reading, and nothing breaks into what ends it. Given are what
+    sets the seconds, and what ends both.
     """
+
+    def after(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))  # 0 would mean never
 
     def no_more() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -85,9 +89,8 @@ def _one_interrupt(after_s: float) -> Iterator[Callable[[], None]]:
     signal.signal(signal.SIGALRM, interrupt)
     if before[signal.SIGINT] != signal.SIG_IGN:
         signal.signal(signal.SIGINT, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, max(after_s, 1e-6))  # 0 would mean never
     try:
-        yield no_more
+        yield after, no_more
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         for number, handler in before.items():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +60,7 @@ class _Work:
         self._source = model
         self._single = list(model.singles)
         self._transient = list(model.transient)
-        self._spans = [{(span.first, span.last): span.bytes for span in each} for each in model.spans]
+        self._spans = [_by_moments(each) for each in model.spans]
         self._original = list(model.original)
         self._rooms = model.rooms.copy()
         self._shapes: dict[int, tuple[Floats, _Shape]] = {}  # pairs often share their costs
@@ -283,6 +284,15 @@ class _Work:
             costs[beaten] = 0.0
             costs[beaten, WALL] = math.inf
             self._link(v, u, costs)
+
+
+def _by_moments(spans: Iterable[Alive]) -> dict[tuple[int, int], Floats]:
+    """The bytes alive over each stretch of moments, summed: spans that differ may keep the same of the moments."""
+    found: dict[tuple[int, int], Floats] = {}
+    for span in spans:
+        key = span.first, span.last
+        found[key] = found[key] + span.bytes if key in found else span.bytes
+    return found
 
 
 def _without_ties(better: Ints, worse: Ints, choices: int) -> Mask:

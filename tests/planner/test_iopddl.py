@@ -247,6 +247,12 @@ def test_the_same_answer_in_every_process(tmp_path: Path) -> None:
     assert answer("1") == answer("2")
 
 
+def test_no_time_at_all_answers_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for limit in ("0", "1e-7"):
+        answer = run(write(tmp_path, SMALL), capsys, "--time-limit", limit)
+        assert answer["status"] in ("unknown", "feasible", "optimal")
+
+
 def test_a_time_limit_ends_with_what_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = grid(12, 8, seed=2)
     hurried = run(write(tmp_path, document), capsys, "--time-limit", "8")

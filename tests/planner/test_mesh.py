@@ -55,6 +55,10 @@ def test_names_and_strides() -> None:
 def test_meshes_of_one_stage() -> None:
     assert [mesh.sizes for mesh in candidate_meshes(cluster(8, 4), devices=16)] == [(16,), (2, 8), (4, 4), (8, 2)]
     assert candidate_meshes(cluster(8, 3), devices=12) == ()
+    crossing = candidate_meshes(cluster(8, 3), devices=12, crossing=True)
+    assert [mesh.sizes for mesh in crossing] == [(12,), (2, 6), (3, 4), (4, 3), (6, 2)]
+    within = candidate_meshes(cluster(8, 4), devices=16)
+    assert candidate_meshes(cluster(8, 4), devices=16, crossing=True) == within
 
 
 def test_more_axes_than_there_are_names_for() -> None:

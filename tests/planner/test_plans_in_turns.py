@@ -569,3 +569,12 @@ def test_what_is_gathered_in_each_micro_batch_is_counted_in_each() -> None:
     assert calls["all_gather", "forward"] == 8 * weights  # type: ignore[index]
     # Of what backward reads again: not the first layer's of a stage whose input needs no gradient, and no biases.
     assert 0.9 * 8 * weights < calls["all_gather", "backward"] <= 8 * weights  # type: ignore[index]
+
+
+def test_a_pinned_pipeline_whose_stages_cut_across_nodes_is_planned() -> None:
+    graph, spec = residual_mlp(layers=6, batch=96), random_cluster(random.Random(1), (2, 3))
+    free, named = (
+        search(graph, spec, Pins.parse(pin), Training()) for pin in ({"pipeline": 2}, {"pipeline": 2, "data": 3})
+    )
+    assert free.best.division.stages == 2 and free.best.division.mesh.in_turns(1).size == 3
+    assert free.evaluation.time_s <= named.evaluation.time_s * (1 + 1e-9)

@@ -249,3 +249,29 @@ def test_prices_that_a_linear_program_does_not_find_are_those_of_before(
         check_optimal(problem, solve(problem))
     assert failed, "nothing was priced"
     assert capfd.readouterr().err == ""
+
+
+def test_spans_of_a_vertex_that_differ_by_moments_that_do_not_count_add_up() -> None:
+    def vertex(name: str, time_s: list[float], held_bytes: list[int], *spans: Span) -> Vertex:
+        nothing = np.zeros(2)
+        return Vertex(name, np.array(time_s), nothing, nothing, np.array(held_bytes), np.zeros(2, np.int64), spans)
+
+    first = vertex("a", [0.426, 0.235], [22, 36], Span(0, 2, np.array([46, 38])))
+    twice = [Span(0, 2, np.array([3, 36])), Span(1, 2, np.array([41, 19]))]
+    problem = Problem((first, vertex("b", [0.706, 0.586], [3, 31], *twice)), (), 155)
+    answer = solve(problem)
+    assert answer.status == "optimal" and answer.choices == (1, 0)
+    assert answer.objective_s == pytest.approx(enumerate_all(problem)[0])
+
+
+@given(st.integers(0, 10**6))
+def test_two_spans_of_every_vertex_are_solved_as_enumerated(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    plain = random_problem(seed, vertices=4, choices=4, density=0.0, spans=False)
+
+    def spans(size: int) -> tuple[Span, ...]:
+        return tuple(Span(first, 3, random.integers(0, 60, size)) for first in random.permutation(3)[:2].tolist())
+
+    free = Problem(tuple(replace(v, spans=spans(v.choices)) for v in plain.vertices), (), 0)
+    problem = replace(free, limit_bytes=int(1.1 * enumerate_all(free)[1]))
+    assert solve(problem).objective_s == pytest.approx(enumerate_all(problem)[0])
