@@ -121,7 +121,7 @@ def test_a_plan_may_say_which_results_its_blocks_keep(tmp_path: Any) -> None:
         ({"lean": ["attn: transpose.int"]}, "whose result lies in the memory of its operand"),
         ({"full": ["attn.c_attn: addmm"], "lean": []}, "give the level another name"),
         ({}, "'lean' keeps"),
-        ({"lean": "attn.c_attn: addmm"}, "'keeps' maps levels to lists of operators"),
+        ({"lean": "attn.c_attn: addmm"}, "'keeps', 'lean' is 'attn.c_attn: addmm', and takes a list"),
     ],
     ids=str,
 )
