@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -201,7 +202,7 @@ def plan_traced(
         gap=gap,
         max_axes=max_axes,
         pipelines=pipelines,
-        runs_in_turns=_runs_in_turns(traced),
+        runs_in_turns=partial(_runs_in_turns, traced),
     )
     found = search_or_advise(request, progress)
     assignment, staged = found.assignment, found.staged

@@ -37,7 +37,7 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is asked for with, see :func:`planner.search.search`; ``runs_in_turns``: whether the model can be."""
+    """What a plan is asked for with, see :func:`planner.search.search`; ``runs_in_turns``: whether the model can."""
 
     graph: Graph
     cluster: ClusterSpec
@@ -48,7 +48,7 @@ class Request:
     time_limit_s: float = 60.0
     gap: float = 0.0
     pipelines: bool = False
-    runs_in_turns: bool = True
+    runs_in_turns: Callable[[], bool] = lambda: True
 
     def search(self, progress: Progress | None = None) -> Searched:
         """The fastest plan that fits."""
@@ -116,7 +116,7 @@ def _in_turns(request: Request, excess_bytes: int, found: Found) -> Iterator[str
         counts = (pins.micro_batches << doubling for doubling in range(1, TRIES + 1))
         fitting = (count for count in counts if found(pins=replace(pins, micro_batches=count)))
         yield from (f"{count} micro-batches (pin 'micro_batches')" for count in [*fitting][:1])
-    elif not pins.in_turns and not request.pipelines and request.folding and request.runs_in_turns:
+    elif not pins.in_turns and not request.pipelines and request.folding and request.runs_in_turns():
         plan = found(pipelines=True)
         if plan is None or plan.staged is None:
             return
@@ -132,7 +132,9 @@ def _with_fewer_pins(request: Request, excess_bytes: int, found: Found) -> Itera
     if pins != kept:
         plan = found(pins=kept)
         if plan is not None:
-            names = [name for name in pins.to_dict() if name not in kept.to_dict() and pins.sizes.get(name) != 1]
+            implied = {"tensor": 1} if pins.zero is not None else {}  # what pinned storage says of the axes
+            own = pins.to_dict().keys() - kept.to_dict().keys() - (implied.keys() if pins.sizes == implied else set())
+            names = [name for name in pins.to_dict() if name in own]
             yield f"leaving out pins {', '.join(map(repr, names))} ({plan.best.division})"
 
 
@@ -151,9 +153,11 @@ def _of_a_smaller_batch(request: Request, excess_bytes: int, found: Found) -> It
     larger = request.cluster.model_copy(update={"device": device.model_copy(update={"memory_bytes": needed})})
     plan = found(cluster=larger) if request.pins.offload is None else None
     if plan is not None and plan.staged is None:
-        with contextlib.suppress(PlanError):
+        try:
             batch = max_batch(OtherSizes(plan.assignment, lambda _: None), None, device.usable_bytes)
-            yield f"a global batch of {batch}"
+        except PlanError:
+            return
+        yield f"a global batch of {batch}"
 
 
 def _on_more_devices(request: Request, excess_bytes: int, found: Found) -> Iterator[str]:

@@ -440,7 +440,7 @@ def moments(
         later = [alive.around(number, stage) for number, _ in blocks]
         first = [around + alive.arrived[number] for around, (number, _) in zip(later, blocks, strict=True)]
         for added, sizes in enumerate((first, later)):
-            working[added][stage].update({most + size: None for size in _ends(sizes) for most in needed})
+            working[added][stage].update({most + size: None for size in _outermost(sizes) for most in needed})
     for rank, (stages, at) in enumerate(in_flight):
         beside = alive.beside(rank)
         for moment in at:
@@ -449,7 +449,7 @@ def moments(
             yield from {there + most: None for stage in running for most in working[moment.added][stage]}
 
 
-def _ends(sizes: Sequence[int]) -> list[int]:
+def _outermost(sizes: Sequence[int]) -> list[int]:
     """Of sizes, each perhaps by as much above the one before it as the one after it is above it, those that may be the
     largest: the others.
     """

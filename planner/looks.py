@@ -252,7 +252,7 @@ class Look:
 
     @property
     def is_dear(self) -> bool:
-        """Whether the next look takes long: the problem is not posed yet, or there are several amounts to search."""
+        """Whether what is left takes long: the problem is not posed yet, or there are several amounts to look at."""
         amounts = self.high - self.low if self.is_priced and not self.candidate.division.in_turns else 0
         return self.posed is None or amounts > 0
 

@@ -6,7 +6,7 @@ document that was read is written as it was.
 
 from __future__ import annotations
 
-import math
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -25,6 +25,8 @@ WORDS = {
     dict: "a mapping",
     types.NoneType: "null",
 }
+MOST = 2**63
+"""Whole numbers are below, in size: bytes and counts."""
 SHOWN = 60
 """So many characters of a wrong value are shown."""
 
@@ -66,7 +68,7 @@ def read(kind: Any, value: Any, readers: Readers | None = None) -> Any:
     if origin in (Union, types.UnionType):
         return _read_any(args, value, readers)
     if origin is Literal:
-        if value not in args or isinstance(value, bool):
+        if value not in args or type(value) not in map(type, args):
             raise Misread(f"is {_shown(value)}, and takes {' or '.join(map(repr, args))}")
         return value
     if origin is tuple:
@@ -122,7 +124,9 @@ def _read_tuple(args: tuple[Any, ...], value: Any, readers: Readers) -> tuple[An
 
 
 def _read_any(kinds: tuple[Any, ...], value: Any, readers: Readers) -> Any:
-    """By the first of several types that takes it; else as by the first, for that is what it should have been."""
+    """By the last of several types that takes it, None before others; where none does, refused as by the first, for
+    that is what it should have been.
+    """
     for kind in reversed(kinds):
         try:
             return read(kind, value, readers)
@@ -134,9 +138,9 @@ def _read_any(kinds: tuple[Any, ...], value: Any, readers: Readers) -> Any:
 def _check(kind: Any, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float:
-        fits = is_number and math.isfinite(value)
+        fits = is_number and -sys.float_info.max <= value <= sys.float_info.max
     elif kind is int:
-        fits = is_number and isinstance(value, int)
+        fits = is_number and isinstance(value, int) and abs(value) < MOST
     else:
         fits = isinstance(value, (list, tuple) if kind is list else kind)
     if not fits:

@@ -71,6 +71,16 @@ def test_more_devices_are_not_advised_where_each_holds_all_parameters() -> None:
     assert turns is not None and planned(on(4, memory), {"zero": 0, **json.loads(turns[1])})
 
 
+@pytest.mark.parametrize(
+    "pin", [{"tensor": 1, "recompute": "none"}, {"tensor": 1, "replicate": 4, "recompute": "none"}]
+)
+def test_every_pin_that_was_left_out_is_named(pin: dict[str, Any]) -> None:
+    """One of size 1 too: without it there are axes that shard."""
+    found = re.search(r"leaving out pins (.*?) \(", refusal(on(4, 1_200_000), pin))
+    assert found is not None and set(found[1].split(", ")) == set(map(repr, pin))
+    assert planned(on(4, 1_200_000), {})
+
+
 def test_more_micro_batches_than_are_pinned_are_advised() -> None:
     pin = {"data": 2, "micro_batches": 2}
     memory = least(2, pin) * 19 // 20
@@ -85,7 +95,7 @@ def test_more_micro_batches_than_are_pinned_are_advised() -> None:
 def test_turns_are_not_advised_where_the_model_cannot_be_run_so() -> None:
     memory = least(1, {}) * 9 // 10
     assert "in turns" in refusal(on(1, memory), {})
-    assert "in turns" not in refusal(on(1, memory), {}, runs_in_turns=False)
+    assert "in turns" not in refusal(on(1, memory), {}, runs_in_turns=lambda: False)
     assert "in turns" not in refusal(on(1, memory), {}, folding=False)
 
 

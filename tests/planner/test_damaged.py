@@ -86,6 +86,18 @@ def test_a_wrong_field_is_named(name: str, change: Callable[[Any], Any]) -> None
 
 
 @pytest.mark.parametrize("name", PLANS)
+def test_a_number_beyond_all_sizes_is_named(name: str) -> None:
+    text = saved(name)
+    document = json.loads(text)
+    for path in places(document):
+        value = document
+        for step in path:
+            value = value[step]
+        if type(value) in (int, float) and path[0] not in ("cluster", "pin"):
+            assert loaded(text, path, lambda _: 10**400) is None, path
+
+
+@pytest.mark.parametrize("name", PLANS)
 def test_a_field_that_is_gone_is_named_or_has_a_default(name: str) -> None:
     text = saved(name)
     for path in places(json.loads(text)):
