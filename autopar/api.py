@@ -98,7 +98,6 @@ def trace(
     return Traced(captured, graph, type(model).__name__, time.monotonic() - start)
 
 
-@on_one_stack
 @no_garbage()
 def plan(
     model: nn.Module,

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from planner.capacity import max_batch
 from planner.cluster import ClusterSpec
@@ -35,6 +35,10 @@ TRIES = 3
 """So many doublings are tried, from the first that might do."""
 
 
+Found = Callable[..., Searched | None]
+"""The plan of a request that is changed so, field by field, if there is one."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What a plan is asked for with, see :func:`planner.search.search`; ``runs_in_turns``: whether the model can."""
@@ -52,18 +56,9 @@ class Request:
 
     def search(self, progress: Progress | None = None) -> Searched:
         """The fastest plan that fits."""
-        return search(
-            self.graph,
-            self.cluster,
-            self.pins,
-            self.training,
-            folding=self.folding,
-            max_axes=self.max_axes,
-            time_limit_s=self.time_limit_s,
-            gap=self.gap,
-            pipelines=self.pipelines,
-            progress=progress,
-        )
+        asked = {each.name: getattr(self, each.name) for each in fields(self)}
+        del asked["runs_in_turns"]
+        return search(**asked, progress=progress)
 
 
 def search_or_advise(request: Request, progress: Progress | None = None) -> Searched:
@@ -102,14 +97,14 @@ def _ways(request: Request, excess_bytes: int) -> Iterator[str]:
             return changed.search()
         return None
 
-    for look in (_in_turns, _with_fewer_pins, _on_the_host, _of_a_smaller_batch, _on_more_devices):
-        yield from look(request, excess_bytes, found)
+    yield from _in_turns(request, found)
+    yield from _with_fewer_pins(request.pins, found)
+    yield from _on_the_host(request, found)
+    yield from _of_a_smaller_batch(request, excess_bytes, found)
+    yield from _on_more_devices(request.cluster, excess_bytes, found)
 
 
-Found = Callable[..., Searched | None]
-
-
-def _in_turns(request: Request, excess_bytes: int, found: Found) -> Iterator[str]:
+def _in_turns(request: Request, found: Found) -> Iterator[str]:
     """Micro-batches and pipelines where none were looked at, or more micro-batches than are pinned."""
     pins = request.pins
     if pins.in_turns and pins.micro_batches is not None:
@@ -125,20 +120,20 @@ def _in_turns(request: Request, excess_bytes: int, found: Found) -> Iterator[str
         yield f"taking the batch in turns ({plan.best.division}: pin {json.dumps(pinned)} too, or pipelines=True)"
 
 
-def _with_fewer_pins(request: Request, excess_bytes: int, found: Found) -> Iterator[str]:
+def _with_fewer_pins(pins: Pins, found: Found) -> Iterator[str]:
     """Without any pin but those that say where model data is at home."""
-    pins = request.pins
     kept = Pins(offload=pins.offload, update=pins.update, activations=pins.activations)
     if pins != kept:
         plan = found(pins=kept)
         if plan is not None:
-            implied = {"tensor": 1} if pins.zero is not None else {}  # what pinned storage says of the axes
-            own = pins.to_dict().keys() - kept.to_dict().keys() - (implied.keys() if pins.sizes == implied else set())
-            names = [name for name in pins.to_dict() if name in own]
+            implied = (
+                {"tensor"} if pins.zero is not None and pins.sizes == {"tensor": 1} else set()
+            )  # by ``Pins.parse``
+            names = [name for name in pins.to_dict() if name not in {*kept.to_dict(), *implied}]
             yield f"leaving out pins {', '.join(map(repr, names))} ({plan.best.division})"
 
 
-def _on_the_host(request: Request, excess_bytes: int, found: Found) -> Iterator[str]:
+def _on_the_host(request: Request, found: Found) -> Iterator[str]:
     """Model data on the host, where the cluster has one."""
     if request.cluster.host is None or request.pins.offload is not None:
         return
@@ -160,9 +155,9 @@ def _of_a_smaller_batch(request: Request, excess_bytes: int, found: Found) -> It
         yield f"a global batch of {batch}"
 
 
-def _on_more_devices(request: Request, excess_bytes: int, found: Found) -> Iterator[str]:
+def _on_more_devices(cluster: ClusterSpec, excess_bytes: int, found: Found) -> Iterator[str]:
     """More units of the outermost level, by doubling; from the number among which the bytes would be divided on."""
-    cluster, usable = request.cluster, request.cluster.device.usable_bytes
+    usable = cluster.device.usable_bytes
     if not usable:
         return
     first = math.ceil(math.log2((usable + excess_bytes) / usable))

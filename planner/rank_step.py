@@ -107,6 +107,10 @@ class RankStep:
     def _numbers(self) -> frozenset[int]:
         return frozenset(number for blocks in self.blocks.values() for number in blocks)
 
+    @cached_property
+    def _leaves(self) -> Leaves:
+        return Leaves(self.assignment, 1)  # whose outputs are the same in all versions of the weights
+
     # ---- the trace ---------------------------------------------------------------------------------------------
 
     def trace(self, stays: Collection[Chunk] = ()) -> Trace:
@@ -270,8 +274,7 @@ class RankStep:
         taken = [leaf for leaf in space.graph.leaves if leaf.op == "input"]
         cut = [leaf for leaf in taken if isinstance(assignment.produced(Ref(leaf.name))[0], Shard)]
         inputs = sum(local_bytes(leaf.results[0], assignment.produced(Ref(leaf.name)), space.mesh) for leaf in cut)
-        leaves = Leaves(assignment, 1)
-        outputs = sum(sum(leaves.outputs(number, done).values()) for number in self._numbers) if done else 0
+        outputs = sum(sum(self._leaves.outputs(number, done).values()) for number in self._numbers) if done else 0
         return inputs * (space.mesh.micro_batches - 1) + outputs
 
     def _added_bytes(self, chunk: Chunk) -> int:

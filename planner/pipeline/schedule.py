@@ -172,10 +172,10 @@ class Schedule:
 
         A micro-batch is held from its forward to the end of its backward. A rank of one stage has one such moment; of
         several stages, each may be fullest at another, and moments at which no stage holds more are left out. Since a
-        rank does one thing after the other, this follows from the order alone.
+        rank does one thing after the other, this follows from the order alone. Running ranks are held to it.
         """
         counts = (sorted({moment.counts for moment in moments}, reverse=True) for moments in self.moments)
-        return tuple(tuple(undominated(each)) for each in counts)
+        return tuple(tuple(_undominated(each)) for each in counts)
 
     @cached_property
     def moments(self) -> tuple[tuple[InFlight, ...], ...]:
@@ -550,10 +550,10 @@ def _moments(row: tuple[Action, ...], *, added: bool) -> tuple[InFlight, ...]:
         met.add((*now, added))
         now[at] -= action.kind in "BW"
         added = added or action.kind in "BW"
-    return tuple(InFlight(each[:-1], bool(each[-1])) for each in undominated(sorted(met, reverse=True)))
+    return tuple(InFlight(each[:-1], bool(each[-1])) for each in _undominated(sorted(met, reverse=True)))
 
 
-def undominated(counts: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+def _undominated(counts: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
     """Those that are not below another one throughout, of some in descending order."""
     found: list[tuple[int, ...]] = []
     for each in counts:
