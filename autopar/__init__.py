@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from autopar.checkpoint.save import save_checkpoint
     from autopar.functions.register import register
     from autopar.verification import verify
-    from planner.cluster import ClusterSpec
-    from planner.errors import (
+    from planner.base.errors import (
         AutoparError,
         CaptureError,
         ClusterError,
@@ -25,18 +24,19 @@ if TYPE_CHECKING:
         PinError,
         PlanError,
     )
+    from planner.cluster import ClusterSpec
     from planner.plan import Plan
 
 _LAZY = {
-    "AutoparError": "planner.errors",
-    "CaptureError": "planner.errors",
-    "ClusterError": "planner.errors",
+    "AutoparError": "planner.base.errors",
+    "CaptureError": "planner.base.errors",
+    "ClusterError": "planner.base.errors",
     "ClusterSpec": "planner.cluster",
-    "InfeasibleError": "planner.errors",
-    "InputError": "planner.errors",
-    "PinError": "planner.errors",
+    "InfeasibleError": "planner.base.errors",
+    "InputError": "planner.base.errors",
+    "PinError": "planner.base.errors",
     "Plan": "planner.plan",
-    "PlanError": "planner.errors",
+    "PlanError": "planner.base.errors",
     "evaluate": "autopar.api",
     "export_safetensors": "autopar.checkpoint.export",
     "load_checkpoint": "autopar.checkpoint.load",

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.materialize import Source
+from planner.base.errors import PlanError
 from planner.cluster import ClusterSpec
-from planner.errors import PlanError
 from planner.graph import Graph
 from planner.pins import Pins
 from planner.plan import Plan

@@ -25,13 +25,14 @@ from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.room import check_room
 from autopar.stages import check_in_turns
-from planner import host as machine
 from planner.advice import Request, search_or_advise
 from planner.assignment import Assignment
+from planner.base import host as machine
+from planner.base.errors import ClusterError, InputError, PinError, PlanError
+from planner.base.formatting import in_all_bytes
 from planner.chunks import chunks_of, moving_bytes, parameters
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
-from planner.errors import ClusterError, InputError, PinError, PlanError
 from planner.facts import model_facts
 from planner.filters import filters
 from planner.formulate import Space, rules_of
@@ -48,7 +49,6 @@ from planner.predict import predict, predict_in_turns
 from planner.search import GAP, check_axes, check_gap, check_time_limit
 from planner.timetable import Timetable
 from planner.training import Training
-from planner.words import in_all_bytes
 
 Progress = Callable[[str], None]
 Fold = Literal["capture", "graph", "off"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.base.errors import InputError, PinError
 from planner.cluster import ClusterSpec
-from planner.errors import InputError, PinError
 from planner.graph import ITEM_BYTES
 from planner.mesh import pinned_mesh
 from planner.pins import Pins

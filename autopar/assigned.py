@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.walk import Walk
-from planner.errors import CaptureError
+from planner.base.errors import CaptureError
 
 Place = tuple[str, nn.Module, str]
 """The module's name, the module, and the name of one of its buffers."""

@@ -29,9 +29,9 @@ from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from autopar.stages import Outline, stages_of
 from planner.assignment import Assignment
+from planner.base.errors import PlanError
 from planner.chunks import SAVED, before, chunks_of, gradients, moments_of, of_turn, parameters, saved_item
 from planner.document import EVALUATE
-from planner.errors import PlanError
 from planner.exchange import ties
 from planner.graph import Node, Ref
 from planner.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns

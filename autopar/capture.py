@@ -39,7 +39,7 @@ from autopar.regions import detach_ungraded
 from autopar.repeats import Repeats
 from autopar.undo import Before
 from autopar.walk import Walk
-from planner.errors import CaptureError, InputError
+from planner.base.errors import CaptureError, InputError
 
 LossFn = Callable[..., torch.Tensor]
 LOSS = "loss"

@@ -14,8 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 import autopar
-from planner.errors import AutoparError, InputError
-from planner.stdout import keep_stdout
+from planner.base.errors import AutoparError, InputError
+from planner.base.stdout import keep_stdout
 
 if TYPE_CHECKING:
     from planner.plan import Plan

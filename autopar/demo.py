@@ -30,11 +30,11 @@ from autopar.meter import LiveBytes, held_tensors
 from autopar.processes import LocalProcesses
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import ParallelModule
+from planner.base.errors import InputError
+from planner.base.formatting import in_bytes, in_seconds
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
-from planner.errors import InputError
 from planner.plan import Plan
-from planner.words import in_bytes, in_seconds
 
 PRELOAD = ("torch", "transformers.models.gpt2.modeling_gpt2", "autopar.demo")
 COMPARED_STEPS, LOSS_TOLERANCE = 20, 1e-4

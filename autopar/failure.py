@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from autopar.program import Program
-from planner.errors import AutoparError, CaptureError, InputError
+from planner.base.errors import AutoparError, CaptureError, InputError
 
 _ON_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 _NEEDS_VALUES = re.compile(r"tensor subclasses|data pointer|data_ptr|fake ?tensor", re.IGNORECASE)

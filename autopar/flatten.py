@@ -28,7 +28,7 @@ from autopar.order import in_order
 from autopar.program import Body, Call, Leaf, Program, constants_in_order, named, without_dead_code
 from autopar.repeats import Repeats
 from autopar.strides import copy_for_products, drop_contiguous
-from planner.errors import CaptureError
+from planner.base.errors import CaptureError
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:

@@ -27,7 +27,7 @@ from autopar.checkpoint.files import Stored, is_checkpoint
 from autopar.checkpoint.together import Ranks
 from autopar.runtime.mesh import Rows, rows_of, take
 from autopar.runtime.module import LeafSpec
-from planner.errors import InputError
+from planner.base.errors import InputError
 from planner.layout import Mesh
 
 Source = Mapping[str, Tensor] | str | os.PathLike[str]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.arguments import Configured, Form, Made
-from planner.errors import AutoparError, InputError
+from planner.base.errors import AutoparError, InputError
 from planner.plan import Plan
 
 REAL_ELEMENTS = 50_000_000

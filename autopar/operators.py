@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.program import module_path
-from planner.errors import CaptureError
+from planner.base.errors import CaptureError
 from planner.graph import TensorType
 
 _STATIC = (int, float, bool, str, complex, type(None))

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from planner.errors import AutoparError
+from planner.base.errors import AutoparError
 
 OnEvent = Callable[[int, Any], None]
 

@@ -26,11 +26,11 @@ from autopar.runtime.conversions import convert
 from autopar.runtime.gathering import all_gather, reduce_scatter
 from autopar.runtime.pinned import pinned
 from autopar.timing import Act, Beside, Call, Key, Pace, Task
-from planner import host
+from planner.base import host
+from planner.base.errors import ClusterError
 from planner.calibration import VERSION, Calibration
 from planner.cluster import ClusterSpec
 from planner.cost import KINDS
-from planner.errors import ClusterError
 
 
 @dataclass(frozen=True)

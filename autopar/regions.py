@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from autopar.marks import writes_in_place
 from autopar.operators import SHAPE_ONLY
-from planner.errors import CaptureError
+from planner.base.errors import CaptureError
 
 
 def detach_ungraded(exported: ExportedProgram) -> None:

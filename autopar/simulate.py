@@ -23,7 +23,7 @@ from autopar.capture import Captured
 from autopar.runtime.mesh import coordinates, device_mesh, part_of, put_part
 from autopar.runtime.module import LeafSpec, ParallelModule
 from planner.assignment import Assignment
-from planner.errors import PlanError
+from planner.base.errors import PlanError
 from planner.layout import Layout, Mesh, P, R
 
 

@@ -24,8 +24,8 @@ from autopar.rewrite import Root, targets_of
 from autopar.runtime.layers.loss import token_count
 from autopar.runtime.stage import Passed, Stage
 from planner.assignment import Assignment
+from planner.base.errors import InputError, PlanError
 from planner.chunks import Chunk, before
-from planner.errors import InputError, PlanError
 from planner.exchange import crossing
 from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, I, Layout, R, local_shape

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner import host
+from planner.base import host
 
 Act = Callable[[], object]
 Key = tuple[Any, ...]

@@ -36,10 +36,10 @@ from autopar.typecheck import TypeReport, typecheck
 from autopar.undo import Before
 from autopar.walk import Walk
 from planner.assignment import Assignment, assignment_of
+from planner.base.errors import CaptureError, PinError, VerificationError
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.cost import CostModel
-from planner.errors import CaptureError, PinError, VerificationError
 from planner.exchange import Exchange, exchanges
 from planner.filters import filters
 from planner.fold import Folded, fold, refold

@@ -33,9 +33,9 @@ from autopar.profile import measured_cluster
 from benchmarks import record
 from benchmarks.gpt import GPT, Shape
 from benchmarks.one_gpu import Step, calibration, fully_sharded, stepping
-from planner import host
+from planner.base import host
+from planner.base.errors import InfeasibleError
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError
 
 NAME = "gpu_largest"
 NOTES = (

@@ -25,8 +25,8 @@ from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import LeafSpec, ParallelModule
 from autopar.simulate import fake_process_group
 from planner.assignment import Assignment
+from planner.base.errors import PinError
 from planner.cluster import ClusterSpec
-from planner.errors import PinError
 from planner.layout import local_shape
 from planner.pins import Pins
 from planner.training import Training

@@ -22,8 +22,8 @@ from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import LeafSpec
 from autopar.simulate import fake_process_group
 from benchmarks.memory import Compared, backward, zoo
+from planner.base.errors import AutoparError
 from planner.cluster import ClusterSpec
-from planner.errors import AutoparError
 from planner.layout import local_shape
 from planner.pins import Pins
 from planner.plan import Plan

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from planner.errors import InfeasibleError
+from planner.base.errors import InfeasibleError
 from planner.pipeline.partition import cut
 from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
 from planner.pipeline.simulate import Times, simulate, step_s

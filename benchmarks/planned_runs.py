@@ -24,10 +24,10 @@ from autopar.api import Traced, trace
 from benchmarks.plan_time import llama
 from benchmarks.published import FULL, HALF, MEGATRON_CHOICES, ROWS, Compared, llama_cluster
 from planner.assignment import Assignment
+from planner.base.errors import AutoparError, InfeasibleError
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.conversion import local_bytes
-from planner.errors import AutoparError, InfeasibleError
 from planner.explore import Searched
 from planner.graph import Node, Ref
 from planner.layout import Axis

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from planner.files import write_text
+from planner.base.files import write_text
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "spmd_types", "numpy", "ortools")

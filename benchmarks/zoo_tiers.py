@@ -124,7 +124,7 @@ def _row(
     processes: LocalProcesses, name: str, pin: Mapping[str, Any], plan: Future[Any], folder: str
 ) -> dict[str, Any]:
     """What became of a cell."""
-    from planner.errors import AutoparError, PinError
+    from planner.base.errors import AutoparError, PinError
 
     row: dict[str, Any] = {"model": name, "pin": dict(pin), "status": "equal", "why": ""}
     try:

@@ -80,7 +80,7 @@ def main(models: Sequence[str]) -> int:
 
 def run(model: str) -> list[dict[str, Any]]:
     """All cells of a model."""
-    from planner.errors import AutoparError, PinError
+    from planner.base.errors import AutoparError, PinError
     from tests.autopar.test_turns_models import check
 
     rows = []

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
+from planner.base.errors import AutoparError, InfeasibleError, PlanError
 from planner.capacity import max_batch
 from planner.cluster import ClusterSpec
-from planner.errors import AutoparError, InfeasibleError, PlanError
 from planner.explore import Searched
 from planner.graph import Graph
 from planner.looks import Progress

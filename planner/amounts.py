@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from planner.assignment import Assignment, assignment_of
-from planner.errors import InfeasibleError
+from planner.base.errors import InfeasibleError
 from planner.formulate import Space
 from planner.memory import Usage, usage
 from planner.offload import largest_working_set, offloaded_s

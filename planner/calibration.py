@@ -23,10 +23,10 @@ import yaml
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
-from planner.errors import ClusterError
-from planner.files import read_yaml, write_text
+from planner.base.errors import ClusterError
+from planner.base.files import read_yaml, write_text
+from planner.base.units import FROZEN, BytesPerS, Described, Seconds, check_keys
 from planner.kernel import Attention, Family, Product, Stream
-from planner.quantity import FROZEN, BytesPerS, Described, Seconds, check_keys
 
 VERSION = 2
 """Of files; in the first one collectives were measured back to back."""

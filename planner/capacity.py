@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from planner.errors import PlanError
-from planner.polynomial import at_sizes
+from planner.base.errors import PlanError
+from planner.base.formatting import in_all_bytes
+from planner.base.symbolic_int import at_sizes
 from planner.scale import OtherSizes, Scale, check_size
-from planner.words import in_all_bytes
 
 
 def max_batch(sizes: OtherSizes, sequence: int | None, limit_bytes: int) -> int:

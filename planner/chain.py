@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import groupby, pairwise
 
 from planner.assignment import Assignment
+from planner.base.symbolic_float import at_least_zero
 from planner.brought import brought_by, coming, owned, parted, savers_of, working_moments
 from planner.charges import Places
 from planner.conversion import local_bytes
@@ -27,7 +28,6 @@ from planner.ops.table import contraction_flops
 from planner.pipeline.schedule import versions
 from planner.pipeline.stages import Block, Chain, Cut, Pipeline, Saving
 from planner.recompute import NOTHING, Amount, Level, Levels, Recompute
-from planner.seconds import at_least_zero
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+from planner.base.symbolic_float import Formula, divided, growing, largest, size_formula, smallest
 from planner.conversion import BROUGHT, Phase, Step, local_bytes, passes, together_on
 from planner.filters import ATTENTION
 from planner.formulate import NOT_BROUGHT, Space
 from planner.graph import Node, Ref
 from planner.layout import MICRO, Axis, Layout
 from planner.ops import OPS
-from planner.seconds import Formula, divided, growing, largest, size_formula, smallest
 from planner.skeleton import Together
 from planner.strategy import Choice
 from planner.traffic import Passes

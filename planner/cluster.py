@@ -3,7 +3,7 @@
 A :class:`ClusterSpec` is a file (YAML or JSON): one kind of device, and the levels of the network,
 innermost first. Ranks are numbered level by level, so the devices of a node are consecutive. Every
 bandwidth is per device and direction; quantities may be written as people write them
-(:mod:`planner.quantity`). ``calibration:`` names a file of measurements next to it, or holds them.
+(:mod:`planner.base.units`). ``calibration:`` names a file of measurements next to it, or holds them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
-from planner import host as machine
-from planner.calibration import Calibration
-from planner.errors import ClusterError
-from planner.files import read_yaml, write_text
-from planner.quantity import (
+from planner.base import host as machine
+from planner.base.errors import ClusterError
+from planner.base.files import read_yaml, write_text
+from planner.base.units import (
     FROZEN,
     Bytes,
     BytesPerS,
@@ -36,6 +35,7 @@ from planner.quantity import (
     check_keys,
     nearest,
 )
+from planner.calibration import Calibration
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable

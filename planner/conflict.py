@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner.assignment import Assignment
+from planner.base.errors import ClusterError, InfeasibleError, PinError
+from planner.base.formatting import in_bytes
 from planner.cluster import ClusterSpec
-from planner.errors import ClusterError, InfeasibleError, PinError
 from planner.explore import Searched
 from planner.mesh import pinned_mesh
 from planner.pins import SIZES, Pins
 from planner.search import GAP, search
-from planner.words import in_bytes
 
 MEMORY = "memory"
 MESH = ("pipeline", *SIZES)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
+from planner.base.errors import PinError, PlanError
 from planner.division import Division, check_pinned
 from planner.document import Document
-from planner.errors import PinError, PlanError
 from planner.pins import Pins
 from planner.pipeline.stages import Pipeline
 

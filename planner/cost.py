@@ -26,8 +26,8 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.base.errors import ClusterError
 from planner.cluster import ClusterSpec, Level
-from planner.errors import ClusterError
 from planner.graph import ITEM_BYTES
 from planner.kernel import Attention, Kernel, Product, Stream
 from planner.layout import Axis

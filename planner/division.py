@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
+from planner.base.errors import PinError
+from planner.base.formatting import IN_EACH, sizes_text
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
-from planner.errors import PinError
 from planner.graph import Graph, Node
 from planner.kernel import kernel_of
 from planner.layout import Mesh
@@ -26,7 +27,6 @@ from planner.pipeline.schedule import VIRTUAL_STAGES
 from planner.pipeline.stages import Pipeline
 from planner.skeleton import Skeleton
 from planner.training import Gathers
-from planner.words import IN_EACH, sizes_text
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 """Schedules that are tried where none is pinned."""

@@ -13,12 +13,12 @@ from typing import Any
 
 from planner.account import account
 from planner.assignment import Assignment
+from planner.base.errors import PlanError
 from planner.certificate import Certificate, certify, of_part
 from planner.chunks import SAVED
 from planner.cluster import ClusterSpec
 from planner.detail import Account
 from planner.division import Division
-from planner.errors import PlanError
 from planner.graph import Ref
 from planner.layout import Mesh
 from planner.mesh import MAX_AXES

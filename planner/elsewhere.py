@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.amounts import fastest_amount
+from planner.base.errors import InfeasibleError, PinError
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError, PinError
 from planner.explore import Divisions, Nothing, Searched, explore
 from planner.fitting import fitted
 from planner.looks import Best, Setting

@@ -12,19 +12,19 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, TypedDict
 
+from planner.base.errors import ClusterError, PlanError
+from planner.base.json_schema import Misread, fields_of, read, read_fields
+from planner.base.units import nearest
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.detail import Account, BlockDetail, LeafDetail
 from planner.document import BlockPlan, Document, PipelinePlan, Search
-from planner.errors import ClusterError, PlanError
 from planner.exchange import Exchange
 from planner.layout import Axis, Mesh
 from planner.names import parse_runs, runs
 from planner.predict import Prediction
-from planner.quantity import nearest
 from planner.timetable import Timetable
 from planner.training import Gathers
-from planner.typed import Misread, fields_of, read, read_fields
 
 FORMAT, VERSION = "autopar-plan", 2
 WIDTH = 110

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 
+from planner.base.errors import PlanError
 from planner.document import Document
-from planner.errors import PlanError
 
 
 def stray(plan: Document, known: Iterable[tuple[object, str]], section: object, name: str) -> str:

@@ -18,9 +18,10 @@ import numpy as np
 
 from planner.account import Meanings, meanings
 from planner.assignment import Assignment
+from planner.base.errors import PlanError
+from planner.base.formatting import in_bytes, in_percent, in_seconds, shape_text, sizes_text
 from planner.detail import LeafDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
-from planner.errors import PlanError
 from planner.heap import Fullest, Held
 from planner.layout import Layout
 from planner.names import filled, role_names
@@ -29,7 +30,6 @@ from planner.report.summary import is_notable, local_name
 from planner.skeleton import Role
 from planner.solve import solve
 from planner.strategy import Choice
-from planner.words import in_bytes, in_percent, in_seconds, shape_text, sizes_text
 
 IN_WORDS = {
     "batch": "each rank computes its part of the batch",

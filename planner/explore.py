@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from planner.apart import apart, may_differ, together_again
 from planner.assignment import Assignment, assignment_of
+from planner.base.formatting import in_seconds
 from planner.division import Arithmetic, Division, seeds
 from planner.filling import filled
 from planner.looks import (
@@ -43,7 +44,6 @@ from planner.refusal import check_divisible
 from planner.skeleton import Skeleton
 from planner.timetable import Timetable
 from planner.turns import Staged
-from planner.words import in_seconds
 
 NEAR = 2.0
 """Shapes at most so many doublings from the best plan's are looked at before others; see :meth:`Division.distance`."""

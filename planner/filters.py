@@ -9,7 +9,7 @@ import difflib
 import fnmatch
 from collections.abc import Callable, Mapping
 
-from planner.errors import PinError
+from planner.base.errors import PinError
 from planner.formulate import AllowLeaf
 from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, Axis, I, Layout, Mesh, R, Shard

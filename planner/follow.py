@@ -1,6 +1,6 @@
 """Follow the batch and the sequence length through a graph: which sizes move with them, and how.
 
-Every dim of every value is a product of *parts*, major first: a constant, a :class:`planner.polynomial.Size`, or
+Every dim of every value is a product of *parts*, major first: a constant, a :class:`planner.base.symbolic_int.Size`, or
 something *open*, a number that an argument brings along (``arange(128)``) and that may be any of these. Dim 0 of every
 input is the batch, dim 1 the sequence; parameters and constants stay as they are. Operators pass parts on as their
 factor rules say: one factor has one size, whichever tensors it is read from. So what is open is known as soon as it
@@ -20,9 +20,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.errors import PlanError
+from planner.base.errors import PlanError
+from planner.base.symbolic_int import Size, batch_of, describe, quotient, sequence_of
 from planner.graph import Graph, Node, Ref
-from planner.polynomial import Size, batch_of, describe, quotient, sequence_of
 from planner.positions import COUNTING, EMBEDDING
 from planner.rules import Rule
 from planner.strategy import tensors_of

@@ -1,8 +1,8 @@
 """Formulas: what a plan's step takes, in closed form in the batch, the sequence length and the micro-batches.
 
-The planned decisions are taken at sizes that know their formula (:mod:`planner.polynomial`) in a space whose times do
-(:mod:`planner.closed`), so that counting bytes, calls, operations and seconds gives formulas as well as numbers;
-nothing is fitted. ``plan.at(...)`` has what seconds leave out: tiles and waves on GPUs, and what was measured.
+The planned decisions are taken at sizes that know their formula (:mod:`planner.base.symbolic_int`) in a space whose
+times do (:mod:`planner.closed`), so that counting bytes, calls, operations and seconds gives formulas as well as
+numbers; nothing is fitted. ``plan.at(...)`` has what seconds leave out: tiles and waves on GPUs, and what was measured.
 
 Bytes leave nothing out as long as a step does the same in the same order, which other sizes change only where another
 route between two layouts becomes the cheapest. Of a step in turns, seconds are those along the path through its
@@ -22,19 +22,8 @@ import sympy
 
 from planner.alive import moments
 from planner.assignment import Assignment
-from planner.closed import ClosedSpace
-from planner.conversion import Collective
-from planner.errors import PlanError
-from planner.graph import Node
-from planner.heap import Held
-from planner.memory import usage
-from planner.pipeline.growth import Counts, Growth, growth
-from planner.pipeline.schedule import InFlight
-from planner.pipeline.simulate import critical
-from planner.polynomial import Size, along
-from planner.predict import Calls, collectives, seconds_by_use, sorted_calls
-from planner.scale import OtherSizes, check_size
-from planner.seconds import (
+from planner.base.errors import PlanError
+from planner.base.symbolic_float import (
     Atom,
     Formula,
     Number,
@@ -47,6 +36,17 @@ from planner.seconds import (
     times,
     undominated,
 )
+from planner.base.symbolic_int import Size, along
+from planner.closed import ClosedSpace
+from planner.conversion import Collective
+from planner.graph import Node
+from planner.heap import Held
+from planner.memory import usage
+from planner.pipeline.growth import Counts, Growth, growth
+from planner.pipeline.schedule import InFlight
+from planner.pipeline.simulate import critical
+from planner.predict import Calls, collectives, seconds_by_use, sorted_calls
+from planner.scale import OtherSizes, check_size
 from planner.turns import Staged
 
 Symbols = tuple[sympy.Symbol, sympy.Symbol, sympy.Symbol]

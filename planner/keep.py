@@ -22,8 +22,8 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from planner.again import Backward, shares
+from planner.base.errors import PinError
 from planner.cost import CostModel
-from planner.errors import PinError
 from planner.graph import Node, Ref
 from planner.kernel import kernel_of
 from planner.ops import OPS

@@ -31,7 +31,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.errors import PlanError
+from planner.base.errors import PlanError
 
 
 @dataclass(frozen=True, order=True)

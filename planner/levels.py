@@ -14,8 +14,8 @@ from functools import cached_property
 
 from planner.again import shares
 from planner.assignment import Assignment
+from planner.base.errors import PlanError
 from planner.document import BlockPlan, Document
-from planner.errors import PlanError
 from planner.formulate import Space
 from planner.names import role_names
 from planner.recompute import LEVELS, Amount, Kept, Level, leanest_first

@@ -11,8 +11,8 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
+from planner.base.errors import PinError
 from planner.cluster import ClusterSpec
-from planner.errors import PinError
 from planner.layout import Mesh
 
 BATCH = ("replicate", "data")

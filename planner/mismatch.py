@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from planner.base.formatting import shape_text
 from planner.document import Document
 from planner.fold import Folded
 from planner.graph import Graph
 from planner.names import filled
-from planner.words import shape_text
 
 
 def difference(plan: Document, folded: Folded, model: Mapping[str, Any]) -> str:

@@ -19,14 +19,14 @@ from functools import cached_property
 from itertools import pairwise
 
 from planner.assignment import Assignment
+from planner.base.errors import InfeasibleError
+from planner.base.formatting import in_all_bytes
 from planner.chunks import SAVED, Chunk, gradients, home_bytes, moving_bytes, parameters
-from planner.errors import InfeasibleError
 from planner.memory import Usage, usage
 from planner.predict import Prediction, predict
 from planner.rank_step import UPDATE_THERE, RankStep, without
 from planner.timetable import Timetable, fewest_bytes, shortest_step, simulate
 from planner.turns import Staged
-from planner.words import in_all_bytes
 
 MORE = "hosts with more memory, or pin 'offload' 'disk'"
 """The way out of hosts that are too small."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.errors import PinError
+from planner.base.errors import PinError
 from planner.mesh import ROLES
 from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 from planner.recompute import COMPUTED, Level

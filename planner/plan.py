@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.assignment import Assignment
+from planner.base.errors import PlanError, ScheduleError
+from planner.base.files import write_text
 from planner.chain import chain_of, links_of
 from planner.consistent import check_consistent
 from planner.document import WITHOUT_GRAPH, BlockPlan, Document, PipelinePlan, Search
 from planner.encode import decisions, decode, dump, encode
 from planner.encode import parse as parse_json
 from planner.entries import check_entries, stray
-from planner.errors import PlanError, ScheduleError
 from planner.facts import coverage
-from planner.files import write_text
 from planner.fold import Folded, fold, fold_off, relabel
 from planner.formulate import Space, rules_of
 from planner.fullest import fullest_in_turns
@@ -160,7 +160,7 @@ class Plan(Document):
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the simulated step for https://ui.perfetto.dev, atomically; raises as :meth:`timeline` does, and
-        :class:`planner.errors.InputError` where the file cannot be written.
+        :class:`planner.base.errors.InputError` where the file cannot be written.
         """
         self.timeline().save_trace(path)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.errors import InputError
+from planner.base.errors import InputError
 from planner.graph import Graph, Ref
 
 EMBEDDING = "aten.embedding.default"

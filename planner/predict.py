@@ -14,6 +14,8 @@ from itertools import pairwise
 
 from planner.asked import brought_again, is_asked
 from planner.assignment import Assignment, Chunk
+from planner.base.formatting import in_bytes, in_lines, in_seconds, in_shares, labelled
+from planner.base.symbolic_float import at_least_zero
 from planner.conversion import Collective, Route
 from planner.exchange import Exchange, crossing, exchanges
 from planner.fold import Instance
@@ -22,11 +24,9 @@ from planner.graph import Node, Ref
 from planner.layout import MICRO, PIPELINE, Layout
 from planner.memory import LARGEST, Usage, usage
 from planner.recompute import Level
-from planner.seconds import at_least_zero
 from planner.skeleton import Role
 from planner.strategy import Choice
 from planner.turns import Staged, TurnTimes
-from planner.words import in_bytes, in_lines, in_seconds, in_shares, labelled
 
 
 @dataclass(frozen=True, repr=False)

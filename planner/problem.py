@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.errors import AutoparError
+from planner.base.errors import AutoparError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+from planner.base.errors import PinError
 from planner.division import Division
-from planner.errors import PinError
 from planner.layout import MICRO, Layout, Mesh
 from planner.looks import Best, Look, Setting
 from planner.strategy import Choice

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from planner.errors import ClusterError, InfeasibleError, PinError
+from planner.base.errors import ClusterError, InfeasibleError, PinError
+from planner.base.formatting import in_all_bytes, in_bytes
 from planner.formulate import Space
 from planner.graph import Graph, Node
 from planner.lean import Lean, free_s
@@ -16,7 +17,6 @@ from planner.ops import OPS
 from planner.ops.function import reason
 from planner.problem import Edge
 from planner.strategy import Choice
-from planner.words import in_all_bytes, in_bytes
 
 
 def check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:

@@ -8,8 +8,8 @@ micro-batches there are is a size of the mesh.
 A plan is asked for more than one size. :class:`OtherSizes` follows the batch, the sequence length, or both through the
 graph once each (:mod:`planner.follow`), and then every question costs a walk over the scaled step.
 
-Sizes may also be given as :class:`planner.polynomial.Size`: then whatever is computed from the assignment knows its
-formula.
+Sizes may also be given as :class:`planner.base.symbolic_int.Size`: then whatever is computed from the assignment knows
+its formula.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from functools import cached_property
 
 from planner.alive import moments
 from planner.assignment import Assignment
-from planner.errors import PlanError
+from planner.base.errors import PlanError
+from planner.base.symbolic_int import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of, turns_of
 from planner.fold import Folded, refold
 from planner.follow import Followed, NotFollowed, Sizes, follow
 from planner.formulate import Space
 from planner.graph import Graph, Node, Ref
 from planner.layout import MICRO, Layout, LocalType, Mesh, Shard
 from planner.memory import usage
-from planner.polynomial import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of, turns_of
 from planner.predict import Prediction, predict, predict_in_turns
 from planner.rules import AxisStrategy, Rule
 from planner.skeleton import Role, Skeleton

@@ -13,11 +13,11 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from planner.base.errors import InputError, PinError
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.division import Division, dividing, in_one_turn, in_turns, stages_wanted
 from planner.elsewhere import check_offloads, elsewhere
-from planner.errors import InputError, PinError
 from planner.explore import Divisions, Searched
 from planner.fitting import fitted, taking_room
 from planner.fold import fold, fold_off

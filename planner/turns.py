@@ -16,8 +16,9 @@ from itertools import pairwise
 import numpy as np
 
 from planner.alive import Alive
+from planner.base.errors import InfeasibleError
+from planner.base.symbolic_float import rest
 from planner.chain import Link, also_read, chain_of, placed
-from planner.errors import InfeasibleError
 from planner.fold import Folded
 from planner.pipeline.partition import cut
 from planner.pipeline.simulate import Times, bubble
@@ -25,7 +26,6 @@ from planner.pipeline.simulate import step_s as simulated_s
 from planner.pipeline.stages import Chain, Cut, Pipeline, blocks_of, bound_s, stage_times
 from planner.problem import Evaluation
 from planner.recompute import Level, Recompute, at_levels
-from planner.seconds import rest
 
 BEST = 2
 """So many pipelines are cut for: those whose even cut, saving everything, takes least; more while none fits."""
@@ -86,7 +86,7 @@ class Staged:
     Attributes:
         links: the chain, block by block.
         step_s: the simulated schedule and what happens once a step.
-        turns: the number of micro-batches, where that is to move a size (:mod:`planner.polynomial`).
+        turns: the number of micro-batches, where that is to move a size (:mod:`planner.base.symbolic_int`).
         waits: whether each micro-batch waits for what it gathers where it is used, and nothing is gathered ahead.
     """
 

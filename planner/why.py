@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from planner.assignment import Assignment
+from planner.base.errors import PinError, PlanError
+from planner.base.formatting import in_bytes, in_lines, in_seconds, labelled
 from planner.certificate import Decided
 from planner.conflict import MEMORY, Conflict, Recipe, as_written, conflict_of
 from planner.document import WITHOUT_GRAPH, Document
-from planner.errors import PinError, PlanError
 from planner.explore import Searched
 from planner.heap import is_before
 from planner.layout import MICRO
@@ -29,7 +30,6 @@ from planner.predict import seconds_by_use
 from planner.problem import evaluate
 from planner.search import check_time_limit
 from planner.skeleton import Role
-from planner.words import in_bytes, in_lines, in_seconds, labelled
 
 Number = TypeVar("Number", int, float)
 

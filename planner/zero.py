@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from planner.errors import PinError, PlanError
+from planner.base.errors import PinError, PlanError
 from planner.fold import Folded, Instance, relabel
 from planner.graph import Graph
 from planner.recompute import ALONE, Level

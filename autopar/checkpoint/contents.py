@@ -19,7 +19,7 @@ from autopar.checkpoint.parts import Part
 from autopar.checkpoint.together import Ranks
 from autopar.runtime.mesh import as_dtensor
 from autopar.runtime.module import ParallelModule
-from planner.errors import CheckpointError
+from planner.base.errors import CheckpointError
 
 MODEL, OPTIM = "model.", "optim."
 LIKE, WHOLE, VALUE = "like", "whole", "value"

@@ -14,7 +14,7 @@ import torch
 from autopar.checkpoint.contents import MODEL
 from autopar.checkpoint.files import Stored
 from autopar.checkpoint.parts import PIECE_BYTES, Box
-from planner.errors import CheckpointError
+from planner.base.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 

@@ -57,8 +57,8 @@ import autopar
 from autopar.checkpoint.parts import Box
 from autopar.runtime.disk import check_there
 from autopar.runtime.pages import READ, WRITE
-from planner.errors import CheckpointError, DiskError
-from planner.words import in_all_bytes
+from planner.base.errors import CheckpointError, DiskError
+from planner.base.formatting import in_all_bytes
 
 FORMAT = 1
 """Of the manifest and of the index; larger where an older autopar would misread it."""

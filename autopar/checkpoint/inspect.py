@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from autopar.checkpoint.contents import MODEL, OPTIM
 from autopar.checkpoint.files import Stored
-from planner.words import in_bytes
+from planner.base.formatting import in_bytes
 
 
 def inspected(path: str | os.PathLike[str]) -> str:

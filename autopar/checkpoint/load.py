@@ -15,7 +15,7 @@ from autopar.checkpoint.parts import Part, boxes
 from autopar.checkpoint.save import idle
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.step import Step
-from planner.errors import CheckpointError
+from planner.base.errors import CheckpointError
 
 
 def load_checkpoint(

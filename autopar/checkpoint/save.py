@@ -21,7 +21,7 @@ from autopar.checkpoint.together import Ranks
 from autopar.runtime.disk import check_there
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pages import READ
-from planner.errors import AutoparError, CheckpointError
+from planner.base.errors import AutoparError, CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from autopar.runtime.patience import patience
-from planner.errors import AutoparError, CheckpointError
+from planner.base.errors import AutoparError, CheckpointError
 
 T = TypeVar("T")
 

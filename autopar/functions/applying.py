@@ -23,7 +23,7 @@ from autopar.functions.declared import DECLARED
 from autopar.functions.outside import belonging
 from autopar.functions.static import Hole, code
 from autopar.walk import Walk
-from planner.errors import CaptureError
+from planner.base.errors import CaptureError
 
 Applied = dict[tuple[object, ...], Carried]
 """The Functions that a model applies while it is captured, by what they are called with."""

@@ -25,7 +25,7 @@ from autopar.facts import PLAIN
 from autopar.functions.declared import DECLARED, Declared
 from autopar.functions.outside import Watching
 from autopar.functions.static import Hole, text
-from planner.errors import CaptureError, InputError
+from planner.base.errors import CaptureError, InputError
 
 NAMESPACE = "autopar_function"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from autopar.functions.kept import Kept
-from planner.errors import CaptureError
+from planner.base.errors import CaptureError
 
 
 @dataclass(frozen=True)

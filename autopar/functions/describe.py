@@ -20,7 +20,7 @@ from autopar.functions.keeping import kept
 from autopar.functions.kept import Kept
 from autopar.functions.proof import Followed, Proof, Refuted, difference
 from autopar.functions.reach import refuse_reach
-from planner.errors import CaptureError
+from planner.base.errors import CaptureError
 from planner.graph import TensorType
 from planner.layout import P, R, Shard
 from planner.ops.signature import is_floating

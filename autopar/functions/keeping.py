@@ -21,7 +21,7 @@ from autopar.functions.joint import Operand, alone
 from autopar.functions.kept import Kept
 from autopar.functions.outside import Watching
 from autopar.nominate import storage_of
-from planner.errors import CaptureError
+from planner.base.errors import CaptureError
 
 
 def kept(carried: Carried, operands: Sequence[Operand]) -> Kept:

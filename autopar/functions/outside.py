@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.walk import Walk
-from planner.errors import CaptureError
+from planner.base.errors import CaptureError
 
 _Tensors = Mapping[str, Sequence[tuple[str, Tensor]]]
 """What a model has, by kind, each by name; held, since what is made later would lie in its memory otherwise."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autopar.functions.carry import Carried
 from autopar.functions.outside import belongings, storage_of
 from autopar.outside import is_installed
-from planner.errors import CaptureError
+from planner.base.errors import CaptureError
 
 _READS = ("LOAD_GLOBAL", "LOAD_NAME")
 

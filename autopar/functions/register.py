@@ -14,7 +14,7 @@ from torch.autograd import Function
 from autopar.functions.declared import DECLARED, Declared
 from autopar.functions.keeping import observed
 from autopar.functions.kept import Kept
-from planner.errors import CaptureError, InputError
+from planner.base.errors import CaptureError, InputError
 
 
 def register(

@@ -27,8 +27,8 @@ from autopar.runtime.held import Held
 from autopar.runtime.recompute import memory_of
 from autopar.runtime.tiers import Arena, Chunk, Gradients, Homes, Link, Parameters, Sums
 from autopar.runtime.updating import AFTER, Updates, let_go, may_update
+from planner.base.errors import InputError, TimetableError
 from planner.chunks import of_turn, shared
-from planner.errors import InputError, TimetableError
 from planner.heap import BEFORE
 from planner.timetable import Timetable
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.pages import READ, cannot_bring
-from planner.errors import DiskError, InfeasibleError, InputError
-from planner.words import in_all_bytes
+from planner.base.errors import DiskError, InfeasibleError, InputError
+from planner.base.formatting import in_all_bytes
 
 
 @dataclass(frozen=True)

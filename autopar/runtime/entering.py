@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.carrier import Carrier
-from planner.errors import InputError
+from planner.base.errors import InputError
 from planner.heap import is_before
 
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.disk import Disk
 from autopar.runtime.pages import READ
-from planner.errors import InputError
+from planner.base.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class InFile(Gradient):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Raises :class:`planner.errors.DiskError`: the file cannot be read."""
+        """Raises :class:`planner.base.errors.DiskError`: the file cannot be read."""
         if func in Gradient.special:
             for each in pytree.tree_leaves((args, kwargs)):
                 if isinstance(each, InFile) and each.holders.disk is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from planner.errors import InputError
+from planner.base.errors import InputError
 
 
 def handing_over(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.mesh import as_dtensor
 from autopar.runtime.trial import FAILURES, SCALES, first_line, name_of
-from planner.errors import InputError
+from planner.base.errors import InputError
 
 MASTER = "master"
 PIECE_BYTES = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}

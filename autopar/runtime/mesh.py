@@ -18,7 +18,7 @@ from autopar.runtime.conversions import convert
 from autopar.runtime.mail import Pipeline
 from autopar.runtime.patience import be_patient
 from planner import layout as planner_layout
-from planner.errors import InputError, PlanError
+from planner.base.errors import InputError, PlanError
 from planner.layout import PIPELINE, Layout, Mesh
 
 

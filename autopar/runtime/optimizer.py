@@ -22,9 +22,9 @@ from autopar.runtime.disk import Disk
 from autopar.runtime.masters import class_with_masters
 from autopar.runtime.pages import READ
 from autopar.runtime.trial import FAILURES, SCALES, at_a_rate, first_line, name_of
-from planner import host
-from planner.errors import InfeasibleError, InputError
-from planner.words import in_all_bytes
+from planner.base import host
+from planner.base.errors import InfeasibleError, InputError
+from planner.base.formatting import in_all_bytes
 
 Groups = Sequence[Mapping[str, Any]]
 """Each has ``params``, a pattern of names or several (``*`` and ``?`` allowed), and options of its own."""

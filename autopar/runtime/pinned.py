@@ -12,8 +12,8 @@ import mmap
 import torch
 from torch import Tensor
 
-from planner.errors import InfeasibleError
-from planner.words import in_all_bytes
+from planner.base.errors import InfeasibleError
+from planner.base.formatting import in_all_bytes
 
 
 def pinned(size: int) -> Tensor:

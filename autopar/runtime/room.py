@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from planner import host
-from planner.errors import InfeasibleError
-from planner.words import in_all_bytes
+from planner.base import host
+from planner.base.errors import InfeasibleError
+from planner.base.formatting import in_all_bytes
 
 
 @dataclass(frozen=True)

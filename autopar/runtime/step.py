@@ -30,7 +30,7 @@ from autopar.runtime.stage import Stage, programs_in
 from autopar.runtime.state import RunState
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
-from planner.errors import InputError
+from planner.base.errors import InputError
 from planner.pipeline.schedule import Action, is_left_over
 
 _NO_LOSS = (

@@ -26,9 +26,9 @@ from autopar.runtime.disk import Disk
 from autopar.runtime.notes import add_note
 from autopar.runtime.pages import READ, WRITE
 from autopar.runtime.pinned import pinned
-from planner.errors import TimetableError
+from planner.base.errors import TimetableError
+from planner.base.formatting import in_all_bytes
 from planner.timetable.table import ACTIONS
-from planner.words import in_all_bytes
 
 REMEMBERED = 8
 """So many of the last things that were done with a chunk are told where one is used that is not there."""

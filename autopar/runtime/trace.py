@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from autopar.runtime.mail import Pipeline
-from planner.errors import InputError
+from planner.base.errors import InputError
 from planner.pipeline.schedule import Action, Schedule
 from planner.timeline import Event, StepTimeline, bubble_of
 

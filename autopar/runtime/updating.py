@@ -25,7 +25,7 @@ from autopar.runtime.gradients import is_hooked
 from autopar.runtime.notes import add_note
 from autopar.runtime.tiers import Link
 from autopar.runtime.trial import FAILURES, SCALES, at_a_rate, first_line, name_of
-from planner.errors import InputError
+from planner.base.errors import InputError
 
 AFTER = "plan with pin 'update' 'after', whose backward leaves gradients in .grad"
 """The way out for steps that are not forward, backward, update."""

@@ -15,7 +15,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from planner.errors import ScheduleError
+from planner.base.errors import ScheduleError
 from planner.pipeline.schedule import fullest, period
 from planner.pipeline.simulate import Path, Times, critical, repeating, step_s
 from planner.pipeline.stages import Pipeline

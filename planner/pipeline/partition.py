@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.linear_solver import pywraplp
 
-from planner.errors import InfeasibleError
+from planner.base.errors import InfeasibleError
+from planner.base.formatting import in_bytes
 from planner.pipeline.schedule import InFlight, placed
 from planner.pipeline.simulate import Path, Times, critical
 from planner.pipeline.stages import Block, Chain, Cut, Pipeline, blocks_of, bound_s, check_chain, evaluate
-from planner.words import in_bytes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from planner.errors import ScheduleError
+from planner.base.errors import ScheduleError
 
 KINDS = "FBIW"
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.errors import ScheduleError
+from planner.base.errors import ScheduleError
 from planner.pipeline.schedule import Action, Schedule, check_fits, period, schedule
 
 Floats = NDArray[np.float64]

@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from planner.errors import ScheduleError
+from planner.base.errors import ScheduleError
 from planner.pipeline.schedule import InFlight, check_fits, fullest, parted, placed, schedule
 from planner.pipeline.simulate import Times, step_s
 

@@ -12,11 +12,21 @@ from importlib import resources
 from itertools import product
 from typing import Any
 
+from planner.base.errors import PlanError, ScheduleError
+from planner.base.formatting import (
+    MEMORY_USES,
+    TIME_USES,
+    by_module,
+    in_bytes,
+    in_count,
+    in_percent,
+    in_seconds,
+    recomputed,
+)
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.detail import LeafDetail, OpDetail
 from planner.document import Document
-from planner.errors import PlanError, ScheduleError
 from planner.layout import Mesh
 from planner.report.summary import (
     BlockSummary,
@@ -34,16 +44,6 @@ from planner.report.summary import (
     standing,
     stored,
     traffic,
-)
-from planner.words import (
-    MEMORY_USES,
-    TIME_USES,
-    by_module,
-    in_bytes,
-    in_count,
-    in_percent,
-    in_seconds,
-    recomputed,
 )
 
 DARK = """

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
+from planner.base.formatting import IN_EACH, again, in_bytes, in_seconds, sizes_text
 from planner.chunks import ALIGN_BYTES, SAVED
 from planner.conversion import Collective
 from planner.detail import BlockDetail, Move, OpDetail
@@ -15,7 +16,6 @@ from planner.document import BlockPlan, Document
 from planner.layout import PIPELINE
 from planner.pins import FREE_AXES
 from planner.pipeline.schedule import versions
-from planner.words import IN_EACH, again, in_bytes, in_seconds, sizes_text
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.base.formatting import (
+    by_module,
+    in_bytes,
+    in_paragraph,
+    in_percent,
+    in_seconds,
+    in_shares,
+    labelled,
+    recomputed,
+    sizes_text,
+)
 from planner.conversion import Collective
 from planner.detail import OpDetail
 from planner.document import Document
@@ -23,17 +34,6 @@ from planner.report.summary import (
     standing,
     stored,
     traffic,
-)
-from planner.words import (
-    by_module,
-    in_bytes,
-    in_paragraph,
-    in_percent,
-    in_seconds,
-    in_shares,
-    labelled,
-    recomputed,
-    sizes_text,
 )
 
 SHOWN = 16

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.errors import AutoparError
+from planner.base.errors import AutoparError
 from planner.problem import Edge, Floats, Ints, Problem
 from planner.solve.moments import Alive, FlatSpans, Spans, essential
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.errors import AutoparError
+from planner.base.errors import AutoparError
 from planner.problem import Edge, Floats, Ints, Problem, Span, Vertex
 
 FORBIDDEN = 10**18

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.errors import InputError
-from planner.files import write_text
+from planner.base.errors import InputError
+from planner.base.files import write_text
 from planner.pipeline.simulate import Simulated
 from planner.timeline.step import Event, Step
 from planner.timeline.svg import svg

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from planner.base.formatting import in_seconds
 from planner.pipeline.schedule import Action
-from planner.words import in_seconds
 
 KINDS = {
     "F": "forward",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from planner.base.formatting import in_seconds
 from planner.pipeline.simulate import Floats
 from planner.timeline.shares import shares
 from planner.timeline.step import KINDS, Step
-from planner.words import in_seconds
 
 WIDTH = 96
 SIGNS = {"F": "█", "B": "▒", "I": "▒", "W": "░", "wait": "·", "gather": "g", "reduce": "r", "update": "u"}

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
-from planner.errors import TimetableError
+from planner.base.errors import TimetableError
+from planner.base.formatting import in_all_bytes, in_bytes
+from planner.base.json_schema import Misread, fields_of, read_fields
 from planner.timetable.trace import Access, Item, Link, Moment, Trace, Use, check_whole
-from planner.typed import Misread, fields_of, read_fields
-from planner.words import in_all_bytes, in_bytes
 
 ACTIONS: dict[str, tuple[str, str]] = {
     "drop": ("resident", "home"),

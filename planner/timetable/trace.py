@@ -22,8 +22,8 @@ from functools import cached_property
 from numbers import Integral
 from typing import Literal
 
-from planner.errors import InfeasibleError, TimetableError
-from planner.words import in_all_bytes, in_bytes
+from planner.base.errors import InfeasibleError, TimetableError
+from planner.base.formatting import in_all_bytes, in_bytes
 
 Access = Literal["r", "w", "rw"]
 ACCESSES = ("r", "w", "rw")

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
+from planner.base.errors import InputError
 from planner.cluster import ClusterSpec
-from planner.errors import InputError
 from tests.autopar.carried import Batch, same_gradients
 
 

@@ -20,7 +20,7 @@ import autopar
 from autopar.checkpoint import files, save
 from autopar.exact import exact
 from autopar.runtime.module import ParallelModule
-from planner.errors import CheckpointError
+from planner.base.errors import CheckpointError
 from tests.autopar.workers import batch_of, loss_of, model_of, parallel
 
 

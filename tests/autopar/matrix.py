@@ -17,8 +17,8 @@ from autopar.simulate import DivergedError
 from autopar.typecheck import typecheck
 from autopar.verification import RTOL, Agreement, Reference, locate, reference, simulate, space_on
 from planner.assignment import Assignment, assignment_of
+from planner.base.errors import PinError, VerificationError
 from planner.cluster import ClusterSpec
-from planner.errors import PinError, VerificationError
 from planner.layout import Mesh
 from planner.pins import Pins
 from planner.problem import Problem

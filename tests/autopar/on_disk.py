@@ -16,8 +16,8 @@ from torch import nn
 
 import autopar
 from autopar.runtime.module import ParallelModule
+from planner.base.errors import DiskError, InfeasibleError, InputError
 from planner.cluster import ClusterSpec
-from planner.errors import DiskError, InfeasibleError, InputError
 from planner.plan import Plan
 from tests.autopar.carried import another, loss_of, model_of, same_gradients
 

@@ -12,8 +12,8 @@ import torch
 import autopar
 from autopar.runtime.buckets import is_held_elsewhere
 from autopar.runtime.mesh import whole_of
+from planner.base.errors import PlanError
 from planner.chunks import SAVED
-from planner.errors import PlanError
 from planner.offload import saved_homes
 from planner.plan import Plan
 from planner.timetable import Use, fewest_bytes

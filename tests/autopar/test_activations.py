@@ -16,9 +16,9 @@ from autopar.processes import LocalProcesses
 from autopar.runtime.activations import Activations
 from autopar.runtime.held import Held
 from autopar.runtime.tiers import Arena, Homes, Link
+from planner.base.errors import DiskError, InfeasibleError
 from planner.chunks import SAVED
 from planner.cluster import ClusterSpec
-from planner.errors import DiskError, InfeasibleError
 from planner.plan import Plan
 from planner.timetable import fewest_bytes
 from tests.autopar import carried, saved

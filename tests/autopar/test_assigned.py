@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import ClusterSpec
 from autopar.capture import capture
-from planner.errors import CaptureError
+from planner.base.errors import CaptureError
 
 X = torch.randn(4, 8)
 Assign = Callable[[Any, Tensor], None]

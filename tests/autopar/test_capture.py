@@ -10,8 +10,8 @@ from autopar.capture import capture
 from autopar.lower import lower
 from autopar.verification import verify
 from autopar.walk import Walk, modules, tensors
+from planner.base.errors import CaptureError, InputError
 from planner.cluster import ClusterSpec
-from planner.errors import CaptureError, InputError
 from planner.graph import Ref
 
 X = torch.randn(4, 8)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from autopar.runtime.disk import Disk
 from autopar.runtime.pages import READ
-from planner.errors import ClusterError, DiskError, InfeasibleError, InputError
+from planner.base.errors import ClusterError, DiskError, InfeasibleError, InputError
 from tests.autopar import on_disk
 from tests.autopar.carried import model_of
 

@@ -9,7 +9,7 @@ from torch import nn
 import autopar
 from autopar.api import assign, trace
 from autopar.simulate import Simulation
-from planner.errors import CaptureError, ClusterError, InputError, PinError, PlanError
+from planner.base.errors import CaptureError, ClusterError, InputError, PinError, PlanError
 
 X = torch.randn(8, 16)
 CLUSTER = autopar.ClusterSpec.local(2, memory_bytes=2**30, cores=2)

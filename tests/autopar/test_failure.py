@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.api import trace
 from autopar.capture import capture
-from planner.errors import AutoparError, CaptureError, InputError
+from planner.base.errors import AutoparError, CaptureError, InputError
 
 X = torch.randn(8, 8)
 

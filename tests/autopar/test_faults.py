@@ -21,7 +21,7 @@ from autopar.simulate import DivergedError, Simulation, fake_process_group
 from autopar.typecheck import check_program, emit
 from autopar.verification import RTOL, Reference, observed_step
 from planner.assignment import Assignment
-from planner.errors import VerificationError
+from planner.base.errors import VerificationError
 from tests.autopar.matrix import Recipe, decide, original
 
 TENSOR = Recipe("tensor", {"tensor": 2})

@@ -17,8 +17,8 @@ from autopar.nominate import nominate
 from autopar.verification import RTOL, reference, simulate, space_on
 from autopar.walk import Walk
 from planner.assignment import assignment_of
+from planner.base.errors import CaptureError, InputError
 from planner.cluster import ClusterSpec
-from planner.errors import CaptureError, InputError
 from planner.graph import Graph
 from planner.layout import Mesh
 from planner.pins import Pins

@@ -12,9 +12,9 @@ import torch
 
 from autopar.api import Traced, plan_traced, trace
 from planner.assignment import Assignment
+from planner.base.errors import PlanError
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
-from planner.errors import PlanError
 from planner.fold import fold, relabel
 from planner.formulate import Space, rules_of
 from planner.graph import Graph

@@ -26,8 +26,8 @@ from autopar.rewrite import rewrite
 from autopar.typecheck import typecheck
 from autopar.verification import locate, reference, simulate, verify
 from benchmarks.memory import observed_peak
+from planner.base.errors import CaptureError, InputError, PinError, PlanError, VerificationError
 from planner.cluster import ClusterSpec
-from planner.errors import CaptureError, InputError, PinError, PlanError, VerificationError
 from planner.graph import Graph, Node
 from planner.memory import usage
 from planner.pins import Pins

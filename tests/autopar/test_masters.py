@@ -17,8 +17,8 @@ import autopar
 from autopar.meter import LiveBytes
 from autopar.runtime.masters import MASTER, class_with_masters, with_masters
 from autopar.runtime.module import ParallelModule
+from planner.base.errors import InfeasibleError, InputError, PlanError
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError, InputError, PlanError
 from planner.plan import Plan
 from tests.autopar.by_hand import LOW, ByHand, local
 from tests.autopar.test_optimizer import NO_DECAY, Small

@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import autopar
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optimizer import FUSED, check_elementwise, make_optimizer
+from planner.base.errors import InputError
 from planner.cluster import ClusterSpec
-from planner.errors import InputError
 
 CPU = torch.device("cpu")
 ELEMENTWISE: list[tuple[Any, dict[str, Any]]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.runtime.pinned import pinned
-from planner.errors import InfeasibleError
+from planner.base.errors import InfeasibleError
 
 
 @pytest.mark.parametrize("size", [2**62, 2**70])

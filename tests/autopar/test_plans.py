@@ -15,8 +15,8 @@ from torch import nn
 import autopar
 from autopar import ClusterSpec, Plan
 from autopar.api import assign, trace
+from planner.base.errors import InputError, PinError, PlanError
 from planner.document import BlockPlan
-from planner.errors import InputError, PinError, PlanError
 
 
 class Block(nn.Module):

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from autopar import profile as profiling
 from autopar.cli import app
 from autopar.timing import Pace
+from planner.base.errors import ClusterError
 from planner.calibration import Calibration
 from planner.cluster import ClusterSpec
 from planner.cost import KINDS, CostModel
-from planner.errors import ClusterError
 from planner.kernel import FAMILY_OF, Product
 from planner.layout import Axis
 
@@ -75,7 +75,7 @@ def test_an_unknown_gpu_is_described_by_its_best_rates(measured: Calibration, mo
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
-    monkeypatch.setattr("planner.host.gpus", lambda: ["NVIDIA Tomorrow"] * 2)
+    monkeypatch.setattr("planner.base.host.gpus", lambda: ["NVIDIA Tomorrow"] * 2)
     unknown = measured.model_copy(update={"device": "NVIDIA Tomorrow"})
     spec = profiling.measured_cluster(unknown)
     assert (spec.device.kind, spec.world_size, spec.device.memory_bytes) == ("NVIDIA Tomorrow", 2, 16 * 2**30)

@@ -20,9 +20,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
 from autopar import ClusterSpec, Plan
+from planner.base.errors import InfeasibleError
+from planner.base.formatting import in_bytes
 from planner.encode import dump
-from planner.errors import InfeasibleError
-from planner.words import in_bytes
 from tests.planner.plans import GOLDEN, check_golden
 
 ROOT = Path(__file__).resolve().parents[2]

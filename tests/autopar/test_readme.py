@@ -14,8 +14,8 @@ import yaml
 
 import autopar
 from autopar.processes import LocalProcesses
+from planner.base.errors import PinError
 from planner.cluster import ClusterSpec
-from planner.errors import PinError
 from planner.pins import Pins
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,7 +25,7 @@ from autopar.simulate import Simulation, fake_process_group
 from autopar.typecheck import check_program, emit
 from benchmarks.memory import observed_peak
 from planner.again import shares
-from planner.errors import PlanError, VerificationError
+from planner.base.errors import PlanError, VerificationError
 from planner.pins import Pins
 from planner.recompute import COMPUTED, NOTHING, Amount, Recompute
 from planner.training import Training

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import autopar
 from autopar.runtime.room import Room, check
-from planner import host
+from planner.base import host
+from planner.base.errors import InfeasibleError, PlanError
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError, PlanError
 from tests.autopar.carried import model_of, plan_of
 
 GIB = 2**30

@@ -20,8 +20,8 @@ from autopar.meter import LiveBytes, held_tensors
 from autopar.runtime.mesh import groups_of, part_of, put_part, rows_of, take
 from autopar.simulate import Simulation
 from autopar.typecheck import typecheck
+from planner.base.errors import InputError, PlanError
 from planner.cluster import ClusterSpec
-from planner.errors import InputError, PlanError
 from planner.layout import I, Layout, Mesh, R, Shard, local_shape
 from planner.pins import Pins
 from planner.plan import Plan

@@ -20,7 +20,7 @@ from autopar.simulate import Simulation
 from autopar.typecheck import typecheck
 from autopar.verification import Reference, observed_step, reference, simulate
 from planner.assignment import Assignment
-from planner.errors import InputError, VerificationError
+from planner.base.errors import InputError, VerificationError
 from planner.pins import Pins
 from planner.training import Training
 from tests.autopar import workers

@@ -24,7 +24,7 @@ from autopar.simulate import Simulation
 from autopar.typecheck import typecheck
 from autopar.verification import Reference, observed_step, reference
 from planner.assignment import Assignment
-from planner.errors import InputError, PinError, PlanError
+from planner.base.errors import InputError, PinError, PlanError
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.training import Training

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.updating import Used, check_separate
-from planner.errors import DiskError, InfeasibleError, InputError, PlanError
+from planner.base.errors import DiskError, InfeasibleError, InputError, PlanError
 from planner.plan import Plan
 from planner.timetable import Timetable
 from tests.autopar import on_disk

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.updating import Used
+from planner.base.errors import InputError
 from planner.cluster import ClusterSpec
-from planner.errors import InputError
 from planner.plan import Plan
 from tests.autopar.carried import another, loss_of, model_of, parallel
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from planner.advice import Request, search_or_advise
+from planner.base.errors import InfeasibleError
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError
 from planner.explore import Searched
 from planner.pins import Pins
 from planner.search import search

@@ -13,10 +13,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.base.errors import ClusterError
 from planner.calibration import Calibration
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
-from planner.errors import ClusterError
 from planner.kernel import Attention, Product, Stream
 from planner.layout import Axis
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from planner.base.errors import ClusterError
 from planner.calibration import Calibration
 from planner.cluster import ClusterSpec, Device, Host, Level, PeakFlops
-from planner.errors import ClusterError
 from tests.planner.plans import plan_of, residual_mlp
 
 GPUS = ("dgx-a100", "dgx-a100-40gb", "dgx-h100", "dgx-v100", "hgx-b200", "hgx-h200", "workstation")
@@ -229,9 +229,9 @@ def test_local_processes_share_the_machine() -> None:
     ],
 )
 def test_detects_the_machine(monkeypatch: pytest.MonkeyPatch, found: list[str], name: str, devices: int) -> None:
-    monkeypatch.setattr("planner.host.gpus", lambda: found)
-    monkeypatch.setattr("planner.host.cores", lambda: 3)
-    monkeypatch.setattr("planner.host.memory_bytes", lambda: 2**40)
+    monkeypatch.setattr("planner.base.host.gpus", lambda: found)
+    monkeypatch.setattr("planner.base.host.cores", lambda: 3)
+    monkeypatch.setattr("planner.base.host.memory_bytes", lambda: 2**40)
     spec = ClusterSpec.detect()
     assert (spec.device.kind, spec.world_size) == (name, devices)
     assert spec.host_memory.memory_bytes == 2**40 // devices
@@ -239,7 +239,7 @@ def test_detects_the_machine(monkeypatch: pytest.MonkeyPatch, found: list[str], 
 
 @pytest.mark.parametrize("found", [["NVIDIA H100 PCIe"], ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]])
 def test_gpus_that_no_preset_describes(monkeypatch: pytest.MonkeyPatch, found: list[str]) -> None:
-    monkeypatch.setattr("planner.host.gpus", lambda: found)
+    monkeypatch.setattr("planner.base.host.gpus", lambda: found)
     with pytest.raises(ClusterError, match="no preset describes the GPUs") as caught:
         ClusterSpec.detect()
     assert found[0] in str(caught.value) and "autopar profile" in str(caught.value)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from planner.base.errors import ClusterError
 from planner.cluster import ClusterSpec
 from planner.cost import KINDS, CostModel, crossings
-from planner.errors import ClusterError
 from planner.kernel import Attention, Product, Stream, kernel_of
 from planner.layout import Axis, Mesh
 from planner.mesh import candidate_meshes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from planner.errors import PlanError
+from planner.base.errors import PlanError
 from planner.plan import Plan
 from tests.planner.plans import cluster, plan_of, residual_mlp
 from tests.planner.test_offload import offload

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from planner.assignment import Assignment
+from planner.base.errors import InfeasibleError
 from planner.certificate import certify
 from planner.cluster import ClusterSpec, Device, PeakFlops
 from planner.cluster import Level as NetworkLevel
 from planner.cost import CostModel
-from planner.errors import InfeasibleError
 from planner.explore import Searched
 from planner.fold import fold, fold_off, relabel
 from planner.formulate import Space, rules_of

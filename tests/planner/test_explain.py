@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from planner.base.errors import PlanError
 from planner.detail import Account
 from planner.document import Document
-from planner.errors import PlanError
 from planner.explain import Alternative, Explanation
 from planner.graph import Graph
 from planner.plan import Plan

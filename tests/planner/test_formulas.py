@@ -13,16 +13,16 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from planner.base.errors import PlanError
+from planner.base.symbolic_float import growing, largest
+from planner.base.symbolic_int import along, at_sizes, batch_of, describe, quotient, sequence_of, turns_of
 from planner.facts import model_facts
 from planner.follow import NotFollowed, follow
 from planner.formulas import Formulas
 from planner.formulate import rules_of
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.plan import Plan, restage, restore
-from planner.polynomial import along, at_sizes, batch_of, describe, quotient, sequence_of, turns_of
 from planner.predict import Prediction, predict_in_turns
-from planner.seconds import growing, largest
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 BATCH, LENGTH = batch_of(6), sequence_of(10)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planner.errors import PlanError
+from planner.base.errors import PlanError
 from planner.fullest import NEXT, SECOND, fullest_in_turns
 from planner.graph import Graph, Node, Ref
 from planner.heap import Fullest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planner.errors import ScheduleError
+from planner.base.errors import ScheduleError
 from planner.pipeline.growth import Counts, Growth, growth
 from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, fullest, schedule
 from planner.pipeline.simulate import Times, longest

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.errors import AutoparError
+from planner.base.errors import AutoparError
 from planner.problem import Answer, evaluate
 from planner.solve import __main__ as solve_main
 from planner.solve import front

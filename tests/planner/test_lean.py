@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.base.errors import InfeasibleError
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError
 from planner.explore import Searched
 from planner.graph import Graph
 from planner.lean import Lean

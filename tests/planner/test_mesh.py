@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.base.errors import PinError
 from planner.cluster import ClusterSpec, Level
-from planner.errors import PinError
 from planner.layout import Axis, Mesh
 from planner.mesh import candidate_meshes, pinned_mesh
 

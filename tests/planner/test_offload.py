@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from planner import elsewhere, fitting
 from planner.assignment import Assignment
+from planner.base.errors import ClusterError, InfeasibleError, PinError, PlanError
+from planner.base.formatting import in_all_bytes
 from planner.calibration import Calibration
 from planner.chunks import (
     ALIGN_BYTES,
@@ -29,7 +31,6 @@ from planner.chunks import (
 )
 from planner.cluster import ClusterSpec, Host
 from planner.conversion import local_bytes
-from planner.errors import ClusterError, InfeasibleError, PinError, PlanError
 from planner.explore import Searched, explore
 from planner.facts import model_facts
 from planner.graph import Graph, Ref
@@ -42,7 +43,6 @@ from planner.plan import Plan, Search, describe, reprice
 from planner.search import search
 from planner.timetable import Use, fewest_bytes, simulate
 from planner.training import Training
-from planner.words import in_all_bytes
 from tests.planner.plans import plan_of, residual_mlp, unwrapped
 
 

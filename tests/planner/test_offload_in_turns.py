@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from planner.assignment import Assignment
+from planner.base.errors import InfeasibleError, PinError, PlanError
 from planner.chunks import chunks_of, gradients, of_turn, parameters
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError, PinError, PlanError
 from planner.facts import model_facts
 from planner.graph import Graph
 from planner.memory import usage

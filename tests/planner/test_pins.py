@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.cluster import ClusterSpec
-from planner.errors import ClusterError, InfeasibleError, PinError
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.layout import I, Layout, Mesh, Shard
 from planner.pins import Pins

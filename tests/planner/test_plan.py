@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.assignment import Assignment, assignment_of
+from planner.base.errors import PlanError
 from planner.cost import CostModel
 from planner.encode import dump
-from planner.errors import PlanError
 from planner.facts import model_facts
 from planner.filters import filters
 from planner.fold import fold, relabel

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import pytest
 
+from planner.base.errors import InfeasibleError, InputError, PinError, PlanError, ScheduleError
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.division import Division, in_turns
-from planner.errors import InfeasibleError, InputError, PinError, PlanError, ScheduleError
 from planner.explore import Searched
 from planner.facts import model_facts
 from planner.filters import filters

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from planner.assignment import assignment_of
+from planner.base.errors import InfeasibleError
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError
 from planner.lean import Lean, begun, lean_plans
 from planner.looks import Look, Setting
 from planner.memory import usage

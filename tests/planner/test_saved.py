@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from planner.assignment import Assignment
+from planner.base.errors import InfeasibleError, PinError
+from planner.base.formatting import in_all_bytes
 from planner.chunks import SAVED, chunks_of, home_bytes, label
-from planner.errors import InfeasibleError, PinError
 from planner.graph import Graph, Node, Ref, TensorType
 from planner.memory import Usage, usage
 from planner.plan import Plan, reprice
 from planner.timetable import Use
-from planner.words import in_all_bytes
 from tests.planner.plans import residual_mlp, unwrapped
 from tests.planner.test_offload import GRAPH, cluster, decided, gpu, offload, with_usable
 

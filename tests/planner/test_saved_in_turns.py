@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from planner.base.errors import InfeasibleError, PinError
+from planner.base.formatting import in_all_bytes
 from planner.chunks import SAVED, chunks_of, home_bytes, of_turn
 from planner.cluster import ClusterSpec
-from planner.errors import InfeasibleError, PinError
 from planner.memory import usage
 from planner.offload import saved_bytes, saved_homes
 from planner.plan import Plan, reprice
 from planner.timetable import Item, Link, Moment, Timetable, Trace, Use, fewest_bytes
-from planner.words import in_all_bytes
 from tests.planner.plans import residual_mlp, unwrapped
 from tests.planner.test_offload import cluster, gpu, with_usable
 from tests.planner.test_offload_in_turns import decided, offload

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner.explore
+from planner.base.errors import ClusterError, InfeasibleError, InputError, PinError
 from planner.cluster import ClusterSpec, Device, Level, PeakFlops
 from planner.cost import CostModel
-from planner.errors import ClusterError, InfeasibleError, InputError, PinError
 from planner.fold import fold, fold_off
 from planner.formulate import Space, rules_of
 from planner.graph import Graph, Node, Ref, TensorType

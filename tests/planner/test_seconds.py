@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner import seconds as seconds_room
-from planner.polynomial import batch_of, sequence_of
-from planner.seconds import Pick, Seconds, at_least_zero, formula_of, growing, largest, rest, smallest
+from planner.base import symbolic_float as seconds_room
+from planner.base.symbolic_float import Pick, Seconds, at_least_zero, formula_of, growing, largest, rest, smallest
+from planner.base.symbolic_int import batch_of, sequence_of
 
 BATCH, SEQUENCE = 6, 10
 SIZES = (batch_of(BATCH), sequence_of(SEQUENCE), batch_of(BATCH) * sequence_of(SEQUENCE), 7)
@@ -81,9 +81,11 @@ def test_what_has_no_formula_is_an_error(made):
 def test_plain_sums_are_made_of_plain_numbers():
     """``math.fsum`` drops formulas and tells nobody."""
     found = []
-    for path in Path(seconds_room.__file__).parent.glob("*.py"):
+    for path in Path(seconds_room.__file__).parents[1].rglob("*.py"):
         tree = ast.parse(path.read_text())
-        if any(isinstance(node, ast.ImportFrom) and node.module == "planner.seconds" for node in ast.walk(tree)):
+        if any(
+            isinstance(node, ast.ImportFrom) and node.module == "planner.base.symbolic_float" for node in ast.walk(tree)
+        ):
             calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
             found += [call.args[0] for call in calls if ast.unparse(call.func).endswith("fsum")]
     assert found

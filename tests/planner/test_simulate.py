@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.errors import ScheduleError
+from planner.base.errors import ScheduleError
 from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
 from planner.pipeline.simulate import Times, critical, longest, simulate, step_s
 

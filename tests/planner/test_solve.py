@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ortools.linear_solver import pywraplp
 from pybind11_abseil.status import BuildStatusNotOk, StatusCode, StatusNotOk
 
-from planner.errors import AutoparError
+from planner.base.errors import AutoparError
 from planner.problem import Answer, Edge, Floats, Problem, Span, Vertex, evaluate
 from planner.solve import lower_bounds, solve, window
 from planner.solve.model import build_model, drop_moments

@@ -9,7 +9,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from planner.errors import InfeasibleError, ScheduleError
+from planner.base.errors import InfeasibleError, ScheduleError
 from planner.pipeline.partition import cut
 from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
 from planner.pipeline.simulate import simulate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-KEEP = "import os; from planner.stdout import keep_stdout; keep_stdout(); "
+KEEP = "import os; from planner.base.stdout import keep_stdout; keep_stdout(); "
 
 
 def run(code: str, shell: str = "") -> subprocess.CompletedProcess[str]:

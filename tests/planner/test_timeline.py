@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from planner.errors import InputError
+from planner.base.errors import InputError
 from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
 from planner.pipeline.simulate import Simulated, Times, simulate
 from planner.timeline import StepTimeline, bubble_of, predicted

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.timetable import farthest, least_recent, models, on_demand, static, trace_of
-from planner.errors import InfeasibleError, TimetableError
+from planner.base.errors import InfeasibleError, TimetableError
 from planner.timetable import (
     Entry,
     Item,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from planner.base.errors import InfeasibleError, InputError, PinError, PlanError
 from planner.conflict import Recipe
-from planner.errors import InfeasibleError, InputError, PinError, PlanError
 from planner.explore import Searched
 from planner.plan import Plan
 from planner.why import WhyNot

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from planner.assignment import Assignment
+from planner.base.errors import PinError, PlanError
 from planner.cost import CostModel
-from planner.errors import PinError, PlanError
 from planner.facts import model_facts
 from planner.filters import filters
 from planner.formulate import Space, rules_of

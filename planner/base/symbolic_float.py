@@ -1,10 +1,10 @@
 """Seconds: times that know how they grow: a number as planned, and the formula in batch, sequence and micro-batches
 behind it.
 
-:class:`Seconds` is to ``float`` what :class:`planner.polynomial.Size` is to ``int``: whatever adds up times adds up
-formulas as well, and what has no formula is an error; but ``math.fsum`` sees the numbers alone, so where times may have
-formulas it is given ``float(...)`` of each. A formula is a sum of *atoms* with coefficients: powers of batch, sequence
-and micro-batches, and the largest or the smallest of several formulas.
+:class:`Seconds` is to ``float`` what :class:`planner.base.symbolic_int.Size` is to ``int``: whatever adds up times adds
+up formulas as well, and what has no formula is an error; but ``math.fsum`` sees the numbers alone, so where times may
+have formulas it is given ``float(...)`` of each. A formula is a sum of *atoms* with coefficients: powers of batch,
+sequence and micro-batches, and the largest or the smallest of several formulas.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from planner.polynomial import CONSTANT, Powers, Size, product, terms_of
+from planner.base.symbolic_int import CONSTANT, Powers, Size, product, terms_of
 
 ROUNDING = 1e-12
 """The part of a sum that may be left of it where it should be nothing."""
@@ -92,7 +92,7 @@ class Seconds(float):
 
 
 def growing(start_s: float, seconds_per_unit: float, size: float) -> Seconds:
-    """A start, and a rate for a :class:`planner.polynomial.Size` of bytes or operations."""
+    """A start, and a rate for a :class:`planner.base.symbolic_int.Size` of bytes or operations."""
     formula = added({CONSTANT: start_s}, times(size_formula(size), seconds_per_unit))
     return _made(start_s + seconds_per_unit * float(size), formula)
 

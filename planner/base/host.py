@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from planner.errors import ClusterError
+from planner.base.errors import ClusterError
 
 
 def cores() -> int:

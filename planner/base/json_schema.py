@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from planner.quantity import nearest
+from planner.base.units import nearest
 
 Readers = Mapping[Any, Callable[[Any], Any]]
 WORDS = {

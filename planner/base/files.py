@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from planner.errors import ClusterError
+from planner.base.errors import ClusterError
 
 
 def read_yaml(path: str | os.PathLike[str], what: str) -> Any:
