@@ -36,7 +36,7 @@ from planner.cost import CostModel
 from planner.facts import model_facts
 from planner.filters import filters
 from planner.formulate import Space, rules_of
-from planner.graph import Graph
+from planner.ir.graph import Graph
 from planner.memory import usage
 from planner.mesh import MAX_AXES
 from planner.offload import saved_bytes

@@ -17,7 +17,7 @@ from typing import Any
 
 from planner.base.errors import InputError, PinError
 from planner.cluster import ClusterSpec
-from planner.graph import ITEM_BYTES
+from planner.ir.graph import ITEM_BYTES
 from planner.mesh import pinned_mesh
 from planner.pins import Pins
 from planner.plan import Plan

@@ -23,9 +23,9 @@ from autopar.runtime.turns import of_this_turn
 from planner.again import Again
 from planner.assignment import Assignment
 from planner.conversion import Route, Step
-from planner.fold import Block
-from planner.graph import Node, Ref
-from planner.layout import MICRO, I, Layout, Mark, Mesh, P, R, Shard, local_outer
+from planner.ir.folding import Block
+from planner.ir.graph import Node, Ref
+from planner.ir.layout import MICRO, I, Layout, Mark, Mesh, P, R, Shard, local_outer
 from planner.ops import saved_places
 
 STATE, CARRIER = "state", "carrier"

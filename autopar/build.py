@@ -33,8 +33,8 @@ from planner.base.errors import PlanError
 from planner.chunks import SAVED, before, chunks_of, gradients, moments_of, of_turn, parameters, saved_item
 from planner.document import EVALUATE
 from planner.exchange import ties
-from planner.graph import Node, Ref
-from planner.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
+from planner.ir.graph import Node, Ref
+from planner.ir.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
 from planner.memory import usage
 from planner.offload import saved_homes
 from planner.pipeline.schedule import Schedule

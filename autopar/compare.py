@@ -14,8 +14,8 @@ from autopar.capture import Captured
 from autopar.runtime.recompute import recompute
 from autopar.simulate import DivergedError, Simulation
 from planner.assignment import Assignment
-from planner.fold import Instance
-from planner.graph import Node, Ref
+from planner.ir.folding import Instance
+from planner.ir.graph import Node, Ref
 
 aten = torch.ops.aten
 

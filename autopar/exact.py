@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.functions.carry import around, carried_by
-from planner.graph import Graph, Node
+from planner.ir.graph import Graph, Node
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _NARROW_NAMES = frozenset(str(dtype).removeprefix("torch.") for dtype in _NARROW)

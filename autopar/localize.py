@@ -22,8 +22,8 @@ from autopar.local_sizes import local_call
 from autopar.runtime.draws import draw, draw_attention
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS, LocalForm
 from planner.base.errors import PlanError
-from planner.graph import Node, TensorType
-from planner.layout import MICRO, Layout, Mesh, Shard, local_outer, local_shape
+from planner.ir.graph import Node, TensorType
+from planner.ir.layout import MICRO, Layout, Mesh, Shard, local_outer, local_shape
 from planner.ops import OPS
 from planner.rules import Rule, find
 from planner.strategy import Choice

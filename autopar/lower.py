@@ -31,8 +31,8 @@ from autopar.operators import (
     values_of,
 )
 from autopar.program import Body, Leaf, Program, module_path
-from planner.columns import Columns, Ints, Nodes, ending, ints
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.node_table import Columns, Ints, Nodes, ending, ints
 from planner.ops.function import PREFIX
 
 

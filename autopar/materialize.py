@@ -28,7 +28,7 @@ from autopar.checkpoint.together import Ranks
 from autopar.runtime.mesh import Rows, rows_of, take
 from autopar.runtime.module import LeafSpec
 from planner.base.errors import InputError
-from planner.layout import Mesh
+from planner.ir.layout import Mesh
 
 Source = Mapping[str, Tensor] | str | os.PathLike[str]
 

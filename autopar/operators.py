@@ -10,7 +10,7 @@ import torch
 
 from autopar.program import module_path
 from planner.base.errors import CaptureError
-from planner.graph import TensorType
+from planner.ir.graph import TensorType
 
 _STATIC = (int, float, bool, str, complex, type(None))
 

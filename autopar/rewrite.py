@@ -35,9 +35,9 @@ from autopar.runtime.recompute import recompute
 from planner.asked import brought_again
 from planner.assignment import Assignment
 from planner.chunks import Chunk, chunks_of, parameters
-from planner.fold import Block, Instance
-from planner.graph import Ref
 from planner.heap import BEFORE, is_before
+from planner.ir.folding import Block, Instance
+from planner.ir.graph import Ref
 from planner.recompute import Level
 from planner.runs import Wiring
 

@@ -24,7 +24,7 @@ from autopar.runtime.mesh import coordinates, device_mesh, part_of, put_part
 from autopar.runtime.module import LeafSpec, ParallelModule
 from planner.assignment import Assignment
 from planner.base.errors import PlanError
-from planner.layout import Layout, Mesh, P, R
+from planner.ir.layout import Layout, Mesh, P, R
 
 
 @contextlib.contextmanager

@@ -27,8 +27,8 @@ from planner.assignment import Assignment
 from planner.base.errors import InputError, PlanError
 from planner.chunks import Chunk, before
 from planner.exchange import crossing
-from planner.graph import Graph, Node, Ref
-from planner.layout import MICRO, I, Layout, R, local_shape
+from planner.ir.graph import Graph, Node, Ref
+from planner.ir.layout import MICRO, I, Layout, R, local_shape
 
 
 @dataclass(frozen=True)

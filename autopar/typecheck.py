@@ -37,8 +37,8 @@ from autopar.simulate import fake_process_group
 from autopar.stages import stages_of
 from planner.assignment import Assignment
 from planner.base.errors import VerificationError
-from planner.graph import Graph, Node, Ref
-from planner.layout import MICRO, I, Layout, LocalType, Mark, Mesh, P, R, Shard, format_layout, local_shape
+from planner.ir.graph import Graph, Node, Ref
+from planner.ir.layout import MICRO, I, Layout, LocalType, Mark, Mesh, P, R, Shard, format_layout, local_shape
 from planner.strategy import Choice
 
 

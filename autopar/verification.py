@@ -42,10 +42,10 @@ from planner.conversion import Collective
 from planner.cost import CostModel
 from planner.exchange import Exchange, exchanges
 from planner.filters import filters
-from planner.fold import Folded, fold, refold
 from planner.formulate import Space, rules_of
-from planner.graph import Graph, Ref
-from planner.layout import Layout, Mesh
+from planner.ir.folding import Folded, fold, refold
+from planner.ir.graph import Graph, Ref
+from planner.ir.layout import Layout, Mesh
 from planner.pace import pace_of
 from planner.pins import Pins
 from planner.plan import Plan
@@ -152,7 +152,7 @@ def _wiring(graph: Graph) -> object:
 
 
 def _loss_position(traced: Traced) -> int | None:
-    """Which of all outputs the loss is, see :attr:`planner.graph.Graph.roots`."""
+    """Which of all outputs the loss is, see :attr:`planner.ir.graph.Graph.roots`."""
     nodes = [place for place, name in enumerate(traced.captured.outputs) if name is not None]
     return None if traced.graph.loss is None else nodes[traced.graph.loss]
 

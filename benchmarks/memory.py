@@ -27,7 +27,7 @@ from autopar.simulate import fake_process_group
 from planner.assignment import Assignment
 from planner.base.errors import PinError
 from planner.cluster import ClusterSpec
-from planner.layout import local_shape
+from planner.ir.layout import local_shape
 from planner.pins import Pins
 from planner.training import Training
 from tests.autopar.models import MODELS

@@ -24,7 +24,7 @@ from autopar.simulate import fake_process_group
 from benchmarks.memory import Compared, backward, zoo
 from planner.base.errors import AutoparError
 from planner.cluster import ClusterSpec
-from planner.layout import local_shape
+from planner.ir.layout import local_shape
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.training import Training

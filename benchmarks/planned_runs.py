@@ -29,8 +29,8 @@ from planner.certificate import Decided
 from planner.cluster import ClusterSpec
 from planner.conversion import local_bytes
 from planner.explore import Searched
-from planner.graph import Node, Ref
-from planner.layout import Axis
+from planner.ir.graph import Node, Ref
+from planner.ir.layout import Axis
 from planner.looks import PROVED
 from planner.pins import Pins
 from planner.predict import predict, predict_in_turns

@@ -23,8 +23,8 @@ from typing import Any
 
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
+from planner.ir.layout import Axis
 from planner.kernel import Attention, Kernel, Product
-from planner.layout import Axis
 
 ROWS = Path(__file__).parents[2] / "shared" / "validation" / "published_runs.json"
 ASSUMED = (

@@ -26,7 +26,7 @@ from autopar.runtime.state import RunState
 from autopar.runtime.step import Step
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
-from planner.layout import Mesh
+from planner.ir.layout import Mesh
 from planner.pipeline.schedule import schedule
 from planner.pipeline.simulate import Times, simulate
 

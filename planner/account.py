@@ -15,8 +15,8 @@ from planner.conversion import Collective, local_bytes
 from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
 from planner.filters import ATTENTION, Labels, label_dims, labelled_parts
 from planner.formulate import Space
-from planner.graph import Node, Ref
-from planner.layout import MICRO, format_layout
+from planner.ir.graph import Node, Ref
+from planner.ir.layout import MICRO, format_layout
 from planner.names import Section, fillings, pattern, role_names
 from planner.ops import OPS
 from planner.ops.table import contraction_flops

@@ -17,7 +17,7 @@ from planner.base.errors import AutoparError, InfeasibleError, PlanError
 from planner.capacity import max_batch
 from planner.cluster import ClusterSpec
 from planner.explore import Searched
-from planner.graph import Graph
+from planner.ir.graph import Graph
 from planner.looks import Progress
 from planner.mesh import MAX_AXES
 from planner.pins import Pins

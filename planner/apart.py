@@ -7,10 +7,10 @@ say. So the search also decides for every instance of a small model; instances t
 from __future__ import annotations
 
 from planner.assignment import Assignment, assignment_of
-from planner.fold import Block, Folded, relabel
 from planner.formulate import Space
-from planner.graph import Ref
-from planner.layout import Layout
+from planner.ir.folding import Block, Folded, relabel
+from planner.ir.graph import Ref
+from planner.ir.layout import Layout
 from planner.looks import Best, Setting
 from planner.problem import evaluate
 from planner.recompute import together

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from planner.assignment import Assignment
-from planner.fold import Instance
 from planner.formulate import Space
-from planner.graph import Node, Ref
+from planner.ir.folding import Instance
+from planner.ir.graph import Node, Ref
 from planner.ops import saved_places
 from planner.recompute import Level
 

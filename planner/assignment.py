@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.conversion import BROUGHT, Route, Step
-from planner.fold import Block, Instance
 from planner.formulate import Space
-from planner.graph import Node, Ref
-from planner.layout import Layout
+from planner.ir.folding import Block, Instance
+from planner.ir.graph import Node, Ref
+from planner.ir.layout import Layout
 from planner.recompute import NOTHING, Level, Recompute
 from planner.skeleton import Role
 from planner.strategy import Choice

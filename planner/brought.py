@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from planner.assignment import Assignment
 from planner.conversion import local_bytes
-from planner.fold import Instance
-from planner.graph import Node, Ref
+from planner.ir.folding import Instance
+from planner.ir.graph import Node, Ref
 from planner.recompute import Level
 
 

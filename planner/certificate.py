@@ -17,10 +17,10 @@ from typing import Any
 
 from planner.assignment import Assignment
 from planner.conversion import ConversionTable
-from planner.fold import relabel
 from planner.formulate import Space
-from planner.graph import Ref
-from planner.layout import Layout
+from planner.ir.folding import relabel
+from planner.ir.graph import Ref
+from planner.ir.layout import Layout
 from planner.problem import Evaluation, Ints, evaluate
 from planner.recompute import Recompute, apart
 from planner.skeleton import Role, Skeleton

@@ -20,8 +20,8 @@ from planner.brought import brought_by, coming, owned, parted, savers_of, workin
 from planner.charges import Places
 from planner.conversion import local_bytes
 from planner.exchange import crossing, sent
-from planner.graph import Node, Ref
-from planner.layout import MICRO, PIPELINE, Axis, Layout
+from planner.ir.graph import Node, Ref
+from planner.ir.layout import MICRO, PIPELINE, Axis, Layout
 from planner.leaves import Leaves, Parts, Use, by_use
 from planner.ops import OPS
 from planner.ops.table import contraction_flops

@@ -16,8 +16,8 @@ from functools import cached_property
 from itertools import repeat
 
 from planner.again import Again, shares
-from planner.fold import Block, Folded
-from planner.graph import Node, Ref
+from planner.ir.folding import Block, Folded
+from planner.ir.graph import Node, Ref
 from planner.ops import saved_places
 from planner.recompute import Level, Recompute
 

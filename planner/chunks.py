@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from planner.assignment import Assignment
 from planner.conversion import local_bytes
-from planner.graph import Ref
 from planner.heap import BEFORE
+from planner.ir.graph import Ref
 from planner.memory import enters_before, readers_of
 from planner.saved import Saved
 

@@ -14,8 +14,8 @@ from planner.base.symbolic_float import Formula, divided, growing, largest, size
 from planner.conversion import BROUGHT, Phase, Step, local_bytes, passes, together_on
 from planner.filters import ATTENTION
 from planner.formulate import NOT_BROUGHT, Space
-from planner.graph import Node, Ref
-from planner.layout import MICRO, Axis, Layout
+from planner.ir.graph import Node, Ref
+from planner.ir.layout import MICRO, Axis, Layout
 from planner.ops import OPS
 from planner.skeleton import Together
 from planner.strategy import Choice

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from planner.graph import TensorType
-from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
+from planner.ir.graph import TensorType
+from planner.ir.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
 from planner.problem import Floats, Ints
 
 # (from, to) -> (collective forward, collective backward). "S>S" is a shard moving to another dim.

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from planner.base.errors import ClusterError
 from planner.cluster import ClusterSpec, Level
-from planner.graph import ITEM_BYTES
+from planner.ir.graph import ITEM_BYTES
+from planner.ir.layout import Axis
 from planner.kernel import Attention, Kernel, Product, Stream
-from planner.layout import Axis
 from planner.tiles import attention_s, product_at_least_s, product_s
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")

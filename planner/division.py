@@ -16,9 +16,9 @@ from planner.base.errors import PinError
 from planner.base.formatting import IN_EACH, sizes_text
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
-from planner.graph import Graph, Node
+from planner.ir.graph import Graph, Node
+from planner.ir.layout import Mesh
 from planner.kernel import kernel_of
-from planner.layout import Mesh
 from planner.mesh import batch_ranks, candidate_meshes, pinned_mesh
 from planner.ops import OPS
 from planner.pace import Pace, Packed, pace_of, packing

@@ -19,8 +19,8 @@ from planner.chunks import SAVED
 from planner.cluster import ClusterSpec
 from planner.detail import Account
 from planner.division import Division
-from planner.graph import Ref
-from planner.layout import Mesh
+from planner.ir.graph import Ref
+from planner.ir.layout import Mesh
 from planner.mesh import MAX_AXES
 from planner.pipeline.schedule import schedule
 from planner.pipeline.simulate import simulate

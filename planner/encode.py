@@ -20,7 +20,7 @@ from planner.conversion import Collective
 from planner.detail import Account, BlockDetail, LeafDetail
 from planner.document import BlockPlan, Document, PipelinePlan, Search
 from planner.exchange import Exchange
-from planner.layout import Axis, Mesh
+from planner.ir.layout import Axis, Mesh
 from planner.names import parse_runs, runs
 from planner.predict import Prediction
 from planner.timetable import Timetable

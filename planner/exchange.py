@@ -17,8 +17,8 @@ from itertools import pairwise
 
 from planner.assignment import Assignment
 from planner.conversion import local_bytes
-from planner.fold import Folded
-from planner.graph import Ref
+from planner.ir.folding import Folded
+from planner.ir.graph import Ref
 
 LOSS_BYTES = 16
 """The loss is told in float64, with the scale that its backward assumed."""

@@ -23,7 +23,7 @@ from planner.base.formatting import in_bytes, in_percent, in_seconds, shape_text
 from planner.detail import LeafDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
 from planner.heap import Fullest, Held
-from planner.layout import Layout
+from planner.ir.layout import Layout
 from planner.names import filled, role_names
 from planner.problem import Evaluation, Problem, evaluate
 from planner.report.summary import is_notable, local_name

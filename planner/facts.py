@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.graph import Graph, Node, static
+from planner.ir.graph import Graph, Node, static
 from planner.names import short_op
 from planner.ops import OPS
 from planner.ops.function import FOUND_OUT, PREFIX, reason

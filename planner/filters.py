@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 
 from planner.base.errors import PinError
 from planner.formulate import AllowLeaf
-from planner.graph import Graph, Node, Ref
-from planner.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
+from planner.ir.graph import Graph, Node, Ref
+from planner.ir.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.mesh import BATCH, batch_ranks
 from planner.ops import OPS
 from planner.ops.table import contraction_flops

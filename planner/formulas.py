@@ -39,8 +39,8 @@ from planner.base.symbolic_float import (
 from planner.base.symbolic_int import Size, along
 from planner.closed import ClosedSpace
 from planner.conversion import Collective
-from planner.graph import Node
 from planner.heap import Held
+from planner.ir.graph import Node
 from planner.memory import usage
 from planner.pipeline.growth import Counts, Growth, growth
 from planner.pipeline.schedule import InFlight

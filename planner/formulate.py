@@ -19,9 +19,9 @@ import numpy as np
 
 from planner.conversion import ConversionTable
 from planner.cost import CostModel
-from planner.fold import Folded, Instance
-from planner.graph import Graph, Node, Ref, static
-from planner.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
+from planner.ir.folding import Folded, Instance
+from planner.ir.graph import Graph, Node, Ref, static
+from planner.ir.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
 from planner.pace import Pace, pace_of
 from planner.prices import Priced
 from planner.problem import Edge, Floats, Ints, Problem, Vertex
@@ -54,9 +54,9 @@ class Space(Priced):
             are no rank's, but all of what a lower bound needs. Left out: one stage.
         like: another space of the same graph, mesh, prices and rules.
 
-    With micro-batches (:data:`planner.layout.MICRO`) work and storage are those of one. Where parameters are gathered
-    and gradients reduced once a step, both are held in the layout in which they are used; where in each micro-batch,
-    in the layout in which they are stored (:attr:`brings_once`).
+    With micro-batches (:data:`planner.ir.layout.MICRO`) work and storage are those of one. Where parameters are
+    gathered and gradients reduced once a step, both are held in the layout in which they are used; where in each
+    micro-batch, in the layout in which they are stored (:attr:`brings_once`).
     """
 
     def __init__(

@@ -17,8 +17,8 @@ from planner.brought import Brought, brought_by, coming, owned, parted, savers_o
 from planner.charges import Places
 from planner.conversion import local_bytes
 from planner.exchange import crossing, sent
-from planner.graph import Node, Ref
 from planner.heap import BEFORE, Fullest, Held
+from planner.ir.graph import Node, Ref
 from planner.leaves import Leaves, Part, Parts
 from planner.names import called
 from planner.pipeline.schedule import versions

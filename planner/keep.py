@@ -24,7 +24,7 @@ from itertools import pairwise
 from planner.again import Backward, shares
 from planner.base.errors import PinError
 from planner.cost import CostModel
-from planner.graph import Node, Ref
+from planner.ir.graph import Node, Ref
 from planner.kernel import kernel_of
 from planner.ops import OPS
 from planner.recompute import Level, Levels

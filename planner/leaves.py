@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from planner.assignment import Assignment
 from planner.conversion import local_bytes
-from planner.graph import Node, Ref
-from planner.layout import MICRO, Layout, P, Shard
+from planner.ir.graph import Node, Ref
+from planner.ir.layout import MICRO, Layout, P, Shard
 
 
 class Use(NamedTuple):

@@ -35,8 +35,8 @@ from planner.cost import CostModel
 from planner.division import Division, pipelines_of, schedules
 from planner.filters import Labels, filters, label_dims
 from planner.formulate import Space
-from planner.graph import Graph
-from planner.layout import Mesh
+from planner.ir.graph import Graph
+from planner.ir.layout import Mesh
 from planner.pace import packing
 from planner.pins import Pins
 from planner.pipeline.stages import Pipeline

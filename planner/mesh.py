@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from planner.base.errors import PinError
 from planner.cluster import ClusterSpec
-from planner.layout import Mesh
+from planner.ir.layout import Mesh
 
 BATCH = ("replicate", "data")
 """Axes that share the batch; parameters are sharded on the inner one at most."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from planner.base.formatting import shape_text
 from planner.document import Document
-from planner.fold import Folded
-from planner.graph import Graph
+from planner.ir.folding import Folded
+from planner.ir.graph import Graph
 from planner.names import filled
 
 

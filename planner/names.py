@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from planner.formulate import Space
-from planner.graph import Node
+from planner.ir.graph import Node
 from planner.skeleton import Role
 
 Section = str | tuple[str, int]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.graph import Node, TensorType
+from planner.ir.graph import Node, TensorType
 from planner.ops import OPS
 from planner.ops.function import kept
 from planner.ops.table import OWN

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from planner.fold import Instance
+from planner.ir.folding import Instance
 from planner.skeleton import Skeleton
 
 OUT_OF_TURN = ("zero_bubble", "zbv", "dualpipev", "2bw")

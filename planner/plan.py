@@ -28,12 +28,12 @@ from planner.encode import decisions, decode, dump, encode
 from planner.encode import parse as parse_json
 from planner.entries import check_entries, stray
 from planner.facts import coverage
-from planner.fold import Folded, fold, fold_off, relabel
 from planner.formulate import Space, rules_of
 from planner.fullest import fullest_in_turns
-from planner.graph import Graph, Ref
 from planner.heap import Fullest
-from planner.layout import Layout, format_layout
+from planner.ir.folding import Folded, fold, fold_off, relabel
+from planner.ir.graph import Graph, Ref
+from planner.ir.layout import Layout, format_layout
 from planner.levels import Stated, read_amounts, read_by_number
 from planner.memory import usage
 from planner.mismatch import difference

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.base.errors import InputError
-from planner.graph import Graph, Ref
+from planner.ir.graph import Graph, Ref
 
 EMBEDDING = "aten.embedding.default"
 COUNTING = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})

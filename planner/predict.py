@@ -18,10 +18,10 @@ from planner.base.formatting import in_bytes, in_lines, in_seconds, in_shares, l
 from planner.base.symbolic_float import at_least_zero
 from planner.conversion import Collective, Route
 from planner.exchange import Exchange, crossing, exchanges
-from planner.fold import Instance
 from planner.fullest import fullest_in_turns
-from planner.graph import Node, Ref
-from planner.layout import MICRO, PIPELINE, Layout
+from planner.ir.folding import Instance
+from planner.ir.graph import Node, Ref
+from planner.ir.layout import MICRO, PIPELINE, Layout
 from planner.memory import LARGEST, Usage, usage
 from planner.recompute import Level
 from planner.skeleton import Role

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from planner.conversion import ConversionTable, local_bytes
 from planner.cost import CostModel
-from planner.graph import Node, Ref
+from planner.ir.graph import Node, Ref
+from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
 from planner.kernel import Stream, kernel_of
-from planner.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS
 from planner.own import COPIES, is_own, own_bytes, saved_words
 from planner.problem import Floats, Ints

@@ -41,9 +41,9 @@ from planner.chunks import (
 from planner.cluster import Home
 from planner.conversion import local_bytes
 from planner.exchange import crossing
-from planner.graph import Ref
 from planner.heap import BEFORE, Direction
-from planner.layout import MICRO, Shard
+from planner.ir.graph import Ref
+from planner.ir.layout import MICRO, Shard
 from planner.leaves import Leaves
 from planner.memory import Usage
 from planner.pipeline.schedule import Action, schedule

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from planner.base.errors import PinError
 from planner.division import Division
-from planner.layout import MICRO, Layout, Mesh
+from planner.ir.layout import MICRO, Layout, Mesh
 from planner.looks import Best, Look, Setting
 from planner.strategy import Choice
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from planner.fold import Folded
+from planner.ir.folding import Folded
 
 Kept = tuple[int, ...]
 """The operators of a block whose results are kept, by position in ``block.nodes``; all else is made again."""

@@ -9,7 +9,7 @@ import numpy as np
 from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes, in_bytes
 from planner.formulate import Space
-from planner.graph import Graph, Node
+from planner.ir.graph import Graph, Node
 from planner.lean import Lean, free_s
 from planner.looks import Look, Setting
 from planner.names import short_op

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.layout import I, LocalType, P, R, Shard
+from planner.ir.layout import I, LocalType, P, R, Shard
 
 Dim = tuple[str, ...]
 Dims = tuple[Dim, ...]

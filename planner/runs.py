@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.assignment import Assignment
-from planner.graph import Node, Ref
+from planner.ir.graph import Node, Ref
+from planner.ir.repetition import Run, periodic
 from planner.skeleton import Role
-from planner.stacks import Run, periodic
 
 
 @dataclass(frozen=True)

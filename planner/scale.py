@@ -24,11 +24,11 @@ from planner.alive import moments
 from planner.assignment import Assignment
 from planner.base.errors import PlanError
 from planner.base.symbolic_int import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of, turns_of
-from planner.fold import Folded, refold
 from planner.follow import Followed, NotFollowed, Sizes, follow
 from planner.formulate import Space
-from planner.graph import Graph, Node, Ref
-from planner.layout import MICRO, Layout, LocalType, Mesh, Shard
+from planner.ir.folding import Folded, refold
+from planner.ir.graph import Graph, Node, Ref
+from planner.ir.layout import MICRO, Layout, LocalType, Mesh, Shard
 from planner.memory import usage
 from planner.predict import Prediction, predict, predict_in_turns
 from planner.rules import AxisStrategy, Rule
@@ -171,7 +171,7 @@ class Scale:
                 yield from self._cut_by(ref, decision, space.graph.by_name[ref.node].target or ref.node)
 
     def _cut_by(self, ref: Ref, layout: Layout, where: str) -> Iterator[Division]:
-        """By the rule of :func:`planner.layout.local_shape`."""
+        """By the rule of :func:`planner.ir.layout.local_shape`."""
         axes = self.planned.space.mesh.axes
         for dim, parts in enumerate(self.followed.dims[ref]):
             ranks: dict[int, int] = {}

@@ -22,11 +22,11 @@ from itertools import accumulate, pairwise, product
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.fold import STORED, Folded, split
-from planner.graph import Graph, Node, Ref
+from planner.ir.folding import STORED, Folded, split
+from planner.ir.graph import Graph, Node, Ref
+from planner.ir.repetition import module_paths, shared_path
 from planner.ops import OPS
 from planner.rules import Rule
-from planner.stacks import module_paths, shared_path
 
 SHARE = 1 / 32
 """What does not repeat is cut while both pieces have this share of the model's work."""

@@ -20,9 +20,9 @@ from planner.division import Division, dividing, in_one_turn, in_turns, stages_w
 from planner.elsewhere import check_offloads, elsewhere
 from planner.explore import Divisions, Searched
 from planner.fitting import fitted, taking_room
-from planner.fold import fold, fold_off
 from planner.formulate import rules_of
-from planner.graph import Graph
+from planner.ir.folding import fold, fold_off
+from planner.ir.graph import Graph
 from planner.keep import keeping, with_levels_between
 from planner.looks import Progress, Setting
 from planner.mesh import MAX_AXES

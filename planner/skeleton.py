@@ -15,8 +15,8 @@ from typing import NamedTuple, cast
 
 from planner.again import Again, Backward
 from planner.charges import Charges, Places
-from planner.fold import Folded, Instance
-from planner.graph import Node, Ref
+from planner.ir.folding import Folded, Instance
+from planner.ir.graph import Node, Ref
 from planner.ops import OPS
 from planner.recompute import NOTHING, Level, Recompute
 from planner.rules import Rule

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.graph import Graph, Node, Ref, TensorType
-from planner.layout import I, Layout, LocalType, Mesh, R, Shard, local_shape
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.layout import I, Layout, LocalType, Mesh, R, Shard, local_shape
 from planner.ops import OPS
 from planner.rules import AxisStrategy, Inner, Rule, axis_strategies, find
 

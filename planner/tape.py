@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from planner.again import Again
-from planner.fold import Block
 from planner.heap import Heap, Storage
+from planner.ir.folding import Block
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.again import shares
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ops import OPS, passed_places
 from planner.ops.function import moves
 from planner.ops.table import Row, no_flops

@@ -19,7 +19,7 @@ from planner.alive import Alive
 from planner.base.errors import InfeasibleError
 from planner.base.symbolic_float import rest
 from planner.chain import Link, also_read, chain_of, placed
-from planner.fold import Folded
+from planner.ir.folding import Folded
 from planner.pipeline.partition import cut
 from planner.pipeline.simulate import Times, bubble
 from planner.pipeline.simulate import step_s as simulated_s

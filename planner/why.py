@@ -21,7 +21,7 @@ from planner.conflict import MEMORY, Conflict, Recipe, as_written, conflict_of
 from planner.document import WITHOUT_GRAPH, Document
 from planner.explore import Searched
 from planner.heap import is_before
-from planner.layout import MICRO
+from planner.ir.layout import MICRO
 from planner.looks import PROVED
 from planner.memory import Usage, usage
 from planner.names import called, state_of

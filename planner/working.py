@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph import Graph, Node
-from planner.layout import Layout, P, R
+from planner.ir.graph import Graph, Node
+from planner.ir.layout import Layout, P, R
 from planner.ops import OPS, passed_places, saved_places
 from planner.ops.function import works
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from planner.base.errors import PinError, PlanError
-from planner.fold import Folded, Instance, relabel
-from planner.graph import Graph
+from planner.ir.folding import Folded, Instance, relabel
+from planner.ir.graph import Graph
 from planner.recompute import ALONE, Level
 from planner.training import Gathers
 

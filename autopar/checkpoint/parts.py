@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.mesh import Rows, coordinates, rows_of
-from planner.layout import Layout, Mesh, Shard
+from planner.ir.layout import Layout, Mesh, Shard
 
 PIECE_BYTES = 64 * 2**20
 """So much is read or written at once; a file's pieces are no larger, unless one element is."""

@@ -12,8 +12,8 @@ from autopar.functions.carry import Carried
 from autopar.functions.joint import Joint, Operand
 from autopar.functions.keeping import kept
 from autopar.functions.kept import Kept
-from planner.graph import Ref, TensorType
-from planner.layout import Shard
+from planner.ir.graph import Ref, TensorType
+from planner.ir.layout import Shard
 from planner.ops import OPS
 from planner.ops.signature import is_floating
 from planner.strategy import rule_of

@@ -21,8 +21,8 @@ from autopar.functions.kept import Kept
 from autopar.functions.proof import Followed, Proof, Refuted, difference
 from autopar.functions.reach import refuse_reach
 from planner.base.errors import CaptureError
-from planner.graph import TensorType
-from planner.layout import P, R, Shard
+from planner.ir.graph import TensorType
+from planner.ir.layout import P, R, Shard
 from planner.ops.signature import is_floating
 
 Seat = tuple[int, int] | None

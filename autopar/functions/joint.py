@@ -31,7 +31,7 @@ from autopar.functions.carry import Carried, draws
 from autopar.functions.outside import Watching
 from autopar.operators import arguments, shares_of, storages_of, tensor_type, values_of
 from planner.base.errors import CaptureError
-from planner.graph import Graph, Node, Ref
+from planner.ir.graph import Graph, Node, Ref
 from planner.ops import OPS
 
 

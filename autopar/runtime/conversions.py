@@ -1,6 +1,6 @@
 """Conversions between local types at run time: one call, one axis, one collective, most of them of ``spmd_types``.
 
-These are the functions that emitted programs call. Types are written as in :mod:`planner.layout`; the
+These are the functions that emitted programs call. Types are written as in :mod:`planner.ir.layout`; the
 strip count of a shard is the rank-local one.
 
 Sums, of values and of gradients, are made in the tensors' own dtype, as in DistributedDataParallel: a bfloat16 model
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from planner.layout import LocalType, Mark, Shard, parse_layout
+from planner.ir.layout import LocalType, Mark, Shard, parse_layout
 
 # spmd_types calls torch's functional collectives by the names that torch 2.13 is giving up.
 warnings.filterwarnings(

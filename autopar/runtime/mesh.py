@@ -17,9 +17,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from autopar.runtime.conversions import convert
 from autopar.runtime.mail import Pipeline
 from autopar.runtime.patience import be_patient
-from planner import layout as planner_layout
 from planner.base.errors import InputError, PlanError
-from planner.layout import PIPELINE, Layout, Mesh
+from planner.ir import layout as planner_layout
+from planner.ir.layout import PIPELINE, Layout, Mesh
 
 
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:

@@ -38,7 +38,7 @@ from autopar.runtime.step import Step
 from autopar.runtime.trace import observed, save_together
 from autopar.runtime.updating import check_separate
 from planner.base.errors import DiskError, InputError, PlanError
-from planner.layout import I, Layout, Mesh, R, local_shape
+from planner.ir.layout import I, Layout, Mesh, R, local_shape
 from planner.timeline import StepTimeline
 
 UNCHANGED = (

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from autopar.runtime.buckets import Buckets
 from autopar.runtime.conversions import convert, local_type, open_strips
 from autopar.runtime.gathering import Gathering, reduce_scatter
-from planner.layout import Shard
+from planner.ir.layout import Shard
 
 
 class _LocalParts(torch.autograd.Function):

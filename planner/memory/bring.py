@@ -9,10 +9,10 @@ from itertools import pairwise
 
 from planner.assignment import Chunk
 from planner.conversion import Route, Step, local_bytes
-from planner.fold import Block
-from planner.graph import Ref
 from planner.heap import Storage
-from planner.layout import MICRO, Shard
+from planner.ir.folding import Block
+from planner.ir.graph import Ref
+from planner.ir.layout import MICRO, Shard
 from planner.memory.walk import Walk
 from planner.tape import Target, Value
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.conversion import Route, Step, local_bytes
-from planner.graph import Ref, TensorType
-from planner.layout import MICRO, Shard
+from planner.ir.graph import Ref, TensorType
+from planner.ir.layout import MICRO, Shard
 from planner.memory.walk import Walk
 from planner.tape import Target, Value
 

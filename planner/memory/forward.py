@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from planner.asked import brought_again
 from planner.conversion import local_bytes
-from planner.fold import Instance
-from planner.graph import Node, Ref, TensorType
 from planner.heap import Storage
+from planner.ir.folding import Instance
+from planner.ir.graph import Node, Ref, TensorType
 from planner.memory.bring import bring, bring_on, sums_of
 from planner.memory.convert import convert
 from planner.memory.readers import shares_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.again import shares
 from planner.assignment import Assignment
-from planner.graph import Node, Ref
+from planner.ir.graph import Node, Ref
 
 
 def readers_of(assignment: Assignment) -> dict[str, tuple[int, ...]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from planner.graph import Ref
 from planner.heap import Direction, Place
+from planner.ir.graph import Ref
 from planner.memory.walk import Walk
 from planner.runs import Skip
 from planner.tape import Value

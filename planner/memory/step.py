@@ -8,9 +8,9 @@ from dataclasses import replace
 from planner.assignment import Assignment
 from planner.conversion import local_bytes
 from planner.exchange import crossing
-from planner.fold import Instance
-from planner.graph import Ref
 from planner.heap import BEFORE
+from planner.ir.folding import Instance
+from planner.ir.graph import Ref
 from planner.memory.backward import undo_all
 from planner.memory.bring import bucket_bytes, following_of
 from planner.memory.forward import output_at, relay, run

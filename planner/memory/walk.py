@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from planner.graph import Ref
 from planner.heap import BEFORE, Heap, Storage
+from planner.ir.graph import Ref
 from planner.names import called
 from planner.runs import Skip, Wiring
 from planner.saved import Saves

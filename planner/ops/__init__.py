@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.graph import Node, TensorType
+from planner.ir.graph import Node, TensorType
 from planner.ops import (
     attention,
     contraction,

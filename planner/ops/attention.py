@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from planner.graph import Node, TensorType
+from planner.ir.graph import Node, TensorType
 from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row
 from planner.rules import Rule, Special

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.graph import Node, TensorType
+from planner.ir.graph import Node, TensorType
 from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row
 from planner.rules import Rule, Special

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.graph import Node, TensorType
-from planner.layout import R
+from planner.ir.graph import Node, TensorType
+from planner.ir.layout import R
 from planner.ops.elementwise import pointwise
 from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row

@@ -24,8 +24,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from planner.graph import Node, TensorType
-from planner.layout import R
+from planner.ir.graph import Node, TensorType
+from planner.ir.layout import R
 from planner.ops.signature import linear_sets
 from planner.ops.table import Row
 from planner.rules import Dims, Rule, Special

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from planner.graph import Node, TensorType
+from planner.ir.graph import Node, TensorType
 from planner.ops.signature import Labels, axis, letters, rows, signature, static_ints
 from planner.ops.table import Row, RuleOf
 from planner.rules import Rule

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.graph import Node, TensorType
-from planner.layout import I
+from planner.ir.graph import Node, TensorType
+from planner.ir.layout import I
 from planner.ops.contraction import every_operand
 from planner.ops.signature import is_floating, letters, rows, signature
 from planner.ops.table import Row

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.graph import Node, Ref, TensorType
-from planner.layout import I
+from planner.ir.graph import Node, Ref, TensorType
+from planner.ir.layout import I
 from planner.ops.signature import letters, rows, signature, static_ints
 from planner.ops.table import Row, RuleOf
 from planner.rules import Inner, Rule, Special

@@ -6,7 +6,7 @@ draw the same: see :class:`autopar.runtime.random.RandomState`.
 
 from __future__ import annotations
 
-from planner.graph import Node, TensorType
+from planner.ir.graph import Node, TensorType
 from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row
 from planner.rules import Rule

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from planner.graph import Node, TensorType
+from planner.ir.graph import Node, TensorType
 from planner.ops.signature import axes, axis, letters, rows, signature
 from planner.ops.table import Row, RuleOf
 from planner.rules import Rule

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from planner.graph import Node, TensorType
+from planner.ir.graph import Node, TensorType
 from planner.ops.elementwise import broadcast_labels, linear_in, pointwise
 from planner.ops.signature import Labels, axis, letters, linear_sets, rows, signature, static_int, static_ints
 from planner.ops.table import Row, RuleOf

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from planner.graph import Node, TensorType
+from planner.ir.graph import Node, TensorType
 from planner.ops.table import Row
 from planner.rules import Dims, Rule
 

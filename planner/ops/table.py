@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.graph import Node, TensorType
+from planner.ir.graph import Node, TensorType
 from planner.rules import Rule
 
 RuleOf = Callable[[Node, tuple[TensorType, ...]], Rule]

@@ -27,7 +27,7 @@ from planner.cluster import ClusterSpec
 from planner.conversion import Collective
 from planner.detail import LeafDetail, OpDetail
 from planner.document import Document
-from planner.layout import Mesh
+from planner.ir.layout import Mesh
 from planner.report.summary import (
     BlockSummary,
     blocks,

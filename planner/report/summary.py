@@ -13,7 +13,7 @@ from planner.chunks import ALIGN_BYTES, SAVED
 from planner.conversion import Collective
 from planner.detail import BlockDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
-from planner.layout import PIPELINE
+from planner.ir.layout import PIPELINE
 from planner.pins import FREE_AXES
 from planner.pipeline.schedule import versions
 

@@ -19,7 +19,7 @@ from autopar.verification import RTOL, Agreement, Reference, locate, reference, 
 from planner.assignment import Assignment, assignment_of
 from planner.base.errors import PinError, VerificationError
 from planner.cluster import ClusterSpec
-from planner.layout import Mesh
+from planner.ir.layout import Mesh
 from planner.pins import Pins
 from planner.problem import Problem
 from planner.solve import solve

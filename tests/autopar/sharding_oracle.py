@@ -29,8 +29,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from autopar.local_sizes import local_call
-from planner.graph import Node, Ref, TensorType
-from planner.layout import I, LocalType, P, R, Shard, local_shape
+from planner.ir.graph import Node, Ref, TensorType
+from planner.ir.layout import I, LocalType, P, R, Shard, local_shape
 from planner.ops import OPS
 from planner.ops.table import OWN
 from planner.rules import AxisStrategy, Rule, axis_strategies

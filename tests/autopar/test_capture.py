@@ -12,7 +12,7 @@ from autopar.verification import verify
 from autopar.walk import Walk, modules, tensors
 from planner.base.errors import CaptureError, InputError
 from planner.cluster import ClusterSpec
-from planner.graph import Ref
+from planner.ir.graph import Ref
 
 X = torch.randn(4, 8)
 

@@ -31,7 +31,7 @@ from autopar.checkpoint.parts import Part, boxes, pieces
 from autopar.meter import LiveBytes
 from autopar.runtime.mesh import part_of, put_part
 from planner.base.errors import CheckpointError
-from planner.layout import I, Mesh, R, Shard, local_shape
+from planner.ir.layout import I, Mesh, R, Shard, local_shape
 from tests.autopar.checkpoints import save_small, small, value_at
 
 

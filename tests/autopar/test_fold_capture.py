@@ -19,8 +19,8 @@ from autopar.walk import Walk
 from planner.assignment import assignment_of
 from planner.base.errors import CaptureError, InputError
 from planner.cluster import ClusterSpec
-from planner.graph import Graph
-from planner.layout import Mesh
+from planner.ir.graph import Graph
+from planner.ir.layout import Mesh
 from planner.pins import Pins
 from planner.solve import solve
 from tests.autopar.models import MODELS, WIDTH, llama, text

@@ -15,9 +15,9 @@ from planner.assignment import Assignment
 from planner.base.errors import PlanError
 from planner.certificate import Decided
 from planner.cluster import ClusterSpec
-from planner.fold import fold, relabel
 from planner.formulate import Space, rules_of
-from planner.graph import Graph
+from planner.ir.folding import fold, relabel
+from planner.ir.graph import Graph
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.predict import Prediction, predict

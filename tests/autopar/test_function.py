@@ -28,7 +28,7 @@ from autopar.verification import locate, reference, simulate, verify
 from benchmarks.memory import observed_peak
 from planner.base.errors import CaptureError, InputError, PinError, PlanError, VerificationError
 from planner.cluster import ClusterSpec
-from planner.graph import Graph, Node
+from planner.ir.graph import Graph, Node
 from planner.memory import usage
 from planner.pins import Pins
 from planner.training import Training

@@ -30,7 +30,7 @@ from autopar.runtime.step import _Run
 from autopar.simulate import Simulation, fake_process_group
 from autopar.verification import reference, simulate, verify
 from planner.cluster import ClusterSpec
-from planner.layout import Mesh, Shard
+from planner.ir.layout import Mesh, Shard
 from planner.pins import Pins
 from planner.pipeline.schedule import Action
 from planner.plan import Plan

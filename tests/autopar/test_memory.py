@@ -16,7 +16,7 @@ from autopar.api import plan_traced, trace
 from benchmarks import memory_turns
 from benchmarks.memory import observed_peak
 from planner.cluster import ClusterSpec
-from planner.graph import Node, TensorType
+from planner.ir.graph import Node, TensorType
 from planner.own import beside, is_own, own_bytes, saved_words
 from planner.pins import Pins
 from planner.training import Training

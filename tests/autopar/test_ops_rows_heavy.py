@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS
-from planner.graph import Node, TensorType
-from planner.layout import P, R, Shard
+from planner.ir.graph import Node, TensorType
+from planner.ir.layout import P, R, Shard
 from planner.ops import OPS
 from planner.rules import AxisStrategy, Rule, axis_strategies, find, replicated, shard_factor
 from tests.autopar.sharding_oracle import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from planner.layout import P
+from planner.ir.layout import P
 from planner.ops import OPS, elementwise, factory, indexing, reduction, reshape
 from planner.rules import AxisStrategy
 from tests.autopar.sharding_oracle import Args, LocalForm, check_row, has_derivative

@@ -18,8 +18,8 @@ import autopar
 from autopar.capture import capture
 from autopar.lower import lower
 from planner.cluster import ClusterSpec
-from planner.fold import fold
-from planner.graph import Graph
+from planner.ir.folding import fold
+from planner.ir.graph import Graph
 
 KINDS = {"near", "far", "whole"}
 LENGTH, WIDTH = 6, 16

@@ -17,8 +17,8 @@ from planner.base.errors import ClusterError
 from planner.calibration import Calibration
 from planner.cluster import ClusterSpec
 from planner.cost import KINDS, CostModel
+from planner.ir.layout import Axis
 from planner.kernel import FAMILY_OF, Product
-from planner.layout import Axis
 
 SMALL = dataclasses.replace(
     profiling.QUICK,

@@ -22,7 +22,7 @@ from autopar.simulate import Simulation
 from autopar.typecheck import typecheck
 from planner.base.errors import InputError, PlanError
 from planner.cluster import ClusterSpec
-from planner.layout import I, Layout, Mesh, R, Shard, local_shape
+from planner.ir.layout import I, Layout, Mesh, R, Shard, local_shape
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.training import Training

@@ -22,7 +22,7 @@ from autopar.verification import decide_on, reference, verify
 from planner.base.errors import CaptureError, PinError, VerificationError
 from planner.cluster import ClusterSpec
 from planner.conversion import Collective
-from planner.layout import Mesh
+from planner.ir.layout import Mesh
 from planner.ops import OPS
 from planner.pins import Pins
 from planner.plan import Plan

@@ -13,9 +13,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.runtime.mesh import as_dtensor, coordinates, device_mesh, part_of, placements, whole_of
 from autopar.simulate import fake_process_group
-from planner import layout as planner_layout
 from planner.base.errors import InputError
-from planner.layout import I, Layout, Mesh
+from planner.ir import layout as planner_layout
+from planner.ir.layout import I, Layout, Mesh
 
 MESH = Mesh.of(data=2, tensor=3)
 WHOLE = torch.arange(24 * 12.0).reshape(24, 12)

@@ -10,7 +10,7 @@ from typing import Any
 from planner.assignment import Assignment
 from planner.cluster import ClusterSpec
 from planner.facts import model_facts
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe
 from planner.predict import predict, predict_in_turns

@@ -17,8 +17,8 @@ from planner.base.errors import ClusterError
 from planner.calibration import Calibration
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
+from planner.ir.layout import Axis
 from planner.kernel import Attention, Product, Stream
-from planner.layout import Axis
 
 MEASURED: dict[str, Any] = {
     "format": "autopar-calibration",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planner.certificate import Decided, certify
-from planner.fold import relabel
+from planner.ir.folding import relabel
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.problem import Problem, evaluate

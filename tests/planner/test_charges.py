@@ -10,8 +10,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from planner.again import shares
-from planner.fold import Folded, fold, relabel
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.ir.folding import Folded, fold, relabel
+from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ops import saved_places
 from planner.recompute import Amount, Recompute, ladder, named
 from planner.skeleton import Skeleton

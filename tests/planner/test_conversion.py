@@ -8,10 +8,10 @@ import pytest
 from planner.calibration import Calibration
 from planner.conversion import STEPS, Collective, ConversionTable, Step, passes
 from planner.cost import CostModel
-from planner.fold import fold
 from planner.formulate import BUCKET_BYTES, NOT_BROUGHT, Space, rules_of
-from planner.graph import Ref, TensorType
-from planner.layout import MICRO, I, Mesh, P, R, Shard, local_shape
+from planner.ir.folding import fold
+from planner.ir.graph import Ref, TensorType
+from planner.ir.layout import MICRO, I, Mesh, P, R, Shard, local_shape
 from planner.training import Training
 from tests.planner.plans import cluster, residual_mlp
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from planner.base.errors import ClusterError
 from planner.cluster import ClusterSpec
 from planner.cost import KINDS, CostModel, crossings
+from planner.ir.layout import Axis, Mesh
 from planner.kernel import Attention, Product, Stream, kernel_of
-from planner.layout import Axis, Mesh
 from planner.mesh import candidate_meshes
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.division import Arithmetic, Division
+from planner.ir.layout import Mesh
 from planner.kernel import Attention, Kernel, Product
-from planner.layout import Mesh
 from planner.problem import evaluate
 from planner.recompute import ladder, named
 from tests.planner.test_exact import random_cluster

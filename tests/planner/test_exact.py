@@ -21,9 +21,9 @@ from planner.cluster import ClusterSpec, Device, PeakFlops
 from planner.cluster import Level as NetworkLevel
 from planner.cost import CostModel
 from planner.explore import Searched
-from planner.fold import fold, fold_off, relabel
 from planner.formulate import Space, rules_of
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.ir.folding import fold, fold_off, relabel
+from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.keep import with_levels_between
 from planner.memory import Usage, usage
 from planner.mesh import candidate_meshes

@@ -14,9 +14,9 @@ from planner.cost import CostModel
 from planner.exchange import Exchange, crossing
 from planner.explore import Searched
 from planner.facts import model_facts
-from planner.fold import fold
-from planner.graph import Graph, Node, Ref, TensorType
-from planner.layout import Axis
+from planner.ir.folding import fold
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.layout import Axis
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe
 from planner.predict import predict_in_turns

@@ -13,7 +13,7 @@ from planner.base.errors import PlanError
 from planner.detail import Account
 from planner.document import Document
 from planner.explain import Alternative, Explanation
-from planner.graph import Graph
+from planner.ir.graph import Graph
 from planner.plan import Plan
 from planner.problem import evaluate
 from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp

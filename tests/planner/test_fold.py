@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from planner.fold import Folded, fold, fold_off
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.ir.folding import Folded, fold, fold_off
+from planner.ir.graph import Graph, Node, Ref, TensorType
 
 WIDTH = 16
 

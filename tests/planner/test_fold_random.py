@@ -8,9 +8,9 @@ import networkx as nx
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from planner.fold import Block, Folded, fold
-from planner.graph import Graph, Node, Ref, TensorType
-from planner.stacks import SMALL
+from planner.ir.folding import Block, Folded, fold
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.repetition import SMALL
 
 STORED = ("param", "buffer", "const")
 DTYPES = ("float32", "bfloat16")

@@ -20,7 +20,7 @@ from planner.facts import model_facts
 from planner.follow import NotFollowed, follow
 from planner.formulas import Formulas
 from planner.formulate import rules_of
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.plan import Plan, restage, restore
 from planner.predict import Prediction, predict_in_turns
 from tests.planner.plans import cluster, plan_of, residual_mlp

@@ -9,8 +9,8 @@ import pytest
 
 from planner.base.errors import PlanError
 from planner.fullest import NEXT, SECOND, fullest_in_turns
-from planner.graph import Graph, Node, Ref
 from planner.heap import Fullest
+from planner.ir.graph import Graph, Node, Ref
 from planner.names import called
 from planner.pins import Pins
 from planner.plan import Plan

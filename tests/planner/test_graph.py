@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from planner.columns import Nodes
 from planner.facts import fingerprint
-from planner.fold import fold
 from planner.formulate import rules_of
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.ir.folding import fold
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.node_table import Nodes
 from planner.skeleton import Skeleton
 from tests.planner.plans import residual_mlp
 

@@ -10,9 +10,9 @@ import pytest
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.explore import Searched
-from planner.fold import fold
 from planner.formulate import rules_of
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.ir.folding import fold
+from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.keep import MOST, WORTH, corners, with_levels_between
 from planner.pins import Pins
 from planner.recompute import named

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.base.errors import PlanError
-from planner.layout import I, Mesh, P, R, Shard, format_layout, local_outer, local_shape, parse_layout
+from planner.ir.layout import I, Mesh, P, R, Shard, format_layout, local_outer, local_shape, parse_layout
 
 local_types = st.one_of(st.sampled_from([R, I, P]), st.builds(Shard, st.integers(0, 5), st.sampled_from([1, 2, 3, 12])))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from planner.base.errors import InfeasibleError
 from planner.cluster import ClusterSpec
 from planner.explore import Searched
-from planner.graph import Graph
+from planner.ir.graph import Graph
 from planner.lean import Lean
 from planner.offload import largest_working_set
 from planner.pins import Pins

@@ -13,11 +13,11 @@ from planner.assignment import assignment_of
 from planner.cluster import ClusterSpec
 from planner.cost import CostModel
 from planner.filters import filters
-from planner.fold import fold
 from planner.formulate import Space, rules_of
-from planner.graph import Graph, Node, Ref, TensorType
 from planner.heap import USES, Direction, Heap, Held, Storage
-from planner.layout import Mesh
+from planner.ir.folding import fold
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.layout import Mesh
 from planner.memory import LARGEST, Usage, usage
 from planner.memory.step import follow
 from planner.memory.walk import Walk

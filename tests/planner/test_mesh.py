@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from planner.base.errors import PinError
 from planner.cluster import ClusterSpec, Level
-from planner.layout import Axis, Mesh
+from planner.ir.layout import Axis, Mesh
 from planner.mesh import candidate_meshes, pinned_mesh
 
 

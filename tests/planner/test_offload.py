@@ -33,9 +33,9 @@ from planner.cluster import ClusterSpec, Host
 from planner.conversion import local_bytes
 from planner.explore import Searched, explore
 from planner.facts import model_facts
-from planner.graph import Graph, Ref
 from planner.heap import BEFORE
-from planner.layout import I
+from planner.ir.graph import Graph, Ref
+from planner.ir.layout import I
 from planner.memory import enters_before, readers_of, usage
 from planner.offload import largest_working_set
 from planner.pins import Pins

@@ -15,7 +15,7 @@ from planner.base.errors import InfeasibleError, PinError, PlanError
 from planner.chunks import chunks_of, gradients, of_turn, parameters
 from planner.cluster import ClusterSpec
 from planner.facts import model_facts
-from planner.graph import Graph
+from planner.ir.graph import Graph
 from planner.memory import usage
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe, reprice

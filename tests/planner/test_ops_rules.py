@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.graph import Node, Ref, TensorType
-from planner.layout import I, P, R, Shard
+from planner.ir.graph import Node, Ref, TensorType
+from planner.ir.layout import I, P, R, Shard
 from planner.ops import OPS
 from planner.rules import Dims, Rule, axis_strategies
 

@@ -9,8 +9,8 @@ import pytest
 
 from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.cluster import ClusterSpec
-from planner.graph import Graph, Node, Ref, TensorType
-from planner.layout import I, Layout, Mesh, Shard
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.layout import I, Layout, Mesh, Shard
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.search import search

@@ -21,9 +21,9 @@ from planner.cost import CostModel
 from planner.encode import dump
 from planner.facts import model_facts
 from planner.filters import filters
-from planner.fold import fold, relabel
 from planner.formulate import Space, rules_of
-from planner.graph import Graph
+from planner.ir.folding import fold, relabel
+from planner.ir.graph import Graph
 from planner.names import parse_runs, runs
 from planner.pins import Pins
 from planner.plan import Plan, refold, reprice, restore

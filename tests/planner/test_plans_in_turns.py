@@ -23,11 +23,11 @@ from planner.division import Division, in_turns
 from planner.explore import Searched
 from planner.facts import model_facts
 from planner.filters import filters
-from planner.fold import fold
 from planner.formulate import Space, rules_of
 from planner.fullest import fullest_in_turns
-from planner.graph import Graph, Node, Ref, TensorType
-from planner.layout import Mesh
+from planner.ir.folding import fold
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.layout import Mesh
 from planner.looks import Setting, begin, left_behind
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe, refold, reprice

@@ -9,9 +9,9 @@ import pytest
 
 from planner.again import Again, Backward
 from planner.cost import CostModel
-from planner.fold import fold
 from planner.formulate import Space, rules_of
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.ir.folding import fold
+from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.mesh import candidate_meshes
 from planner.recompute import COMPUTED, LEVELS, Amount, Recompute, apart, ladder, named, together
 from planner.skeleton import Skeleton

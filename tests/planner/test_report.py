@@ -14,7 +14,7 @@ import pytest
 from planner.base.formatting import WIDTH, in_all_bytes, in_bytes, in_count, in_paragraph, in_percent, in_seconds
 from planner.detail import Account
 from planner.document import BlockPlan
-from planner.layout import Mesh
+from planner.ir.layout import Mesh
 from planner.plan import Plan
 from planner.report.html import _drawing
 from planner.report.summary import blocks, op_calls, shared, standing, traffic

@@ -12,7 +12,7 @@ from planner.assignment import Assignment
 from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes
 from planner.chunks import SAVED, chunks_of, home_bytes, label
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.memory import Usage, usage
 from planner.plan import Plan, reprice
 from planner.timetable import Use

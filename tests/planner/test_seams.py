@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import planner.skeleton
 from planner.cost import CostModel
-from planner.fold import Folded, fold, fold_off
 from planner.formulate import Space, rules_of
-from planner.graph import Graph, Node, Ref, TensorType
-from planner.layout import Mesh
+from planner.ir.folding import Folded, fold, fold_off
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.layout import Mesh
 from planner.problem import evaluate
 from planner.seams import finer
 from planner.solve import solve

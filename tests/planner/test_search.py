@@ -21,10 +21,10 @@ import planner.explore
 from planner.base.errors import ClusterError, InfeasibleError, InputError, PinError
 from planner.cluster import ClusterSpec, Device, Level, PeakFlops
 from planner.cost import CostModel
-from planner.fold import fold, fold_off
 from planner.formulate import Space, rules_of
-from planner.graph import Graph, Node, Ref, TensorType
-from planner.layout import Mesh
+from planner.ir.folding import fold, fold_off
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.layout import Mesh
 from planner.memory import usage
 from planner.mesh import candidate_meshes
 from planner.pins import Pins

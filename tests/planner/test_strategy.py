@@ -2,10 +2,10 @@
 
 import pytest
 
-from planner.fold import fold_off
 from planner.formulate import rules_of
-from planner.graph import Graph, Node, Ref, TensorType
-from planner.layout import I, Mesh, P, R, Shard
+from planner.ir.folding import fold_off
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.layout import I, Mesh, P, R, Shard
 from planner.rules import Rule, axis_strategies, shard_factor
 from planner.skeleton import Skeleton
 from planner.strategy import leaf_layouts, op_choices, rule_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.traffic import Traffic, added_places, traffic
 
 X = TensorType((8, 64), "bfloat16", True)

@@ -17,11 +17,11 @@ from planner.conversion import local_bytes
 from planner.cost import CostModel
 from planner.division import pipelines_of
 from planner.filters import filters
-from planner.fold import Folded, fold
 from planner.formulate import BUCKET_BYTES, Space, rules_of
-from planner.graph import Graph, Ref
+from planner.ir.folding import Folded, fold
+from planner.ir.graph import Graph, Ref
+from planner.ir.layout import MICRO, Mesh
 from planner.keep import with_levels_between
-from planner.layout import MICRO, Mesh
 from planner.leaves import Leaves
 from planner.pace import Pace, pace_of, pack
 from planner.pins import Pins

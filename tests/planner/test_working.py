@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.graph import Graph, Node, Ref, TensorType
-from planner.layout import I, Layout, P, R, Shard
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.layout import I, Layout, P, R, Shard
 from planner.memory import usage
 from planner.working import Working, working
 from tests.planner.plans import cluster, plan_of, residual_mlp

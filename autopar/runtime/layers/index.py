@@ -31,7 +31,7 @@ def cut(index: Tensor, groups: GroupsOrTurns, strips: Sequence[int] = (), like: 
         index: one-dimensional.
         groups: the mesh axes that shard the dim, in the order in which they cut it.
         strips: for each group, into how many strips it finds its dim divided, each of which it cuts
-            (``planner.layout.local_outer``); one each when left out.
+            (``planner.ir.layout.local_outer``); one each when left out.
         like: under the type checker, the typed tensor that the part is going to meet.
 
     Returns:

@@ -18,8 +18,8 @@ from itertools import islice
 
 import numpy as np
 
-from planner.columns import Ints, Nodes, ints
-from planner.graph import Graph, Node, Ref, static
+from planner.ir.graph import Graph, Node, Ref, static
+from planner.ir.node_table import Ints, Nodes, ints
 
 SMALL = 8
 """A unit with fewer nodes is worth folding only if it has weights and feeds the next: :func:`_is_layer`."""

@@ -13,8 +13,8 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.columns import Columns, Nodes
-from planner.node import ITEM_BYTES, LEAVES, Node, Ref, TensorType, static
+from planner.ir.node import ITEM_BYTES, LEAVES, Node, Ref, TensorType, static
+from planner.ir.node_table import Columns, Nodes
 
 __all__ = ["ITEM_BYTES", "LEAVES", "Graph", "Node", "Ref", "TensorType", "Values", "static"]
 

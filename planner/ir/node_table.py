@@ -16,7 +16,7 @@ from typing import TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.node import LEAVES, Node, Ref
+from planner.ir.node import LEAVES, Node, Ref
 
 Ints = NDArray[np.int64]
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 ``Graph -> Folded``. Everything downstream decides per *distinct* block, so its work does not grow with
 depth. Repeats are found in the graph itself, whether or not modules mark them:
 
-1. the graph is cut into windows that look alike, and what lies between (:mod:`planner.stacks`);
+1. the graph is cut into windows that look alike, and what lies between (:mod:`planner.ir.repetition`);
 2. windows are of one *kind* only if they are equal as graphs, node by node and operand by operand
    (:func:`_form`); equal tokens only nominate;
 3. what remains is cut into maximal stretches, which are blocks of their own.
@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.columns import Ints, Nodes, ints, joined
-from planner.graph import Graph, Node, Ref, static
-from planner.stacks import Text, results_of, shared_path, windows
+from planner.ir.graph import Graph, Node, Ref, static
+from planner.ir.node_table import Ints, Nodes, ints, joined
+from planner.ir.repetition import Text, results_of, shared_path, windows
 
 STORED = frozenset({"param", "buffer", "const"})
 """Leaves with a storage of their own: what several blocks read of them is one decision."""
