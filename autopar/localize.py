@@ -25,7 +25,7 @@ from planner.base.errors import PlanError
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import MICRO, Layout, Mesh, Shard, local_outer, local_shape
 from planner.ops import OPS
-from planner.rules import Rule, find
+from planner.ops.sharding_rule import Rule, find
 from planner.strategy import Choice
 
 

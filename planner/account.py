@@ -19,9 +19,9 @@ from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, format_layout
 from planner.names import Section, fillings, pattern, role_names
 from planner.ops import OPS
+from planner.ops.sharding_rule import AxisStrategy, find
 from planner.ops.table import contraction_flops
 from planner.predict import calls_by_block, conversions, sorted_calls
-from planner.rules import AxisStrategy, find
 from planner.skeleton import Role
 from planner.strategy import Choice
 

@@ -17,9 +17,9 @@ from planner.formulate import NOT_BROUGHT, Space
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout
 from planner.ops import OPS
+from planner.ops.memory_traffic import Passes
 from planner.skeleton import Together
 from planner.strategy import Choice
-from planner.traffic import Passes
 
 
 class ClosedSpace(Space):

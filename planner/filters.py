@@ -15,9 +15,9 @@ from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.mesh import BATCH, batch_ranks
 from planner.ops import OPS
+from planner.ops.sharding_rule import AxisStrategy, Inner, Rule, find
 from planner.ops.table import contraction_flops
 from planner.pins import FREE_AXES, SIZES, Pins
-from planner.rules import AxisStrategy, Inner, Rule, find
 from planner.strategy import Allow, factor_at, tensors_of
 from planner.zero import check_zero, way_of, ways_of
 

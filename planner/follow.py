@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from planner.base.errors import PlanError
 from planner.base.symbolic_int import Size, batch_of, describe, quotient, sequence_of
 from planner.ir.graph import Graph, Node, Ref
+from planner.ops.sharding_rule import Rule
 from planner.positions import COUNTING, EMBEDDING
-from planner.rules import Rule
 from planner.strategy import tensors_of
 
 Sizes = tuple[int, ...]

@@ -22,11 +22,11 @@ from planner.cost import CostModel
 from planner.ir.folding import Folded, Instance
 from planner.ir.graph import Graph, Node, Ref, static
 from planner.ir.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
+from planner.ops.sharding_rule import Rule
 from planner.pace import Pace, pace_of
 from planner.prices import Priced
 from planner.problem import Edge, Floats, Ints, Problem, Vertex
 from planner.recompute import NOTHING, Recompute
-from planner.rules import Rule
 from planner.skeleton import Flow, Role, Skeleton, Together
 from planner.strategy import Allow, Choice, Strips, axis_ways, choices_of, leaf_layouts, rule_of, shards_of
 from planner.training import Gathers, Training

@@ -21,10 +21,10 @@ from planner.heap import BEFORE, Fullest, Held
 from planner.ir.graph import Node, Ref
 from planner.leaves import Leaves, Part, Parts
 from planner.names import called
+from planner.ops.workspace import What
 from planner.pipeline.schedule import versions
 from planner.recompute import Level
 from planner.turns import Staged
-from planner.working import What
 
 NEXT = "room for the next messages"
 """What each other rank's next message is going to be received in."""

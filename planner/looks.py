@@ -37,12 +37,12 @@ from planner.filters import Labels, filters, label_dims
 from planner.formulate import Space
 from planner.ir.graph import Graph
 from planner.ir.layout import Mesh
+from planner.ops.sharding_rule import Rule
 from planner.pace import packing
 from planner.pins import Pins
 from planner.pipeline.stages import Pipeline
 from planner.problem import Evaluation, Problem, evaluate, least_bytes, most_bytes
 from planner.recompute import Ladder, Levels, Recompute
-from planner.rules import Rule
 from planner.skeleton import Skeleton
 from planner.solve import Bounds, lightest, lower_bound_between, lower_bounds, solve
 from planner.training import Training

@@ -16,13 +16,13 @@ from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
 from planner.kernel import Stream, kernel_of
 from planner.ops import OPS
-from planner.own import COPIES, is_own, own_bytes, saved_words
+from planner.ops.memory_traffic import Traffic
+from planner.ops.saved_tensors import COPIES, is_own, own_bytes, saved_words
+from planner.ops.sharding_rule import Inner, Rule
 from planner.problem import Floats, Ints
 from planner.recompute import NOTHING, Recompute
-from planner.rules import Inner, Rule
 from planner.skeleton import Skeleton
 from planner.strategy import Choice
-from planner.traffic import Traffic
 from planner.training import Tier, Training
 
 Mask = NDArray[np.bool_]
@@ -58,7 +58,7 @@ class Work:
     """One operator on one rank: seconds forward and backward, by itself and in collectives of its own.
 
     Attributes:
-        transient_bytes: what it needs while it runs besides what is held: see :mod:`planner.working`.
+        transient_bytes: what it needs while it runs besides what is held: see :mod:`planner.ops.workspace`.
     """
 
     forward_s: float
@@ -73,7 +73,7 @@ class Work:
 
 
 class Moved(NamedTuple):
-    """Bytes that an operator passes over, see :mod:`planner.traffic`; ``once``: its operands and results once."""
+    """Bytes that an operator passes over, see :mod:`planner.ops.memory_traffic`; ``once``: its operands and results once."""
 
     once: int
     forward: float

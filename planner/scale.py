@@ -30,8 +30,8 @@ from planner.ir.folding import Folded, refold
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, Layout, LocalType, Mesh, Shard
 from planner.memory import usage
+from planner.ops.sharding_rule import AxisStrategy, Rule
 from planner.predict import Prediction, predict, predict_in_turns
-from planner.rules import AxisStrategy, Rule
 from planner.skeleton import Role, Skeleton
 from planner.strategy import Choice, Cuts
 from planner.turns import Staged

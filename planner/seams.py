@@ -26,7 +26,7 @@ from planner.ir.folding import STORED, Folded, split
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.repetition import module_paths, shared_path
 from planner.ops import OPS
-from planner.rules import Rule
+from planner.ops.sharding_rule import Rule
 
 SHARE = 1 / 32
 """What does not repeat is cut while both pieces have this share of the model's work."""

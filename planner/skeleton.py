@@ -18,11 +18,11 @@ from planner.charges import Charges, Places
 from planner.ir.folding import Folded, Instance
 from planner.ir.graph import Node, Ref
 from planner.ops import OPS
+from planner.ops.memory_traffic import Traffic, added_places, traffic
+from planner.ops.sharding_rule import Rule
+from planner.ops.workspace import Working, working
 from planner.recompute import NOTHING, Level, Recompute
-from planner.rules import Rule
 from planner.strategy import Cuts, Ways, Wires
-from planner.traffic import Traffic, added_places, traffic
-from planner.working import Working, working
 
 Role = tuple[object, ...]
 Flow = tuple[Role, Role, Ref, tuple[int, ...]]
@@ -356,7 +356,7 @@ class Skeleton:
         return self._working[node.name]
 
     def traffic(self, node: Node, on_host: bool) -> Traffic:
-        """What an operator passes over, see :mod:`planner.traffic`; the same for all members of its role."""
+        """What an operator passes over, see :mod:`planner.ops.memory_traffic`; the same for all members of its role."""
         _, kind, at = cast(tuple[str, int, int], self.role_of[node.name])
         if (kind, at, on_host) not in self._traffic:
             first = self.folded.kinds[kind][0].block.nodes[at]

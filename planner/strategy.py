@@ -15,7 +15,7 @@ from functools import cached_property
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import I, Layout, LocalType, Mesh, R, Shard, local_shape
 from planner.ops import OPS
-from planner.rules import AxisStrategy, Inner, Rule, axis_strategies, find
+from planner.ops.sharding_rule import AxisStrategy, Inner, Rule, axis_strategies, find
 
 Strips = Mapping[int, frozenset[int]]
 """Dim of a value -> the strip counts above 1 that it may be cut into."""

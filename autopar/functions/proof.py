@@ -17,7 +17,7 @@ from autopar.local_sizes import local_call
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import LocalType, Mark, P, R, Shard
-from planner.rules import Rule, find, shard_factor
+from planner.ops.sharding_rule import Rule, find, shard_factor
 from planner.strategy import factor_at, rule_of, tensors_of
 
 ZERO = Mark("Z")

@@ -16,7 +16,7 @@ from planner.memory.walk import Walk
 from planner.names import called
 from planner.ops import OPS
 from planner.ops.function import holds, works
-from planner.own import beside, is_exact, is_own, own_bytes, saved_words
+from planner.ops.saved_tensors import beside, is_exact, is_own, own_bytes, saved_words
 from planner.tape import Frame, Target, Value
 
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 
 from planner.ir.graph import Node, TensorType
+from planner.ops.sharding_rule import Rule, Special
 from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row
-from planner.rules import Rule, Special
 
 
 def attention(node: Node, operands: tuple[TensorType, ...]) -> Rule:

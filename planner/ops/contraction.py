@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from planner.ir.graph import Node, TensorType
+from planner.ops.sharding_rule import Rule
 from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row, contraction_flops
-from planner.rules import Rule
 
 Operands = tuple[TensorType, ...]
 

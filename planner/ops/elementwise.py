@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from planner.ir.graph import Node, Ref, TensorType
+from planner.ops.sharding_rule import Rule
 from planner.ops.signature import Labels, axis, letters, rows, signature
 from planner.ops.table import Row, RuleOf
-from planner.rules import Rule
 
 Operands = tuple[TensorType, ...]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.ir.graph import Node, TensorType
+from planner.ops.sharding_rule import Rule, Special
 from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row
-from planner.rules import Rule, Special
 
 
 def embedding(node: Node, operands: tuple[TensorType, ...]) -> Rule:

@@ -13,9 +13,9 @@ from dataclasses import replace
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import R
 from planner.ops.elementwise import pointwise
+from planner.ops.sharding_rule import Rule, Special
 from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row
-from planner.rules import Rule, Special
 
 Operands = tuple[TensorType, ...]
 

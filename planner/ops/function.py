@@ -7,7 +7,7 @@ found it out or the user declared it. None of them is a size, so that the node m
   ``None`` where a tensor lacks it.
 * ``strided``: for each factor, whether it may be sharded strip by strip.
 * ``same``: for each factor, the results that lack it and are the same on every rank, not terms of a sum.
-* ``linear``: sets of operands in which it is jointly linear, as in :class:`planner.rules.Rule`.
+* ``linear``: sets of operands in which it is jointly linear, as in :class:`planner.ops.sharding_rule.Rule`.
 * ``terms``: whether its backward is linear in the gradients that it is given, so that it may be given terms of them.
 * ``saves``, ``holds``: operands and results that autograd saves for its backward; those that its own code holds, which
   are never let go and made again.
@@ -26,9 +26,9 @@ from typing import Any
 
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import R
+from planner.ops.sharding_rule import Dims, Rule, Special
 from planner.ops.signature import linear_sets
 from planner.ops.table import Row
-from planner.rules import Dims, Rule, Special
 
 PREFIX = "function."
 """What names of these operators begin with."""

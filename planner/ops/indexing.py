@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from planner.ir.graph import Node, TensorType
+from planner.ops.sharding_rule import Rule
 from planner.ops.signature import Labels, axis, letters, rows, signature, static_ints
 from planner.ops.table import Row, RuleOf
-from planner.rules import Rule
 
 Operands = tuple[TensorType, ...]
 Positions = Callable[[Node, int], Iterable[int]]

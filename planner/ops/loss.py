@@ -10,9 +10,9 @@ from dataclasses import replace
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import I
 from planner.ops.contraction import every_operand
+from planner.ops.sharding_rule import Inner, Rule, Special
 from planner.ops.signature import is_floating, letters, rows, signature
 from planner.ops.table import Row
-from planner.rules import Inner, Rule, Special
 
 Operands = tuple[TensorType, ...]
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from planner.ir.graph import Node, Ref, TensorType
 from planner.ir.layout import I
+from planner.ops.sharding_rule import Inner, Rule, Special
 from planner.ops.signature import letters, rows, signature, static_ints
 from planner.ops.table import Row, RuleOf
-from planner.rules import Inner, Rule, Special
 
 Operands = tuple[TensorType, ...]
 

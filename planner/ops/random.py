@@ -7,9 +7,9 @@ draw the same: see :class:`autopar.runtime.random.RandomState`.
 from __future__ import annotations
 
 from planner.ir.graph import Node, TensorType
+from planner.ops.sharding_rule import Rule
 from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row
-from planner.rules import Rule
 
 Operands = tuple[TensorType, ...]
 

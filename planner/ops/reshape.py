@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from planner.ir.graph import Node, TensorType
 from planner.ops.elementwise import broadcast_labels, linear_in, pointwise
+from planner.ops.sharding_rule import Dim, Dims, Rule
 from planner.ops.signature import Labels, axis, letters, linear_sets, rows, signature, static_int, static_ints
 from planner.ops.table import Row, RuleOf
-from planner.rules import Dim, Dims, Rule
 
 Operands = tuple[TensorType, ...]
 Shape = tuple[int, ...]

@@ -10,8 +10,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from planner.ir.graph import Node, TensorType
+from planner.ops.sharding_rule import Dims, Rule
 from planner.ops.table import Row
-from planner.rules import Dims, Rule
 
 Labels = Sequence[str]
 

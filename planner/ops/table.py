@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from planner.ir.graph import Node, TensorType
-from planner.rules import Rule
+from planner.ops.sharding_rule import Rule
 
 RuleOf = Callable[[Node, tuple[TensorType, ...]], Rule]
 FlopsOf = Callable[[Node, tuple[TensorType, ...], Rule], int]

@@ -32,8 +32,8 @@ from autopar.local_sizes import local_call
 from planner.ir.graph import Node, Ref, TensorType
 from planner.ir.layout import I, LocalType, P, R, Shard, local_shape
 from planner.ops import OPS
+from planner.ops.sharding_rule import AxisStrategy, Rule, axis_strategies
 from planner.ops.table import OWN
-from planner.rules import AxisStrategy, Rule, axis_strategies
 
 Args = dict[str, Any]
 LocalForm = Callable[[AxisStrategy, list[Args]], list[Any] | None]

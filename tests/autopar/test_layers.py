@@ -34,7 +34,7 @@ from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState
 from planner.ir.layout import I, LocalType, P, R, Shard
 from planner.ops import OPS
-from planner.rules import AxisStrategy, Rule, find, shard_factor
+from planner.ops.sharding_rule import AxisStrategy, Rule, find, shard_factor
 from tests.autopar.sharding_oracle import Call, cut, gradient_types, join, tensor_type, tensors, vjp
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from benchmarks import memory_turns
 from benchmarks.memory import observed_peak
 from planner.cluster import ClusterSpec
 from planner.ir.graph import Node, TensorType
-from planner.own import beside, is_own, own_bytes, saved_words
+from planner.ops.saved_tensors import beside, is_own, own_bytes, saved_words
 from planner.pins import Pins
 from planner.training import Training
 from tests.autopar.allocated import changes_during, most_bytes

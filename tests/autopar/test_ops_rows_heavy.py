@@ -15,7 +15,7 @@ from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import P, R, Shard
 from planner.ops import OPS
-from planner.rules import AxisStrategy, Rule, axis_strategies, find, replicated, shard_factor
+from planner.ops.sharding_rule import AxisStrategy, Rule, axis_strategies, find, replicated, shard_factor
 from tests.autopar.sharding_oracle import (
     Call,
     check_row,

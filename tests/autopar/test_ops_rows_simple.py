@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from planner.ir.layout import P
 from planner.ops import OPS, elementwise, factory, indexing, reduction, reshape
-from planner.rules import AxisStrategy
+from planner.ops.sharding_rule import AxisStrategy
 from tests.autopar.sharding_oracle import Args, LocalForm, check_row, has_derivative
 
 Case = tuple[str, tuple[object, ...], dict[str, object]]

@@ -10,7 +10,7 @@ import pytest
 from planner.ir.graph import Node, Ref, TensorType
 from planner.ir.layout import I, P, R, Shard
 from planner.ops import OPS
-from planner.rules import Dims, Rule, axis_strategies
+from planner.ops.sharding_rule import Dims, Rule, axis_strategies
 
 
 class T(tuple[int, ...]):

@@ -6,7 +6,7 @@ from planner.formulate import rules_of
 from planner.ir.folding import fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import I, Mesh, P, R, Shard
-from planner.rules import Rule, axis_strategies, shard_factor
+from planner.ops.sharding_rule import Rule, axis_strategies, shard_factor
 from planner.skeleton import Skeleton
 from planner.strategy import leaf_layouts, op_choices, rule_of
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.ir.graph import Graph, Node, Ref, TensorType
-from planner.traffic import Traffic, added_places, traffic
+from planner.ops.memory_traffic import Traffic, added_places, traffic
 
 X = TensorType((8, 64), "bfloat16", True)
 

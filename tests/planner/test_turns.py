@@ -23,11 +23,11 @@ from planner.ir.graph import Graph, Ref
 from planner.ir.layout import MICRO, Mesh
 from planner.keep import with_levels_between
 from planner.leaves import Leaves
+from planner.ops.sharding_rule import Rule
 from planner.pace import Pace, pace_of, pack
 from planner.pins import Pins
 from planner.problem import evaluate
 from planner.recompute import COMPUTED, LEVELS, NOTHING, Level, ladder, named
-from planner.rules import Rule
 from planner.solve import lower_bounds
 from planner.training import Gathers, Training
 from planner.turns import stage

@@ -7,7 +7,7 @@ import pytest
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import I, Layout, P, R, Shard
 from planner.memory import usage
-from planner.working import Working, working
+from planner.ops.workspace import Working, working
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 HIDDEN, FLAT = TensorType((8, 4), "float32", True), TensorType((32,), "float32", True)
