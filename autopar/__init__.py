@@ -24,14 +24,14 @@ if TYPE_CHECKING:
         PinError,
         PlanError,
     )
-    from planner.cluster import ClusterSpec
+    from planner.cost.cluster import ClusterSpec
     from planner.plan import Plan
 
 _LAZY = {
     "AutoparError": "planner.base.errors",
     "CaptureError": "planner.base.errors",
     "ClusterError": "planner.base.errors",
-    "ClusterSpec": "planner.cluster",
+    "ClusterSpec": "planner.cost.cluster",
     "InfeasibleError": "planner.base.errors",
     "InputError": "planner.base.errors",
     "PinError": "planner.base.errors",

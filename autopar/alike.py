@@ -14,7 +14,7 @@ from torch import nn
 
 from autopar.materialize import Source
 from planner.base.errors import PlanError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.graph import Graph
 from planner.pins import Pins
 from planner.plan import Plan

@@ -31,8 +31,8 @@ from planner.base import host as machine
 from planner.base.errors import ClusterError, InputError, PinError, PlanError
 from planner.base.formatting import in_all_bytes
 from planner.chunks import chunks_of, moving_bytes, parameters
-from planner.cluster import ClusterSpec
-from planner.cost import CostModel
+from planner.cost.cluster import ClusterSpec
+from planner.cost.model import CostModel
 from planner.facts import model_facts
 from planner.filters import filters
 from planner.formulate import Space, rules_of

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.base.errors import InputError, PinError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.graph import ITEM_BYTES
 from planner.mesh import pinned_mesh
 from planner.pins import Pins

@@ -256,7 +256,7 @@ def demo(
     with console.status("importing torch"):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the processes
         from autopar import arguments
-        from planner.cluster import ClusterSpec
+        from planner.cost.cluster import ClusterSpec
 
         pins = arguments.read_pins(pin or ())
         arguments.check_pins(pins, ClusterSpec.local(ranks))

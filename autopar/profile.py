@@ -28,9 +28,9 @@ from autopar.runtime.pinned import pinned
 from autopar.timing import Act, Beside, Call, Key, Pace, Task
 from planner.base import host
 from planner.base.errors import ClusterError
-from planner.calibration import VERSION, Calibration
-from planner.cluster import ClusterSpec
-from planner.cost import KINDS
+from planner.cost.calibration import VERSION, Calibration
+from planner.cost.cluster import ClusterSpec
+from planner.cost.model import KINDS
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ STREAMS: dict[str, tuple[Maker, int]] = {
     "copy": _elementwise(1, torch.clone),
     "reduction": (lambda rows, device, dtype: _applied(torch.sum, 1, (rows, WIDTH), device, dtype), WIDTH),
 }
-"""What stands for each family of :mod:`planner.kernel`, and its elements of operands and results per row."""
+"""What stands for each family of :mod:`planner.cost.kernels`, and its elements of operands and results per row."""
 
 
 def _with_backward(applied: Sequence[Applied]) -> tuple[Act, Act]:

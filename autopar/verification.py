@@ -37,9 +37,9 @@ from autopar.undo import Before
 from autopar.walk import Walk
 from planner.assignment import Assignment, assignment_of
 from planner.base.errors import CaptureError, PinError, VerificationError
-from planner.cluster import ClusterSpec
 from planner.conversion import Collective
-from planner.cost import CostModel
+from planner.cost.cluster import ClusterSpec
+from planner.cost.model import CostModel
 from planner.exchange import Exchange, exchanges
 from planner.filters import filters
 from planner.formulate import Space, rules_of

@@ -35,7 +35,7 @@ from benchmarks.gpt import GPT, Shape
 from benchmarks.one_gpu import Step, calibration, fully_sharded, stepping
 from planner.base import host
 from planner.base.errors import InfeasibleError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 
 NAME = "gpu_largest"
 NOTES = (

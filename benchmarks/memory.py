@@ -26,7 +26,7 @@ from autopar.runtime.module import LeafSpec, ParallelModule
 from autopar.simulate import fake_process_group
 from planner.assignment import Assignment
 from planner.base.errors import PinError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.layout import local_shape
 from planner.pins import Pins
 from planner.training import Training

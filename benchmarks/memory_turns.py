@@ -23,7 +23,7 @@ from autopar.runtime.module import LeafSpec
 from autopar.simulate import fake_process_group
 from benchmarks.memory import Compared, backward, zoo
 from planner.base.errors import AutoparError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.layout import local_shape
 from planner.pins import Pins
 from planner.plan import Plan

@@ -20,7 +20,7 @@ from autopar.processes import LocalProcesses
 from autopar.runtime.module import ParallelModule
 from benchmarks.gpt import GPT, Shape
 from planner.base.errors import InfeasibleError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 
 SHAPE = Shape(layers=12, hidden=256, heads=4, vocab=2048, batch=4, sequence=64)
 TURNS = (1, 4)

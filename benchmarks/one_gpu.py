@@ -28,8 +28,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.profile import measured_cluster, profile
 from benchmarks.gpt import GPT, Shape
-from planner.calibration import Calibration
-from planner.cluster import ClusterSpec
+from planner.cost.calibration import Calibration
+from planner.cost.cluster import ClusterSpec
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import OffloadPolicy

@@ -26,8 +26,8 @@ from benchmarks.published import FULL, HALF, MEGATRON_CHOICES, ROWS, Compared, l
 from planner.assignment import Assignment
 from planner.base.errors import AutoparError, InfeasibleError
 from planner.certificate import Decided
-from planner.cluster import ClusterSpec
 from planner.conversion import local_bytes
+from planner.cost.cluster import ClusterSpec
 from planner.explore import Searched
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import Axis

@@ -23,7 +23,7 @@ import autopar
 from autopar.processes import LocalProcesses
 from autopar.profile import measured_cluster, profile
 from benchmarks.gpt import GPT, Shape
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.plan import Plan
 
 PRELOAD = ("torch", "benchmarks.predicted")

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.cluster import ClusterSpec
-from planner.cost import CostModel
+from planner.cost.cluster import ClusterSpec
+from planner.cost.kernels import Attention, Kernel, Product
+from planner.cost.model import CostModel
 from planner.ir.layout import Axis
-from planner.kernel import Attention, Kernel, Product
 
 ROWS = Path(__file__).parents[2] / "shared" / "validation" / "published_runs.json"
 ASSUMED = (

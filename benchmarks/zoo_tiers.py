@@ -158,7 +158,7 @@ def planned(name: str, pin: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plan(name: str, pin: Mapping[str, Any], memory_bytes: int | str = "1 GiB") -> Plan:
     import autopar
-    from planner.cluster import ClusterSpec
+    from planner.cost.cluster import ClusterSpec
     from tests.autopar.carried import model_of
 
     model, batch = model_of(name)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 
 from planner.base.errors import AutoparError, InfeasibleError, PlanError
 from planner.capacity import max_batch
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.explore import Searched
 from planner.ir.graph import Graph
 from planner.looks import Progress

@@ -15,7 +15,7 @@ from typing import Any
 from planner.assignment import Assignment
 from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.base.formatting import in_bytes
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.explore import Searched
 from planner.mesh import pinned_mesh
 from planner.pins import SIZES, Pins

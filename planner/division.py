@@ -14,11 +14,11 @@ from typing import cast
 
 from planner.base.errors import PinError
 from planner.base.formatting import IN_EACH, sizes_text
-from planner.cluster import ClusterSpec
-from planner.cost import CostModel
+from planner.cost.cluster import ClusterSpec
+from planner.cost.kernels import kernel_of
+from planner.cost.model import CostModel
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import Mesh
-from planner.kernel import kernel_of
 from planner.mesh import batch_ranks, candidate_meshes, pinned_mesh
 from planner.ops import OPS
 from planner.pace import Pace, Packed, pace_of, packing

@@ -16,7 +16,7 @@ from planner.assignment import Assignment
 from planner.base.errors import PlanError
 from planner.certificate import Certificate, certify, of_part
 from planner.chunks import SAVED
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.detail import Account
 from planner.division import Division
 from planner.ir.graph import Ref

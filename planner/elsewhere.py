@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from planner.amounts import fastest_amount
 from planner.base.errors import InfeasibleError, PinError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.explore import Divisions, Nothing, Searched, explore
 from planner.fitting import fitted
 from planner.looks import Best, Setting

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypedDict
 from planner.base.errors import ClusterError, PlanError
 from planner.base.json_schema import Misread, fields_of, read, read_fields
 from planner.base.units import nearest
-from planner.cluster import ClusterSpec
 from planner.conversion import Collective
+from planner.cost.cluster import ClusterSpec
 from planner.detail import Account, BlockDetail, LeafDetail
 from planner.document import BlockPlan, Document, PipelinePlan, Search
 from planner.exchange import Exchange

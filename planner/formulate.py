@@ -18,7 +18,7 @@ from typing import cast
 import numpy as np
 
 from planner.conversion import ConversionTable
-from planner.cost import CostModel
+from planner.cost.model import CostModel
 from planner.ir.folding import Folded, Instance
 from planner.ir.graph import Graph, Node, Ref, static
 from planner.ir.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape

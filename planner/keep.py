@@ -23,9 +23,9 @@ from itertools import pairwise
 
 from planner.again import Backward, shares
 from planner.base.errors import PinError
-from planner.cost import CostModel
+from planner.cost.kernels import kernel_of
+from planner.cost.model import CostModel
 from planner.ir.graph import Node, Ref
-from planner.kernel import kernel_of
 from planner.ops import OPS
 from planner.recompute import Level, Levels
 from planner.skeleton import Skeleton

@@ -31,7 +31,7 @@ from planner.assignment import assignment_of
 from planner.base.errors import PinError
 from planner.certificate import Decided
 from planner.chain import Link, links_of
-from planner.cost import CostModel
+from planner.cost.model import CostModel
 from planner.division import Division, pipelines_of, schedules
 from planner.filters import Labels, filters, label_dims
 from planner.formulate import Space

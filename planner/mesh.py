@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from planner.base.errors import PinError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.layout import Mesh
 
 BATCH = ("replicate", "data")

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.conversion import ConversionTable, local_bytes
-from planner.cost import CostModel
+from planner.cost.kernels import Stream, kernel_of
+from planner.cost.model import CostModel
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
-from planner.kernel import Stream, kernel_of
 from planner.ops import OPS
 from planner.ops.memory_traffic import Traffic
 from planner.ops.saved_tensors import COPIES, is_own, own_bytes, saved_words
@@ -73,7 +73,7 @@ class Work:
 
 
 class Moved(NamedTuple):
-    """Bytes that an operator passes over, see :mod:`planner.ops.memory_traffic`; ``once``: its operands and results once."""
+    """Bytes that an operator reads and writes (:mod:`planner.ops.memory_traffic`); ``once``: each tensor once."""
 
     once: int
     forward: float

@@ -38,8 +38,8 @@ from planner.chunks import (
     update,
     updated_early,
 )
-from planner.cluster import Home
 from planner.conversion import local_bytes
+from planner.cost.cluster import Home
 from planner.exchange import crossing
 from planner.heap import BEFORE, Direction
 from planner.ir.graph import Ref

@@ -14,8 +14,8 @@ import time
 from dataclasses import replace
 
 from planner.base.errors import InputError, PinError
-from planner.cluster import ClusterSpec
-from planner.cost import CostModel
+from planner.cost.cluster import ClusterSpec
+from planner.cost.model import CostModel
 from planner.division import Division, dividing, in_one_turn, in_turns, stages_wanted
 from planner.elsewhere import check_offloads, elsewhere
 from planner.explore import Divisions, Searched

@@ -23,8 +23,8 @@ from planner.base.formatting import (
     in_seconds,
     recomputed,
 )
-from planner.cluster import ClusterSpec
 from planner.conversion import Collective
+from planner.cost.cluster import ClusterSpec
 from planner.detail import LeafDetail, OpDetail
 from planner.document import Document
 from planner.ir.layout import Mesh

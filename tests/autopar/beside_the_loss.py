@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from planner.base.errors import InputError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from tests.autopar.carried import Batch, same_gradients
 
 

@@ -18,7 +18,7 @@ from autopar.runtime.carrier import Carrier
 from autopar.runtime.mesh import whole_of
 from autopar.runtime.module import ParallelModule
 from planner.base.errors import DiskError, InfeasibleError, InputError, PlanError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.plan import Plan
 from planner.timetable import Timetable, fewest_bytes, shortest_step
 from tests.autopar.allocated import changes_during, most_bytes

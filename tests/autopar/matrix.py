@@ -18,7 +18,7 @@ from autopar.typecheck import typecheck
 from autopar.verification import RTOL, Agreement, Reference, locate, reference, simulate, space_on
 from planner.assignment import Assignment, assignment_of
 from planner.base.errors import PinError, VerificationError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.layout import Mesh
 from planner.pins import Pins
 from planner.problem import Problem

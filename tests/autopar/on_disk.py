@@ -17,7 +17,7 @@ from torch import nn
 import autopar
 from autopar.runtime.module import ParallelModule
 from planner.base.errors import DiskError, InfeasibleError, InputError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.plan import Plan
 from tests.autopar.carried import another, loss_of, model_of, same_gradients
 

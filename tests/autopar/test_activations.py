@@ -18,7 +18,7 @@ from autopar.runtime.held import Held
 from autopar.runtime.tiers import Arena, Homes, Link
 from planner.base.errors import DiskError, InfeasibleError
 from planner.chunks import SAVED
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.plan import Plan
 from planner.timetable import fewest_bytes
 from tests.autopar import carried, saved

@@ -11,7 +11,7 @@ from autopar.lower import lower
 from autopar.verification import verify
 from autopar.walk import Walk, modules, tensors
 from planner.base.errors import CaptureError, InputError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.graph import Ref
 
 X = torch.randn(4, 8)

@@ -18,7 +18,7 @@ from autopar.verification import RTOL, reference, simulate, space_on
 from autopar.walk import Walk
 from planner.assignment import assignment_of
 from planner.base.errors import CaptureError, InputError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.graph import Graph
 from planner.ir.layout import Mesh
 from planner.pins import Pins

@@ -14,7 +14,7 @@ from autopar.api import Traced, plan_traced, trace
 from planner.assignment import Assignment
 from planner.base.errors import PlanError
 from planner.certificate import Decided
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.formulate import Space, rules_of
 from planner.ir.folding import fold, relabel
 from planner.ir.graph import Graph

@@ -27,7 +27,7 @@ from autopar.typecheck import typecheck
 from autopar.verification import locate, reference, simulate, verify
 from benchmarks.memory import observed_peak
 from planner.base.errors import CaptureError, InputError, PinError, PlanError, VerificationError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.graph import Graph, Node
 from planner.memory import usage
 from planner.pins import Pins

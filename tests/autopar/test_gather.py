@@ -29,7 +29,7 @@ from autopar.runtime.stage import Stage
 from autopar.runtime.step import _Run
 from autopar.simulate import Simulation, fake_process_group
 from autopar.verification import reference, simulate, verify
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.layout import Mesh, Shard
 from planner.pins import Pins
 from planner.pipeline.schedule import Action

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks import largest, record
 from benchmarks.gpt import Shape
 from benchmarks.largest import Job, Record, Search, Try
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 
 MIB = 2**20
 SMALL = Search(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopar.api import plan_traced, trace
 from benchmarks import memory_turns
 from benchmarks.memory import observed_peak
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.graph import Node, TensorType
 from planner.ops.saved_tensors import beside, is_own, own_bytes, saved_words
 from planner.pins import Pins

@@ -19,7 +19,7 @@ import autopar
 from autopar.processes import LocalProcesses
 from autopar.runtime.tiers import Arena, Gradients, Homes, Link, Parameters, Sums
 from planner.base.errors import DiskError, TimetableError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.timetable import fewest_bytes
 from planner.timetable.table import ACTIONS
 from tests.autopar import beside_the_loss, carried, drawn, on_disk, updated

@@ -19,7 +19,7 @@ import autopar
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optimizer import FUSED, check_elementwise, make_optimizer
 from planner.base.errors import InputError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 
 CPU = torch.device("cpu")
 ELEMENTWISE: list[tuple[Any, dict[str, Any]]] = [

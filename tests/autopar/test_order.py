@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import capture
 from autopar.lower import lower
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.folding import fold
 from planner.ir.graph import Graph
 

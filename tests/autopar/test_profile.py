@@ -14,11 +14,11 @@ from autopar import profile as profiling
 from autopar.cli import app
 from autopar.timing import Pace
 from planner.base.errors import ClusterError
-from planner.calibration import Calibration
-from planner.cluster import ClusterSpec
-from planner.cost import KINDS, CostModel
+from planner.cost.calibration import Calibration
+from planner.cost.cluster import ClusterSpec
+from planner.cost.kernels import FAMILY_OF, Product
+from planner.cost.model import KINDS, CostModel
 from planner.ir.layout import Axis
-from planner.kernel import FAMILY_OF, Product
 
 SMALL = dataclasses.replace(
     profiling.QUICK,

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 
 
 def test_parallelize_tells_what_it_does() -> None:

@@ -15,7 +15,7 @@ import yaml
 import autopar
 from autopar.processes import LocalProcesses
 from planner.base.errors import PinError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.pins import Pins
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ import autopar
 from autopar.runtime.room import Room, check
 from planner.base import host
 from planner.base.errors import InfeasibleError, PlanError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from tests.autopar.carried import model_of, plan_of
 
 GIB = 2**30

@@ -21,7 +21,7 @@ from autopar.runtime.mesh import groups_of, part_of, put_part, rows_of, take
 from autopar.simulate import Simulation
 from autopar.typecheck import typecheck
 from planner.base.errors import InputError, PlanError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.layout import I, Layout, Mesh, R, Shard, local_shape
 from planner.pins import Pins
 from planner.plan import Plan

@@ -13,7 +13,7 @@ from autopar.capture import capture
 from autopar.lower import lower
 from autopar.strides import CONTIGUOUS, LINEAR
 from autopar.verification import verify
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 
 Changes = Callable[[Tensor], Tensor]
 

@@ -20,8 +20,8 @@ from autopar.calls import differences
 from autopar.exact import exact, twin, widen, widened
 from autopar.verification import decide_on, reference, verify
 from planner.base.errors import CaptureError, PinError, VerificationError
-from planner.cluster import ClusterSpec
 from planner.conversion import Collective
+from planner.cost.cluster import ClusterSpec
 from planner.ir.layout import Mesh
 from planner.ops import OPS
 from planner.pins import Pins

@@ -13,7 +13,7 @@ import autopar
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.updating import Used
 from planner.base.errors import InputError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.plan import Plan
 from tests.autopar.carried import another, loss_of, model_of, parallel
 

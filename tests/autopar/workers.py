@@ -38,7 +38,7 @@ from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState
 from autopar.runtime.step import Step
 from planner.base.errors import InputError, PinError, PlanError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.plan import Plan
 from tests.autopar.in_flight import InFlight
 

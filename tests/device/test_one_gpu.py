@@ -56,7 +56,7 @@ def test_model_data_on_the_host_trains_alike_within_the_budget(nccl, offload, tu
     from transformers import GPT2Config, GPT2LMHeadModel
 
     import autopar
-    from planner.cluster import ClusterSpec
+    from planner.cost.cluster import ClusterSpec
 
     torch.manual_seed(0)
     config = GPT2Config(
@@ -157,7 +157,7 @@ def test_both_sides_of_the_search_for_the_largest_model_take_steps(side):
     from dataclasses import replace
 
     from benchmarks import largest
-    from planner.cluster import ClusterSpec
+    from planner.cost.cluster import ClusterSpec
 
     cluster = ClusterSpec.preset("workstation", devices=1)
     shape = replace(largest.WIDE, hidden=512, heads=8, vocab=1024)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.assignment import Assignment
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.facts import model_facts
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.pins import Pins

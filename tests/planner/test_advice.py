@@ -10,7 +10,7 @@ import pytest
 
 from planner.advice import Request, search_or_advise
 from planner.base.errors import InfeasibleError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.explore import Searched
 from planner.pins import Pins
 from planner.search import search

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.base.errors import ClusterError
-from planner.calibration import Calibration
-from planner.cluster import ClusterSpec
-from planner.cost import CostModel
+from planner.cost.calibration import Calibration
+from planner.cost.cluster import ClusterSpec
+from planner.cost.kernels import Attention, Product, Stream
+from planner.cost.model import CostModel
 from planner.ir.layout import Axis
-from planner.kernel import Attention, Product, Stream
 
 MEASURED: dict[str, Any] = {
     "format": "autopar-calibration",

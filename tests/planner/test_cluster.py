@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from planner.base.errors import ClusterError
-from planner.calibration import Calibration
-from planner.cluster import ClusterSpec, Device, Host, Level, PeakFlops
+from planner.cost.calibration import Calibration
+from planner.cost.cluster import ClusterSpec, Device, Host, Level, PeakFlops
 from tests.planner.plans import plan_of, residual_mlp
 
 GPUS = ("dgx-a100", "dgx-a100-40gb", "dgx-h100", "dgx-v100", "hgx-b200", "hgx-h200", "workstation")

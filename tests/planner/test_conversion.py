@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from planner.calibration import Calibration
 from planner.conversion import STEPS, Collective, ConversionTable, Step, passes
-from planner.cost import CostModel
+from planner.cost.calibration import Calibration
+from planner.cost.model import CostModel
 from planner.formulate import BUCKET_BYTES, NOT_BROUGHT, Space, rules_of
 from planner.ir.folding import fold
 from planner.ir.graph import Ref, TensorType

@@ -9,10 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from planner.base.errors import ClusterError
-from planner.cluster import ClusterSpec
-from planner.cost import KINDS, CostModel, crossings
+from planner.cost.cluster import ClusterSpec
+from planner.cost.kernels import Attention, Product, Stream, kernel_of
+from planner.cost.model import KINDS, CostModel, crossings
 from planner.ir.layout import Axis, Mesh
-from planner.kernel import Attention, Product, Stream, kernel_of
 from planner.mesh import candidate_meshes
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cluster import ClusterSpec
-from planner.cost import CostModel
+from planner.cost.cluster import ClusterSpec
+from planner.cost.kernels import Attention, Kernel, Product
+from planner.cost.model import CostModel
 from planner.division import Arithmetic, Division
 from planner.ir.layout import Mesh
-from planner.kernel import Attention, Kernel, Product
 from planner.problem import evaluate
 from planner.recompute import ladder, named
 from tests.planner.test_exact import random_cluster

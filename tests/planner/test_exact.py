@@ -17,9 +17,9 @@ import pytest
 from planner.assignment import Assignment
 from planner.base.errors import InfeasibleError
 from planner.certificate import certify
-from planner.cluster import ClusterSpec, Device, PeakFlops
-from planner.cluster import Level as NetworkLevel
-from planner.cost import CostModel
+from planner.cost.cluster import ClusterSpec, Device, PeakFlops
+from planner.cost.cluster import Level as NetworkLevel
+from planner.cost.model import CostModel
 from planner.explore import Searched
 from planner.formulate import Space, rules_of
 from planner.ir.folding import fold, fold_off, relabel

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from planner.cost import CostModel
+from planner.cost.model import CostModel
 from planner.exchange import Exchange, crossing
 from planner.explore import Searched
 from planner.facts import model_facts

@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from planner.cluster import ClusterSpec
-from planner.cost import CostModel
+from planner.cost.cluster import ClusterSpec
+from planner.cost.model import CostModel
 from planner.explore import Searched
 from planner.formulate import rules_of
 from planner.ir.folding import fold

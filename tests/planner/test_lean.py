@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.base.errors import InfeasibleError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.explore import Searched
 from planner.ir.graph import Graph
 from planner.lean import Lean

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from planner.assignment import assignment_of
-from planner.cluster import ClusterSpec
-from planner.cost import CostModel
+from planner.cost.cluster import ClusterSpec
+from planner.cost.model import CostModel
 from planner.filters import filters
 from planner.formulate import Space, rules_of
 from planner.heap import USES, Direction, Heap, Held, Storage

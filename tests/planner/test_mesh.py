@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.base.errors import PinError
-from planner.cluster import ClusterSpec, Level
+from planner.cost.cluster import ClusterSpec, Level
 from planner.ir.layout import Axis, Mesh
 from planner.mesh import candidate_meshes, pinned_mesh
 

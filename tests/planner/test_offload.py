@@ -18,7 +18,6 @@ from planner import elsewhere, fitting
 from planner.assignment import Assignment
 from planner.base.errors import ClusterError, InfeasibleError, PinError, PlanError
 from planner.base.formatting import in_all_bytes
-from planner.calibration import Calibration
 from planner.chunks import (
     ALIGN_BYTES,
     chunks_of,
@@ -29,8 +28,9 @@ from planner.chunks import (
     undone,
     update,
 )
-from planner.cluster import ClusterSpec, Host
 from planner.conversion import local_bytes
+from planner.cost.calibration import Calibration
+from planner.cost.cluster import ClusterSpec, Host
 from planner.explore import Searched, explore
 from planner.facts import model_facts
 from planner.heap import BEFORE

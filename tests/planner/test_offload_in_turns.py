@@ -13,7 +13,7 @@ import pytest
 from planner.assignment import Assignment
 from planner.base.errors import InfeasibleError, PinError, PlanError
 from planner.chunks import chunks_of, gradients, of_turn, parameters
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.facts import model_facts
 from planner.ir.graph import Graph
 from planner.memory import usage

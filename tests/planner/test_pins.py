@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planner.base.errors import ClusterError, InfeasibleError, PinError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import I, Layout, Mesh, Shard
 from planner.pins import Pins

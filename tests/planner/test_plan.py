@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from planner.assignment import Assignment, assignment_of
 from planner.base.errors import PlanError
-from planner.cost import CostModel
+from planner.cost.model import CostModel
 from planner.encode import dump
 from planner.facts import model_facts
 from planner.filters import filters

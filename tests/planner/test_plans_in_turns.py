@@ -17,8 +17,8 @@ from typing import Any, cast
 import pytest
 
 from planner.base.errors import InfeasibleError, InputError, PinError, PlanError, ScheduleError
-from planner.cluster import ClusterSpec
-from planner.cost import CostModel
+from planner.cost.cluster import ClusterSpec
+from planner.cost.model import CostModel
 from planner.division import Division, in_turns
 from planner.explore import Searched
 from planner.facts import model_facts

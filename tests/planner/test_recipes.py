@@ -11,7 +11,7 @@ import pytest
 
 from planner.assignment import assignment_of
 from planner.base.errors import InfeasibleError
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.lean import Lean, begun, lean_plans
 from planner.looks import Look, Setting
 from planner.memory import usage

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from planner.again import Again, Backward
-from planner.cost import CostModel
+from planner.cost.model import CostModel
 from planner.formulate import Space, rules_of
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType

@@ -12,7 +12,7 @@ import pytest
 from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes
 from planner.chunks import SAVED, chunks_of, home_bytes, of_turn
-from planner.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec
 from planner.memory import usage
 from planner.offload import saved_bytes, saved_homes
 from planner.plan import Plan, reprice

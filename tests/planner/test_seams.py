@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner.skeleton
-from planner.cost import CostModel
+from planner.cost.model import CostModel
 from planner.formulate import Space, rules_of
 from planner.ir.folding import Folded, fold, fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType

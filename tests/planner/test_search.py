@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import planner.explore
 from planner.base.errors import ClusterError, InfeasibleError, InputError, PinError
-from planner.cluster import ClusterSpec, Device, Level, PeakFlops
-from planner.cost import CostModel
+from planner.cost.cluster import ClusterSpec, Device, Level, PeakFlops
+from planner.cost.model import CostModel
 from planner.formulate import Space, rules_of
 from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType

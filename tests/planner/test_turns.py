@@ -14,7 +14,7 @@ from planner.assignment import Assignment, assignment_of
 from planner.certificate import Decided, certify
 from planner.chain import links_of
 from planner.conversion import local_bytes
-from planner.cost import CostModel
+from planner.cost.model import CostModel
 from planner.division import pipelines_of
 from planner.filters import filters
 from planner.formulate import BUCKET_BYTES, Space, rules_of

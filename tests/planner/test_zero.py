@@ -11,7 +11,7 @@ import pytest
 
 from planner.assignment import Assignment
 from planner.base.errors import PinError, PlanError
-from planner.cost import CostModel
+from planner.cost.model import CostModel
 from planner.facts import model_facts
 from planner.filters import filters
 from planner.formulate import Space, rules_of

@@ -35,7 +35,7 @@ from planner.base.units import (
     check_keys,
     nearest,
 )
-from planner.calibration import Calibration
+from planner.cost.calibration import Calibration
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable

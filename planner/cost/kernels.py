@@ -2,7 +2,7 @@
 
 A kernel is a matrix product of some shape, a flash attention, or a *stream* of bytes through an operator of some
 family. :func:`kernel_of` names the kernel of an operator from its name and the shapes of its local operands;
-``backward`` turns it into what its backward runs. :class:`planner.cost.CostModel` prices it.
+``backward`` turns it into what its backward runs. :class:`planner.cost.model.CostModel` prices it.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 
-from planner.cluster import Device
-from planner.kernel import Attention, Product
+from planner.cost.cluster import Device
+from planner.cost.kernels import Attention, Product
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """Tiles (rows, columns) of cuBLAS and CUTLASS on tensor cores; the first two are the fastest per flop."""

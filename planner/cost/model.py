@@ -1,6 +1,6 @@
 """What work and communication cost, in seconds: as it was measured, or a closed form of what the cluster states.
 
-Compute is a roofline whose product side knows tiles and waves (:mod:`planner.tiles`). A collective is priced on the
+Compute is a roofline whose product side knows tiles and waves (:mod:`planner.cost.gemm`). A collective is priced on the
 levels of the network that its group crosses, in the cheapest of the library's algorithms. What a cluster's
 calibration has measured goes before both.
 
@@ -27,11 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.base.errors import ClusterError
-from planner.cluster import ClusterSpec, Level
+from planner.cost.cluster import ClusterSpec, Level
+from planner.cost.gemm import attention_s, product_at_least_s, product_s
+from planner.cost.kernels import Attention, Kernel, Product, Stream
 from planner.ir.graph import ITEM_BYTES
 from planner.ir.layout import Axis
-from planner.kernel import Attention, Kernel, Product, Stream
-from planner.tiles import attention_s, product_at_least_s, product_s
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 Floats = NDArray[np.float64]
