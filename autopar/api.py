@@ -42,12 +42,12 @@ from planner.mesh import MAX_AXES
 from planner.offload import saved_bytes
 from planner.pace import pace_of
 from planner.pins import Pins
-from planner.pipeline.schedule import schedule
 from planner.plan import Plan, Search, describe, refold, reprice, restage, restore
 from planner.positions import check_positions
 from planner.predict import predict, predict_in_turns
 from planner.search import GAP, check_axes, check_gap, check_time_limit
-from planner.timetable import Timetable
+from planner.solve.pipeline.schedule import schedule
+from planner.solve.transfers import Timetable
 from planner.training import Training
 
 Progress = Callable[[str], None]

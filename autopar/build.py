@@ -37,8 +37,8 @@ from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
 from planner.memory import usage
 from planner.offload import saved_homes
-from planner.pipeline.schedule import Schedule
-from planner.timetable import Timetable, Use
+from planner.solve.pipeline.schedule import Schedule
+from planner.solve.transfers import Timetable, Use
 
 MakePart = Callable[[LeafSpec], Tensor]
 """Makes this rank's part of a parameter, buffer or constant."""

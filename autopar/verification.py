@@ -51,7 +51,7 @@ from planner.pins import Pins
 from planner.plan import Plan
 from planner.predict import collectives
 from planner.skeleton import Role
-from planner.solve import solve
+from planner.solve.choices import solve
 from planner.strategy import Choice
 from planner.training import Training
 

@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 
 from planner.base.errors import InfeasibleError
-from planner.pipeline.partition import cut
-from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
-from planner.pipeline.simulate import Times, simulate, step_s
-from planner.pipeline.stages import Block, Chain, Pipeline, Saving
+from planner.solve.pipeline.partition import cut
+from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
+from planner.solve.pipeline.simulate import Times, simulate, step_s
+from planner.solve.pipeline.stages import Block, Chain, Pipeline, Saving
 
 RANKS = 16
 MIB, GIB = 2**20, 2**30

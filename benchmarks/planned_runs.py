@@ -34,9 +34,9 @@ from planner.ir.layout import Axis
 from planner.looks import PROVED
 from planner.pins import Pins
 from planner.predict import predict, predict_in_turns
-from planner.problem import evaluate
 from planner.recompute import LEVELS, Amount, Recompute
 from planner.search import search
+from planner.solve.problem import evaluate
 from planner.training import Training
 
 TRAINING = Training(optimizer_bytes_per_element=12)

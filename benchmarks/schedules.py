@@ -27,8 +27,8 @@ from autopar.runtime.step import Step
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from planner.ir.layout import Mesh
-from planner.pipeline.schedule import schedule
-from planner.pipeline.simulate import Times, simulate
+from planner.solve.pipeline.schedule import schedule
+from planner.solve.pipeline.simulate import Times, simulate
 
 RANKS = 4
 NAP_S = 0.1

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from planner.timetable import Item, Link, Moment, Trace, Use, fewest_bytes, shortest_step, simulate
-from planner.timetable.gaps import gaps_of
-from planner.timetable.ways import Way, ways_of
+from planner.solve.transfers import Item, Link, Moment, Trace, Use, fewest_bytes, shortest_step, simulate
+from planner.solve.transfers.gaps import gaps_of
+from planner.solve.transfers.ways import Way, ways_of
 
 GIB = 2**30
 LINK = Link(25e9, 25e9)

@@ -141,7 +141,7 @@ def _row(
 def planned(name: str, pin: Mapping[str, Any]) -> dict[str, Any]:
     """The plan of a cell, with a budget at which model data moves if it is away."""
     from autopar.exact import exact
-    from planner.timetable import fewest_bytes
+    from planner.solve.transfers import fewest_bytes
 
     with exact():
         plan = _plan(name, {**pin, "offload": "host"} if pin.get("offload") == "auto" else pin)

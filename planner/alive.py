@@ -28,9 +28,9 @@ from planner.assignment import Assignment
 from planner.brought import Brought, brought_by, savers_of, working_moments
 from planner.chain import Link, Shared, also_read, placed
 from planner.heap import USES
-from planner.pipeline.schedule import InFlight
-from planner.pipeline.stages import Cut, Pipeline
 from planner.recompute import Level
+from planner.solve.pipeline.schedule import InFlight
+from planner.solve.pipeline.stages import Cut, Pipeline
 
 
 class Coming(NamedTuple):
@@ -423,7 +423,7 @@ def moments(
     """Bytes of every rank at its fullest moments, beside each operator that may need most then.
 
     Args:
-        in_flight: :attr:`planner.pipeline.stages.Pipeline.moments`; of sizes, where micro-batches are to move.
+        in_flight: :attr:`planner.solve.pipeline.stages.Pipeline.moments`; of sizes, where micro-batches are to move.
     """
     space, savers = assignment.space, savers_of(assignment)
     for rank in range(alive.pipeline.ranks):

@@ -12,9 +12,9 @@ from planner.ir.folding import Block, Folded, relabel
 from planner.ir.graph import Ref
 from planner.ir.layout import Layout
 from planner.looks import Best, Setting
-from planner.problem import evaluate
 from planner.recompute import together
 from planner.skeleton import Role, Skeleton
+from planner.solve.problem import evaluate
 from planner.strategy import Choice
 
 APART_OPERATORS = 200

@@ -2,7 +2,7 @@
 
 Folding decides once for equal blocks and multiplies. Here nothing is folded: every operator, leaf and value of the
 graph is a decision of its own that is taken as the plan takes it, and every edge between two of them is priced. Both
-prices are :func:`planner.problem.evaluate`'s, of two different problems; a fold that counted wrongly shows as a
+prices are :func:`planner.solve.problem.evaluate`'s, of two different problems; a fold that counted wrongly shows as a
 difference.
 
 What the search adds up is not all of a step with several pipeline stages, or with model data on the host: such a
@@ -21,9 +21,9 @@ from planner.formulate import Space
 from planner.ir.folding import relabel
 from planner.ir.graph import Ref
 from planner.ir.layout import Layout
-from planner.problem import Evaluation, Ints, evaluate
 from planner.recompute import Recompute, apart
 from planner.skeleton import Role, Skeleton
+from planner.solve.problem import Evaluation, Ints, evaluate
 from planner.strategy import Choice
 
 ROUNDING = 1e-9

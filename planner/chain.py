@@ -1,7 +1,7 @@
 """Chain: the blocks of an assignment, one after another, as a pipeline is cut from them.
 
 An assignment says how one stage's ranks share each block; here its blocks, in the order of the graph, become a chain of
-:class:`planner.pipeline.stages.Block`: seconds and bytes of one micro-batch on one rank, with the levels of
+:class:`planner.solve.pipeline.stages.Block`: seconds and bytes of one micro-batch on one rank, with the levels of
 recomputation as ways to save. What happens once a step is told apart: the update, and gathering parameters and reducing
 gradients, unless each micro-batch does so.
 """
@@ -25,9 +25,9 @@ from planner.ir.layout import MICRO, PIPELINE, Axis, Layout
 from planner.leaves import Leaves, Parts, Use, by_use
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
-from planner.pipeline.schedule import versions
-from planner.pipeline.stages import Block, Chain, Cut, Pipeline, Saving
 from planner.recompute import NOTHING, Amount, Level, Levels, Recompute
+from planner.solve.pipeline.schedule import versions
+from planner.solve.pipeline.stages import Block, Chain, Cut, Pipeline, Saving
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Link:
-    """One block of the chain, and what :class:`planner.pipeline.stages.Block` leaves out.
+    """One block of the chain, and what :class:`planner.solve.pipeline.stages.Block` leaves out.
 
     Attributes:
         communication_s: what of the block's seconds is communication.

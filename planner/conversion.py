@@ -18,7 +18,7 @@ import numpy as np
 
 from planner.ir.graph import TensorType
 from planner.ir.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
-from planner.problem import Floats, Ints
+from planner.solve.problem import Floats, Ints
 
 # (from, to) -> (collective forward, collective backward). "S>S" is a shard moving to another dim.
 STEPS: dict[str, tuple[str, str]] = {

@@ -23,9 +23,9 @@ from planner.mesh import batch_ranks, candidate_meshes, pinned_mesh
 from planner.ops import OPS
 from planner.pace import Pace, Packed, pace_of, packing
 from planner.pins import Pins
-from planner.pipeline.schedule import VIRTUAL_STAGES
-from planner.pipeline.stages import Pipeline
 from planner.skeleton import Skeleton
+from planner.solve.pipeline.schedule import VIRTUAL_STAGES
+from planner.solve.pipeline.stages import Pipeline
 from planner.training import Gathers
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")

@@ -22,11 +22,11 @@ from planner.division import Division
 from planner.ir.graph import Ref
 from planner.ir.layout import Mesh
 from planner.mesh import MAX_AXES
-from planner.pipeline.schedule import schedule
-from planner.pipeline.simulate import simulate
 from planner.predict import Prediction
+from planner.solve.pipeline.schedule import schedule
+from planner.solve.pipeline.simulate import simulate
+from planner.solve.transfers import Timetable
 from planner.timeline import StepTimeline, predicted
-from planner.timetable import Timetable
 from planner.training import Activations, Gathers, Training
 from planner.turns import TurnTimes
 
@@ -83,12 +83,12 @@ class BlockPlan:
 class PipelinePlan:
     """How a step runs in turns: micro-batch after micro-batch, through the stages of a pipeline if there are several.
 
-    ``schedule`` says in which order, see :mod:`planner.pipeline.schedule`; each of ``ranks`` pipeline ranks, which are
-    meshes of devices, has ``virtual_stages``. Stage ``s`` has the blocks from ``bounds[s]`` up to, not including,
-    ``bounds[s + 1]``, numbered in execution order as in :class:`BlockPlan`; ``recompute`` says which of them make again
-    in backward what they computed, by level, of which there are those in :class:`BlockPlan`. ``gathers`` says when
-    parameters are gathered and their gradients reduced: ``once`` a step, or in ``each`` micro-batch. That ``waits`` for
-    them where they are used, or has them gathered a block ahead.
+    ``schedule`` says in which order, see :mod:`planner.solve.pipeline.schedule`; each of ``ranks`` pipeline ranks,
+    which are meshes of devices, has ``virtual_stages``. Stage ``s`` has the blocks from ``bounds[s]`` up to, not
+    including, ``bounds[s + 1]``, numbered in execution order as in :class:`BlockPlan`; ``recompute`` says which of them
+    make again in backward what they computed, by level, of which there are those in :class:`BlockPlan`. ``gathers``
+    says when parameters are gathered and their gradients reduced: ``once`` a step, or in ``each`` micro-batch. That
+    ``waits`` for them where they are used, or has them gathered a block ahead.
     """
 
     schedule: str

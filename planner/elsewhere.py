@@ -17,9 +17,9 @@ from planner.looks import Best, Setting
 from planner.offload import holds_all, stages_followed
 from planner.pace import OUT_OF_TURN
 from planner.pins import Pins
-from planner.problem import evaluate
 from planner.recompute import ladder
 from planner.skeleton import Skeleton
+from planner.solve.problem import evaluate
 
 ROOM = (0.75, 0.5, 0.25, 0.0)
 """Parts of what a plan takes beside model data to which it is brought down, so that more of that stays."""

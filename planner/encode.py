@@ -23,7 +23,7 @@ from planner.exchange import Exchange
 from planner.ir.layout import Axis, Mesh
 from planner.names import parse_runs, runs
 from planner.predict import Prediction
-from planner.timetable import Timetable
+from planner.solve.transfers import Timetable
 from planner.training import Gathers
 
 FORMAT, VERSION = "autopar-plan", 2

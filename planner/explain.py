@@ -25,10 +25,10 @@ from planner.document import BlockPlan, Document
 from planner.heap import Fullest, Held
 from planner.ir.layout import Layout
 from planner.names import filled, role_names
-from planner.problem import Evaluation, Problem, evaluate
 from planner.report.summary import is_notable, local_name
 from planner.skeleton import Role
-from planner.solve import solve
+from planner.solve.choices import solve
+from planner.solve.problem import Evaluation, Problem, evaluate
 from planner.strategy import Choice
 
 IN_WORDS = {

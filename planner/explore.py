@@ -38,11 +38,11 @@ from planner.looks import (
 from planner.memory import Usage, usage
 from planner.offload import WorkingSet, largest_working_set, offloaded
 from planner.predict import Prediction, predict, predict_in_turns
-from planner.problem import Evaluation
 from planner.recompute import Ladder, ladder
 from planner.refusal import check_divisible
 from planner.skeleton import Skeleton
-from planner.timetable import Timetable
+from planner.solve.problem import Evaluation
+from planner.solve.transfers import Timetable
 from planner.turns import Staged
 
 NEAR = 2.0

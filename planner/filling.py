@@ -14,9 +14,9 @@ from dataclasses import replace
 from planner.division import Division
 from planner.formulate import Space
 from planner.looks import Best, Setting
-from planner.problem import evaluate, most_bytes
 from planner.recompute import NOTHING, ladder
-from planner.solve import corners, solve
+from planner.solve.choices import corners, solve
+from planner.solve.problem import evaluate, most_bytes
 from planner.turns import THOROUGH, stage
 
 STEP = 1.02

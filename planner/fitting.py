@@ -13,11 +13,11 @@ from planner.apart import may_differ, together_again
 from planner.explore import Divisions, Nothing, Searched, completed, explore
 from planner.lean import LEANEST_S, begun, bounds_s, fastest_that_fits, is_worth, lean_plans
 from planner.looks import PROVED, Candidate, Setting
-from planner.problem import most_bytes
 from planner.recipes import by_recipe, freed
 from planner.refusal import check_turns, nothing_fits
 from planner.skeleton import Skeleton
-from planner.solve import lower_bounds
+from planner.solve.choices import lower_bounds
+from planner.solve.problem import most_bytes
 
 LEAST_ROOM = 0.02
 """Part of a device's memory that a plan may leave empty without another search for one that takes it."""

@@ -8,7 +8,7 @@ Bytes leave nothing out as long as a step does the same in the same order, which
 route between two layouts becomes the cheapest. Of a step in turns, seconds are those along the path through its
 schedule that is longest at the planned sizes; where another one becomes longer the step takes more. How often that path
 does what, and how many micro-batches are in flight, follows from the number of micro-batches for those that
-:attr:`Formulas.turns` has (:mod:`planner.pipeline.growth`).
+:attr:`Formulas.turns` has (:mod:`planner.solve.pipeline.growth`).
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from planner.conversion import Collective
 from planner.heap import Held
 from planner.ir.graph import Node
 from planner.memory import usage
-from planner.pipeline.growth import Counts, Growth, growth
-from planner.pipeline.schedule import InFlight
-from planner.pipeline.simulate import critical
 from planner.predict import Calls, collectives, seconds_by_use, sorted_calls
 from planner.scale import OtherSizes, check_size
+from planner.solve.pipeline.growth import Counts, Growth, growth
+from planner.solve.pipeline.schedule import InFlight
+from planner.solve.pipeline.simulate import critical
 from planner.turns import Staged
 
 Symbols = tuple[sympy.Symbol, sympy.Symbol, sympy.Symbol]
 
 
 Moments = Sequence[tuple[Sequence[int], Sequence[InFlight]]]
-"""As :attr:`planner.pipeline.stages.Pipeline.moments`."""
+"""As :attr:`planner.solve.pipeline.stages.Pipeline.moments`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -323,7 +323,7 @@ def _in_flight(staged: Staged, grown: Growth | None) -> Moments:
 
 
 def _late(staged: Staged, grown: Growth | None) -> tuple[int, ...]:
-    """As :attr:`planner.pipeline.stages.Pipeline.late`, as sizes."""
+    """As :attr:`planner.solve.pipeline.stages.Pipeline.late`, as sizes."""
     return staged.pipeline.late if grown is None else tuple(along(staged.turns, *line) for line in grown.late)
 
 

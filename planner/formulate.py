@@ -25,9 +25,9 @@ from planner.ir.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Sha
 from planner.ops.sharding_rule import Rule
 from planner.pace import Pace, pace_of
 from planner.prices import Priced
-from planner.problem import Edge, Floats, Ints, Problem, Vertex
 from planner.recompute import NOTHING, Recompute
 from planner.skeleton import Flow, Role, Skeleton, Together
+from planner.solve.problem import Edge, Floats, Ints, Problem, Vertex
 from planner.strategy import Allow, Choice, Strips, axis_ways, choices_of, leaf_layouts, rule_of, shards_of
 from planner.training import Gathers, Training
 

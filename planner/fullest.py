@@ -22,8 +22,8 @@ from planner.ir.graph import Node, Ref
 from planner.leaves import Leaves, Part, Parts
 from planner.names import called
 from planner.ops.workspace import What
-from planner.pipeline.schedule import versions
 from planner.recompute import Level
+from planner.solve.pipeline.schedule import versions
 from planner.turns import Staged
 
 NEXT = "room for the next messages"

@@ -20,8 +20,8 @@ from planner.formulate import Space
 from planner.looks import Best, Look, Setting
 from planner.memory import usage
 from planner.offload import WorkingSet, largest_working_set
-from planner.problem import Problem, evaluate
-from planner.solve import almost_lightest, lower_bounds, solve
+from planner.solve.choices import almost_lightest, lower_bounds, solve
+from planner.solve.problem import Problem, evaluate
 from planner.turns import QUICK, THOROUGH, Staged, stage, waiting
 
 LEANEST_S = 10.0

@@ -40,11 +40,11 @@ from planner.ir.layout import Mesh
 from planner.ops.sharding_rule import Rule
 from planner.pace import packing
 from planner.pins import Pins
-from planner.pipeline.stages import Pipeline
-from planner.problem import Evaluation, Problem, evaluate, least_bytes, most_bytes
 from planner.recompute import Ladder, Levels, Recompute
 from planner.skeleton import Skeleton
-from planner.solve import Bounds, lightest, lower_bound_between, lower_bounds, solve
+from planner.solve.choices import Bounds, lightest, lower_bound_between, lower_bounds, solve
+from planner.solve.pipeline.stages import Pipeline
+from planner.solve.problem import Evaluation, Problem, evaluate, least_bytes, most_bytes
 from planner.training import Training
 from planner.turns import Staged, stage
 

@@ -25,7 +25,7 @@ from planner.chunks import SAVED, Chunk, gradients, home_bytes, moving_bytes, pa
 from planner.memory import Usage, usage
 from planner.predict import Prediction, predict
 from planner.rank_step import UPDATE_THERE, RankStep, without
-from planner.timetable import Timetable, fewest_bytes, shortest_step, simulate
+from planner.solve.transfers import Timetable, fewest_bytes, shortest_step, simulate
 from planner.turns import Staged
 
 MORE = "hosts with more memory, or pin 'offload' 'disk'"

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from planner.base.errors import PinError
 from planner.mesh import ROLES
-from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 from planner.recompute import COMPUTED, Level
+from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 from planner.training import Activations, Gathers, Tier, Update
 from planner.zero import Ways, Zero, gathers, levels_alone, read_zero
 
@@ -45,7 +45,7 @@ class Pins:
         layers: glob of module path -> {axis name: strategy}.
         stages: of the pipeline, ``pipeline`` in the user's form; ``None`` leaves it to the search, as the others do.
         micro_batches: turns in which a step takes the global batch.
-        schedule: the pipeline's, by name; see :mod:`planner.pipeline.schedule`.
+        schedule: the pipeline's, by name; see :mod:`planner.solve.pipeline.schedule`.
         virtual_stages: stages of each rank of the pipeline, for schedules that interleave them.
         offload: where model data is at home: on the ``host``; ``auto``: there, but of some blocks on the device, of as
             many as makes the step shortest; on ``disk``; ``None``: on the device.

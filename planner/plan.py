@@ -39,15 +39,15 @@ from planner.memory import usage
 from planner.mismatch import difference
 from planner.names import role_names
 from planner.offload import offloaded
-from planner.pipeline.stages import Pipeline
-from planner.pipeline.stages import evaluate as cut_of
 from planner.predict import Prediction, predict, predict_in_turns
-from planner.problem import evaluate
 from planner.recompute import Recompute, at_levels, used
 from planner.seams import finer
 from planner.skeleton import Role
+from planner.solve.pipeline.stages import Pipeline
+from planner.solve.pipeline.stages import evaluate as cut_of
+from planner.solve.problem import evaluate
+from planner.solve.transfers import Timetable
 from planner.strategy import Choice
-from planner.timetable import Timetable
 from planner.training import Gathers
 from planner.turns import Staged, price
 from planner.zero import check_together

@@ -99,7 +99,7 @@ def collectives(assignment: Assignment, bounds: Sequence[int] = (), late: Sequen
     Args:
         bounds: where the blocks are cut into stages, if they are: the calls are those of one rank of every stage.
         late: of each stage, of how many micro-batches it finds the gradients of weights later than others, see
-            :attr:`planner.pipeline.schedule.Schedule.late`.
+            :attr:`planner.solve.pipeline.schedule.Schedule.late`.
     """
     calls: Calls = Counter()
     for each in calls_by_block(assignment, bounds, late).values():

@@ -19,9 +19,9 @@ from planner.ops import OPS
 from planner.ops.memory_traffic import Traffic
 from planner.ops.saved_tensors import COPIES, is_own, own_bytes, saved_words
 from planner.ops.sharding_rule import Inner, Rule
-from planner.problem import Floats, Ints
 from planner.recompute import NOTHING, Recompute
 from planner.skeleton import Skeleton
+from planner.solve.problem import Floats, Ints
 from planner.strategy import Choice
 from planner.training import Tier, Training
 

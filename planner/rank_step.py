@@ -46,9 +46,9 @@ from planner.ir.graph import Ref
 from planner.ir.layout import MICRO, Shard
 from planner.leaves import Leaves
 from planner.memory import Usage
-from planner.pipeline.schedule import Action, schedule
 from planner.recompute import Level, used
-from planner.timetable import Item, Link, Moment, Timetable, Trace, Use, simulate
+from planner.solve.pipeline.schedule import Action, schedule
+from planner.solve.transfers import Item, Link, Moment, Timetable, Trace, Use, simulate
 from planner.training import Tier
 from planner.turns import Staged
 

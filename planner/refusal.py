@@ -15,7 +15,7 @@ from planner.looks import Look, Setting
 from planner.names import short_op
 from planner.ops import OPS
 from planner.ops.function import reason
-from planner.problem import Edge
+from planner.solve.problem import Edge
 from planner.strategy import Choice
 
 

@@ -1,8 +1,8 @@
 """Turns: the best pipeline found for a chain of blocks, and all that a step of it takes.
 
-:func:`stage` tries the schedules and has :mod:`planner.pipeline.partition` cut the chain (:mod:`planner.chain`) for the
-best of them. What happens once a step is left to the end of it: it is counted for the rank that takes longest, after
-the last micro-batch.
+:func:`stage` tries the schedules and has :mod:`planner.solve.pipeline.partition` cut the chain (:mod:`planner.chain`)
+for the best of them. What happens once a step is left to the end of it: it is counted for the rank that takes longest,
+after the last micro-batch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from planner.base.errors import InfeasibleError
 from planner.base.symbolic_float import rest
 from planner.chain import Link, also_read, chain_of, placed
 from planner.ir.folding import Folded
-from planner.pipeline.partition import cut
-from planner.pipeline.simulate import Times, bubble
-from planner.pipeline.simulate import step_s as simulated_s
-from planner.pipeline.stages import Chain, Cut, Pipeline, blocks_of, bound_s, stage_times
-from planner.problem import Evaluation
 from planner.recompute import Level, Recompute, at_levels
+from planner.solve.pipeline.partition import cut
+from planner.solve.pipeline.simulate import Times, bubble
+from planner.solve.pipeline.simulate import step_s as simulated_s
+from planner.solve.pipeline.stages import Chain, Cut, Pipeline, blocks_of, bound_s, stage_times
+from planner.solve.problem import Evaluation
 
 BEST = 2
 """So many pipelines are cut for: those whose even cut, saving everything, takes least; more while none fits."""
 QUICK, THOROUGH = 100, 1000
-"""Effort for cuts that are one of many, and for the last; see :data:`planner.pipeline.partition.EFFORT`."""
+"""Effort for cuts that are one of many, and for the last; see :data:`planner.solve.pipeline.partition.EFFORT`."""
 TRIES = 8
 """So often a chain is cut anew with less memory when what works beside it did not fit."""
 
@@ -43,7 +43,7 @@ WORKS = ("compute", "recompute", "communication", "gradients", "optimizer")
 class TurnTimes:
     """What a step in turns is simulated from: seconds of a micro-batch by stage, and once a step by rank.
 
-    See :class:`planner.pipeline.simulate.Times` and :class:`Link`.
+    See :class:`planner.solve.pipeline.simulate.Times` and :class:`Link`.
     """
 
     forward_s: tuple[float, ...]
@@ -192,7 +192,7 @@ def stage(
     ``None`` if none does, none fits, or a block cannot run so.
 
     Args:
-        effort: what looking for each cut may take, see :func:`planner.pipeline.partition.cut`.
+        effort: what looking for each cut may take, see :func:`planner.solve.pipeline.partition.cut`.
     """
     if not all(math.isfinite(link.block.work_s) for link in links):
         return None

@@ -27,9 +27,9 @@ from planner.memory import Usage, usage
 from planner.names import called, state_of
 from planner.pins import Pins
 from planner.predict import seconds_by_use
-from planner.problem import evaluate
 from planner.search import check_time_limit
 from planner.skeleton import Role
+from planner.solve.problem import evaluate
 
 Number = TypeVar("Number", int, float)
 

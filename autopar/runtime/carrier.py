@@ -30,7 +30,7 @@ from autopar.runtime.updating import AFTER, Updates, let_go, may_update
 from planner.base.errors import InputError, TimetableError
 from planner.chunks import of_turn, shared
 from planner.heap import BEFORE
-from planner.timetable import Timetable
+from planner.solve.transfers import Timetable
 
 A_STEP = "a new step"
 ON_DEMAND = (

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from autopar.runtime.patience import patience
 from autopar.runtime.stage import Passed, Stage
-from planner.pipeline.schedule import Action, Schedule
+from planner.solve.pipeline.schedule import Action, Schedule
 
 Message = tuple[int, str, int]
 """The stage that it is for, the kind of action that waits for it, the micro-batch."""

@@ -31,7 +31,7 @@ from autopar.runtime.state import RunState
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from planner.base.errors import InputError
-from planner.pipeline.schedule import Action, is_left_over
+from planner.solve.pipeline.schedule import Action, is_left_over
 
 _NO_LOSS = (
     "a step in turns finds the gradients of one loss, the first scalar that the model returns, and backward was asked "

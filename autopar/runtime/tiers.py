@@ -28,7 +28,7 @@ from autopar.runtime.pages import READ, WRITE
 from autopar.runtime.pinned import pinned
 from planner.base.errors import TimetableError
 from planner.base.formatting import in_all_bytes
-from planner.timetable.table import ACTIONS
+from planner.solve.transfers.table import ACTIONS
 
 REMEMBERED = 8
 """So many of the last things that were done with a chunk are told where one is used that is not there."""
@@ -151,7 +151,7 @@ class Link:
 class Chunk(ABC):
     """A chunk of the timetable: its name there, its state, and what was done with it.
 
-    States and actions are those of :data:`planner.timetable.table.ACTIONS`.
+    States and actions are those of :data:`planner.solve.transfers.table.ACTIONS`.
     """
 
     name: str

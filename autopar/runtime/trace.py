@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from autopar.runtime.mail import Pipeline
 from planner.base.errors import InputError
-from planner.pipeline.schedule import Action, Schedule
+from planner.solve.pipeline.schedule import Action, Schedule
 from planner.timeline import Event, StepTimeline, bubble_of
 
 EXCHANGES = 16

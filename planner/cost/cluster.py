@@ -439,7 +439,7 @@ class ClusterSpec(Described):
 
 def _presets() -> dict[str, Traversable]:
     """The files of the presets, by name."""
-    files = resources.files("planner").joinpath("presets").iterdir()
+    files = resources.files("planner.cost").joinpath("presets").iterdir()
     return {Path(file.name).stem: file for file in files if file.name.endswith(".yaml")}
 
 

@@ -15,7 +15,7 @@ from planner.detail import BlockDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
 from planner.ir.layout import PIPELINE
 from planner.pins import FREE_AXES
-from planner.pipeline.schedule import versions
+from planner.solve.pipeline.schedule import versions
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
-"""Turn a :class:`Problem` into an :class:`Answer` that says what is proved about it."""
+"""Pure optimisation that knows nothing of models or devices, so that each solver can be tested against brute force.
 
-from __future__ import annotations
-
-from planner.solve.bound import Bounds, almost_lightest, corners, lightest, lower_bound_between, lower_bounds
-from planner.solve.front import solve
-
-__all__ = ["Bounds", "almost_lightest", "corners", "lightest", "lower_bound_between", "lower_bounds", "solve"]
+``choices`` picks one option per decision under pairwise costs and a budget, ``pipeline`` cuts chains into stages and
+simulates schedules, ``transfers`` decides what moves between memory tiers when. Problems come in as plain numbers and
+answers go out with what is proved about them; :func:`~planner.solve.problem.evaluate` is the one definition of cost.
+"""

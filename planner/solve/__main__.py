@@ -26,9 +26,9 @@ import numpy as np
 
 from planner.base.errors import AutoparError
 from planner.base.stdout import keep_stdout
-from planner.problem import Answer, Problem
-from planner.solve.front import solve
-from planner.solve.read import read_problem
+from planner.solve.choices.front import solve
+from planner.solve.choices.read import read_problem
+from planner.solve.problem import Answer, Problem
 
 _PRINTING_S = 1.0  # kept back from the time limit, for what follows the search
 _PROVED = 2e-7  # relative gap at which an answer counts as optimal: twice what HiGHS may leave

@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.base.errors import InputError
 from planner.base.files import write_text
-from planner.pipeline.simulate import Simulated
+from planner.solve.pipeline.simulate import Simulated
 from planner.timeline.step import Event, Step
 from planner.timeline.svg import svg
 from planner.timeline.text import text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.pipeline.simulate import Floats
+from planner.solve.pipeline.simulate import Floats
 from planner.timeline.step import KINDS, Event, Step
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from planner.base.formatting import in_seconds
-from planner.pipeline.schedule import Action
+from planner.solve.pipeline.schedule import Action
 
 KINDS = {
     "F": "forward",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from planner.base.formatting import in_seconds
-from planner.pipeline.simulate import Floats
+from planner.solve.pipeline.simulate import Floats
 from planner.timeline.shares import shares
 from planner.timeline.step import KINDS, Step
 

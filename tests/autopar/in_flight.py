@@ -43,7 +43,7 @@ class InFlight:
             step.stages[number] = replace(stage, program=partial(self._forward, stage))
 
     def fullest(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """As :attr:`planner.pipeline.schedule.Schedule.held` has it."""
+        """As :attr:`planner.solve.pipeline.schedule.Schedule.held` has it."""
         found = sorted(self._moments[rank], reverse=True)
         return tuple(
             each for at, each in enumerate(found) if not any(all(map(int.__le__, each, other)) for other in found[:at])

@@ -21,8 +21,8 @@ from planner.base.errors import PinError, VerificationError
 from planner.cost.cluster import ClusterSpec
 from planner.ir.layout import Mesh
 from planner.pins import Pins
-from planner.problem import Problem
-from planner.solve import solve
+from planner.solve.choices import solve
+from planner.solve.problem import Problem
 from tests.autopar.models import MODELS
 
 PINS = ("replicate", "data", "context", "tensor")

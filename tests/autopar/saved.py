@@ -16,7 +16,7 @@ from planner.base.errors import PlanError
 from planner.chunks import SAVED
 from planner.offload import saved_homes
 from planner.plan import Plan
-from planner.timetable import Use, fewest_bytes
+from planner.solve.transfers import Use, fewest_bytes
 from tests.autopar.carried import loss_of, model_of, parallel
 from tests.autopar.models import MODELS
 

@@ -20,7 +20,7 @@ from planner.base.errors import DiskError, InfeasibleError
 from planner.chunks import SAVED
 from planner.cost.cluster import ClusterSpec
 from planner.plan import Plan
-from planner.timetable import fewest_bytes
+from planner.solve.transfers import fewest_bytes
 from tests.autopar import carried, saved
 from tests.autopar.models import MODELS
 

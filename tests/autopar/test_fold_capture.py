@@ -22,7 +22,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.ir.graph import Graph
 from planner.ir.layout import Mesh
 from planner.pins import Pins
-from planner.solve import solve
+from planner.solve.choices import solve
 from tests.autopar.models import MODELS, WIDTH, llama, text
 
 CLUSTER = ClusterSpec.local(2)

@@ -21,7 +21,7 @@ from planner.ir.graph import Graph
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.predict import Prediction, predict
-from planner.problem import evaluate
+from planner.solve.problem import evaluate
 from planner.training import Training
 from tests.autopar.models import BATCH, LENGTH, MODELS
 

@@ -32,8 +32,8 @@ from autopar.verification import reference, simulate, verify
 from planner.cost.cluster import ClusterSpec
 from planner.ir.layout import Mesh, Shard
 from planner.pins import Pins
-from planner.pipeline.schedule import Action
 from planner.plan import Plan
+from planner.solve.pipeline.schedule import Action
 from planner.training import Training
 
 RANKS = 3

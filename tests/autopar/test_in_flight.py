@@ -21,7 +21,7 @@ from autopar.runtime.step import Step
 from autopar.simulate import fake_process_group
 from planner.assignment import Assignment
 from planner.pins import Pins
-from planner.pipeline.schedule import Schedule, schedule
+from planner.solve.pipeline.schedule import Schedule, schedule
 from planner.training import Training
 from tests.autopar import workers
 from tests.autopar.in_flight import InFlight

@@ -20,8 +20,8 @@ from autopar.processes import LocalProcesses
 from autopar.runtime.tiers import Arena, Gradients, Homes, Link, Parameters, Sums
 from planner.base.errors import DiskError, TimetableError
 from planner.cost.cluster import ClusterSpec
-from planner.timetable import fewest_bytes
-from planner.timetable.table import ACTIONS
+from planner.solve.transfers import fewest_bytes
+from planner.solve.transfers.table import ACTIONS
 from tests.autopar import beside_the_loss, carried, drawn, on_disk, updated
 
 CASES: list[tuple[str, dict[str, Any], int, int]] = [  # the last: how many budgets

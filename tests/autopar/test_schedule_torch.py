@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from planner.pipeline.schedule import Schedule, parse, schedule
+from planner.solve.pipeline.schedule import Schedule, parse, schedule
 
 RANKS = (1, 2, 3, 4, 8)
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 32)

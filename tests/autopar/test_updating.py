@@ -21,7 +21,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.updating import Used, check_separate
 from planner.base.errors import DiskError, InfeasibleError, InputError, PlanError
 from planner.plan import Plan
-from planner.timetable import Timetable
+from planner.solve.transfers import Timetable
 from tests.autopar import on_disk
 from tests.autopar.carried import same_gradients
 from tests.autopar.updated import CLUSTER, EARLY, Deep, batch, deep, same_values, steps_of, were_updated

@@ -10,9 +10,9 @@ from planner.certificate import Decided, certify
 from planner.ir.folding import relabel
 from planner.pins import Pins
 from planner.plan import Plan
-from planner.problem import Problem, evaluate
 from planner.search import search
 from planner.skeleton import Skeleton
+from planner.solve.problem import Problem, evaluate
 from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
 from tests.planner.test_search import chain

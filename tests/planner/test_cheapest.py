@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from planner.problem import Problem, evaluate, least_bytes, most_bytes
-from planner.solve import almost_lightest, cheapest, corners, lightest, lower_bounds
-from planner.solve.cheapest import Cheapest
-from planner.solve.model import Model, Weights, build_model, drop_forbidden, total
+from planner.solve.choices import almost_lightest, cheapest, corners, lightest, lower_bounds
+from planner.solve.choices.cheapest import Cheapest
+from planner.solve.choices.model import Model, Weights, build_model, drop_forbidden, total
+from planner.solve.problem import Problem, evaluate, least_bytes, most_bytes
 from tests.planner.test_solve import random_problem
 
 SLACKS = (1.1, 1.5)

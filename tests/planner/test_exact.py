@@ -28,10 +28,10 @@ from planner.keep import with_levels_between
 from planner.memory import Usage, usage
 from planner.mesh import candidate_meshes
 from planner.pins import Pins
-from planner.problem import Problem, evaluate, most_bytes
 from planner.recompute import Level, ladder, named
 from planner.search import search
 from planner.skeleton import Skeleton
+from planner.solve.problem import Problem, evaluate, most_bytes
 from planner.training import Training
 from tests.planner.test_search import chain
 

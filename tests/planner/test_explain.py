@@ -15,7 +15,7 @@ from planner.document import Document
 from planner.explain import Alternative, Explanation
 from planner.ir.graph import Graph
 from planner.plan import Plan
-from planner.problem import evaluate
+from planner.solve.problem import evaluate
 from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from planner.base.errors import ScheduleError
-from planner.pipeline.growth import Counts, Growth, growth
-from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, fullest, schedule
-from planner.pipeline.simulate import Times, longest
-from planner.pipeline.stages import Pipeline
+from planner.solve.pipeline.growth import Counts, Growth, growth
+from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, fullest, schedule
+from planner.solve.pipeline.simulate import Times, longest
+from planner.solve.pipeline.stages import Pipeline
 
 SHAPES = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (2, 3)]
 

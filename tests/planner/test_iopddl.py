@@ -20,15 +20,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.base.errors import AutoparError
-from planner.problem import Answer, evaluate
 from planner.solve import __main__ as solve_main
-from planner.solve import front
 from planner.solve.__main__ import main
-from planner.solve.best import Best
-from planner.solve.model import Model, build_model
-from planner.solve.read import read_problem
-from planner.solve.reduce import reduce
-from planner.solve.window import search
+from planner.solve.choices import front
+from planner.solve.choices.best import Best
+from planner.solve.choices.model import Model, build_model
+from planner.solve.choices.read import read_problem
+from planner.solve.choices.reduce import reduce
+from planner.solve.choices.window import search
+from planner.solve.problem import Answer, evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 FORBIDDEN = 10**18
@@ -220,13 +220,13 @@ def test_what_native_code_prints_is_not_among_the_answer(tmp_path: Path) -> None
     """HiGHS says a line now and then that no option of it stops."""
     code = (
         "import ctypes, runpy, sys\n"
-        "from planner.solve import front\n"
+        "from planner.solve.choices import front\n"
         "solve = front.solve\n"
         "def loud(*given, **named):\n"
         "    ctypes.CDLL(None).puts(b'tmpSolver.run();')\n"
         "    return solve(*given, **named)\n"
         "front.solve = loud\n"
-        "runpy.run_module('planner.solve', run_name='__main__')\n"
+        "runpy.run_module('planner.solve.choices', run_name='__main__')\n"
     )
     path = write(tmp_path, SMALL)
     done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -262,7 +262,14 @@ def test_a_time_limit_ends_with_what_is_known(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_an_interrupt_ends_with_what_is_known(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "planner.solve", str(write(tmp_path, grid(25, 9, seed=3))), "--time-limit", "200"]
+    command = [
+        sys.executable,
+        "-m",
+        "planner.solve",
+        str(write(tmp_path, grid(25, 9, seed=3))),
+        "--time-limit",
+        "200",
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     time.sleep(6)
     process.send_signal(signal.SIGINT)
@@ -314,7 +321,7 @@ def test_a_reduction_cut_short_leaves_the_same_problem(tmp_path: Path, document:
     ticks = itertools.count()
     with pytest.MonkeyPatch.context() as patch:
         clock = SimpleNamespace(monotonic=lambda: math.inf if next(ticks) > 5 else 0.0)
-        patch.setattr("planner.solve.reduce.time", clock)
+        patch.setattr("planner.solve.choices.reduce.time", clock)
         smaller = reduce(build_model(problem), 1.0)
     least = least_cost(document)
     assert (smaller is not None) or math.isinf(least)

@@ -24,7 +24,7 @@ from planner.memory.walk import Walk
 from planner.pins import Pins
 from planner.recompute import Amount, Recompute
 from planner.runs import Wiring
-from planner.solve.bound import lower_bounds
+from planner.solve.choices.bound import lower_bounds
 from planner.training import Tier, Training
 from tests.planner.plans import cluster, plan_of, residual_mlp
 

@@ -41,7 +41,7 @@ from planner.offload import largest_working_set
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe, reprice
 from planner.search import search
-from planner.timetable import Use, fewest_bytes, simulate
+from planner.solve.transfers import Use, fewest_bytes, simulate
 from planner.training import Training
 from tests.planner.plans import plan_of, residual_mlp, unwrapped
 

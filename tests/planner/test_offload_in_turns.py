@@ -20,7 +20,7 @@ from planner.memory import usage
 from planner.pins import Pins
 from planner.plan import Plan, Search, describe, reprice
 from planner.search import search
-from planner.timetable import Use, fewest_bytes, simulate
+from planner.solve.transfers import Use, fewest_bytes, simulate
 from planner.training import Training
 from tests.planner.plans import residual_mlp, unwrapped
 from tests.planner.test_offload import cluster, gpu, tied

@@ -28,8 +28,8 @@ from planner.names import parse_runs, runs
 from planner.pins import Pins
 from planner.plan import Plan, refold, reprice, restore
 from planner.predict import collectives
-from planner.problem import evaluate
-from planner.solve import solve
+from planner.solve.choices import solve
+from planner.solve.problem import evaluate
 from planner.training import Training
 from tests.planner.plans import check_golden, cluster, plan_of, residual_mlp, written
 

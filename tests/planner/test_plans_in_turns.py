@@ -36,7 +36,7 @@ from planner.recompute import ladder, named
 from planner.report.summary import blocks, stages
 from planner.seams import finer
 from planner.search import search
-from planner.solve import lower_bounds
+from planner.solve.choices import lower_bounds
 from planner.timeline import bubble_of
 from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped

@@ -16,9 +16,9 @@ from planner.lean import Lean, begun, lean_plans
 from planner.looks import Look, Setting
 from planner.memory import usage
 from planner.pins import Pins
-from planner.problem import evaluate
 from planner.recipes import by_recipe, freed
 from planner.search import search
+from planner.solve.problem import evaluate
 from planner.training import Training
 from tests.planner.plans import residual_mlp
 

@@ -15,7 +15,7 @@ from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.mesh import candidate_meshes
 from planner.recompute import COMPUTED, LEVELS, Amount, Recompute, apart, ladder, named, together
 from planner.skeleton import Skeleton
-from planner.solve import lower_bound_between, solve
+from planner.solve.choices import lower_bound_between, solve
 from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp
 

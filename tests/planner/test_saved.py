@@ -15,7 +15,7 @@ from planner.chunks import SAVED, chunks_of, home_bytes, label
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.memory import Usage, usage
 from planner.plan import Plan, reprice
-from planner.timetable import Use
+from planner.solve.transfers import Use
 from tests.planner.plans import residual_mlp, unwrapped
 from tests.planner.test_offload import GRAPH, cluster, decided, gpu, offload, with_usable
 

@@ -16,7 +16,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.memory import usage
 from planner.offload import saved_bytes, saved_homes
 from planner.plan import Plan, reprice
-from planner.timetable import Item, Link, Moment, Timetable, Trace, Use, fewest_bytes
+from planner.solve.transfers import Item, Link, Moment, Timetable, Trace, Use, fewest_bytes
 from tests.planner.plans import residual_mlp, unwrapped
 from tests.planner.test_offload import cluster, gpu, with_usable
 from tests.planner.test_offload_in_turns import decided, offload

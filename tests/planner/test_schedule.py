@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.base.errors import ScheduleError
-from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, Action, Schedule, fullest, parse, placed, schedule
+from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, Action, Schedule, fullest, parse, placed, schedule
 
 
 @st.composite

@@ -14,9 +14,9 @@ from planner.formulate import Space, rules_of
 from planner.ir.folding import Folded, fold, fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Mesh
-from planner.problem import evaluate
 from planner.seams import finer
-from planner.solve import solve
+from planner.solve.choices import solve
+from planner.solve.problem import evaluate
 from planner.training import Training
 from tests.planner.plans import cluster, residual_mlp
 from tests.planner.test_fold import WIDTH, stack

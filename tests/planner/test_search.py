@@ -28,9 +28,9 @@ from planner.ir.layout import Mesh
 from planner.memory import usage
 from planner.mesh import candidate_meshes
 from planner.pins import Pins
-from planner.problem import Problem, evaluate
 from planner.search import search
-from planner.solve import solve
+from planner.solve.choices import solve
+from planner.solve.problem import Problem, evaluate
 from planner.training import Training
 from tests.planner.plans import cluster as local
 from tests.planner.plans import residual_mlp

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.base.errors import ScheduleError
-from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
-from planner.pipeline.simulate import Times, critical, longest, simulate, step_s
+from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
+from planner.solve.pipeline.simulate import Times, critical, longest, simulate, step_s
 
 Size = tuple[str, int, int, int]
 SIZES = [(2, 2), (2, 7), (4, 4), (4, 12), (8, 32), (16, 64)]

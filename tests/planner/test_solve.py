@@ -12,9 +12,9 @@ from ortools.linear_solver import pywraplp
 from pybind11_abseil.status import BuildStatusNotOk, StatusCode, StatusNotOk
 
 from planner.base.errors import AutoparError
-from planner.problem import Answer, Edge, Floats, Problem, Span, Vertex, evaluate
-from planner.solve import lower_bounds, solve, window
-from planner.solve.model import build_model, drop_moments
+from planner.solve.choices import lower_bounds, solve, window
+from planner.solve.choices.model import build_model, drop_moments
+from planner.solve.problem import Answer, Edge, Floats, Problem, Span, Vertex, evaluate
 
 
 def random_problem(seed: int, vertices: int, choices: int, density: float, spans: bool) -> Problem:
@@ -106,10 +106,10 @@ def test_finds_what_enumeration_finds(problem: Problem) -> None:
 @given(problem=problems)
 def test_every_way_through_is_exact(problem: Problem, max_entries: int, narrow: int, wider: object) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("planner.solve.window.MAX_ENTRIES", max_entries)
-        patch.setattr("planner.solve.peak.MAX_ENTRIES", max_entries)
-        patch.setattr("planner.solve.window._NARROW", narrow)
-        patch.setattr("planner.solve.window._WIDER", wider)
+        patch.setattr("planner.solve.choices.window.MAX_ENTRIES", max_entries)
+        patch.setattr("planner.solve.choices.peak.MAX_ENTRIES", max_entries)
+        patch.setattr("planner.solve.choices.window._NARROW", narrow)
+        patch.setattr("planner.solve.choices.window._WIDER", wider)
         check_optimal(problem, solve(problem))
 
 
@@ -223,8 +223,8 @@ def test_a_solver_that_breaks_off_proves_nothing(monkeypatch: pytest.MonkeyPatch
         for n in range(6)
     )
     problem = Problem(vertices, (), 18)
-    monkeypatch.setattr("planner.solve.window._NARROW", 1)
-    monkeypatch.setattr("planner.solve.window._WIDER", ())
+    monkeypatch.setattr("planner.solve.choices.window._NARROW", 1)
+    monkeypatch.setattr("planner.solve.choices.window._WIDER", ())
     whole = solve(problem)
     monkeypatch.setattr("ortools.math_opt.python.mathopt.solve", break_off)
     answer = solve(problem)

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planner.problem import Edge, Ints, Problem, Vertex, evaluate
-from planner.solve import solve
+from planner.solve.choices import solve
+from planner.solve.problem import Edge, Ints, Problem, Vertex, evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = 9

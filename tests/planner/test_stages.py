@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from planner.base.errors import InfeasibleError, ScheduleError
-from planner.pipeline.partition import cut
-from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
-from planner.pipeline.simulate import simulate
-from planner.pipeline.stages import (
+from planner.solve.pipeline.partition import cut
+from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
+from planner.solve.pipeline.simulate import simulate
+from planner.solve.pipeline.stages import (
     Block,
     Chain,
     Pipeline,

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from planner.base.errors import InputError
-from planner.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
-from planner.pipeline.simulate import Simulated, Times, simulate
+from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
+from planner.solve.pipeline.simulate import Simulated, Times, simulate
 from planner.timeline import StepTimeline, bubble_of, predicted
 
 SVG = "{http://www.w3.org/2000/svg}"

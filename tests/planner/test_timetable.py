@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.timetable import farthest, least_recent, models, on_demand, static, trace_of
 from planner.base.errors import InfeasibleError, TimetableError
-from planner.timetable import (
+from planner.solve.transfers import (
     Entry,
     Item,
     Link,
@@ -25,8 +25,8 @@ from planner.timetable import (
     shortest_step,
     simulate,
 )
-from planner.timetable.table import ACTIONS
-from planner.timetable.trace import ACCESSES
+from planner.solve.transfers.table import ACTIONS
+from planner.solve.transfers.trace import ACCESSES
 
 LINKS = {"host": Link(8.0, 8.0), "disk": Link(2.0, 1.0)}
 

@@ -26,9 +26,9 @@ from planner.leaves import Leaves
 from planner.ops.sharding_rule import Rule
 from planner.pace import Pace, pace_of, pack
 from planner.pins import Pins
-from planner.problem import evaluate
 from planner.recompute import COMPUTED, LEVELS, NOTHING, Level, ladder, named
-from planner.solve import lower_bounds
+from planner.solve.choices import lower_bounds
+from planner.solve.problem import evaluate
 from planner.training import Gathers, Training
 from planner.turns import stage
 from tests.planner.plans import cluster, residual_mlp

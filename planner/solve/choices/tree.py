@@ -1,0 +1,105 @@
+"""Turn the shape of a model into the order in which its vertices are eliminated, and one table per step.
+
+Eliminating a vertex replaces the tables that mention it by one table over its neighbours (bucket elimination:
+Dechter, "Bucket elimination: a unifying framework for reasoning", 1999). Where that table would be too large the
+bucket is split, and every part is minimised on its own (mini-buckets: Dechter and Rish, 2003).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from planner.solve.choices.model import Model
+
+_MAX_AXES = 64  # of an array; many vertices of one choice each are few entries
+Scope = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One table over ``vertex`` and ``separator``: its single costs, ``pairs``, and the messages of ``children``.
+
+    Minimising over ``vertex`` leaves a message over ``separator`` (ascending), which clusters further on take up.
+    Of several clusters with the same vertex, the parts of a split bucket, the first takes the single costs.
+    """
+
+    vertex: int
+    separator: Scope
+    takes_single: bool
+    pairs: tuple[tuple[int, int], ...]
+    children: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Clusters in elimination order; ``exact`` unless a bucket was split."""
+
+    clusters: tuple[Cluster, ...]
+    exact: bool
+
+    def by_vertex(self) -> list[list[int]]:
+        """The clusters of each vertex, the vertices in elimination order."""
+        groups: dict[int, list[int]] = {}
+        for number, cluster in enumerate(self.clusters):
+            groups.setdefault(cluster.vertex, []).append(number)
+        return list(groups.values())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A table waiting to be taken up: a pair's costs, or the message of a cluster."""
+
+    scope: Scope
+    cluster: int | None = None
+
+
+def build_tree(model: Model, max_entries: int) -> Tree:
+    """Eliminate, again and again, the vertex whose table is smallest; no table exceeds ``max_entries``.
+
+    A vertex without neighbours has no table but its single costs, however many.
+    """
+    log_size = [math.log(size) for size in model.sizes]
+    waiting: list[list[_Part]] = [[] for _ in log_size]
+    for pair in sorted(model.pairs):
+        for v in pair:
+            waiting[v].append(_Part(pair))
+
+    def log_entries(scopes: list[Scope], v: int) -> float:
+        return sum(log_size[u] for u in {v}.union(*scopes))
+
+    def is_too_large(scopes: list[Scope], v: int) -> bool:
+        return log_entries(scopes, v) > math.log(max_entries) or len({v}.union(*scopes)) > _MAX_AXES
+
+    def weigh(v: int) -> float:
+        return log_entries([part.scope for part in waiting[v]], v)
+
+    weight = {v: weigh(v) for v in range(len(log_size))}
+    clusters: list[Cluster] = []
+    groups: list[list[_Part]]
+    exact = True
+    while weight:
+        v = min(weight, key=lambda u: (weight[u], u))
+        del weight[v]
+        groups = [waiting[v]]
+        if waiting[v] and is_too_large([part.scope for part in waiting[v]], v):  # single costs alone are never split
+            exact = False
+            groups = []
+            for part in sorted(waiting[v], key=lambda part: -len(part.scope)):
+                for group in groups:
+                    if not is_too_large([part.scope, *(other.scope for other in group)], v):
+                        group.append(part)
+                        break
+                else:
+                    groups.append([part])
+        for u in {u for part in waiting[v] for u in part.scope} - {v}:
+            waiting[u] = [part for part in waiting[u] if v not in part.scope]
+        for group in groups:
+            separator = tuple(sorted({u for part in group for u in part.scope} - {v}))
+            for u in separator:
+                waiting[u].append(_Part(separator, len(clusters)))
+            pairs = tuple((part.scope[0], part.scope[1]) for part in group if part.cluster is None)
+            children = tuple(part.cluster for part in group if part.cluster is not None)
+            clusters.append(Cluster(v, separator, group is groups[0], pairs, children))
+        weight.update({u: weigh(u) for cluster in clusters[-len(groups) :] for u in cluster.separator})
+    return Tree(tuple(clusters), exact)
