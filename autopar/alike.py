@@ -15,10 +15,10 @@ from torch import nn
 from autopar.materialize import Source
 from planner.base.errors import PlanError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.ir.graph import Graph
-from planner.pins import Pins
 from planner.plan import Plan
-from planner.training import Training
 
 Given = Mapping[str, str]
 """What a rank was given, in words: kind of thing -> which."""

@@ -26,7 +26,6 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.room import check_room
 from autopar.stages import check_in_turns
 from planner.advice import Request, search_or_advise
-from planner.assignment import Assignment
 from planner.base import host as machine
 from planner.base.errors import ClusterError, InputError, PinError, PlanError
 from planner.base.formatting import in_all_bytes
@@ -34,21 +33,22 @@ from planner.chunks import chunks_of, moving_bytes, parameters
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.facts import model_facts
-from planner.filters import filters
-from planner.formulate import Space, rules_of
+from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.filters import filters
+from planner.formulation.constraints.mesh_candidates import MAX_AXES
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.pipeline_pace import pace_of
+from planner.formulation.search_space import Space, rules_of
+from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.memory import usage
-from planner.mesh import MAX_AXES
 from planner.offload import saved_bytes
-from planner.pace import pace_of
-from planner.pins import Pins
 from planner.plan import Plan, Search, describe, refold, reprice, restage, restore
 from planner.positions import check_positions
 from planner.predict import predict, predict_in_turns
 from planner.search import GAP, check_axes, check_gap, check_time_limit
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.transfers import Timetable
-from planner.training import Training
 
 Progress = Callable[[str], None]
 Fold = Literal["capture", "graph", "off"]
@@ -123,8 +123,9 @@ def plan(
         example_args, example_kwargs: inputs of one *global* batch; only shapes and dtypes matter. May be
             left out when the model brings ``dummy_inputs``.
         loss_fn: ``loss_fn(outputs, batch)`` when the model does not compute its loss itself.
-        pin: decisions to fix, e.g. ``{"data": 2, "tensor": 4}``; see :class:`planner.pins.Pins`.
-        optimizer_bytes_per_element: optimizer state per parameter element: Adam's is 8, and 12 where it steps
+        pin: decisions to fix, e.g. ``{"data": 2, "tensor": 4}``; see
+        :class:`planner.formulation.constraints.pins.Pins`. optimizer_bytes_per_element: optimizer state per parameter
+        element: Adam's is 8, and 12 where it steps
             masters in float32 (``master_dtype``, see :meth:`autopar.runtime.module.ParallelModule.optimizer`).
         fold: ``"capture"`` traces submodules that repeat once and decides once per distinct block, ``"graph"`` traces
             the whole model and decides once per distinct block, ``"off"`` decides for every operator of the model.

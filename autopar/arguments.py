@@ -17,9 +17,9 @@ from typing import Any
 
 from planner.base.errors import InputError, PinError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.mesh_candidates import pinned_mesh
+from planner.formulation.constraints.pins import Pins
 from planner.ir.graph import ITEM_BYTES
-from planner.mesh import pinned_mesh
-from planner.pins import Pins
 from planner.plan import Plan
 
 CONFIGURED = (

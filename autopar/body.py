@@ -20,9 +20,9 @@ from autopar.runtime.layers import LOCAL_FORMS
 from autopar.runtime.layers.loss import MEAN
 from autopar.runtime.parameters import gather_parameters, replicate_parameters
 from autopar.runtime.turns import of_this_turn
-from planner.again import Again
-from planner.assignment import Assignment
-from planner.conversion import Route, Step
+from planner.formulation.assignment import Assignment
+from planner.formulation.remat.backward_slice import Again
+from planner.formulation.resharding import Route, Step
 from planner.ir.folding import Block
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, I, Layout, Mark, Mesh, P, R, Shard, local_outer

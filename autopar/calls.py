@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.mail import Mail, Message, Pipeline, crossed_by, tag_of
 from autopar.runtime.step import Step
-from planner.conversion import Collective
-from planner.exchange import Exchange
+from planner.formulation.resharding import Collective
+from planner.formulation.stage_boundaries import Exchange
 
 Call = TypeVar("Call", Collective, Exchange)
 
@@ -59,7 +59,8 @@ def count_exchanges(pipeline: Pipeline) -> Iterator[Counter[Exchange]]:
     """Count every call inside the context by which this rank passes something to others of a pipeline.
 
     Yields:
-        The counts so far; comparable with those of :func:`planner.exchange.exchanges` that this rank makes.
+        The counts so far; comparable with those of :func:`planner.formulation.stage_boundaries.exchanges` that this
+        rank makes.
     """
     calls, members = Counter[Exchange](), dist.get_process_group_ranks(pipeline.ranks)
 
@@ -88,7 +89,7 @@ def count_messages(step: Step, placed: Sequence[int]) -> Iterator[Counter[Exchan
         placed: the rank of every stage.
 
     Yields:
-        The counts so far; comparable with the sends of :func:`planner.exchange.exchanges`.
+        The counts so far; comparable with the sends of :func:`planner.formulation.stage_boundaries.exchanges`.
     """
     calls, mail = Counter[Exchange](), step.mail
     step.mail = _Noted(mail, placed, calls)

@@ -32,8 +32,8 @@ from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import ParallelModule
 from planner.base.errors import InputError
 from planner.base.formatting import in_bytes, in_seconds
-from planner.conversion import Collective
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.resharding import Collective
 from planner.plan import Plan
 
 PRELOAD = ("torch", "transformers.models.gpt2.modeling_gpt2", "autopar.demo")

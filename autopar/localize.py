@@ -22,11 +22,11 @@ from autopar.local_sizes import local_call
 from autopar.runtime.draws import draw, draw_attention
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS, LocalForm
 from planner.base.errors import PlanError
+from planner.formulation.strategies import Choice
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import MICRO, Layout, Mesh, Shard, local_outer, local_shape
 from planner.ops import OPS
 from planner.ops.sharding_rule import Rule, find
-from planner.strategy import Choice
 
 
 @dataclass

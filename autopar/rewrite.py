@@ -33,12 +33,12 @@ from autopar.runtime.entering import enter_block, leave_block
 from autopar.runtime.parameters import gather_ahead
 from autopar.runtime.recompute import recompute
 from planner.asked import brought_again
-from planner.assignment import Assignment
 from planner.chunks import Chunk, chunks_of, parameters
+from planner.formulation.assignment import Assignment
+from planner.formulation.remat.levels import Level
 from planner.heap import BEFORE, is_before
 from planner.ir.folding import Block, Instance
 from planner.ir.graph import Ref
-from planner.recompute import Level
 from planner.runs import Wiring
 
 

@@ -22,8 +22,8 @@ from autopar.build import InTurns, build
 from autopar.capture import Captured
 from autopar.runtime.mesh import coordinates, device_mesh, part_of, put_part
 from autopar.runtime.module import LeafSpec, ParallelModule
-from planner.assignment import Assignment
 from planner.base.errors import PlanError
+from planner.formulation.assignment import Assignment
 from planner.ir.layout import Layout, Mesh, P, R
 
 

@@ -23,10 +23,10 @@ from autopar.localize import draws, is_random
 from autopar.rewrite import Root, targets_of
 from autopar.runtime.layers.loss import token_count
 from autopar.runtime.stage import Passed, Stage
-from planner.assignment import Assignment
 from planner.base.errors import InputError, PlanError
 from planner.chunks import Chunk, before
-from planner.exchange import crossing
+from planner.formulation.assignment import Assignment
+from planner.formulation.stage_boundaries import crossing
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, I, Layout, R, local_shape
 

@@ -35,11 +35,11 @@ from autopar.runtime.state import RunState
 from autopar.runtime.turns import Turns
 from autopar.simulate import fake_process_group
 from autopar.stages import stages_of
-from planner.assignment import Assignment
 from planner.base.errors import VerificationError
+from planner.formulation.assignment import Assignment
+from planner.formulation.strategies import Choice
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, I, Layout, LocalType, Mark, Mesh, P, R, Shard, format_layout, local_shape
-from planner.strategy import Choice
 
 
 @dataclass(frozen=True)

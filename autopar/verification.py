@@ -35,25 +35,25 @@ from autopar.simulate import DivergedError, Simulation
 from autopar.typecheck import TypeReport, typecheck
 from autopar.undo import Before
 from autopar.walk import Walk
-from planner.assignment import Assignment, assignment_of
 from planner.base.errors import CaptureError, PinError, VerificationError
-from planner.conversion import Collective
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
-from planner.exchange import Exchange, exchanges
-from planner.filters import filters
-from planner.formulate import Space, rules_of
+from planner.formulation.assignment import Assignment, assignment_of
+from planner.formulation.constraints.filters import filters
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.decisions import Role
+from planner.formulation.pipeline_pace import pace_of
+from planner.formulation.resharding import Collective
+from planner.formulation.search_space import Space, rules_of
+from planner.formulation.stage_boundaries import Exchange, exchanges
+from planner.formulation.strategies import Choice
+from planner.formulation.training import Training
 from planner.ir.folding import Folded, fold, refold
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import Layout, Mesh
-from planner.pace import pace_of
-from planner.pins import Pins
 from planner.plan import Plan
 from planner.predict import collectives
-from planner.skeleton import Role
 from planner.solve.choices import solve
-from planner.strategy import Choice
-from planner.training import Training
 
 RTOL = 1e-10
 SIMULATED_RANKS = 12

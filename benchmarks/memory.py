@@ -24,12 +24,12 @@ from autopar.build import build
 from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import LeafSpec, ParallelModule
 from autopar.simulate import fake_process_group
-from planner.assignment import Assignment
 from planner.base.errors import PinError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.ir.layout import local_shape
-from planner.pins import Pins
-from planner.training import Training
 from tests.autopar.models import MODELS
 
 PLANS: tuple[tuple[int, Mapping[str, object]], ...] = (

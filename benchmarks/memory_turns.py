@@ -24,10 +24,10 @@ from autopar.simulate import fake_process_group
 from benchmarks.memory import Compared, backward, zoo
 from planner.base.errors import AutoparError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.ir.layout import local_shape
-from planner.pins import Pins
 from planner.plan import Plan
-from planner.training import Training
 
 PLANS: tuple[tuple[int, Mapping[str, Any]], ...] = (
     *(

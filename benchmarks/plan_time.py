@@ -25,8 +25,8 @@ from autopar.runtime.mesh import device_mesh, groups_of
 from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState
 from autopar.simulate import fake_process_group
-from planner.pins import Pins
-from planner.training import Training
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 
 SEQUENCE = 4096
 SHAPES = {

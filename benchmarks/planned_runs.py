@@ -23,21 +23,21 @@ from torch import Tensor, nn
 from autopar.api import Traced, trace
 from benchmarks.plan_time import llama
 from benchmarks.published import FULL, HALF, MEGATRON_CHOICES, ROWS, Compared, llama_cluster
-from planner.assignment import Assignment
 from planner.base.errors import AutoparError, InfeasibleError
-from planner.certificate import Decided
-from planner.conversion import local_bytes
 from planner.cost.cluster import ClusterSpec
 from planner.explore import Searched
+from planner.formulation.assignment import Assignment
+from planner.formulation.certificate import Decided
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.remat.levels import LEVELS, Amount, Recompute
+from planner.formulation.resharding import local_bytes
+from planner.formulation.training import Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import Axis
 from planner.looks import PROVED
-from planner.pins import Pins
 from planner.predict import predict, predict_in_turns
-from planner.recompute import LEVELS, Amount, Recompute
 from planner.search import search
 from planner.solve.problem import evaluate
-from planner.training import Training
 
 TRAINING = Training(optimizer_bytes_per_element=12)
 """Adam's two moments and the master copy of half precision parameters, in float32."""

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from planner.assignment import Assignment
-from planner.conversion import Collective, local_bytes
 from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
-from planner.filters import ATTENTION, Labels, label_dims, labelled_parts
-from planner.formulate import Space
+from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.filters import ATTENTION, Labels, label_dims, labelled_parts
+from planner.formulation.decision_names import Section, fillings, pattern, role_names
+from planner.formulation.decisions import Role
+from planner.formulation.resharding import Collective, local_bytes
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import Choice
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, format_layout
-from planner.names import Section, fillings, pattern, role_names
 from planner.ops import OPS
 from planner.ops.sharding_rule import AxisStrategy, find
 from planner.ops.table import contraction_flops
 from planner.predict import calls_by_block, conversions, sorted_calls
-from planner.skeleton import Role
-from planner.strategy import Choice
 
 Names = Mapping[Role, tuple[Section, str]]
 Meanings = Callable[[Node, Choice], tuple[str, ...]]

@@ -17,13 +17,13 @@ from planner.base.errors import AutoparError, InfeasibleError, PlanError
 from planner.capacity import max_batch
 from planner.cost.cluster import ClusterSpec
 from planner.explore import Searched
+from planner.formulation.constraints.mesh_candidates import MAX_AXES
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.looks import Progress
-from planner.mesh import MAX_AXES
-from planner.pins import Pins
 from planner.scale import OtherSizes
 from planner.search import search
-from planner.training import Training
 
 ADVICE_S = 10.0
 """So long is looked for what would fit."""

@@ -24,11 +24,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from planner.assignment import Assignment
 from planner.brought import Brought, brought_by, savers_of, working_moments
 from planner.chain import Link, Shared, also_read, placed
+from planner.formulation.assignment import Assignment
+from planner.formulation.remat.levels import Level
 from planner.heap import USES
-from planner.recompute import Level
 from planner.solve.pipeline.schedule import InFlight
 from planner.solve.pipeline.stages import Cut, Pipeline
 

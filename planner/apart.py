@@ -6,16 +6,16 @@ say. So the search also decides for every instance of a small model; instances t
 
 from __future__ import annotations
 
-from planner.assignment import Assignment, assignment_of
-from planner.formulate import Space
+from planner.formulation.assignment import Assignment, assignment_of
+from planner.formulation.decisions import Role, Skeleton
+from planner.formulation.remat.levels import together
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import Choice
 from planner.ir.folding import Block, Folded, relabel
 from planner.ir.graph import Ref
 from planner.ir.layout import Layout
 from planner.looks import Best, Setting
-from planner.recompute import together
-from planner.skeleton import Role, Skeleton
 from planner.solve.problem import evaluate
-from planner.strategy import Choice
 
 APART_OPERATORS = 200
 """Up to so many operators a model is also decided node by node, without one decision for equal blocks."""

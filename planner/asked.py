@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from planner.assignment import Assignment
-from planner.formulate import Space
+from planner.formulation.assignment import Assignment
+from planner.formulation.remat.levels import Level
+from planner.formulation.search_space import Space
 from planner.ir.folding import Instance
 from planner.ir.graph import Node, Ref
 from planner.ops import saved_places
-from planner.recompute import Level
 
 
 def is_asked(assignment: Assignment, instance: Instance, level: Level, of_weights: bool = False) -> bool:

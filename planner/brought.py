@@ -11,11 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from planner.assignment import Assignment
-from planner.conversion import local_bytes
+from planner.formulation.assignment import Assignment
+from planner.formulation.remat.levels import Level
+from planner.formulation.resharding import local_bytes
 from planner.ir.folding import Instance
 from planner.ir.graph import Node, Ref
-from planner.recompute import Level
 
 
 def dropped_bytes(assignment: Assignment, instance: Instance, level: Level) -> int:

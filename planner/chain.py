@@ -14,18 +14,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 
-from planner.assignment import Assignment
 from planner.base.symbolic_float import at_least_zero
 from planner.brought import brought_by, coming, owned, parted, savers_of, working_moments
-from planner.charges import Places
-from planner.conversion import local_bytes
-from planner.exchange import crossing, sent
+from planner.formulation.assignment import Assignment
+from planner.formulation.remat.levels import NOTHING, Amount, Level, Levels, Recompute
+from planner.formulation.remat.saved_accounting import Places
+from planner.formulation.resharding import local_bytes
+from planner.formulation.stage_boundaries import crossing, sent
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, PIPELINE, Axis, Layout
 from planner.leaves import Leaves, Parts, Use, by_use
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
-from planner.recompute import NOTHING, Amount, Level, Levels, Recompute
 from planner.solve.pipeline.schedule import versions
 from planner.solve.pipeline.stages import Block, Chain, Cut, Pipeline, Saving
 

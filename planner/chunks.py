@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from planner.assignment import Assignment
-from planner.conversion import local_bytes
+from planner.formulation.assignment import Assignment
+from planner.formulation.resharding import local_bytes
 from planner.heap import BEFORE
 from planner.ir.graph import Ref
 from planner.memory import enters_before, readers_of

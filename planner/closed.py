@@ -2,7 +2,8 @@
 
 Every price is that of the cost model in closed form: a roofline for every operator, the cheapest algorithm for every
 collective. What that leaves out are the tiles and waves of products and attention on GPUs, and what was measured (a
-calibration). All else, from the routes of values to the chain of a pipeline, is :class:`planner.formulate.Space`'s.
+calibration). All else, from the routes of values to the chain of a pipeline, is
+:class:`planner.formulation.search_space.Space`'s.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import math
 from fractions import Fraction
 
 from planner.base.symbolic_float import Formula, divided, growing, largest, size_formula, smallest
-from planner.conversion import BROUGHT, Phase, Step, local_bytes, passes, together_on
-from planner.filters import ATTENTION
-from planner.formulate import NOT_BROUGHT, Space
+from planner.formulation.constraints.filters import ATTENTION
+from planner.formulation.decisions import Together
+from planner.formulation.resharding import BROUGHT, Phase, Step, local_bytes, passes, together_on
+from planner.formulation.search_space import NOT_BROUGHT, Space
+from planner.formulation.strategies import Choice
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout
 from planner.ops import OPS
 from planner.ops.memory_traffic import Passes
-from planner.skeleton import Together
-from planner.strategy import Choice
 
 
 class ClosedSpace(Space):

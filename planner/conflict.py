@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.assignment import Assignment
 from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.base.formatting import in_bytes
 from planner.cost.cluster import ClusterSpec
 from planner.explore import Searched
-from planner.mesh import pinned_mesh
-from planner.pins import SIZES, Pins
+from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.mesh_candidates import pinned_mesh
+from planner.formulation.constraints.pins import SIZES, Pins
 from planner.search import GAP, search
 
 MEMORY = "memory"

@@ -7,7 +7,7 @@ import json
 from planner.base.errors import PinError, PlanError
 from planner.division import Division, check_pinned
 from planner.document import Document
-from planner.pins import Pins
+from planner.formulation.constraints.pins import Pins
 from planner.solve.pipeline.stages import Pipeline
 
 MEND = "one of them was edited; restore it, or plan again"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.conversion import Collective
+from planner.formulation.resharding import Collective
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class OpDetail:
 
     Attributes:
         path: the owning module, ``*`` where the instances of the block differ.
-        stands_for: what the ``*`` are, see :func:`planner.names.fillings`; empty where there is one instance.
-        meaning: per axis, what the strategy shards, in words: ``batch``, ``sequence``, ``columns`` ...
+        stands_for: what the ``*`` are, see :func:`planner.formulation.decision_names.fillings`; empty where there is
+        one instance. meaning: per axis, what the strategy shards, in words: ``batch``, ``sequence``, ``columns`` ...
         operands: (where it comes from, layout in which the operator takes it).
         results: layout of each result.
         shape: of the first result, whole.
@@ -80,7 +80,7 @@ class LeafDetail:
     """A parameter, buffer or input: whole shape, dtype, how many share the entry, bytes of one on one rank.
 
     ``state_bytes`` is what the rank holds with it: gradient and optimizer state. ``stands_for`` says what the ``*`` of
-    its name are, see :func:`planner.names.fillings`.
+    its name are, see :func:`planner.formulation.decision_names.fillings`.
     """
 
     shape: tuple[int, ...]

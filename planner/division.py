@@ -17,16 +17,16 @@ from planner.base.formatting import IN_EACH, sizes_text
 from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import kernel_of
 from planner.cost.model import CostModel
+from planner.formulation.constraints.mesh_candidates import batch_ranks, candidate_meshes, pinned_mesh
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.decisions import Skeleton
+from planner.formulation.pipeline_pace import Pace, Packed, pace_of, packing
+from planner.formulation.training import Gathers
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import Mesh
-from planner.mesh import batch_ranks, candidate_meshes, pinned_mesh
 from planner.ops import OPS
-from planner.pace import Pace, Packed, pace_of, packing
-from planner.pins import Pins
-from planner.skeleton import Skeleton
 from planner.solve.pipeline.schedule import VIRTUAL_STAGES
 from planner.solve.pipeline.stages import Pipeline
-from planner.training import Gathers
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 """Schedules that are tried where none is pinned."""
@@ -40,7 +40,7 @@ MOST_TURNS = 16
 class Division:
     """So many pipeline stages, each on its own ranks laid out as ``mesh``, which may have an axis of micro-batches.
 
-    In turns, ``gathers`` says when parameters are gathered, see :class:`planner.training.Training`.
+    In turns, ``gathers`` says when parameters are gathered, see :class:`planner.formulation.training.Training`.
     """
 
     stages: int

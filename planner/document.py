@@ -12,22 +12,22 @@ from functools import cached_property
 from typing import Any
 
 from planner.account import account
-from planner.assignment import Assignment
 from planner.base.errors import PlanError
-from planner.certificate import Certificate, certify, of_part
 from planner.chunks import SAVED
 from planner.cost.cluster import ClusterSpec
 from planner.detail import Account
 from planner.division import Division
+from planner.formulation.assignment import Assignment
+from planner.formulation.certificate import Certificate, certify, of_part
+from planner.formulation.constraints.mesh_candidates import MAX_AXES
+from planner.formulation.training import Activations, Gathers, Training
 from planner.ir.graph import Ref
 from planner.ir.layout import Mesh
-from planner.mesh import MAX_AXES
 from planner.predict import Prediction
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.pipeline.simulate import simulate
 from planner.solve.transfers import Timetable
 from planner.timeline import StepTimeline, predicted
-from planner.training import Activations, Gathers, Training
 from planner.turns import TurnTimes
 
 EVALUATE = "autopar.evaluate(model, plan, example_kwargs=batch), with the loss_fn it was made with, if any"
@@ -66,8 +66,8 @@ class BlockPlan:
     ``values`` maps the same keys to the layout in which a result with several readers is delivered;
     ``at`` numbers its instances among all blocks in execution order; ``recompute`` says how many of them (the first
     ones) make again in backward what they computed or gathered: ``{"full": 3, "selective": 2, "gathered": 1}``, see
-    :mod:`planner.recompute`. For levels that are none of these, ``keeps`` has the operators whose results are kept, as
-    ``ops`` names them: ``{"part 1": ("self_attn: scaled_dot_product_attention",)}``.
+    :mod:`planner.formulation.remat.levels`. For levels that are none of these, ``keeps`` has the operators whose
+    results are kept, as ``ops`` names them: ``{"part 1": ("self_attn: scaled_dot_product_attention",)}``.
     """
 
     name: str
@@ -190,7 +190,7 @@ class Document:
     @property
     def objective_s(self) -> float:
         """What the search made least: the predicted step; with a timetable, one in which nothing stays, and moving and
-        updating overlap with nothing, see :meth:`planner.formulate.Space.moved_s`.
+        updating overlap with nothing, see :meth:`planner.formulation.search_space.Space.moved_s`.
         """
         if not self.timetables or self.assignment is None:
             return self.predicted.step_time_s

@@ -13,12 +13,12 @@ from planner.base.errors import InfeasibleError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.explore import Divisions, Nothing, Searched, explore
 from planner.fitting import fitted
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.decisions import Skeleton
+from planner.formulation.pipeline_pace import OUT_OF_TURN
+from planner.formulation.remat.levels import ladder
 from planner.looks import Best, Setting
 from planner.offload import holds_all, stages_followed
-from planner.pace import OUT_OF_TURN
-from planner.pins import Pins
-from planner.recompute import ladder
-from planner.skeleton import Skeleton
 from planner.solve.problem import evaluate
 
 ROOM = (0.75, 0.5, 0.25, 0.0)

@@ -15,16 +15,16 @@ from typing import Any, Literal, TypedDict
 from planner.base.errors import ClusterError, PlanError
 from planner.base.json_schema import Misread, fields_of, read, read_fields
 from planner.base.units import nearest
-from planner.conversion import Collective
 from planner.cost.cluster import ClusterSpec
 from planner.detail import Account, BlockDetail, LeafDetail
 from planner.document import BlockPlan, Document, PipelinePlan, Search
-from planner.exchange import Exchange
+from planner.formulation.decision_names import parse_runs, runs
+from planner.formulation.resharding import Collective
+from planner.formulation.stage_boundaries import Exchange
+from planner.formulation.training import Gathers
 from planner.ir.layout import Axis, Mesh
-from planner.names import parse_runs, runs
 from planner.predict import Prediction
 from planner.solve.transfers import Timetable
-from planner.training import Gathers
 
 FORMAT, VERSION = "autopar-plan", 2
 WIDTH = 110

@@ -17,19 +17,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.account import Meanings, meanings
-from planner.assignment import Assignment
 from planner.base.errors import PlanError
 from planner.base.formatting import in_bytes, in_percent, in_seconds, shape_text, sizes_text
 from planner.detail import LeafDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
+from planner.formulation.assignment import Assignment
+from planner.formulation.decision_names import filled, role_names
+from planner.formulation.decisions import Role
+from planner.formulation.strategies import Choice
 from planner.heap import Fullest, Held
 from planner.ir.layout import Layout
-from planner.names import filled, role_names
 from planner.report.summary import is_notable, local_name
-from planner.skeleton import Role
 from planner.solve.choices import solve
 from planner.solve.problem import Evaluation, Problem, evaluate
-from planner.strategy import Choice
 
 IN_WORDS = {
     "batch": "each rank computes its part of the batch",

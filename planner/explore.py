@@ -17,10 +17,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from planner.apart import apart, may_differ, together_again
-from planner.assignment import Assignment, assignment_of
 from planner.base.formatting import in_seconds
 from planner.division import Arithmetic, Division, seeds
 from planner.filling import filled
+from planner.formulation.assignment import Assignment, assignment_of
+from planner.formulation.decisions import Skeleton
+from planner.formulation.remat.levels import Ladder, ladder
 from planner.looks import (
     PROVED,
     Best,
@@ -38,9 +40,7 @@ from planner.looks import (
 from planner.memory import Usage, usage
 from planner.offload import WorkingSet, largest_working_set, offloaded
 from planner.predict import Prediction, predict, predict_in_turns
-from planner.recompute import Ladder, ladder
 from planner.refusal import check_divisible
-from planner.skeleton import Skeleton
 from planner.solve.problem import Evaluation
 from planner.solve.transfers import Timetable
 from planner.turns import Staged

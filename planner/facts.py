@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from planner.formulation.decision_names import short_op
 from planner.ir.graph import Graph, Node, static
-from planner.names import short_op
 from planner.ops import OPS
 from planner.ops.function import FOUND_OUT, PREFIX, reason
 

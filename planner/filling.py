@@ -12,9 +12,9 @@ import time
 from dataclasses import replace
 
 from planner.division import Division
-from planner.formulate import Space
+from planner.formulation.remat.levels import NOTHING, ladder
+from planner.formulation.search_space import Space
 from planner.looks import Best, Setting
-from planner.recompute import NOTHING, ladder
 from planner.solve.choices import corners, solve
 from planner.solve.problem import evaluate, most_bytes
 from planner.turns import THOROUGH, stage

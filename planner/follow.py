@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 from planner.base.errors import PlanError
 from planner.base.symbolic_int import Size, batch_of, describe, quotient, sequence_of
+from planner.formulation.strategies import tensors_of
 from planner.ir.graph import Graph, Node, Ref
 from planner.ops.sharding_rule import Rule
 from planner.positions import COUNTING, EMBEDDING
-from planner.strategy import tensors_of
 
 Sizes = tuple[int, ...]
 """The parts of a dim or of a factor, major first; none is open any more."""

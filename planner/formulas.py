@@ -21,7 +21,6 @@ from typing import Any
 import sympy
 
 from planner.alive import moments
-from planner.assignment import Assignment
 from planner.base.errors import PlanError
 from planner.base.symbolic_float import (
     Atom,
@@ -38,7 +37,8 @@ from planner.base.symbolic_float import (
 )
 from planner.base.symbolic_int import Size, along
 from planner.closed import ClosedSpace
-from planner.conversion import Collective
+from planner.formulation.assignment import Assignment
+from planner.formulation.resharding import Collective
 from planner.heap import Held
 from planner.ir.graph import Node
 from planner.memory import usage

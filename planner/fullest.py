@@ -12,17 +12,17 @@ from dataclasses import replace
 from functools import cached_property
 
 from planner.alive import Coming
-from planner.assignment import Assignment
 from planner.brought import Brought, brought_by, coming, owned, parted, savers_of
-from planner.charges import Places
-from planner.conversion import local_bytes
-from planner.exchange import crossing, sent
+from planner.formulation.assignment import Assignment
+from planner.formulation.decision_names import called
+from planner.formulation.remat.levels import Level
+from planner.formulation.remat.saved_accounting import Places
+from planner.formulation.resharding import local_bytes
+from planner.formulation.stage_boundaries import crossing, sent
 from planner.heap import BEFORE, Fullest, Held
 from planner.ir.graph import Node, Ref
 from planner.leaves import Leaves, Part, Parts
-from planner.names import called
 from planner.ops.workspace import What
-from planner.recompute import Level
 from planner.solve.pipeline.schedule import versions
 from planner.turns import Staged
 

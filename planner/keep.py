@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
-from planner.again import Backward, shares
 from planner.base.errors import PinError
 from planner.cost.kernels import kernel_of
 from planner.cost.model import CostModel
+from planner.formulation.decisions import Skeleton
+from planner.formulation.remat.backward_slice import Backward, shares
+from planner.formulation.remat.levels import Level, Levels
 from planner.ir.graph import Node, Ref
 from planner.ops import OPS
-from planner.recompute import Level, Levels
-from planner.skeleton import Skeleton
 
 MOST = 3
 """So many levels a block has between keeping everything and keeping nothing."""

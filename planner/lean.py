@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.assignment import assignment_of
-from planner.conversion import local_bytes
 from planner.division import Division
-from planner.formulate import Space
+from planner.formulation.assignment import assignment_of
+from planner.formulation.resharding import local_bytes
+from planner.formulation.search_space import Space
 from planner.looks import Best, Look, Setting
 from planner.memory import usage
 from planner.offload import WorkingSet, largest_working_set

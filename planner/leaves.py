@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from planner.assignment import Assignment
-from planner.conversion import local_bytes
+from planner.formulation.assignment import Assignment
+from planner.formulation.resharding import local_bytes
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Layout, P, Shard
 

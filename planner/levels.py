@@ -2,7 +2,7 @@
 
 A level with a name of its own is known by it. Another is a set of operators whose results are kept: the plan calls
 those of a block ``part 1``, ``part 2`` and so on, from what keeps least, and says which operators they are by the names
-that decisions have (:mod:`planner.names`).
+that decisions have (:mod:`planner.formulation.decision_names`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.again import shares
-from planner.assignment import Assignment
 from planner.base.errors import PlanError
 from planner.document import BlockPlan, Document
-from planner.formulate import Space
-from planner.names import role_names
-from planner.recompute import LEVELS, Amount, Kept, Level, leanest_first
+from planner.formulation.assignment import Assignment
+from planner.formulation.decision_names import role_names
+from planner.formulation.remat.backward_slice import shares
+from planner.formulation.remat.levels import LEVELS, Amount, Kept, Level, leanest_first
+from planner.formulation.search_space import Space
 from planner.turns import Staged
 
 PART = "part {}"

@@ -6,14 +6,15 @@ A division begins as a :class:`Candidate` of which only arithmetic is known. Eac
 2. ``relaxation``: the whole problem without the memory limit, by a few eliminations (:func:`lower_bounds`);
 3. ``search``: the whole problem, as far as it can beat the best plan known.
 
-A look covers some steps of the ladder of recomputation (:class:`planner.recompute.Ladder`): with the time of the first
-and the memory of the last it bounds them all. Where that leaves a better plan possible it is split, first at the bends
-of the ladder. Between two of them costs change evenly, and the bounds of both ends at one price of memory hold for all.
-Where everything fits at the first step, no other is looked at: more recomputation would only take more time.
+A look covers some steps of the ladder of recomputation (:class:`planner.formulation.remat.levels.Ladder`): with the
+time of the first and the memory of the last it bounds them all. Where that leaves a better plan possible it is split,
+first at the bends of the ladder. Between two of them costs change evenly, and the bounds of both ends at one price of
+memory hold for all. Where everything fits at the first step, no other is looked at: more recomputation would only take
+more time.
 
 Of a division in turns the second look bounds all its pipelines, by the problem of the average rank; the third cuts
 pipelines for what solves that, and for what solves the problem of a typical rank, and where a better plan may be left
-bounds them by their equal blocks, too (:mod:`planner.pace`). A bound costs a fifth of a cut. Where
+bounds them by their equal blocks, too (:mod:`planner.formulation.pipeline_pace`). A bound costs a fifth of a cut. Where
 memory then leaves no plan that gathers parameters once a step, or not the fastest, the same division that gathers them
 in each micro-batch is a candidate of its own.
 """
@@ -27,25 +28,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.assignment import assignment_of
 from planner.base.errors import PinError
-from planner.certificate import Decided
 from planner.chain import Link, links_of
 from planner.cost.model import CostModel
 from planner.division import Division, pipelines_of, schedules
-from planner.filters import Labels, filters, label_dims
-from planner.formulate import Space
+from planner.formulation.assignment import assignment_of
+from planner.formulation.certificate import Decided
+from planner.formulation.constraints.filters import Labels, filters, label_dims
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.decisions import Skeleton
+from planner.formulation.pipeline_pace import packing
+from planner.formulation.remat.levels import Ladder, Levels, Recompute
+from planner.formulation.search_space import Space
+from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.ir.layout import Mesh
 from planner.ops.sharding_rule import Rule
-from planner.pace import packing
-from planner.pins import Pins
-from planner.recompute import Ladder, Levels, Recompute
-from planner.skeleton import Skeleton
 from planner.solve.choices import Bounds, lightest, lower_bound_between, lower_bounds, solve
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.problem import Evaluation, Problem, evaluate, least_bytes, most_bytes
-from planner.training import Training
 from planner.turns import Staged, stage
 
 Progress = Callable[[str], None]
@@ -146,7 +147,7 @@ class Setting:
         return self.cost.cluster.device.usable_bytes - self.spare_bytes
 
     def labels(self, graph: Graph, label: str) -> Labels:
-        """:func:`planner.filters.label_dims`, found once."""
+        """:func:`planner.formulation.constraints.filters.label_dims`, found once."""
         if label not in self.known:
             self.known[label] = label_dims(graph, self.rules, label)
         return self.known[label]

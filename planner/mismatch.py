@@ -7,9 +7,9 @@ from typing import Any
 
 from planner.base.formatting import shape_text
 from planner.document import Document
+from planner.formulation.decision_names import filled
 from planner.ir.folding import Folded
 from planner.ir.graph import Graph
-from planner.names import filled
 
 
 def difference(plan: Document, folded: Folded, model: Mapping[str, Any]) -> str:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from planner.assignment import Assignment
 from planner.base.errors import InfeasibleError
 from planner.base.formatting import in_all_bytes
 from planner.chunks import SAVED, Chunk, gradients, home_bytes, moving_bytes, parameters
+from planner.formulation.assignment import Assignment
 from planner.memory import Usage, usage
 from planner.predict import Prediction, predict
 from planner.rank_step import UPDATE_THERE, RankStep, without

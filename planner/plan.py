@@ -18,7 +18,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.assignment import Assignment
 from planner.base.errors import PlanError, ScheduleError
 from planner.base.files import write_text
 from planner.chain import chain_of, links_of
@@ -28,7 +27,14 @@ from planner.encode import decisions, decode, dump, encode
 from planner.encode import parse as parse_json
 from planner.entries import check_entries, stray
 from planner.facts import coverage
-from planner.formulate import Space, rules_of
+from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.zero import check_together
+from planner.formulation.decision_names import role_names
+from planner.formulation.decisions import Role
+from planner.formulation.remat.levels import Recompute, at_levels, used
+from planner.formulation.search_space import Space, rules_of
+from planner.formulation.strategies import Choice
+from planner.formulation.training import Gathers
 from planner.fullest import fullest_in_turns
 from planner.heap import Fullest
 from planner.ir.folding import Folded, fold, fold_off, relabel
@@ -37,20 +43,14 @@ from planner.ir.layout import Layout, format_layout
 from planner.levels import Stated, read_amounts, read_by_number
 from planner.memory import usage
 from planner.mismatch import difference
-from planner.names import role_names
 from planner.offload import offloaded
 from planner.predict import Prediction, predict, predict_in_turns
-from planner.recompute import Recompute, at_levels, used
 from planner.seams import finer
-from planner.skeleton import Role
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.pipeline.stages import evaluate as cut_of
 from planner.solve.problem import evaluate
 from planner.solve.transfers import Timetable
-from planner.strategy import Choice
-from planner.training import Gathers
 from planner.turns import Staged, price
-from planner.zero import check_together
 
 if TYPE_CHECKING:
     from planner.explain import Explanation

@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from planner.asked import brought_again, is_asked
-from planner.assignment import Assignment, Chunk
 from planner.base.formatting import in_bytes, in_lines, in_seconds, in_shares, labelled
 from planner.base.symbolic_float import at_least_zero
-from planner.conversion import Collective, Route
-from planner.exchange import Exchange, crossing, exchanges
+from planner.formulation.assignment import Assignment, Chunk
+from planner.formulation.decisions import Role
+from planner.formulation.remat.levels import Level
+from planner.formulation.resharding import Collective, Route
+from planner.formulation.stage_boundaries import Exchange, crossing, exchanges
+from planner.formulation.strategies import Choice
 from planner.fullest import fullest_in_turns
 from planner.ir.folding import Instance
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, PIPELINE, Layout
 from planner.memory import LARGEST, Usage, usage
-from planner.recompute import Level
-from planner.skeleton import Role
-from planner.strategy import Choice
 from planner.turns import Staged, TurnTimes
 
 

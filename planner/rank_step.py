@@ -21,7 +21,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from planner.assignment import Assignment
 from planner.chain import Link as BlockLink
 from planner.chain import links_of
 from planner.chunks import (
@@ -38,18 +37,19 @@ from planner.chunks import (
     update,
     updated_early,
 )
-from planner.conversion import local_bytes
 from planner.cost.cluster import Home
-from planner.exchange import crossing
+from planner.formulation.assignment import Assignment
+from planner.formulation.remat.levels import Level, used
+from planner.formulation.resharding import local_bytes
+from planner.formulation.stage_boundaries import crossing
+from planner.formulation.training import Tier
 from planner.heap import BEFORE, Direction
 from planner.ir.graph import Ref
 from planner.ir.layout import MICRO, Shard
 from planner.leaves import Leaves
 from planner.memory import Usage
-from planner.recompute import Level, used
 from planner.solve.pipeline.schedule import Action, schedule
 from planner.solve.transfers import Item, Link, Moment, Timetable, Trace, Use, simulate
-from planner.training import Tier
 from planner.turns import Staged
 
 UPDATE, UPDATE_THERE = "update", "update what stays"

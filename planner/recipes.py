@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from planner.base.errors import PinError
 from planner.division import Division
+from planner.formulation.strategies import Choice
 from planner.ir.layout import MICRO, Layout, Mesh
 from planner.looks import Best, Look, Setting
-from planner.strategy import Choice
 
 NAMES = {1: (("tensor",), ("data",)), 2: (("data", "tensor"),)}
 """What the axes of a mesh of so many are for, major first."""

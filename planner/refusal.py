@@ -8,15 +8,15 @@ import numpy as np
 
 from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes, in_bytes
-from planner.formulate import Space
+from planner.formulation.decision_names import short_op
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import Choice
 from planner.ir.graph import Graph, Node
 from planner.lean import Lean, free_s
 from planner.looks import Look, Setting
-from planner.names import short_op
 from planner.ops import OPS
 from planner.ops.function import reason
 from planner.solve.problem import Edge
-from planner.strategy import Choice
 
 
 def check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:

@@ -11,10 +11,10 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.assignment import Assignment
+from planner.formulation.assignment import Assignment
+from planner.formulation.decisions import Role
 from planner.ir.graph import Node, Ref
 from planner.ir.repetition import Run, periodic
-from planner.skeleton import Role
 
 
 @dataclass(frozen=True)

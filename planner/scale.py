@@ -21,19 +21,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner.alive import moments
-from planner.assignment import Assignment
 from planner.base.errors import PlanError
 from planner.base.symbolic_int import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of, turns_of
 from planner.follow import Followed, NotFollowed, Sizes, follow
-from planner.formulate import Space
+from planner.formulation.assignment import Assignment
+from planner.formulation.decisions import Role, Skeleton
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import Choice, Cuts
 from planner.ir.folding import Folded, refold
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, Layout, LocalType, Mesh, Shard
 from planner.memory import usage
 from planner.ops.sharding_rule import AxisStrategy, Rule
 from planner.predict import Prediction, predict, predict_in_turns
-from planner.skeleton import Role, Skeleton
-from planner.strategy import Choice, Cuts
 from planner.turns import Staged
 
 Restage = Callable[[Assignment], Staged | None]

@@ -4,7 +4,7 @@ Divisions of the cluster are looked at best first (:mod:`planner.explore`), with
 found is followed, and the limit moved to what then fits (:mod:`planner.fitting`). Where model data are at home
 elsewhere than on the device, there is more to choose (:mod:`planner.elsewhere`).
 
-What does not depend on the mesh is found once (:mod:`planner.skeleton`). Ctrl-C ends a search with
+What does not depend on the mesh is found once (:mod:`planner.formulation.decisions`). Ctrl-C ends a search with
 :class:`KeyboardInterrupt` and leaves nothing behind; to get the best plan so far instead, give a time limit.
 """
 
@@ -20,18 +20,18 @@ from planner.division import Division, dividing, in_one_turn, in_turns, stages_w
 from planner.elsewhere import check_offloads, elsewhere
 from planner.explore import Divisions, Searched
 from planner.fitting import fitted, taking_room
-from planner.formulate import rules_of
+from planner.formulation.constraints.mesh_candidates import MAX_AXES
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.constraints.zero import pinned_apart, ways_of_kinds
+from planner.formulation.decisions import Skeleton
+from planner.formulation.remat.levels import named_by_kind
+from planner.formulation.search_space import rules_of
+from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph
 from planner.keep import keeping, with_levels_between
 from planner.looks import Progress, Setting
-from planner.mesh import MAX_AXES
-from planner.pins import Pins
-from planner.recompute import named_by_kind
 from planner.seams import finer
-from planner.skeleton import Skeleton
-from planner.training import Training
-from planner.zero import pinned_apart, ways_of_kinds
 
 GAP = 0.001
 """Part of a step that a plan's proof leaves open where nobody asks for another: to close it takes most of the time."""

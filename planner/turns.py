@@ -19,8 +19,8 @@ from planner.alive import Alive
 from planner.base.errors import InfeasibleError
 from planner.base.symbolic_float import rest
 from planner.chain import Link, also_read, chain_of, placed
+from planner.formulation.remat.levels import Level, Recompute, at_levels
 from planner.ir.folding import Folded
-from planner.recompute import Level, Recompute, at_levels
 from planner.solve.pipeline.partition import cut
 from planner.solve.pipeline.simulate import Times, bubble
 from planner.solve.pipeline.simulate import step_s as simulated_s

@@ -13,22 +13,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from planner.assignment import Assignment
 from planner.base.errors import PinError, PlanError
 from planner.base.formatting import in_bytes, in_lines, in_seconds, labelled
-from planner.certificate import Decided
 from planner.conflict import MEMORY, Conflict, Recipe, as_written, conflict_of
 from planner.document import WITHOUT_GRAPH, Document
 from planner.explore import Searched
+from planner.formulation.assignment import Assignment
+from planner.formulation.certificate import Decided
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.decision_names import called, state_of
+from planner.formulation.decisions import Role
 from planner.heap import is_before
 from planner.ir.layout import MICRO
 from planner.looks import PROVED
 from planner.memory import Usage, usage
-from planner.names import called, state_of
-from planner.pins import Pins
 from planner.predict import seconds_by_use
 from planner.search import check_time_limit
-from planner.skeleton import Role
 from planner.solve.problem import evaluate
 
 Number = TypeVar("Number", int, float)

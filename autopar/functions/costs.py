@@ -12,11 +12,11 @@ from autopar.functions.carry import Carried
 from autopar.functions.joint import Joint, Operand
 from autopar.functions.keeping import kept
 from autopar.functions.kept import Kept
+from planner.formulation.strategies import rule_of
 from planner.ir.graph import Ref, TensorType
 from planner.ir.layout import Shard
 from planner.ops import OPS
 from planner.ops.signature import is_floating
-from planner.strategy import rule_of
 
 
 def unseen(operands: Sequence[Operand], results: Sequence[TensorType], kept: Kept | None) -> dict[str, object]:

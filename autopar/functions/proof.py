@@ -15,10 +15,10 @@ from typing import Any
 from autopar.functions.joint import Joint
 from autopar.local_sizes import local_call
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS
+from planner.formulation.strategies import factor_at, rule_of, tensors_of
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import LocalType, Mark, P, R, Shard
 from planner.ops.sharding_rule import Rule, find, shard_factor
-from planner.strategy import factor_at, rule_of, tensors_of
 
 ZERO = Mark("Z")
 """The local type of a constant 0: the same on all ranks, and terms of a sum as well."""

@@ -45,7 +45,7 @@ def convert(x: Tensor, axis: ProcessGroup, src: str, dst: str) -> Tensor:
     Args:
         x: this rank's part.
         axis: the axis's process group.
-        src, dst: local types, e.g. ``"P"``, ``"S(1)"``; a legal step of :data:`planner.conversion.STEPS`.
+        src, dst: local types, e.g. ``"P"``, ``"S(1)"``; a legal step of :data:`planner.formulation.resharding.STEPS`.
     """
     source, target = local_type(src), local_type(dst)
     if {src, dst} == {"R", "I"} and not (x.requires_grad or spmd.is_type_checking()):

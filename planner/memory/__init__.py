@@ -6,7 +6,7 @@ come into being and saved tensors go. Views hold the storage of what they view. 
 needs while it works stands in its row (:mod:`planner.ops.table`).
 
 A block that recomputes gives up, when it returns, what it can make again from what it keeps; the first node of backward
-that needs one of these values makes them all, in the order of forward (:mod:`planner.recompute`).
+that needs one of these values makes them all, in the order of forward (:mod:`planner.formulation.remat.levels`).
 
 A block's inputs are held by its caller until it returns; gradients of parameters stay; outputs other than the loss are
 taken to be dropped before backward starts (``loss = pmodel(**batch).loss``). Optimizer state and parameters

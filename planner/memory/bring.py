@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from planner.assignment import Chunk
-from planner.conversion import Route, Step, local_bytes
+from planner.formulation.assignment import Chunk
+from planner.formulation.resharding import Route, Step, local_bytes
 from planner.heap import Storage
 from planner.ir.folding import Block
 from planner.ir.graph import Ref

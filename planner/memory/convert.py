@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.conversion import Route, Step, local_bytes
+from planner.formulation.resharding import Route, Step, local_bytes
 from planner.ir.graph import Ref, TensorType
 from planner.ir.layout import MICRO, Shard
 from planner.memory.walk import Walk

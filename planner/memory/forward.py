@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from planner.asked import brought_again
-from planner.conversion import local_bytes
+from planner.formulation.decision_names import called
+from planner.formulation.resharding import local_bytes
 from planner.heap import Storage
 from planner.ir.folding import Instance
 from planner.ir.graph import Node, Ref, TensorType
@@ -13,7 +14,6 @@ from planner.memory.bring import bring, bring_on, sums_of
 from planner.memory.convert import convert
 from planner.memory.readers import shares_of
 from planner.memory.walk import Walk
-from planner.names import called
 from planner.ops import OPS
 from planner.ops.function import holds, works
 from planner.ops.saved_tensors import beside, is_exact, is_own, own_bytes, saved_words

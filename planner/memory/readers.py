@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner.again import shares
-from planner.assignment import Assignment
+from planner.formulation.assignment import Assignment
+from planner.formulation.remat.backward_slice import shares
 from planner.ir.graph import Node, Ref
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from planner.assignment import Assignment
-from planner.conversion import local_bytes
-from planner.exchange import crossing
+from planner.formulation.assignment import Assignment
+from planner.formulation.decision_names import called, state_of
+from planner.formulation.resharding import local_bytes
+from planner.formulation.stage_boundaries import crossing
 from planner.heap import BEFORE
 from planner.ir.folding import Instance
 from planner.ir.graph import Ref
@@ -18,7 +19,6 @@ from planner.memory.readers import enters_before, readers_of
 from planner.memory.skip import ENDS, UnevenError, fill_in, skip_over, skipped_leaves
 from planner.memory.usage import Usage
 from planner.memory.walk import Walk
-from planner.names import called, state_of
 from planner.runs import Skip, Wiring, skips
 from planner.saved import Saves, first_of
 from planner.tape import Tape, Value

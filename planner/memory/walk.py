@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from planner.formulation.decision_names import called
 from planner.heap import BEFORE, Heap, Storage
 from planner.ir.graph import Ref
-from planner.names import called
 from planner.runs import Skip, Wiring
 from planner.saved import Saves
 from planner.tape import Frame, Tape

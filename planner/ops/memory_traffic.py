@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.again import shares
+from planner.formulation.remat.backward_slice import shares
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ops import OPS, passed_places
 from planner.ops.function import moves

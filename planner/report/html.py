@@ -23,10 +23,10 @@ from planner.base.formatting import (
     in_seconds,
     recomputed,
 )
-from planner.conversion import Collective
 from planner.cost.cluster import ClusterSpec
 from planner.detail import LeafDetail, OpDetail
 from planner.document import Document
+from planner.formulation.resharding import Collective
 from planner.ir.layout import Mesh
 from planner.report.summary import (
     BlockSummary,

@@ -15,9 +15,9 @@ from planner.base.formatting import (
     recomputed,
     sizes_text,
 )
-from planner.conversion import Collective
 from planner.detail import OpDetail
 from planner.document import Document
+from planner.formulation.resharding import Collective
 from planner.report.summary import (
     BlockSummary,
     blocks,

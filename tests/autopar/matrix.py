@@ -16,11 +16,11 @@ import numpy as np
 from autopar.simulate import DivergedError
 from autopar.typecheck import typecheck
 from autopar.verification import RTOL, Agreement, Reference, locate, reference, simulate, space_on
-from planner.assignment import Assignment, assignment_of
 from planner.base.errors import PinError, VerificationError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.assignment import Assignment, assignment_of
+from planner.formulation.constraints.pins import Pins
 from planner.ir.layout import Mesh
-from planner.pins import Pins
 from planner.solve.choices import solve
 from planner.solve.problem import Problem
 from tests.autopar.models import MODELS

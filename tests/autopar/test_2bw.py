@@ -25,8 +25,8 @@ from autopar.runtime.recompute import memory_of
 from autopar.runtime.step import Step
 from autopar.simulate import fake_process_group
 from autopar.verification import reference, simulate
-from planner.pins import Pins
-from planner.training import Training
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from tests.autopar import workers
 
 STEPS, BATCH, WIDTH, WORDS = 20, 8, 8, 12

@@ -21,8 +21,8 @@ import autopar
 from autopar.arguments import Form, read_cluster, read_inputs, read_pins
 from autopar.cli import app
 from planner.base.errors import AutoparError
-from planner.conversion import Collective
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.resharding import Collective
 from planner.plan import Plan
 
 HERE = "tests.autopar.test_cli"

@@ -20,8 +20,8 @@ from autopar.runtime.parameters import replicate_parameters
 from autopar.simulate import DivergedError, Simulation, fake_process_group
 from autopar.typecheck import check_program, emit
 from autopar.verification import RTOL, Reference, observed_step
-from planner.assignment import Assignment
 from planner.base.errors import VerificationError
+from planner.formulation.assignment import Assignment
 from tests.autopar.matrix import Recipe, decide, original
 
 TENSOR = Recipe("tensor", {"tensor": 2})

@@ -16,12 +16,12 @@ from autopar.lower import lower
 from autopar.nominate import nominate
 from autopar.verification import RTOL, reference, simulate, space_on
 from autopar.walk import Walk
-from planner.assignment import assignment_of
 from planner.base.errors import CaptureError, InputError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.assignment import assignment_of
+from planner.formulation.constraints.pins import Pins
 from planner.ir.graph import Graph
 from planner.ir.layout import Mesh
-from planner.pins import Pins
 from planner.solve.choices import solve
 from tests.autopar.models import MODELS, WIDTH, llama, text
 

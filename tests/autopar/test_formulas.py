@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from autopar.api import Traced, plan_traced, trace
-from planner.assignment import Assignment
 from planner.base.errors import PlanError
-from planner.certificate import Decided
 from planner.cost.cluster import ClusterSpec
-from planner.formulate import Space, rules_of
+from planner.formulation.assignment import Assignment
+from planner.formulation.certificate import Decided
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.search_space import Space, rules_of
+from planner.formulation.training import Training
 from planner.ir.folding import fold, relabel
 from planner.ir.graph import Graph
-from planner.pins import Pins
 from planner.plan import Plan
 from planner.predict import Prediction, predict
 from planner.solve.problem import evaluate
-from planner.training import Training
 from tests.autopar.models import BATCH, LENGTH, MODELS
 
 SEQUENCES = ["gpt2", "llama", "bert", "encoder", "shared-layers"]

@@ -30,11 +30,11 @@ from autopar.runtime.step import _Run
 from autopar.simulate import Simulation, fake_process_group
 from autopar.verification import reference, simulate, verify
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.ir.layout import Mesh, Shard
-from planner.pins import Pins
 from planner.plan import Plan
 from planner.solve.pipeline.schedule import Action
-from planner.training import Training
 
 RANKS = 3
 

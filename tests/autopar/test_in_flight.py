@@ -19,10 +19,10 @@ from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.step import Step
 from autopar.simulate import fake_process_group
-from planner.assignment import Assignment
-from planner.pins import Pins
+from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.solve.pipeline.schedule import Schedule, schedule
-from planner.training import Training
 from tests.autopar import workers
 from tests.autopar.in_flight import InFlight
 

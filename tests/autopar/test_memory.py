@@ -16,10 +16,10 @@ from autopar.api import plan_traced, trace
 from benchmarks import memory_turns
 from benchmarks.memory import observed_peak
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.ir.graph import Node, TensorType
 from planner.ops.saved_tensors import beside, is_own, own_bytes, saved_words
-from planner.pins import Pins
-from planner.training import Training
 from tests.autopar.allocated import changes_during, most_bytes
 from tests.autopar.models import MODELS, Model, llama, text
 

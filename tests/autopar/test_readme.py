@@ -16,7 +16,7 @@ import autopar
 from autopar.processes import LocalProcesses
 from planner.base.errors import PinError
 from planner.cost.cluster import ClusterSpec
-from planner.pins import Pins
+from planner.formulation.constraints.pins import Pins
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

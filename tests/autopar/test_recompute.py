@@ -24,11 +24,11 @@ from autopar.runtime.recompute import recompute
 from autopar.simulate import Simulation, fake_process_group
 from autopar.typecheck import check_program, emit
 from benchmarks.memory import observed_peak
-from planner.again import shares
 from planner.base.errors import PlanError, VerificationError
-from planner.pins import Pins
-from planner.recompute import COMPUTED, NOTHING, Amount, Recompute
-from planner.training import Training
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.remat.backward_slice import shares
+from planner.formulation.remat.levels import COMPUTED, NOTHING, Amount, Recompute
+from planner.formulation.training import Training
 from tests.autopar.models import MODELS
 
 DATA, TENSOR, CONTEXT, MIXED = (

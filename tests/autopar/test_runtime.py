@@ -22,10 +22,10 @@ from autopar.simulate import Simulation
 from autopar.typecheck import typecheck
 from planner.base.errors import InputError, PlanError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.ir.layout import I, Layout, Mesh, R, Shard, local_shape
-from planner.pins import Pins
 from planner.plan import Plan
-from planner.training import Training
 from tests.autopar import workers
 
 MESH = Mesh.of(data=2, tensor=3)

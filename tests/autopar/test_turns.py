@@ -19,10 +19,10 @@ from autopar.runtime.step import Step, _Run
 from autopar.simulate import Simulation
 from autopar.typecheck import typecheck
 from autopar.verification import Reference, observed_step, reference, simulate
-from planner.assignment import Assignment
 from planner.base.errors import InputError, VerificationError
-from planner.pins import Pins
-from planner.training import Training
+from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from tests.autopar import workers
 
 CASES: list[tuple[str, dict[str, Any], int]] = [

@@ -23,11 +23,11 @@ from autopar.processes import LocalProcesses
 from autopar.simulate import Simulation
 from autopar.typecheck import typecheck
 from autopar.verification import Reference, observed_step, reference
-from planner.assignment import Assignment
 from planner.base.errors import InputError, PinError, PlanError
-from planner.pins import Pins
+from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.plan import Plan
-from planner.training import Training
 from tests.autopar import models, workers
 from tests.autopar.models import HEADS, LABELS, VOCAB, WIDTH, Batch
 

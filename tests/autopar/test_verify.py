@@ -20,11 +20,11 @@ from autopar.calls import differences
 from autopar.exact import exact, twin, widen, widened
 from autopar.verification import decide_on, reference, verify
 from planner.base.errors import CaptureError, PinError, VerificationError
-from planner.conversion import Collective
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.resharding import Collective
 from planner.ir.layout import Mesh
 from planner.ops import OPS
-from planner.pins import Pins
 from planner.plan import Plan
 from tests.autopar.models import MLP, MODELS, llama
 

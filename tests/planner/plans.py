@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planner.assignment import Assignment
 from planner.cost.cluster import ClusterSpec
 from planner.facts import model_facts
+from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.ir.graph import Graph, Node, Ref, TensorType
-from planner.pins import Pins
 from planner.plan import Plan, Search, describe
 from planner.predict import predict, predict_in_turns
 from planner.search import search
-from planner.training import Training
 from planner.turns import Staged
 
 GOLDEN = Path(__file__).parent / "golden"

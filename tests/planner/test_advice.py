@@ -12,9 +12,9 @@ from planner.advice import Request, search_or_advise
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
 from planner.explore import Searched
-from planner.pins import Pins
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.search import search
-from planner.training import Training
 from tests.planner.plans import residual_mlp
 
 BATCH = 512

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from planner.certificate import Decided, certify
+from planner.formulation.certificate import Decided, certify
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.decisions import Skeleton
+from planner.formulation.training import Training
 from planner.ir.folding import relabel
-from planner.pins import Pins
 from planner.plan import Plan
 from planner.search import search
-from planner.skeleton import Skeleton
 from planner.solve.problem import Problem, evaluate
-from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
 from tests.planner.test_search import chain
 

@@ -5,14 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from planner.conversion import STEPS, Collective, ConversionTable, Step, passes
 from planner.cost.calibration import Calibration
 from planner.cost.model import CostModel
-from planner.formulate import BUCKET_BYTES, NOT_BROUGHT, Space, rules_of
+from planner.formulation.resharding import STEPS, Collective, ConversionTable, Step, passes
+from planner.formulation.search_space import BUCKET_BYTES, NOT_BROUGHT, Space, rules_of
+from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Ref, TensorType
 from planner.ir.layout import MICRO, I, Mesh, P, R, Shard, local_shape
-from planner.training import Training
 from tests.planner.plans import cluster, residual_mlp
 
 TENSOR = TensorType((8, 4), "float32", grad=True)

@@ -12,8 +12,8 @@ from planner.base.errors import ClusterError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import Attention, Product, Stream, kernel_of
 from planner.cost.model import KINDS, CostModel, crossings
+from planner.formulation.constraints.mesh_candidates import candidate_meshes
 from planner.ir.layout import Axis, Mesh
-from planner.mesh import candidate_meshes
 
 
 def model(

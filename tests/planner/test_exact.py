@@ -14,25 +14,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from planner.assignment import Assignment
 from planner.base.errors import InfeasibleError
-from planner.certificate import certify
 from planner.cost.cluster import ClusterSpec, Device, PeakFlops
 from planner.cost.cluster import Level as NetworkLevel
 from planner.cost.model import CostModel
 from planner.explore import Searched
-from planner.formulate import Space, rules_of
+from planner.formulation.assignment import Assignment
+from planner.formulation.certificate import certify
+from planner.formulation.constraints.mesh_candidates import candidate_meshes
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.decisions import Skeleton
+from planner.formulation.remat.levels import Level, ladder, named
+from planner.formulation.search_space import Space, rules_of
+from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off, relabel
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.keep import with_levels_between
 from planner.memory import Usage, usage
-from planner.mesh import candidate_meshes
-from planner.pins import Pins
-from planner.recompute import Level, ladder, named
 from planner.search import search
-from planner.skeleton import Skeleton
 from planner.solve.problem import Problem, evaluate, most_bytes
-from planner.training import Training
 from tests.planner.test_search import chain
 
 CASES = 200

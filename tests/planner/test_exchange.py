@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from planner.cost.model import CostModel
-from planner.exchange import Exchange, crossing
 from planner.explore import Searched
 from planner.facts import model_facts
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.stage_boundaries import Exchange, crossing
+from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Axis
-from planner.pins import Pins
 from planner.plan import Plan, Search, describe
 from planner.predict import predict_in_turns
 from planner.report import text
 from planner.search import search
-from planner.training import Training
 from planner.turns import Staged, price
 from tests.planner.plans import cluster, residual_mlp
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from planner.explore import Searched
-from planner.pins import Pins
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.search import search
-from planner.training import Training
 from tests.planner.plans import cluster, residual_mlp
 
 CASES = [(2, 128, 512, {"data": 2}), (4, 32, 64, {"pipeline": 2})]

@@ -19,7 +19,7 @@ from planner.base.symbolic_int import along, at_sizes, batch_of, describe, quoti
 from planner.facts import model_facts
 from planner.follow import NotFollowed, follow
 from planner.formulas import Formulas
-from planner.formulate import rules_of
+from planner.formulation.search_space import rules_of
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.plan import Plan, restage, restore
 from planner.predict import Prediction, predict_in_turns

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from planner.base.errors import PlanError
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.decision_names import called
+from planner.formulation.training import Training
 from planner.fullest import NEXT, SECOND, fullest_in_turns
 from planner.heap import Fullest
 from planner.ir.graph import Graph, Node, Ref
-from planner.names import called
-from planner.pins import Pins
 from planner.plan import Plan
 from planner.search import search
-from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
 
 GRAPH = residual_mlp(layers=6, batch=64)

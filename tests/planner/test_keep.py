@@ -10,15 +10,15 @@ import pytest
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.explore import Searched
-from planner.formulate import rules_of
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.decisions import Skeleton
+from planner.formulation.remat.levels import named
+from planner.formulation.search_space import rules_of
+from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.keep import MOST, WORTH, corners, with_levels_between
-from planner.pins import Pins
-from planner.recompute import named
 from planner.search import search
-from planner.skeleton import Skeleton
-from planner.training import Training
 from tests.planner.plans import cluster
 
 BATCH, WIDTH, WIDE = 512, 64, 256

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
 from planner.explore import Searched
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.lean import Lean
 from planner.offload import largest_working_set
-from planner.pins import Pins
 from planner.search import search
-from planner.training import Training
 from tests.planner.plans import residual_mlp
 
 PINS = ({}, {"offload": "host"}, {"offload": "auto", "recompute": "full"}, {"recompute": "none"}, {"zero": 3})

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
-from planner.assignment import assignment_of
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
-from planner.filters import filters
-from planner.formulate import Space, rules_of
+from planner.formulation.assignment import assignment_of
+from planner.formulation.constraints.filters import filters
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.remat.levels import Amount, Recompute
+from planner.formulation.search_space import Space, rules_of
+from planner.formulation.training import Tier, Training
 from planner.heap import USES, Direction, Heap, Held, Storage
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
@@ -21,11 +24,8 @@ from planner.ir.layout import Mesh
 from planner.memory import LARGEST, Usage, usage
 from planner.memory.step import follow
 from planner.memory.walk import Walk
-from planner.pins import Pins
-from planner.recompute import Amount, Recompute
 from planner.runs import Wiring
 from planner.solve.choices.bound import lower_bounds
-from planner.training import Tier, Training
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 PINS = (

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from planner.base.errors import PinError
 from planner.cost.cluster import ClusterSpec, Level
+from planner.formulation.constraints.mesh_candidates import candidate_meshes, pinned_mesh
 from planner.ir.layout import Axis, Mesh
-from planner.mesh import candidate_meshes, pinned_mesh
 
 
 def cluster(*sizes: int) -> ClusterSpec:

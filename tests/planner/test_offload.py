@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import elsewhere, fitting
-from planner.assignment import Assignment
 from planner.base.errors import ClusterError, InfeasibleError, PinError, PlanError
 from planner.base.formatting import in_all_bytes
 from planner.chunks import (
@@ -28,21 +27,22 @@ from planner.chunks import (
     undone,
     update,
 )
-from planner.conversion import local_bytes
 from planner.cost.calibration import Calibration
 from planner.cost.cluster import ClusterSpec, Host
 from planner.explore import Searched, explore
 from planner.facts import model_facts
+from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.resharding import local_bytes
+from planner.formulation.training import Training
 from planner.heap import BEFORE
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import I
 from planner.memory import enters_before, readers_of, usage
 from planner.offload import largest_working_set
-from planner.pins import Pins
 from planner.plan import Plan, Search, describe, reprice
 from planner.search import search
 from planner.solve.transfers import Use, fewest_bytes, simulate
-from planner.training import Training
 from tests.planner.plans import plan_of, residual_mlp, unwrapped
 
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from planner.assignment import Assignment
 from planner.base.errors import InfeasibleError, PinError, PlanError
 from planner.chunks import chunks_of, gradients, of_turn, parameters
 from planner.cost.cluster import ClusterSpec
 from planner.facts import model_facts
+from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.memory import usage
-from planner.pins import Pins
 from planner.plan import Plan, Search, describe, reprice
 from planner.search import search
 from planner.solve.transfers import Use, fewest_bytes, simulate
-from planner.training import Training
 from tests.planner.plans import residual_mlp, unwrapped
 from tests.planner.test_offload import cluster, gpu, tied
 

@@ -9,12 +9,12 @@ import pytest
 
 from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import I, Layout, Mesh, Shard
-from planner.pins import Pins
 from planner.plan import Plan
 from planner.search import search
-from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 GRAPH = residual_mlp(layers=2, width=64, batch=48)

@@ -15,22 +15,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.assignment import Assignment, assignment_of
 from planner.base.errors import PlanError
 from planner.cost.model import CostModel
 from planner.encode import dump
 from planner.facts import model_facts
-from planner.filters import filters
-from planner.formulate import Space, rules_of
+from planner.formulation.assignment import Assignment, assignment_of
+from planner.formulation.constraints.filters import filters
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.decision_names import parse_runs, runs
+from planner.formulation.search_space import Space, rules_of
+from planner.formulation.training import Training
 from planner.ir.folding import fold, relabel
 from planner.ir.graph import Graph
-from planner.names import parse_runs, runs
-from planner.pins import Pins
 from planner.plan import Plan, refold, reprice, restore
 from planner.predict import collectives
 from planner.solve.choices import solve
 from planner.solve.problem import evaluate
-from planner.training import Training
 from tests.planner.plans import check_golden, cluster, plan_of, residual_mlp, written
 
 PINS: list[dict[str, Any]] = [

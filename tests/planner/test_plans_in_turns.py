@@ -22,23 +22,23 @@ from planner.cost.model import CostModel
 from planner.division import Division, in_turns
 from planner.explore import Searched
 from planner.facts import model_facts
-from planner.filters import filters
-from planner.formulate import Space, rules_of
+from planner.formulation.constraints.filters import filters
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.remat.levels import ladder, named
+from planner.formulation.search_space import Space, rules_of
+from planner.formulation.training import Training
 from planner.fullest import fullest_in_turns
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Mesh
 from planner.looks import Setting, begin, left_behind
-from planner.pins import Pins
 from planner.plan import Plan, Search, describe, refold, reprice
 from planner.predict import predict_in_turns
-from planner.recompute import ladder, named
 from planner.report.summary import blocks, stages
 from planner.seams import finer
 from planner.search import search
 from planner.solve.choices import lower_bounds
 from planner.timeline import bubble_of
-from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
 from tests.planner.test_exact import random_cluster, with_memory
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from planner.assignment import assignment_of
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.assignment import assignment_of
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.lean import Lean, begun, lean_plans
 from planner.looks import Look, Setting
 from planner.memory import usage
-from planner.pins import Pins
 from planner.recipes import by_recipe, freed
 from planner.search import search
 from planner.solve.problem import evaluate
-from planner.training import Training
 from tests.planner.plans import residual_mlp
 
 

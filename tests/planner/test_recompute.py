@@ -7,16 +7,16 @@ from collections import Counter
 
 import pytest
 
-from planner.again import Again, Backward
 from planner.cost.model import CostModel
-from planner.formulate import Space, rules_of
+from planner.formulation.constraints.mesh_candidates import candidate_meshes
+from planner.formulation.decisions import Skeleton
+from planner.formulation.remat.backward_slice import Again, Backward
+from planner.formulation.remat.levels import COMPUTED, LEVELS, Amount, Recompute, apart, ladder, named, together
+from planner.formulation.search_space import Space, rules_of
+from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
-from planner.mesh import candidate_meshes
-from planner.recompute import COMPUTED, LEVELS, Amount, Recompute, apart, ladder, named, together
-from planner.skeleton import Skeleton
 from planner.solve.choices import lower_bound_between, solve
-from planner.training import Training
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 GRAPH = residual_mlp(layers=4)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from planner.assignment import Assignment
 from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes
 from planner.chunks import SAVED, chunks_of, home_bytes, label
+from planner.formulation.assignment import Assignment
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.memory import Usage, usage
 from planner.plan import Plan, reprice

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import planner.skeleton
+import planner.formulation.decisions
 from planner.cost.model import CostModel
-from planner.formulate import Space, rules_of
+from planner.formulation.search_space import Space, rules_of
+from planner.formulation.training import Training
 from planner.ir.folding import Folded, fold, fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Mesh
 from planner.seams import finer
 from planner.solve.choices import solve
 from planner.solve.problem import evaluate
-from planner.training import Training
 from tests.planner.plans import cluster, residual_mlp
 from tests.planner.test_fold import WIDTH, stack
 from tests.planner.test_fold import Program as Written
@@ -116,7 +116,7 @@ def test_no_decision_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best plan costs the same, whatever the blocks: each of their problems has the same optimum, but for additions
     of gradients that different blocks find for one value, which are in no price.
     """
-    monkeypatch.setattr(planner.skeleton, "added_places", lambda *_: ())
+    monkeypatch.setattr(planner.formulation.decisions, "added_places", lambda *_: ())
     for graph in (residual_mlp(layers=2), rows([16, 32, 48, 16, 64])):
         rules = rules_of(graph)
         best = []

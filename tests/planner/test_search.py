@@ -21,17 +21,17 @@ import planner.explore
 from planner.base.errors import ClusterError, InfeasibleError, InputError, PinError
 from planner.cost.cluster import ClusterSpec, Device, Level, PeakFlops
 from planner.cost.model import CostModel
-from planner.formulate import Space, rules_of
+from planner.formulation.constraints.mesh_candidates import candidate_meshes
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.search_space import Space, rules_of
+from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Mesh
 from planner.memory import usage
-from planner.mesh import candidate_meshes
-from planner.pins import Pins
 from planner.search import search
 from planner.solve.choices import solve
 from planner.solve.problem import Problem, evaluate
-from planner.training import Training
 from tests.planner.plans import cluster as local
 from tests.planner.plans import residual_mlp
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from planner.formulate import rules_of
+from planner.formulation.decisions import Skeleton
+from planner.formulation.search_space import rules_of
+from planner.formulation.strategies import leaf_layouts, op_choices, rule_of
 from planner.ir.folding import fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import I, Mesh, P, R, Shard
 from planner.ops.sharding_rule import Rule, axis_strategies, shard_factor
-from planner.skeleton import Skeleton
-from planner.strategy import leaf_layouts, op_choices, rule_of
 
 
 def linear_rule(m=8, k=4, n=6):

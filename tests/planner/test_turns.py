@@ -10,26 +10,26 @@ from dataclasses import replace
 
 import pytest
 
-from planner.assignment import Assignment, assignment_of
-from planner.certificate import Decided, certify
 from planner.chain import links_of
-from planner.conversion import local_bytes
 from planner.cost.model import CostModel
 from planner.division import pipelines_of
-from planner.filters import filters
-from planner.formulate import BUCKET_BYTES, Space, rules_of
+from planner.formulation.assignment import Assignment, assignment_of
+from planner.formulation.certificate import Decided, certify
+from planner.formulation.constraints.filters import filters
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.pipeline_pace import Pace, pace_of, pack
+from planner.formulation.remat.levels import COMPUTED, LEVELS, NOTHING, Level, ladder, named
+from planner.formulation.resharding import local_bytes
+from planner.formulation.search_space import BUCKET_BYTES, Space, rules_of
+from planner.formulation.training import Gathers, Training
 from planner.ir.folding import Folded, fold
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import MICRO, Mesh
 from planner.keep import with_levels_between
 from planner.leaves import Leaves
 from planner.ops.sharding_rule import Rule
-from planner.pace import Pace, pace_of, pack
-from planner.pins import Pins
-from planner.recompute import COMPUTED, LEVELS, NOTHING, Level, ladder, named
 from planner.solve.choices import lower_bounds
 from planner.solve.problem import evaluate
-from planner.training import Gathers, Training
 from planner.turns import stage
 from tests.planner.plans import cluster, residual_mlp
 from tests.planner.test_exact import random_cluster

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
+from planner.formulation.decisions import Skeleton
 from planner.ir.folding import Instance
-from planner.skeleton import Skeleton
 
 OUT_OF_TURN = ("zero_bubble", "zbv", "dualpipev", "2bw")
 """Schedules in which a micro-batch need not be through with one stage's backward before the next one's."""

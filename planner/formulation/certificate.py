@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from planner.assignment import Assignment
-from planner.conversion import ConversionTable
-from planner.formulate import Space
+from planner.formulation.assignment import Assignment
+from planner.formulation.decisions import Role, Skeleton
+from planner.formulation.remat.levels import Recompute, apart
+from planner.formulation.resharding import ConversionTable
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import Choice
 from planner.ir.folding import relabel
 from planner.ir.graph import Ref
 from planner.ir.layout import Layout
-from planner.recompute import Recompute, apart
-from planner.skeleton import Role, Skeleton
 from planner.solve.problem import Evaluation, Ints, evaluate
-from planner.strategy import Choice
 
 ROUNDING = 1e-9
 """Relative difference that adding in another order may make."""

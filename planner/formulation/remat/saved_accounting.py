@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 
-from planner.again import Again, shares
+from planner.formulation.remat.backward_slice import Again, shares
+from planner.formulation.remat.levels import Level, Recompute
 from planner.ir.folding import Block, Folded
 from planner.ir.graph import Node, Ref
 from planner.ops import saved_places
-from planner.recompute import Level, Recompute
 
 Places = tuple[int, ...]
 """Tensors of an operator: its operands, then its results."""

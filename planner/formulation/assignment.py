@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from planner.conversion import BROUGHT, Route, Step
-from planner.formulate import Space
+from planner.formulation.decisions import Role
+from planner.formulation.remat.levels import NOTHING, Level, Recompute
+from planner.formulation.resharding import BROUGHT, Route, Step
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import Choice
 from planner.ir.folding import Block, Instance
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import Layout
-from planner.recompute import NOTHING, Level, Recompute
-from planner.skeleton import Role
-from planner.strategy import Choice
 
 Chunk = dict[Ref, Route]
 """Parameters that are brought together, from how they are stored to how they are used, by the same steps in order."""
@@ -161,7 +161,7 @@ class Assignment:
 
 
 def assignment_of(space: Space, choices: Sequence[int], recompute: Recompute = NOTHING) -> Assignment:
-    """What choices for :meth:`planner.formulate.Space.problem` decide."""
+    """What choices for :meth:`planner.formulation.search_space.Space.problem` decide."""
     chosen = {role: space.options[role][choice] for role, choice in zip(space.roles, choices, strict=True)}
     found = Assignment(space, chosen, recompute)
     if not recompute.gathers:

@@ -10,16 +10,16 @@ import fnmatch
 from collections.abc import Callable, Mapping
 
 from planner.base.errors import PinError
-from planner.formulate import AllowLeaf
+from planner.formulation.constraints.mesh_candidates import BATCH, batch_ranks
+from planner.formulation.constraints.pins import FREE_AXES, SIZES, Pins
+from planner.formulation.constraints.zero import check_zero, way_of, ways_of
+from planner.formulation.search_space import AllowLeaf
+from planner.formulation.strategies import Allow, factor_at, tensors_of
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
-from planner.mesh import BATCH, batch_ranks
 from planner.ops import OPS
 from planner.ops.sharding_rule import AxisStrategy, Inner, Rule, find
 from planner.ops.table import contraction_flops
-from planner.pins import FREE_AXES, SIZES, Pins
-from planner.strategy import Allow, factor_at, tensors_of
-from planner.zero import check_zero, way_of, ways_of
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 

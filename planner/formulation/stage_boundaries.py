@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from planner.assignment import Assignment
-from planner.conversion import local_bytes
+from planner.formulation.assignment import Assignment
+from planner.formulation.resharding import local_bytes
 from planner.ir.folding import Folded
 from planner.ir.graph import Ref
 

@@ -17,19 +17,28 @@ from typing import cast
 
 import numpy as np
 
-from planner.conversion import ConversionTable
 from planner.cost.model import CostModel
+from planner.formulation.decisions import Flow, Role, Skeleton, Together
+from planner.formulation.local_costs import Priced
+from planner.formulation.pipeline_pace import Pace, pace_of
+from planner.formulation.remat.levels import NOTHING, Recompute
+from planner.formulation.resharding import ConversionTable
+from planner.formulation.strategies import (
+    Allow,
+    Choice,
+    Strips,
+    axis_ways,
+    choices_of,
+    leaf_layouts,
+    rule_of,
+    shards_of,
+)
+from planner.formulation.training import Gathers, Training
 from planner.ir.folding import Folded, Instance
 from planner.ir.graph import Graph, Node, Ref, static
 from planner.ir.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
 from planner.ops.sharding_rule import Rule
-from planner.pace import Pace, pace_of
-from planner.prices import Priced
-from planner.recompute import NOTHING, Recompute
-from planner.skeleton import Flow, Role, Skeleton, Together
 from planner.solve.problem import Edge, Floats, Ints, Problem, Vertex
-from planner.strategy import Allow, Choice, Strips, axis_ways, choices_of, leaf_layouts, rule_of, shards_of
-from planner.training import Gathers, Training
 
 AllowLeaf = Callable[[Node, Layout], bool]
 BUCKET_BYTES = 25 * 2**20

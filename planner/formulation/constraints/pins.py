@@ -3,7 +3,7 @@
 A recipe says how many ranks share each kind of work: ``data`` (the batch factor), ``replicate`` (the batch again: that
 many groups of ``data`` ranks, each with all parameters), ``context`` (the query-sequence factor of attention),
 ``tensor`` (weight factors). It becomes a mesh with an axis of each name, and a filter that keeps, on that axis, the
-strategies the recipe means, see :mod:`planner.filters`.
+strategies the recipe means, see :mod:`planner.formulation.constraints.filters`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from planner.base.errors import PinError
-from planner.mesh import ROLES
-from planner.recompute import COMPUTED, Level
+from planner.formulation.constraints.mesh_candidates import ROLES
+from planner.formulation.constraints.zero import Ways, Zero, gathers, levels_alone, read_zero
+from planner.formulation.remat.levels import COMPUTED, Level
+from planner.formulation.training import Activations, Gathers, Tier, Update
 from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
-from planner.training import Activations, Gathers, Tier, Update
-from planner.zero import Ways, Zero, gathers, levels_alone, read_zero
 
 SIZES = ROLES
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from planner.base.errors import PinError, PlanError
+from planner.formulation.remat.levels import ALONE, Level
+from planner.formulation.training import Gathers
 from planner.ir.folding import Folded, Instance, relabel
 from planner.ir.graph import Graph
-from planner.recompute import ALONE, Level
-from planner.training import Gathers
 
 Zero = int | Mapping[str, int]
 """A way for all parameters, or by glob of their names, or of the paths of modules that they are in."""

@@ -10,20 +10,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.conversion import ConversionTable, local_bytes
 from planner.cost.kernels import Stream, kernel_of
 from planner.cost.model import CostModel
+from planner.formulation.decisions import Skeleton
+from planner.formulation.remat.levels import NOTHING, Recompute
+from planner.formulation.resharding import ConversionTable, local_bytes
+from planner.formulation.strategies import Choice
+from planner.formulation.training import Tier, Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS
 from planner.ops.memory_traffic import Traffic
 from planner.ops.saved_tensors import COPIES, is_own, own_bytes, saved_words
 from planner.ops.sharding_rule import Inner, Rule
-from planner.recompute import NOTHING, Recompute
-from planner.skeleton import Skeleton
 from planner.solve.problem import Floats, Ints
-from planner.strategy import Choice
-from planner.training import Tier, Training
 
 Mask = NDArray[np.bool_]
 WIDE_STATE_BYTES = 8

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from planner.formulate import Space
+from planner.formulation.decisions import Role
+from planner.formulation.search_space import Space
 from planner.ir.graph import Node
-from planner.skeleton import Role
 
 Section = str | tuple[str, int]
 

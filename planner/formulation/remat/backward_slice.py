@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from planner.formulation.remat.levels import Level
 from planner.ir.folding import Block
 from planner.ir.graph import Graph, Node, Ref
 from planner.ops import OPS, saved_places
 from planner.ops.table import OWN, no_flops
-from planner.recompute import Level
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,16 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple, cast
 
-from planner.again import Again, Backward
-from planner.charges import Charges, Places
+from planner.formulation.remat.backward_slice import Again, Backward
+from planner.formulation.remat.levels import NOTHING, Level, Recompute
+from planner.formulation.remat.saved_accounting import Charges, Places
+from planner.formulation.strategies import Cuts, Ways, Wires
 from planner.ir.folding import Folded, Instance
 from planner.ir.graph import Node, Ref
 from planner.ops import OPS
 from planner.ops.memory_traffic import Traffic, added_places, traffic
 from planner.ops.sharding_rule import Rule
 from planner.ops.workspace import Working, working
-from planner.recompute import NOTHING, Level, Recompute
-from planner.strategy import Cuts, Ways, Wires
 
 Role = tuple[object, ...]
 Flow = tuple[Role, Role, Ref, tuple[int, ...]]
@@ -48,7 +48,7 @@ class Skeleton:
     Attributes:
         role_of: the role of every node.
         members: the nodes of every role in graph order; the first represents them.
-        ways: what was found of ways to run operators on an axis, see :func:`planner.strategy.axis_ways`.
+        ways: what was found of ways to run operators on an axis, see :func:`planner.formulation.strategies.axis_ways`.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class Skeleton:
         return tuple(found)
 
     def charge(self, node: Node, recompute: Recompute) -> Places:
-        """Which of its tensors an operator pays for as kept for backward; see :mod:`planner.charges`."""
+        """Which of its tensors an operator pays for as kept for backward; see :mod:`planner.formulation.remat.saved_accounting`."""
         number, at = self.seat[node.name]
         return self._charges.of(recompute or NOTHING)[number].places[at]
 
