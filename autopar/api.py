@@ -26,10 +26,13 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.room import check_room
 from autopar.stages import check_in_turns
 from planner.advice import Request, search_or_advise
+from planner.analysis.memory import usage
+from planner.analysis.offload.chunks import chunks_of, moving_bytes, parameters
+from planner.analysis.offload.step_timing import saved_bytes
+from planner.analysis.prediction import predict, predict_in_turns
 from planner.base import host as machine
 from planner.base.errors import ClusterError, InputError, PinError, PlanError
 from planner.base.formatting import in_all_bytes
-from planner.chunks import chunks_of, moving_bytes, parameters
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.facts import model_facts
@@ -41,11 +44,8 @@ from planner.formulation.pipeline_pace import pace_of
 from planner.formulation.search_space import Space, rules_of
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
-from planner.memory import usage
-from planner.offload import saved_bytes
 from planner.plan import Plan, Search, describe, refold, reprice, restage, restore
 from planner.positions import check_positions
-from planner.predict import predict, predict_in_turns
 from planner.search import GAP, check_axes, check_gap, check_time_limit
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.transfers import Timetable

@@ -28,15 +28,24 @@ from autopar.runtime.step import Step, Tie, Trainers
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
 from autopar.stages import Outline, stages_of
+from planner.analysis.memory import usage
+from planner.analysis.offload.chunks import (
+    SAVED,
+    before,
+    chunks_of,
+    gradients,
+    moments_of,
+    of_turn,
+    parameters,
+    saved_item,
+)
+from planner.analysis.offload.step_timing import saved_homes
 from planner.base.errors import PlanError
-from planner.chunks import SAVED, before, chunks_of, gradients, moments_of, of_turn, parameters, saved_item
 from planner.document import EVALUATE
 from planner.formulation.assignment import Assignment
 from planner.formulation.stage_boundaries import ties
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
-from planner.memory import usage
-from planner.offload import saved_homes
 from planner.solve.pipeline.schedule import Schedule
 from planner.solve.transfers import Timetable, Use
 

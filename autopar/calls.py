@@ -41,7 +41,7 @@ def count_collectives(groups: Mapping[str, ProcessGroup]) -> Iterator[Counter[Co
         groups: the process group of each mesh axis, by name (:func:`autopar.runtime.mesh.groups_of`).
 
     Yields:
-        The counts so far; comparable with :func:`planner.predict.collectives` and with
+        The counts so far; comparable with :func:`planner.analysis.prediction.collectives` and with
         ``Counter(dict(plan.predicted.collectives))``. A call is in the phase ``backward`` while autograd runs.
     """
     calls = Counter[Collective]()

@@ -32,14 +32,14 @@ from autopar.capture import Captured
 from autopar.runtime.entering import enter_block, leave_block
 from autopar.runtime.parameters import gather_ahead
 from autopar.runtime.recompute import recompute
-from planner.asked import brought_again
-from planner.chunks import Chunk, chunks_of, parameters
+from planner.analysis.memory.remat_demand import brought_again
+from planner.analysis.memory.steady_state import Wiring
+from planner.analysis.memory.storages import BEFORE, is_before
+from planner.analysis.offload.chunks import Chunk, chunks_of, parameters
 from planner.formulation.assignment import Assignment
 from planner.formulation.remat.levels import Level
-from planner.heap import BEFORE, is_before
 from planner.ir.folding import Block, Instance
 from planner.ir.graph import Ref
-from planner.runs import Wiring
 
 
 @dataclass(frozen=True)

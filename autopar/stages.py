@@ -23,8 +23,8 @@ from autopar.localize import draws, is_random
 from autopar.rewrite import Root, targets_of
 from autopar.runtime.layers.loss import token_count
 from autopar.runtime.stage import Passed, Stage
+from planner.analysis.offload.chunks import Chunk, before
 from planner.base.errors import InputError, PlanError
-from planner.chunks import Chunk, before
 from planner.formulation.assignment import Assignment
 from planner.formulation.stage_boundaries import crossing
 from planner.ir.graph import Graph, Node, Ref

@@ -35,6 +35,7 @@ from autopar.simulate import DivergedError, Simulation
 from autopar.typecheck import TypeReport, typecheck
 from autopar.undo import Before
 from autopar.walk import Walk
+from planner.analysis.prediction import collectives
 from planner.base.errors import CaptureError, PinError, VerificationError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
@@ -52,7 +53,6 @@ from planner.ir.folding import Folded, fold, refold
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import Layout, Mesh
 from planner.plan import Plan
-from planner.predict import collectives
 from planner.solve.choices import solve
 
 RTOL = 1e-10

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from autopar.api import Traced, trace
 from benchmarks.plan_time import llama
 from benchmarks.published import FULL, HALF, MEGATRON_CHOICES, ROWS, Compared, llama_cluster
+from planner.analysis.prediction import predict, predict_in_turns
 from planner.base.errors import AutoparError, InfeasibleError
 from planner.cost.cluster import ClusterSpec
 from planner.explore import Searched
@@ -35,7 +36,6 @@ from planner.formulation.training import Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import Axis
 from planner.looks import PROVED
-from planner.predict import predict, predict_in_turns
 from planner.search import search
 from planner.solve.problem import evaluate
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from planner.analysis.prediction import calls_by_block, conversions, sorted_calls
 from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.filters import ATTENTION, Labels, label_dims, labelled_parts
@@ -23,7 +24,6 @@ from planner.ir.layout import MICRO, format_layout
 from planner.ops import OPS
 from planner.ops.sharding_rule import AxisStrategy, find
 from planner.ops.table import contraction_flops
-from planner.predict import calls_by_block, conversions, sorted_calls
 
 Names = Mapping[Role, tuple[Section, str]]
 Meanings = Callable[[Node, Choice], tuple[str, ...]]

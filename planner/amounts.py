@@ -10,12 +10,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from planner.analysis.memory import Usage, usage
+from planner.analysis.offload.step_timing import largest_working_set, offloaded_s
 from planner.base.errors import InfeasibleError
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.remat.levels import Recompute
 from planner.formulation.search_space import Space
-from planner.memory import Usage, usage
-from planner.offload import largest_working_set, offloaded_s
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
 """Parts of the way from the least amount with which a step fits to the most, that are tried."""

@@ -12,8 +12,10 @@ from functools import cached_property
 from typing import Any
 
 from planner.account import account
+from planner.analysis.offload.chunks import SAVED
+from planner.analysis.pipeline.staged import TurnTimes
+from planner.analysis.prediction import Prediction
 from planner.base.errors import PlanError
-from planner.chunks import SAVED
 from planner.cost.cluster import ClusterSpec
 from planner.detail import Account
 from planner.division import Division
@@ -23,12 +25,10 @@ from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.training import Activations, Gathers, Training
 from planner.ir.graph import Ref
 from planner.ir.layout import Mesh
-from planner.predict import Prediction
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.pipeline.simulate import simulate
 from planner.solve.transfers import Timetable
 from planner.timeline import StepTimeline, predicted
-from planner.turns import TurnTimes
 
 EVALUATE = "autopar.evaluate(model, plan, example_kwargs=batch), with the loss_fn it was made with, if any"
 WITHOUT_GRAPH = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.amounts import fastest_amount
+from planner.analysis.offload.step_timing import holds_all, stages_followed
 from planner.base.errors import InfeasibleError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.explore import Divisions, Nothing, Searched, explore
@@ -18,7 +19,6 @@ from planner.formulation.decisions import Skeleton
 from planner.formulation.pipeline_pace import OUT_OF_TURN
 from planner.formulation.remat.levels import ladder
 from planner.looks import Best, Setting
-from planner.offload import holds_all, stages_followed
 from planner.solve.problem import evaluate
 
 ROOM = (0.75, 0.5, 0.25, 0.0)

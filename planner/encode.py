@@ -12,6 +12,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, TypedDict
 
+from planner.analysis.prediction import Prediction
 from planner.base.errors import ClusterError, PlanError
 from planner.base.json_schema import Misread, fields_of, read, read_fields
 from planner.base.units import nearest
@@ -23,7 +24,6 @@ from planner.formulation.resharding import Collective
 from planner.formulation.stage_boundaries import Exchange
 from planner.formulation.training import Gathers
 from planner.ir.layout import Axis, Mesh
-from planner.predict import Prediction
 from planner.solve.transfers import Timetable
 
 FORMAT, VERSION = "autopar-plan", 2

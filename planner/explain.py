@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.account import Meanings, meanings
+from planner.analysis.memory.storages import Fullest, Held
 from planner.base.errors import PlanError
 from planner.base.formatting import in_bytes, in_percent, in_seconds, shape_text, sizes_text
 from planner.detail import LeafDetail, Move, OpDetail
@@ -25,7 +26,6 @@ from planner.formulation.assignment import Assignment
 from planner.formulation.decision_names import filled, role_names
 from planner.formulation.decisions import Role
 from planner.formulation.strategies import Choice
-from planner.heap import Fullest, Held
 from planner.ir.layout import Layout
 from planner.report.summary import is_notable, local_name
 from planner.solve.choices import solve

@@ -16,6 +16,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from planner.analysis.memory import Usage, usage
+from planner.analysis.offload.step_timing import WorkingSet, largest_working_set, offloaded
+from planner.analysis.pipeline.staged import Staged
+from planner.analysis.prediction import Prediction, predict, predict_in_turns
 from planner.apart import apart, may_differ, together_again
 from planner.base.formatting import in_seconds
 from planner.division import Arithmetic, Division, seeds
@@ -37,13 +41,9 @@ from planner.looks import (
     left_behind,
     look_closer,
 )
-from planner.memory import Usage, usage
-from planner.offload import WorkingSet, largest_working_set, offloaded
-from planner.predict import Prediction, predict, predict_in_turns
 from planner.refusal import check_divisible
 from planner.solve.problem import Evaluation
 from planner.solve.transfers import Timetable
-from planner.turns import Staged
 
 NEAR = 2.0
 """Shapes at most so many doublings from the best plan's are looked at before others; see :meth:`Division.distance`."""
@@ -114,12 +114,12 @@ class Searched:
         return replace(self, status="feasible", gap=gap) if gap > PROVED else self
 
     def working_set(self) -> WorkingSet:
-        """The largest of the plan; see :func:`planner.offload.largest_working_set`."""
+        """The largest of the plan; see :func:`planner.analysis.offload.step_timing.largest_working_set`."""
         return largest_working_set(self.recomputing, self.memory, self.staged)
 
     @cached_property
     def offloaded(self) -> tuple[tuple[Timetable, ...], Prediction]:
-        """The timetables of the step, and what they predict; see :func:`planner.offload.offloaded`."""
+        """The timetables of the step, and what they predict; see :func:`planner.analysis.offload.step_timing.offloaded`."""
         assignment, staged = self.recomputing, self.staged
         before = predict(assignment, 0.0, self.memory) if staged is None else predict_in_turns(self.assignment, staged)
         return offloaded(assignment, self.memory, before, staged)

@@ -11,13 +11,13 @@ import math
 import time
 from dataclasses import replace
 
+from planner.analysis.pipeline.staged import THOROUGH, stage
 from planner.division import Division
 from planner.formulation.remat.levels import NOTHING, ladder
 from planner.formulation.search_space import Space
 from planner.looks import Best, Setting
 from planner.solve.choices import corners, solve
 from planner.solve.problem import evaluate, most_bytes
-from planner.turns import THOROUGH, stage
 
 STEP = 1.02
 """Limits that are tried are its powers, so that more memory tries what less did."""

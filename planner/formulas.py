@@ -20,7 +20,11 @@ from typing import Any
 
 import sympy
 
-from planner.alive import moments
+from planner.analysis.memory import usage
+from planner.analysis.memory.storages import Held
+from planner.analysis.pipeline.rank_memory import moments
+from planner.analysis.pipeline.staged import Staged
+from planner.analysis.prediction import Calls, collectives, seconds_by_use, sorted_calls
 from planner.base.errors import PlanError
 from planner.base.symbolic_float import (
     Atom,
@@ -39,15 +43,11 @@ from planner.base.symbolic_int import Size, along
 from planner.closed import ClosedSpace
 from planner.formulation.assignment import Assignment
 from planner.formulation.resharding import Collective
-from planner.heap import Held
 from planner.ir.graph import Node
-from planner.memory import usage
-from planner.predict import Calls, collectives, seconds_by_use, sorted_calls
 from planner.scale import OtherSizes, check_size
 from planner.solve.pipeline.growth import Counts, Growth, growth
 from planner.solve.pipeline.schedule import InFlight
 from planner.solve.pipeline.simulate import critical
-from planner.turns import Staged
 
 Symbols = tuple[sympy.Symbol, sympy.Symbol, sympy.Symbol]
 
@@ -77,7 +77,7 @@ class Formulas:
         collectives: (kind, axis, phase, bytes that each rank passes in, how often a step makes the call: a number, or
             an expression in ``m``).
         compute_s, recompute_s, communication_s, gradients_s, optimizer_s, bubble_s: as in
-            :class:`planner.predict.Prediction`.
+            :class:`planner.analysis.prediction.Prediction`.
         left_out: why there is no formula in one of the three, where that is so.
     """
 

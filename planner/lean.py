@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.analysis.memory import usage
+from planner.analysis.offload.step_timing import WorkingSet, largest_working_set
+from planner.analysis.pipeline.staged import QUICK, THOROUGH, Staged, stage, waiting
 from planner.division import Division
 from planner.formulation.assignment import assignment_of
 from planner.formulation.resharding import local_bytes
 from planner.formulation.search_space import Space
 from planner.looks import Best, Look, Setting
-from planner.memory import usage
-from planner.offload import WorkingSet, largest_working_set
 from planner.solve.choices import almost_lightest, lower_bounds, solve
 from planner.solve.problem import Problem, evaluate
-from planner.turns import QUICK, THOROUGH, Staged, stage, waiting
 
 LEANEST_S = 10.0
 """How long plans that need little are looked for when nothing fits; the leanest found is told."""

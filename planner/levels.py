@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from planner.analysis.pipeline.staged import Staged
 from planner.base.errors import PlanError
 from planner.document import BlockPlan, Document
 from planner.formulation.assignment import Assignment
@@ -19,7 +20,6 @@ from planner.formulation.decision_names import role_names
 from planner.formulation.remat.backward_slice import shares
 from planner.formulation.remat.levels import LEVELS, Amount, Kept, Level, leanest_first
 from planner.formulation.search_space import Space
-from planner.turns import Staged
 
 PART = "part {}"
 

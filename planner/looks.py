@@ -28,8 +28,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from planner.analysis.pipeline.chain import Link, links_of
+from planner.analysis.pipeline.staged import Staged, stage
 from planner.base.errors import PinError
-from planner.chain import Link, links_of
 from planner.cost.model import CostModel
 from planner.division import Division, pipelines_of, schedules
 from planner.formulation.assignment import assignment_of
@@ -47,7 +48,6 @@ from planner.ops.sharding_rule import Rule
 from planner.solve.choices import Bounds, lightest, lower_bound_between, lower_bounds, solve
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.problem import Evaluation, Problem, evaluate, least_bytes, most_bytes
-from planner.turns import Staged, stage
 
 Progress = Callable[[str], None]
 PROVED = 1e-6

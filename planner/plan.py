@@ -18,9 +18,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.analysis.memory import usage
+from planner.analysis.memory.storages import Fullest
+from planner.analysis.offload.step_timing import offloaded
+from planner.analysis.pipeline.chain import chain_of, links_of
+from planner.analysis.pipeline.peak_report import fullest_in_turns
+from planner.analysis.pipeline.staged import Staged, price
+from planner.analysis.prediction import Prediction, predict, predict_in_turns
 from planner.base.errors import PlanError, ScheduleError
 from planner.base.files import write_text
-from planner.chain import chain_of, links_of
 from planner.consistent import check_consistent
 from planner.document import WITHOUT_GRAPH, BlockPlan, Document, PipelinePlan, Search
 from planner.encode import decisions, decode, dump, encode
@@ -35,22 +41,16 @@ from planner.formulation.remat.levels import Recompute, at_levels, used
 from planner.formulation.search_space import Space, rules_of
 from planner.formulation.strategies import Choice
 from planner.formulation.training import Gathers
-from planner.fullest import fullest_in_turns
-from planner.heap import Fullest
 from planner.ir.folding import Folded, fold, fold_off, relabel
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import Layout, format_layout
 from planner.levels import Stated, read_amounts, read_by_number
-from planner.memory import usage
 from planner.mismatch import difference
-from planner.offload import offloaded
-from planner.predict import Prediction, predict, predict_in_turns
 from planner.seams import finer
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.pipeline.stages import evaluate as cut_of
 from planner.solve.problem import evaluate
 from planner.solve.transfers import Timetable
-from planner.turns import Staged, price
 
 if TYPE_CHECKING:
     from planner.explain import Explanation

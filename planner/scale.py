@@ -20,7 +20,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from planner.alive import moments
+from planner.analysis.memory import usage
+from planner.analysis.pipeline.rank_memory import moments
+from planner.analysis.pipeline.staged import Staged
+from planner.analysis.prediction import Prediction, predict, predict_in_turns
 from planner.base.errors import PlanError
 from planner.base.symbolic_int import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of, turns_of
 from planner.follow import Followed, NotFollowed, Sizes, follow
@@ -31,10 +34,7 @@ from planner.formulation.strategies import Choice, Cuts
 from planner.ir.folding import Folded, refold
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, Layout, LocalType, Mesh, Shard
-from planner.memory import usage
 from planner.ops.sharding_rule import AxisStrategy, Rule
-from planner.predict import Prediction, predict, predict_in_turns
-from planner.turns import Staged
 
 Restage = Callable[[Assignment], Staged | None]
 

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from planner.analysis.memory import Usage, usage
+from planner.analysis.memory.storages import is_before
+from planner.analysis.prediction import seconds_by_use
 from planner.base.errors import PinError, PlanError
 from planner.base.formatting import in_bytes, in_lines, in_seconds, labelled
 from planner.conflict import MEMORY, Conflict, Recipe, as_written, conflict_of
@@ -23,11 +26,8 @@ from planner.formulation.certificate import Decided
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decision_names import called, state_of
 from planner.formulation.decisions import Role
-from planner.heap import is_before
 from planner.ir.layout import MICRO
 from planner.looks import PROVED
-from planner.memory import Usage, usage
-from planner.predict import seconds_by_use
 from planner.search import check_time_limit
 from planner.solve.problem import evaluate
 
@@ -62,8 +62,9 @@ class WhyNot:
         step_time_s, peak_bytes: of the plan.
         mesh: of the best plan around the recipe; empty if there is none.
         extra_s, extra_bytes: what that plan takes more than the plan; infinite and 0 if there is none.
-        uses_s, uses_bytes: the same by use, see :class:`planner.predict.Prediction`; what does not differ is left out.
-        blocks: the same by distinct block. Empty where one of both runs in turns: there the busiest rank decides, and
+        uses_s, uses_bytes: the same by use, see :class:`planner.analysis.prediction.Prediction`; what does not differ
+        is left out. blocks: the same by distinct block. Empty where one of both runs in turns: there the busiest rank
+        decides, and
             not every block is on it.
         proven: whether both plans are proven to be the best.
         pinned: what the plan was pinned to that the recipe does not pin alike, but for sizes of axes that agree.

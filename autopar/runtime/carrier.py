@@ -27,9 +27,9 @@ from autopar.runtime.held import Held
 from autopar.runtime.recompute import memory_of
 from autopar.runtime.tiers import Arena, Chunk, Gradients, Homes, Link, Parameters, Sums
 from autopar.runtime.updating import AFTER, Updates, let_go, may_update
+from planner.analysis.memory.storages import BEFORE
+from planner.analysis.offload.chunks import of_turn, shared
 from planner.base.errors import InputError, TimetableError
-from planner.chunks import of_turn, shared
-from planner.heap import BEFORE
 from planner.solve.transfers import Timetable
 
 A_STEP = "a new step"

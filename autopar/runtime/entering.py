@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.carrier import Carrier
+from planner.analysis.memory.storages import is_before
 from planner.base.errors import InputError
-from planner.heap import is_before
 
 
 class _Home(torch.autograd.Function):

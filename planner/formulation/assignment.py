@@ -23,7 +23,7 @@ class Assignment:
     """A decision for every role, and what is made again: what the rewrite obeys and the report shows.
 
     Attributes:
-        waits: of a step in turns, see :class:`planner.turns.Staged`.
+        waits: of a step in turns, see :class:`planner.analysis.pipeline.staged.Staged`.
     """
 
     space: Space

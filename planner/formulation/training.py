@@ -21,8 +21,8 @@ class Training:
             with masters in float32 12.
         tier: where parameters, gradients and optimizer state are at home: on the device; on the host, which then
             updates them, and devices hold of them what they use; or either, of each block what fits
-            (:mod:`planner.offload`); or in files, which the host updates. To the search, which decides before that,
-            either is the host.
+            (:mod:`planner.analysis.offload.step_timing`); or in files, which the host updates. To the search, which
+            decides before that, either is the host.
         update: when the host updates what is at home there: after all of backward, or in backward, each block as soon
             as its gradients are complete. To the search it is after.
         activations: of how many blocks what is saved for backward may leave for where model data is at home.

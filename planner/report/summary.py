@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
+from planner.analysis.offload.chunks import ALIGN_BYTES, SAVED
 from planner.base.formatting import IN_EACH, again, in_bytes, in_seconds, sizes_text
-from planner.chunks import ALIGN_BYTES, SAVED
 from planner.detail import BlockDetail, Move, OpDetail
 from planner.document import BlockPlan, Document
 from planner.formulation.constraints.pins import FREE_AXES

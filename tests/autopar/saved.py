@@ -12,9 +12,9 @@ import torch
 import autopar
 from autopar.runtime.buckets import is_held_elsewhere
 from autopar.runtime.mesh import whole_of
+from planner.analysis.offload.chunks import SAVED
+from planner.analysis.offload.step_timing import saved_homes
 from planner.base.errors import PlanError
-from planner.chunks import SAVED
-from planner.offload import saved_homes
 from planner.plan import Plan
 from planner.solve.transfers import Use, fewest_bytes
 from tests.autopar.carried import loss_of, model_of, parallel

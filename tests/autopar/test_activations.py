@@ -16,8 +16,8 @@ from autopar.processes import LocalProcesses
 from autopar.runtime.activations import Activations
 from autopar.runtime.held import Held
 from autopar.runtime.tiers import Arena, Homes, Link
+from planner.analysis.offload.chunks import SAVED
 from planner.base.errors import DiskError, InfeasibleError
-from planner.chunks import SAVED
 from planner.cost.cluster import ClusterSpec
 from planner.plan import Plan
 from planner.solve.transfers import fewest_bytes

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from autopar.api import Traced, plan_traced, trace
+from planner.analysis.prediction import Prediction, predict
 from planner.base.errors import PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
@@ -21,7 +22,6 @@ from planner.formulation.training import Training
 from planner.ir.folding import fold, relabel
 from planner.ir.graph import Graph
 from planner.plan import Plan
-from planner.predict import Prediction, predict
 from planner.solve.problem import evaluate
 from tests.autopar.models import BATCH, LENGTH, MODELS
 

@@ -26,12 +26,12 @@ from autopar.rewrite import rewrite
 from autopar.typecheck import typecheck
 from autopar.verification import locate, reference, simulate, verify
 from benchmarks.memory import observed_peak
+from planner.analysis.memory import usage
 from planner.base.errors import CaptureError, InputError, PinError, PlanError, VerificationError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph, Node
-from planner.memory import usage
 from tests.autopar.matrix import Recipe, decide
 
 BATCH, LENGTH, WIDTH, WIDE = 8, 6, 16, 32

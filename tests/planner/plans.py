@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from planner.analysis.pipeline.staged import Staged
+from planner.analysis.prediction import predict, predict_in_turns
 from planner.cost.cluster import ClusterSpec
 from planner.facts import model_facts
 from planner.formulation.assignment import Assignment
@@ -14,9 +16,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.plan import Plan, Search, describe
-from planner.predict import predict, predict_in_turns
 from planner.search import search
-from planner.turns import Staged
 
 GOLDEN = Path(__file__).parent / "golden"
 

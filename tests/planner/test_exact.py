@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from planner.analysis.memory import Usage, usage
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec, Device, PeakFlops
 from planner.cost.cluster import Level as NetworkLevel
@@ -30,7 +31,6 @@ from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off, relabel
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.keep import with_levels_between
-from planner.memory import Usage, usage
 from planner.search import search
 from planner.solve.problem import Problem, evaluate, most_bytes
 from tests.planner.test_search import chain

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from planner.analysis.pipeline.staged import Staged, price
+from planner.analysis.prediction import predict_in_turns
 from planner.cost.model import CostModel
 from planner.explore import Searched
 from planner.facts import model_facts
@@ -20,10 +22,8 @@ from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Axis
 from planner.plan import Plan, Search, describe
-from planner.predict import predict_in_turns
 from planner.report import text
 from planner.search import search
-from planner.turns import Staged, price
 from tests.planner.plans import cluster, residual_mlp
 
 BATCH, WIDTH, LAYERS, TURNS = 64, 256, 6, 8

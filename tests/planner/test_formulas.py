@@ -13,6 +13,7 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.analysis.prediction import Prediction, predict_in_turns
 from planner.base.errors import PlanError
 from planner.base.symbolic_float import growing, largest
 from planner.base.symbolic_int import along, at_sizes, batch_of, describe, quotient, sequence_of, turns_of
@@ -22,7 +23,6 @@ from planner.formulas import Formulas
 from planner.formulation.search_space import rules_of
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.plan import Plan, restage, restore
-from planner.predict import Prediction, predict_in_turns
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 BATCH, LENGTH = batch_of(6), sequence_of(10)

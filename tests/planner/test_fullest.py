@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from planner.analysis.memory.storages import Fullest
+from planner.analysis.pipeline.peak_report import NEXT, SECOND, fullest_in_turns
 from planner.base.errors import PlanError
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decision_names import called
 from planner.formulation.training import Training
-from planner.fullest import NEXT, SECOND, fullest_in_turns
-from planner.heap import Fullest
 from planner.ir.graph import Graph, Node, Ref
 from planner.plan import Plan
 from planner.search import search

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.analysis.offload.step_timing import largest_working_set
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
 from planner.explore import Searched
@@ -17,7 +18,6 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.lean import Lean
-from planner.offload import largest_working_set
 from planner.search import search
 from tests.planner.plans import residual_mlp
 

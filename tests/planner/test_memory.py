@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 
+from planner.analysis.memory import LARGEST, Usage, usage
+from planner.analysis.memory.steady_state import Wiring
+from planner.analysis.memory.step import follow
+from planner.analysis.memory.storages import USES, Direction, Heap, Held, Storage
+from planner.analysis.memory.walk import Walk
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.assignment import assignment_of
@@ -17,14 +22,9 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.remat.levels import Amount, Recompute
 from planner.formulation.search_space import Space, rules_of
 from planner.formulation.training import Tier, Training
-from planner.heap import USES, Direction, Heap, Held, Storage
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Mesh
-from planner.memory import LARGEST, Usage, usage
-from planner.memory.step import follow
-from planner.memory.walk import Walk
-from planner.runs import Wiring
 from planner.solve.choices.bound import lower_bounds
 from tests.planner.plans import cluster, plan_of, residual_mlp
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import elsewhere, fitting
-from planner.base.errors import ClusterError, InfeasibleError, PinError, PlanError
-from planner.base.formatting import in_all_bytes
-from planner.chunks import (
+from planner.analysis.memory import enters_before, readers_of, usage
+from planner.analysis.memory.storages import BEFORE
+from planner.analysis.offload.chunks import (
     ALIGN_BYTES,
     chunks_of,
     gradients,
@@ -27,6 +27,9 @@ from planner.chunks import (
     undone,
     update,
 )
+from planner.analysis.offload.step_timing import largest_working_set
+from planner.base.errors import ClusterError, InfeasibleError, PinError, PlanError
+from planner.base.formatting import in_all_bytes
 from planner.cost.calibration import Calibration
 from planner.cost.cluster import ClusterSpec, Host
 from planner.explore import Searched, explore
@@ -35,11 +38,8 @@ from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.resharding import local_bytes
 from planner.formulation.training import Training
-from planner.heap import BEFORE
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import I
-from planner.memory import enters_before, readers_of, usage
-from planner.offload import largest_working_set
 from planner.plan import Plan, Search, describe, reprice
 from planner.search import search
 from planner.solve.transfers import Use, fewest_bytes, simulate

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from planner.analysis.memory import usage
+from planner.analysis.offload.chunks import chunks_of, gradients, of_turn, parameters
 from planner.base.errors import InfeasibleError, PinError, PlanError
-from planner.chunks import chunks_of, gradients, of_turn, parameters
 from planner.cost.cluster import ClusterSpec
 from planner.facts import model_facts
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
-from planner.memory import usage
 from planner.plan import Plan, Search, describe, reprice
 from planner.search import search
 from planner.solve.transfers import Use, fewest_bytes, simulate

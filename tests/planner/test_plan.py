@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.analysis.prediction import collectives
 from planner.base.errors import PlanError
 from planner.cost.model import CostModel
 from planner.encode import dump
@@ -28,7 +29,6 @@ from planner.formulation.training import Training
 from planner.ir.folding import fold, relabel
 from planner.ir.graph import Graph
 from planner.plan import Plan, refold, reprice, restore
-from planner.predict import collectives
 from planner.solve.choices import solve
 from planner.solve.problem import evaluate
 from tests.planner.plans import check_golden, cluster, plan_of, residual_mlp, written

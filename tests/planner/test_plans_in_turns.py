@@ -16,6 +16,8 @@ from typing import Any, cast
 
 import pytest
 
+from planner.analysis.pipeline.peak_report import fullest_in_turns
+from planner.analysis.prediction import predict_in_turns
 from planner.base.errors import InfeasibleError, InputError, PinError, PlanError, ScheduleError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
@@ -27,13 +29,11 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.remat.levels import ladder, named
 from planner.formulation.search_space import Space, rules_of
 from planner.formulation.training import Training
-from planner.fullest import fullest_in_turns
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Mesh
 from planner.looks import Setting, begin, left_behind
 from planner.plan import Plan, Search, describe, refold, reprice
-from planner.predict import predict_in_turns
 from planner.report.summary import blocks, stages
 from planner.seams import finer
 from planner.search import search

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from planner.analysis.memory import usage
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import assignment_of
@@ -16,7 +17,6 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.lean import Lean, begun, lean_plans
 from planner.looks import Look, Setting
-from planner.memory import usage
 from planner.recipes import by_recipe, freed
 from planner.search import search
 from planner.solve.problem import evaluate

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from planner.analysis.memory import Usage, usage
+from planner.analysis.offload.chunks import SAVED, chunks_of, home_bytes, label
 from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes
-from planner.chunks import SAVED, chunks_of, home_bytes, label
 from planner.formulation.assignment import Assignment
 from planner.ir.graph import Graph, Node, Ref, TensorType
-from planner.memory import Usage, usage
 from planner.plan import Plan, reprice
 from planner.solve.transfers import Use
 from tests.planner.plans import residual_mlp, unwrapped

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from planner.analysis.memory import usage
+from planner.analysis.offload.chunks import SAVED, chunks_of, home_bytes, of_turn
+from planner.analysis.offload.step_timing import saved_bytes, saved_homes
 from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes
-from planner.chunks import SAVED, chunks_of, home_bytes, of_turn
 from planner.cost.cluster import ClusterSpec
-from planner.memory import usage
-from planner.offload import saved_bytes, saved_homes
 from planner.plan import Plan, reprice
 from planner.solve.transfers import Item, Link, Moment, Timetable, Trace, Use, fewest_bytes
 from tests.planner.plans import residual_mlp, unwrapped

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner.explore
+from planner.analysis.memory import usage
 from planner.base.errors import ClusterError, InfeasibleError, InputError, PinError
 from planner.cost.cluster import ClusterSpec, Device, Level, PeakFlops
 from planner.cost.model import CostModel
@@ -28,7 +29,6 @@ from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Mesh
-from planner.memory import usage
 from planner.search import search
 from planner.solve.choices import solve
 from planner.solve.problem import Problem, evaluate
@@ -297,7 +297,7 @@ def test_a_plan_does_not_depend_on_the_process_or_its_hash_seed():
     code = (
         "from tests.planner.test_search import *\n"
         "from planner.plan import describe, Search\n"
-        "from planner.predict import predict\n"
+        "from planner.analysis.prediction import predict\n"
         "found = search(chain(4, width=64, batch=64), cluster(8, memory=80_000), Pins(), Training())\n"
         "candidates = tuple(candidate.facts() for candidate in found.candidates)\n"
         "cost = found.evaluation\n"

@@ -10,7 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from planner.chain import links_of
+from planner.analysis.pipeline.chain import links_of
+from planner.analysis.pipeline.leaf_memory import Leaves
+from planner.analysis.pipeline.staged import stage
 from planner.cost.model import CostModel
 from planner.division import pipelines_of
 from planner.formulation.assignment import Assignment, assignment_of
@@ -26,11 +28,9 @@ from planner.ir.folding import Folded, fold
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import MICRO, Mesh
 from planner.keep import with_levels_between
-from planner.leaves import Leaves
 from planner.ops.sharding_rule import Rule
 from planner.solve.choices import lower_bounds
 from planner.solve.problem import evaluate
-from planner.turns import stage
 from tests.planner.plans import cluster, residual_mlp
 from tests.planner.test_exact import random_cluster
 from tests.planner.test_search import chain

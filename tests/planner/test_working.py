@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from planner.analysis.memory import usage
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import I, Layout, P, R, Shard
-from planner.memory import usage
 from planner.ops.workspace import Working, working
 from tests.planner.plans import cluster, plan_of, residual_mlp
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from planner.asked import brought_again
+from planner.analysis.memory.autograd_tape import Frame, Target, Value
+from planner.analysis.memory.bring import bring, bring_on, sums_of
+from planner.analysis.memory.convert import convert
+from planner.analysis.memory.readers import shares_of
+from planner.analysis.memory.remat_demand import brought_again
+from planner.analysis.memory.storages import Storage
+from planner.analysis.memory.walk import Walk
 from planner.formulation.decision_names import called
 from planner.formulation.resharding import local_bytes
-from planner.heap import Storage
 from planner.ir.folding import Instance
 from planner.ir.graph import Node, Ref, TensorType
-from planner.memory.bring import bring, bring_on, sums_of
-from planner.memory.convert import convert
-from planner.memory.readers import shares_of
-from planner.memory.walk import Walk
 from planner.ops import OPS
 from planner.ops.function import holds, works
 from planner.ops.saved_tensors import beside, is_exact, is_own, own_bytes, saved_words
-from planner.tape import Frame, Target, Value
 
 
 def _is_index(word: str, types: Sequence[TensorType]) -> bool:

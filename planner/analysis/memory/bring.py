@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
+from planner.analysis.memory.autograd_tape import Target, Value
+from planner.analysis.memory.storages import Storage
+from planner.analysis.memory.walk import Walk
 from planner.formulation.assignment import Chunk
 from planner.formulation.resharding import Route, Step, local_bytes
-from planner.heap import Storage
 from planner.ir.folding import Block
 from planner.ir.graph import Ref
 from planner.ir.layout import MICRO, Shard
-from planner.memory.walk import Walk
-from planner.tape import Target, Value
 
 
 def _are_parameters(values: Iterable[Value]) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.analysis.memory.autograd_tape import Target, Value
+from planner.analysis.memory.walk import Walk
 from planner.formulation.resharding import Route, Step, local_bytes
 from planner.ir.graph import Ref, TensorType
 from planner.ir.layout import MICRO, Shard
-from planner.memory.walk import Walk
-from planner.tape import Target, Value
 
 
 def convert(walk: Walk, value: Value, tensor: TensorType, route: Route, ref: Ref, keeps: bool = False) -> Value:

@@ -11,7 +11,7 @@
   of backward need, room for messages.
 
 Or it is fullest when gradients are reduced, at the end of the step, and holds ``held``, ``gradients`` and ``at_end``.
-:mod:`planner.fullest` names every tensor of that sum.
+:mod:`planner.analysis.pipeline.peak_report` names every tensor of that sum.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from planner.brought import Brought, brought_by, savers_of, working_moments
-from planner.chain import Link, Shared, also_read, placed
+from planner.analysis.memory.storages import USES
+from planner.analysis.pipeline.chain import Link, Shared, also_read, placed
+from planner.analysis.pipeline.gathered_parameters import Brought, brought_by, savers_of, working_moments
 from planner.formulation.assignment import Assignment
 from planner.formulation.remat.levels import Level
-from planner.heap import USES
 from planner.solve.pipeline.schedule import InFlight
 from planner.solve.pipeline.stages import Cut, Pipeline
 
@@ -188,7 +188,7 @@ class Alive:
 
     @property
     def also_read(self) -> Iterator[tuple[int, str, Shared]]:
-        """See :func:`planner.chain.also_read`."""
+        """See :func:`planner.analysis.pipeline.chain.also_read`."""
         return also_read(self.links, self.pipeline, self.cut.bounds)
 
     # ---- gradients to which micro-batches add ------------------------------------------------------------------------
@@ -388,7 +388,7 @@ class Alive:
 
     @property
     def placed(self) -> Iterator[tuple[int, Link, int]]:
-        """See :func:`planner.chain.placed`."""
+        """See :func:`planner.analysis.pipeline.chain.placed`."""
         return placed(self.links, self.cut)
 
     def stage_of(self, number: int) -> int:

@@ -1,8 +1,8 @@
 """Turns: the best pipeline found for a chain of blocks, and all that a step of it takes.
 
-:func:`stage` tries the schedules and has :mod:`planner.solve.pipeline.partition` cut the chain (:mod:`planner.chain`)
-for the best of them. What happens once a step is left to the end of it: it is counted for the rank that takes longest,
-after the last micro-batch.
+:func:`stage` tries the schedules and has :mod:`planner.solve.pipeline.partition` cut the chain
+(:mod:`planner.analysis.pipeline.chain`) for the best of them. What happens once a step is left to the end of it: it is
+counted for the rank that takes longest, after the last micro-batch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.alive import Alive
+from planner.analysis.pipeline.chain import Link, also_read, chain_of, placed
+from planner.analysis.pipeline.rank_memory import Alive
 from planner.base.errors import InfeasibleError
 from planner.base.symbolic_float import rest
-from planner.chain import Link, also_read, chain_of, placed
 from planner.formulation.remat.levels import Level, Recompute, at_levels
 from planner.ir.folding import Folded
 from planner.solve.pipeline.partition import cut
@@ -132,7 +132,7 @@ class Staged:
 
     @cached_property
     def time_s(self) -> dict[str, float]:
-        """Seconds of the step by use on the rank that has most to do, see :class:`planner.predict.Prediction`."""
+        """Seconds of the step by use on the rank that has most to do, see :class:`planner.analysis.prediction.Prediction`."""
         return {**self.rank_s(self.busiest), "bubble": rest(self.step_s, sum(self._seconds[self.busiest]))}
 
     def rank_s(self, rank: int) -> dict[str, float]:

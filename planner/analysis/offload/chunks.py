@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from planner.analysis.memory import enters_before, readers_of
+from planner.analysis.memory.offloadable import Saved
+from planner.analysis.memory.storages import BEFORE
 from planner.formulation.assignment import Assignment
 from planner.formulation.resharding import local_bytes
-from planner.heap import BEFORE
 from planner.ir.graph import Ref
-from planner.memory import enters_before, readers_of
-from planner.saved import Saved
 
 ALIGN_BYTES = 64
 """Parameters begin at multiples of it in their chunk."""
@@ -49,7 +49,7 @@ class Chunk:
 
     @property
     def entered(self) -> int:
-        """The number of the block that hands it to the program, or :data:`planner.heap.BEFORE`."""
+        """The number of the block that hands it to the program, or :data:`planner.analysis.memory.storages.BEFORE`."""
         return BEFORE if self.is_before else self.readers[0]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.heap import Direction, Fullest, Held
-from planner.saved import Saved
+from planner.analysis.memory.offloadable import Saved
+from planner.analysis.memory.storages import Direction, Fullest, Held
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Fullest: what is alive on the fullest rank of a step in turns, at its fullest moment, tensor by tensor.
 
-``(Assignment, Staged) -> Fullest``. What a step in turns holds is added up, not followed (:mod:`planner.alive`); here
-every term of that sum has its name, so that together they are the peak: leaves, what each block saved of every
-micro-batch in flight, and what the block that needs most has while it runs or is undone.
+``(Assignment, Staged) -> Fullest``. What a step in turns holds is added up, not followed
+(:mod:`planner.analysis.pipeline.rank_memory`); here every term of that sum has its name, so that together they are the
+peak: leaves, what each block saved of every micro-batch in flight, and what the block that needs most has while it runs
+or is undone.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from planner.alive import Coming
-from planner.brought import Brought, brought_by, coming, owned, parted, savers_of
+from planner.analysis.memory.storages import BEFORE, Fullest, Held
+from planner.analysis.pipeline.gathered_parameters import Brought, brought_by, coming, owned, parted, savers_of
+from planner.analysis.pipeline.leaf_memory import Leaves, Part, Parts
+from planner.analysis.pipeline.rank_memory import Coming
+from planner.analysis.pipeline.staged import Staged
 from planner.formulation.assignment import Assignment
 from planner.formulation.decision_names import called
 from planner.formulation.remat.levels import Level
 from planner.formulation.remat.saved_accounting import Places
 from planner.formulation.resharding import local_bytes
 from planner.formulation.stage_boundaries import crossing, sent
-from planner.heap import BEFORE, Fullest, Held
 from planner.ir.graph import Node, Ref
-from planner.leaves import Leaves, Part, Parts
 from planner.ops.workspace import What
 from planner.solve.pipeline.schedule import versions
-from planner.turns import Staged
 
 NEXT = "room for the next messages"
 """What each other rank's next message is going to be received in."""
@@ -215,7 +216,7 @@ class _Rank:
             yield Held(f"gathered {self._called(name)} on its way", "gathered", size, block=to.number)
 
     def _moments(self, number: int, level: Level, brought: Brought) -> Iterator[Moment]:
-        """Those of :func:`planner.brought.working_moments`, with names."""
+        """Those of :func:`planner.analysis.pipeline.gathered_parameters.working_moments`, with names."""
         instance = self.instances[number]
         there = [
             Held(f"gathered {self._called(name)}", "gathered", size, block=number)

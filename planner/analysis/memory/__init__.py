@@ -11,18 +11,20 @@ that needs one of these values makes them all, in the order of forward (:mod:`pl
 A block's inputs are held by its caller until it returns; gradients of parameters stay; outputs other than the loss are
 taken to be dropped before backward starts (``loss = pmodel(**batch).loss``). Optimizer state and parameters
 are there throughout, unless they are at home on the host: then they, and gradients of parameters, are left out here
-(:mod:`planner.offload`). Where instances do nothing that is new (:mod:`planner.runs`), only the first and the last of
-them are followed. Blocks handed out by the allocator are larger than what is asked for by the cluster's
-``reserve_fraction`` at most, which is not counted here.
+(:mod:`planner.analysis.offload.step_timing`). Where instances do nothing that is new
+(:mod:`planner.analysis.memory.steady_state`), only the first and the last of them are followed. Blocks handed out by
+the allocator are larger than what is asked for by the cluster's ``reserve_fraction`` at most, which is not counted
+here.
 
-The state of a step that is followed is a :class:`planner.memory.walk.Walk`, which the other files pass on: ``step``
-from the leaves to the last gradient, ``forward`` for blocks and operators, ``convert`` for layouts that change,
-``bring`` for parameters that are gathered, ``backward`` for gradients, ``skip`` for instances that others stand for.
+The state of a step that is followed is a :class:`planner.analysis.memory.walk.Walk`, which the other files pass on:
+``step`` from the leaves to the last gradient, ``forward`` for blocks and operators, ``convert`` for layouts that
+change, ``bring`` for parameters that are gathered, ``backward`` for gradients, ``skip`` for instances that others stand
+for.
 """
 
-from planner.memory.readers import enters_before, readers_of, shares_of
-from planner.memory.skip import LARGEST
-from planner.memory.step import usage
-from planner.memory.usage import Usage
+from planner.analysis.memory.readers import enters_before, readers_of, shares_of
+from planner.analysis.memory.skip import LARGEST
+from planner.analysis.memory.step import usage
+from planner.analysis.memory.usage import Usage
 
 __all__ = ["LARGEST", "Usage", "enters_before", "readers_of", "shares_of", "usage"]

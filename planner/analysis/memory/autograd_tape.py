@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from planner.analysis.memory.storages import Heap, Storage
 from planner.formulation.remat.backward_slice import Again
-from planner.heap import Heap, Storage
 from planner.ir.folding import Block
 
 

@@ -21,9 +21,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from planner.chain import Link as BlockLink
-from planner.chain import links_of
-from planner.chunks import (
+from planner.analysis.memory import Usage
+from planner.analysis.memory.storages import BEFORE, Direction
+from planner.analysis.offload.chunks import (
     Chunk,
     before,
     chunks_of,
@@ -37,20 +37,20 @@ from planner.chunks import (
     update,
     updated_early,
 )
+from planner.analysis.pipeline.chain import Link as BlockLink
+from planner.analysis.pipeline.chain import links_of
+from planner.analysis.pipeline.leaf_memory import Leaves
+from planner.analysis.pipeline.staged import Staged
 from planner.cost.cluster import Home
 from planner.formulation.assignment import Assignment
 from planner.formulation.remat.levels import Level, used
 from planner.formulation.resharding import local_bytes
 from planner.formulation.stage_boundaries import crossing
 from planner.formulation.training import Tier
-from planner.heap import BEFORE, Direction
 from planner.ir.graph import Ref
 from planner.ir.layout import MICRO, Shard
-from planner.leaves import Leaves
-from planner.memory import Usage
 from planner.solve.pipeline.schedule import Action, schedule
 from planner.solve.transfers import Item, Link, Moment, Timetable, Trace, Use, simulate
-from planner.turns import Staged
 
 UPDATE, UPDATE_THERE = "update", "update what stays"
 OUTPUTS = "outputs"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from planner.analysis.memory.autograd_tape import Frame, Tape
+from planner.analysis.memory.offloadable import Saves
+from planner.analysis.memory.steady_state import Skip, Wiring
+from planner.analysis.memory.storages import BEFORE, Heap, Storage
 from planner.formulation.decision_names import called
-from planner.heap import BEFORE, Heap, Storage
 from planner.ir.graph import Ref
-from planner.runs import Skip, Wiring
-from planner.saved import Saves
-from planner.tape import Frame, Tape
 
 
 class Walk:
@@ -18,7 +18,7 @@ class Walk:
     Args:
         skips: the instances that others stand for.
         blocks: the numbers of those of a stage; left out: all.
-        away: see :class:`planner.heap.Heap`.
+        away: see :class:`planner.analysis.memory.storages.Heap`.
 
     Attributes:
         frame: of the block that runs and recomputes; ``before``: of the last one that gathers parameters again.

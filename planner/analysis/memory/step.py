@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from planner.analysis.memory.autograd_tape import Tape, Value
+from planner.analysis.memory.backward import undo_all
+from planner.analysis.memory.bring import bucket_bytes, following_of
+from planner.analysis.memory.forward import output_at, relay, run
+from planner.analysis.memory.offloadable import Saves, first_of
+from planner.analysis.memory.readers import enters_before, readers_of
+from planner.analysis.memory.skip import ENDS, UnevenError, fill_in, skip_over, skipped_leaves
+from planner.analysis.memory.steady_state import Skip, Wiring, skips
+from planner.analysis.memory.storages import BEFORE
+from planner.analysis.memory.usage import Usage
+from planner.analysis.memory.walk import Walk
 from planner.formulation.assignment import Assignment
 from planner.formulation.decision_names import called, state_of
 from planner.formulation.resharding import local_bytes
 from planner.formulation.stage_boundaries import crossing
-from planner.heap import BEFORE
 from planner.ir.folding import Instance
 from planner.ir.graph import Ref
-from planner.memory.backward import undo_all
-from planner.memory.bring import bucket_bytes, following_of
-from planner.memory.forward import output_at, relay, run
-from planner.memory.readers import enters_before, readers_of
-from planner.memory.skip import ENDS, UnevenError, fill_in, skip_over, skipped_leaves
-from planner.memory.usage import Usage
-from planner.memory.walk import Walk
-from planner.runs import Skip, Wiring, skips
-from planner.saved import Saves, first_of
-from planner.tape import Tape, Value
 
 
 def usage(assignment: Assignment, blocks: range | None = None) -> Usage:

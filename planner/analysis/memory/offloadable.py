@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from planner.analysis.memory.storages import Storage
 from planner.formulation.training import Activations
-from planner.heap import Storage
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The collectives are enumerated as the rewrite emits them, call by call, so that a counter around
 ``torch.distributed`` must observe exactly the same. Seconds and bytes are those of the solver's
-objective, by use: they add up to its step time. Bytes are those of :mod:`planner.memory`.
+objective, by use: they add up to its step time. Bytes are those of :mod:`planner.analysis.memory`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from planner.asked import brought_again, is_asked
+from planner.analysis.memory import LARGEST, Usage, usage
+from planner.analysis.memory.remat_demand import brought_again, is_asked
+from planner.analysis.pipeline.peak_report import fullest_in_turns
+from planner.analysis.pipeline.staged import Staged, TurnTimes
 from planner.base.formatting import in_bytes, in_lines, in_seconds, in_shares, labelled
 from planner.base.symbolic_float import at_least_zero
 from planner.formulation.assignment import Assignment, Chunk
@@ -21,12 +24,9 @@ from planner.formulation.remat.levels import Level
 from planner.formulation.resharding import Collective, Route
 from planner.formulation.stage_boundaries import Exchange, crossing, exchanges
 from planner.formulation.strategies import Choice
-from planner.fullest import fullest_in_turns
 from planner.ir.folding import Instance
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, PIPELINE, Layout
-from planner.memory import LARGEST, Usage, usage
-from planner.turns import Staged, TurnTimes
 
 
 @dataclass(frozen=True, repr=False)

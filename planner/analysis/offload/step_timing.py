@@ -1,8 +1,8 @@
 """Offload: a step of a plan whose model data is at home on the host or on disk: its timetables, and what it takes.
 
-The step of every rank is a trace of chunks (:mod:`planner.rank_step`), of which a timetable says what moves when.
-Where the plan says *auto*, as many chunks stay on the device as make the step shortest, of a few counts that are
-tried.
+The step of every rank is a trace of chunks (:mod:`planner.analysis.offload.step_trace`), of which a timetable says what
+moves when. Where the plan says *auto*, as many chunks stay on the device as make the step shortest, of a few counts
+that are tried.
 
 In turns each rank of a pipeline has a timetable of its own. What it waits for in the forwards, and in the backwards,
 of a stage is part of what the stage takes for each micro-batch, and the schedule is simulated with that.
@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from planner.analysis.memory import Usage, usage
+from planner.analysis.offload.chunks import SAVED, Chunk, gradients, home_bytes, moving_bytes, parameters
+from planner.analysis.offload.step_trace import UPDATE_THERE, RankStep, without
+from planner.analysis.pipeline.staged import Staged
+from planner.analysis.prediction import Prediction, predict
 from planner.base.errors import InfeasibleError
 from planner.base.formatting import in_all_bytes
-from planner.chunks import SAVED, Chunk, gradients, home_bytes, moving_bytes, parameters
 from planner.formulation.assignment import Assignment
-from planner.memory import Usage, usage
-from planner.predict import Prediction, predict
-from planner.rank_step import UPDATE_THERE, RankStep, without
 from planner.solve.transfers import Timetable, fewest_bytes, shortest_step, simulate
-from planner.turns import Staged
 
 MORE = "hosts with more memory, or pin 'offload' 'disk'"
 """The way out of hosts that are too small."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from planner.heap import Direction, Place
+from planner.analysis.memory.autograd_tape import Value
+from planner.analysis.memory.steady_state import Skip
+from planner.analysis.memory.storages import Direction, Place
+from planner.analysis.memory.walk import Walk
 from planner.ir.graph import Ref
-from planner.memory.walk import Walk
-from planner.runs import Skip
-from planner.tape import Value
 
 LARGEST = 5
 """So many tensors are named at the fullest moment."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from planner.heap import Storage, is_before
-from planner.memory.skip import UnevenError, undo_skipped
-from planner.memory.walk import Walk
-from planner.tape import Tape, Target, Value
+from planner.analysis.memory.autograd_tape import Tape, Target, Value
+from planner.analysis.memory.skip import UnevenError, undo_skipped
+from planner.analysis.memory.storages import Storage, is_before
+from planner.analysis.memory.walk import Walk
 
 
 def undo_all(walk: Walk, roots: list[Value]) -> None:

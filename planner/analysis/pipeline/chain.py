@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 
+from planner.analysis.pipeline.gathered_parameters import brought_by, coming, owned, parted, savers_of, working_moments
+from planner.analysis.pipeline.leaf_memory import Leaves, Parts, Use, by_use
 from planner.base.symbolic_float import at_least_zero
-from planner.brought import brought_by, coming, owned, parted, savers_of, working_moments
 from planner.formulation.assignment import Assignment
 from planner.formulation.remat.levels import NOTHING, Amount, Level, Levels, Recompute
 from planner.formulation.remat.saved_accounting import Places
@@ -23,7 +24,6 @@ from planner.formulation.resharding import local_bytes
 from planner.formulation.stage_boundaries import crossing, sent
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, PIPELINE, Axis, Layout
-from planner.leaves import Leaves, Parts, Use, by_use
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.solve.pipeline.schedule import versions
@@ -58,7 +58,7 @@ class Link:
         communication_s: what of the block's seconds is communication.
         gather_s, reduce_s, update_s: once a step: gathering parameters, reducing gradients as far as the last backward
             does not hide it, the optimizer's update.
-        held: what of the block's held bytes is of which use, see :data:`planner.heap.USES`.
+        held: what of the block's held bytes is of which use, see :data:`planner.analysis.memory.storages.USES`.
         input_bytes: what of them are inputs of the model, which every rank is given.
         gradients: of the gradients that come when it is undone first, bytes by use; ``shared_gradients``: of the leaves
             that it counts as its own and others read too, by name.

@@ -2,7 +2,7 @@
 
 ``(Assignment, block) -> bytes``. Of a step in turns: what is held from forward to backward beside activations, and what
 is there only while a block runs or is undone. Parameters that are gathered once a step are held throughout, see
-:mod:`planner.leaves`.
+:mod:`planner.analysis.pipeline.leaf_memory`.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
     Attributes:
         leaf: its name; ``words``: what the tensor is of it, such as ``gradient of {}``.
-        use: of :data:`planner.heap.USES`.
+        use: of :data:`planner.analysis.memory.storages.USES`.
         times: how many alike there are.
     """
 
