@@ -45,8 +45,8 @@ from planner.formulation.search_space import Space, rules_of
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.plan import Plan, Search, describe, refold, reprice, restage, restore
-from planner.positions import check_positions
 from planner.search import GAP, check_axes, check_gap, check_time_limit
+from planner.sizes.position_limits import check_positions
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.transfers import Timetable
 

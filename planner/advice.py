@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from planner.base.errors import AutoparError, InfeasibleError, PlanError
-from planner.capacity import max_batch
 from planner.cost.cluster import ClusterSpec
 from planner.explore import Searched
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
@@ -22,8 +21,9 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.looks import Progress
-from planner.scale import OtherSizes
 from planner.search import search
+from planner.sizes.capacity import max_batch
+from planner.sizes.rescale import OtherSizes
 
 ADVICE_S = 10.0
 """So long is looked for what would fit."""

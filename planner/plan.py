@@ -54,8 +54,8 @@ from planner.solve.transfers import Timetable
 
 if TYPE_CHECKING:
     from planner.explain import Explanation
-    from planner.formulas import Formulas
-    from planner.scale import OtherSizes
+    from planner.sizes.closed_form import Formulas
+    from planner.sizes.rescale import OtherSizes
     from planner.why import WhyNot
 
 __all__ = ["BlockPlan", "Plan", "Search", "describe", "refold", "reprice", "restore"]
@@ -225,14 +225,14 @@ class Plan(Document):
 
         Raises:
             PlanError: a size is not a whole number from 1, the decisions do not divide it, or the model cannot be
-                followed to it, see :mod:`planner.follow`; the schedule does not take so many micro-batches, or the
-                plan has one; or the plan was read from a file, without its model.
+                followed to it, see :mod:`planner.sizes.size_propagation`; the schedule does not take so many
+                micro-batches, or the plan has one; or the plan was read from a file, without its model.
         """
         return self._sizes.at(batch, sequence, micro_batches)
 
     def max_batch(self, *, sequence: int | None = None) -> int:
         """The largest global batch at which these decisions fit into the devices' memory; raises as :meth:`at`."""
-        from planner.capacity import max_batch
+        from planner.sizes.capacity import max_batch
 
         return max_batch(self._sizes, sequence, self.cluster.device.usable_bytes)
 
@@ -240,20 +240,20 @@ class Plan(Document):
         """The longest sequence at which these decisions fit into the devices' memory, and the model has positions;
         raises as :meth:`at`.
         """
-        from planner.capacity import max_sequence
+        from planner.sizes.capacity import max_sequence
 
         return max_sequence(self._sizes, batch, self.cluster.device.usable_bytes)
 
     @cached_property
     def formulas(self) -> Formulas:
         """Time and memory of a step as formulas in batch, sequence length and micro-batches; raises as :meth:`at`."""
-        from planner.formulas import formulas
+        from planner.sizes.closed_form import formulas
 
         return formulas(self._sizes)
 
     @cached_property
     def _sizes(self) -> OtherSizes:
-        from planner.scale import OtherSizes
+        from planner.sizes.rescale import OtherSizes
 
         self._check_on_device("plan again at the other size")
         if self.assignment is None:

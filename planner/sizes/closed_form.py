@@ -1,8 +1,9 @@
 """Formulas: what a plan's step takes, in closed form in the batch, the sequence length and the micro-batches.
 
 The planned decisions are taken at sizes that know their formula (:mod:`planner.base.symbolic_int`) in a space whose
-times do (:mod:`planner.closed`), so that counting bytes, calls, operations and seconds gives formulas as well as
-numbers; nothing is fitted. ``plan.at(...)`` has what seconds leave out: tiles and waves on GPUs, and what was measured.
+times do (:mod:`planner.sizes.closed_form_costs`), so that counting bytes, calls, operations and seconds gives formulas
+as well as numbers; nothing is fitted. ``plan.at(...)`` has what seconds leave out: tiles and waves on GPUs, and what
+was measured.
 
 Bytes leave nothing out as long as a step does the same in the same order, which other sizes change only where another
 route between two layouts becomes the cheapest. Of a step in turns, seconds are those along the path through its
@@ -40,11 +41,11 @@ from planner.base.symbolic_float import (
     undominated,
 )
 from planner.base.symbolic_int import Size, along
-from planner.closed import ClosedSpace
 from planner.formulation.assignment import Assignment
 from planner.formulation.resharding import Collective
 from planner.ir.graph import Node
-from planner.scale import OtherSizes, check_size
+from planner.sizes.closed_form_costs import ClosedSpace
+from planner.sizes.rescale import OtherSizes, check_size
 from planner.solve.pipeline.growth import Counts, Growth, growth
 from planner.solve.pipeline.schedule import InFlight
 from planner.solve.pipeline.simulate import critical

@@ -24,7 +24,7 @@ from planner.ops.memory_traffic import Passes
 
 
 class ClosedSpace(Space):
-    """The same decisions at sizes that know how they grow, see :meth:`planner.scale.Scale.symbolic`."""
+    """The same decisions at sizes that know how they grow, see :meth:`planner.sizes.rescale.Scale.symbolic`."""
 
     def flops(self, node: Node, choice: Choice) -> Formula:
         """Forward operations of an operator on one rank, for one micro-batch."""

@@ -25,7 +25,7 @@ from planner.base.symbolic_int import Size, batch_of, describe, quotient, sequen
 from planner.formulation.strategies import tensors_of
 from planner.ir.graph import Graph, Node, Ref
 from planner.ops.sharding_rule import Rule
-from planner.positions import COUNTING, EMBEDDING
+from planner.sizes.position_limits import COUNTING, EMBEDDING
 
 Sizes = tuple[int, ...]
 """The parts of a dim or of a factor, major first; none is open any more."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from planner.base.errors import PlanError
 from planner.base.formatting import in_all_bytes
 from planner.base.symbolic_int import at_sizes
-from planner.scale import OtherSizes, Scale, check_size
+from planner.sizes.rescale import OtherSizes, Scale, check_size
 
 
 def max_batch(sizes: OtherSizes, sequence: int | None, limit_bytes: int) -> int:

@@ -1,12 +1,12 @@
 """Scale: the decisions of a plan at another batch and sequence length, and in another number of micro-batches.
 
-Only sizes change: every value, factor and strip of the planned graph becomes what :mod:`planner.follow` says of it, the
-decisions keep their places, and the result is an assignment like any other, that is priced and followed through memory
-exactly as the plan was. Static arguments that no price reads (the numbers of a view) are left as captured. How many
-micro-batches there are is a size of the mesh.
+Only sizes change: every value, factor and strip of the planned graph becomes what :mod:`planner.sizes.size_propagation`
+says of it, the decisions keep their places, and the result is an assignment like any other, that is priced and followed
+through memory exactly as the plan was. Static arguments that no price reads (the numbers of a view) are left as
+captured. How many micro-batches there are is a size of the mesh.
 
 A plan is asked for more than one size. :class:`OtherSizes` follows the batch, the sequence length, or both through the
-graph once each (:mod:`planner.follow`), and then every question costs a walk over the scaled step.
+graph once each (:mod:`planner.sizes.size_propagation`), and then every question costs a walk over the scaled step.
 
 Sizes may also be given as :class:`planner.base.symbolic_int.Size`: then whatever is computed from the assignment knows
 its formula.
@@ -26,7 +26,6 @@ from planner.analysis.pipeline.staged import Staged
 from planner.analysis.prediction import Prediction, predict, predict_in_turns
 from planner.base.errors import PlanError
 from planner.base.symbolic_int import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of, turns_of
-from planner.follow import Followed, NotFollowed, Sizes, follow
 from planner.formulation.assignment import Assignment
 from planner.formulation.decisions import Role, Skeleton
 from planner.formulation.search_space import Space
@@ -35,6 +34,7 @@ from planner.ir.folding import Folded, refold
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, Layout, LocalType, Mesh, Shard
 from planner.ops.sharding_rule import AxisStrategy, Rule
+from planner.sizes.size_propagation import Followed, NotFollowed, Sizes, follow
 
 Restage = Callable[[Assignment], Staged | None]
 
