@@ -25,7 +25,6 @@ from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.room import check_room
 from autopar.stages import check_in_turns
-from planner.advice import Request, search_or_advise
 from planner.analysis.memory import usage
 from planner.analysis.offload.chunks import chunks_of, moving_bytes, parameters
 from planner.analysis.offload.step_timing import saved_bytes
@@ -45,7 +44,8 @@ from planner.formulation.search_space import Space, rules_of
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.plan import Plan, Search, describe, refold, reprice, restage, restore
-from planner.search import GAP, check_axes, check_gap, check_time_limit
+from planner.search.advice import Request, search_or_advise
+from planner.search.search import GAP, check_axes, check_gap, check_time_limit
 from planner.sizes.position_limits import check_positions
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.transfers import Timetable

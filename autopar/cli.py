@@ -115,7 +115,7 @@ def plan(
     _check_writable(out, html, trace)
     with _status("reading the model") as say:
         from autopar import arguments
-        from planner.search import GAP, check_gap
+        from planner.search.search import GAP, check_gap
 
         where, pins = arguments.read_cluster(cluster), arguments.read_pins(pin or ())
         arguments.check_pins(pins, where)

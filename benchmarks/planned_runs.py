@@ -26,7 +26,6 @@ from benchmarks.published import FULL, HALF, MEGATRON_CHOICES, ROWS, Compared, l
 from planner.analysis.prediction import predict, predict_in_turns
 from planner.base.errors import AutoparError, InfeasibleError
 from planner.cost.cluster import ClusterSpec
-from planner.explore import Searched
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Decided
 from planner.formulation.constraints.pins import Pins
@@ -35,8 +34,9 @@ from planner.formulation.resharding import local_bytes
 from planner.formulation.training import Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import Axis
-from planner.looks import PROVED
-from planner.search import search
+from planner.search.branch_and_bound import Searched
+from planner.search.candidate_bounds import PROVED
+from planner.search.search import search
 from planner.solve.problem import evaluate
 
 TRAINING = Training(optimizer_bytes_per_element=12)

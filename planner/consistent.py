@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from planner.base.errors import PinError, PlanError
-from planner.division import Division, check_pinned
 from planner.document import Document
 from planner.formulation.constraints.pins import Pins
+from planner.search.parallel_config import Division, check_pinned
 from planner.solve.pipeline.stages import Pipeline
 
 MEND = "one of them was edited; restore it, or plan again"

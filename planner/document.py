@@ -18,13 +18,13 @@ from planner.analysis.prediction import Prediction
 from planner.base.errors import PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.detail import Account
-from planner.division import Division
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Certificate, certify, of_part
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.training import Activations, Gathers, Training
 from planner.ir.graph import Ref
 from planner.ir.layout import Mesh
+from planner.search.parallel_config import Division
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.pipeline.simulate import simulate
 from planner.solve.transfers import Timetable
@@ -44,9 +44,9 @@ class Search:
     ``seconds`` is by step of planning; every candidate is a mesh with its ``status``, ``step_time_s`` (``None``: no
     plan of it was looked for, or none fits), ``bound_s`` (``None``: proven infeasible), ``peak_bytes`` (of that plan,
     or at least), ``gathers`` where that is in ``each`` micro-batch (see :class:`PipelinePlan`), and the ``proof`` of
-    the bound, see :class:`planner.looks.Candidate`. ``unseen`` further ones were not looked at; they count in the gap.
-    Meshes of more than ``max_axes`` axes were no candidates. ``time_limit_s`` is what the search could have taken after
-    capture; ``None`` if that is not known.
+    the bound, see :class:`planner.search.candidate_bounds.Candidate`. ``unseen`` further ones were not looked at; they
+    count in the gap. Meshes of more than ``max_axes`` axes were no candidates. ``time_limit_s`` is what the search
+    could have taken after capture; ``None`` if that is not known.
     """
 
     status: str

@@ -46,7 +46,7 @@ from planner.ir.graph import Graph, Ref
 from planner.ir.layout import Layout, format_layout
 from planner.levels import Stated, read_amounts, read_by_number
 from planner.mismatch import difference
-from planner.seams import finer
+from planner.search.block_splitting import finer
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.pipeline.stages import evaluate as cut_of
 from planner.solve.problem import evaluate

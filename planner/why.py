@@ -2,7 +2,7 @@
 
 The recipe is planned as :func:`autopar.plan` would plan it, on the graph that the plan carries. What differs is told
 in total, by use and by distinct block, either of which adds up to the total. Where nothing is possible,
-:mod:`planner.conflict` says which limits leave no plan.
+:mod:`planner.search.conflict` says which limits leave no plan.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from planner.analysis.memory.storages import is_before
 from planner.analysis.prediction import seconds_by_use
 from planner.base.errors import PinError, PlanError
 from planner.base.formatting import in_bytes, in_lines, in_seconds, labelled
-from planner.conflict import MEMORY, Conflict, Recipe, as_written, conflict_of
 from planner.document import WITHOUT_GRAPH, Document
-from planner.explore import Searched
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Decided
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decision_names import called, state_of
 from planner.formulation.decisions import Role
 from planner.ir.layout import MICRO
-from planner.looks import PROVED
-from planner.search import check_time_limit
+from planner.search.branch_and_bound import Searched
+from planner.search.candidate_bounds import PROVED
+from planner.search.conflict import MEMORY, Conflict, Recipe, as_written, conflict_of
+from planner.search.search import check_time_limit
 from planner.solve.problem import evaluate
 
 Number = TypeVar("Number", int, float)

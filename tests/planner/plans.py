@@ -16,7 +16,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.plan import Plan, Search, describe
-from planner.search import search
+from planner.search.search import search
 
 GOLDEN = Path(__file__).parent / "golden"
 

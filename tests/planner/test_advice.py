@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from planner.advice import Request, search_or_advise
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
-from planner.explore import Searched
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
-from planner.search import search
+from planner.search.advice import Request, search_or_advise
+from planner.search.branch_and_bound import Searched
+from planner.search.search import search
 from tests.planner.plans import residual_mlp
 
 BATCH = 512
@@ -101,5 +101,5 @@ def test_turns_are_not_advised_where_the_model_cannot_be_run_so() -> None:
 
 def test_no_time_is_spent_on_advice_beyond_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = least(1, {}) * 9 // 10
-    monkeypatch.setattr("planner.advice.ADVICE_S", 0.0)
+    monkeypatch.setattr("planner.search.advice.ADVICE_S", 0.0)
     assert "and fits, too" not in refusal(on(1, memory, 2**30), {})

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import Attention, Kernel, Product
 from planner.cost.model import CostModel
-from planner.division import Arithmetic, Division
 from planner.formulation.remat.levels import ladder, named
 from planner.ir.layout import Mesh
+from planner.search.parallel_config import Arithmetic, Division
 from planner.solve.problem import evaluate
 from tests.planner.test_exact import random_cluster
 from tests.planner.test_turns import assignments, space_of

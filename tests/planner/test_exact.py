@@ -19,7 +19,6 @@ from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec, Device, PeakFlops
 from planner.cost.cluster import Level as NetworkLevel
 from planner.cost.model import CostModel
-from planner.explore import Searched
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import certify
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
@@ -30,8 +29,9 @@ from planner.formulation.search_space import Space, rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off, relabel
 from planner.ir.graph import Graph, Node, Ref, TensorType
-from planner.keep import with_levels_between
-from planner.search import search
+from planner.search.branch_and_bound import Searched
+from planner.search.remat_selection import with_levels_between
+from planner.search.search import search
 from planner.solve.problem import Problem, evaluate, most_bytes
 from tests.planner.test_search import chain
 
@@ -44,9 +44,9 @@ CHUNK = 20
 def only_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan is found to need more memory than the sum says, nor less."""
     nothing = SimpleNamespace(peak_at="", peak_bytes=0)
-    monkeypatch.setattr("planner.explore.usage", lambda assignment: nothing)
-    monkeypatch.setattr("planner.fitting.fastest_that_fits", lambda leans, usable_bytes: None)
-    monkeypatch.setattr("planner.fitting.LEAST_ROOM", math.inf)
+    monkeypatch.setattr("planner.search.branch_and_bound.usage", lambda assignment: nothing)
+    monkeypatch.setattr("planner.search.memory_fitting.fastest_that_fits", lambda leans, usable_bytes: None)
+    monkeypatch.setattr("planner.search.memory_fitting.LEAST_ROOM", math.inf)
 
 
 def random_cluster(rng: random.Random, levels: tuple[int, ...]) -> ClusterSpec:
@@ -285,7 +285,7 @@ def test_what_the_sum_misses_never_makes_a_plan_that_does_not_fit(monkeypatch: p
             peaks.append(found.peak_bytes)
             return found
 
-        monkeypatch.setattr("planner.explore.usage", follow)
+        monkeypatch.setattr("planner.search.branch_and_bound.usage", follow)
         found = searched(graph, spec, True, Pins(recompute="none"))
         missed += any(peak > spec.device.usable_bytes for peak in peaks)
         assert found is None or usage(found.assignment).peak_bytes <= spec.device.usable_bytes, f"seed {seed}"

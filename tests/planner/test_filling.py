@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from planner.explore import Searched
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
-from planner.search import search
+from planner.search.branch_and_bound import Searched
+from planner.search.search import search
 from tests.planner.plans import cluster, residual_mlp
 
 CASES = [(2, 128, 512, {"data": 2}), (4, 32, 64, {"pipeline": 2})]

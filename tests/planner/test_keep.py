@@ -9,7 +9,6 @@ import pytest
 
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
-from planner.explore import Searched
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import Skeleton
 from planner.formulation.remat.levels import named
@@ -17,8 +16,9 @@ from planner.formulation.search_space import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
-from planner.keep import MOST, WORTH, corners, with_levels_between
-from planner.search import search
+from planner.search.branch_and_bound import Searched
+from planner.search.remat_selection import MOST, WORTH, corners, with_levels_between
+from planner.search.search import search
 from tests.planner.plans import cluster
 
 BATCH, WIDTH, WIDE = 512, 64, 256
@@ -143,7 +143,7 @@ def test_keeping_some_results_is_faster_than_keeping_all_dear_ones_or_none(monke
         tight = spec.model_copy(update={"device": device})
         found = searched(tight)
         with monkeypatch.context() as patch:
-            patch.setattr("planner.search.with_levels_between", lambda levels, *_: levels)
+            patch.setattr("planner.search.search.with_levels_between", lambda levels, *_: levels)
             plain = searched(tight)
         assert found.status == plain.status == "optimal"
         levels = {level for each in found.assignment.recompute.amounts for level, _ in each.levels}

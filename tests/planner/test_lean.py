@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from planner.analysis.offload.step_timing import largest_working_set
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
-from planner.explore import Searched
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
-from planner.lean import Lean
-from planner.search import search
+from planner.search.branch_and_bound import Searched
+from planner.search.min_memory import Lean
+from planner.search.search import search
 from tests.planner.plans import residual_mlp
 
 PINS = ({}, {"offload": "host"}, {"offload": "auto", "recompute": "full"}, {"recompute": "none"}, {"zero": 3})
@@ -130,9 +130,11 @@ def test_recipes_are_tried_in_turns_too() -> None:
 
 def test_what_is_not_followed_since_it_needs_more_by_the_sum_is_no_leaner(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, followed = residual_mlp(layers=2, width=16, batch=64), list[Lean]()
-    monkeypatch.setattr("planner.lean.Lean", lambda *values: followed.append(Lean(*values)) or followed[-1])
+    monkeypatch.setattr(
+        "planner.search.min_memory.Lean", lambda *values: followed.append(Lean(*values)) or followed[-1]
+    )
     least = at_least(graph, 1, {}, 2)
     few = len(followed)
-    monkeypatch.setattr("planner.lean.LEAST_SHARE", 1e-9)
+    monkeypatch.setattr("planner.search.min_memory.LEAST_SHARE", 1e-9)
     assert at_least(graph, 1, {}, 2) == least
     assert few < len(followed) - few

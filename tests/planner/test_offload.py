@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import elsewhere, fitting
 from planner.analysis.memory import enters_before, readers_of, usage
 from planner.analysis.memory.storages import BEFORE
 from planner.analysis.offload.chunks import (
@@ -32,7 +31,6 @@ from planner.base.errors import ClusterError, InfeasibleError, PinError, PlanErr
 from planner.base.formatting import in_all_bytes
 from planner.cost.calibration import Calibration
 from planner.cost.cluster import ClusterSpec, Host
-from planner.explore import Searched, explore
 from planner.facts import model_facts
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
@@ -41,7 +39,8 @@ from planner.formulation.training import Training
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import I
 from planner.plan import Plan, Search, describe, reprice
-from planner.search import search
+from planner.search.branch_and_bound import Searched, explore
+from planner.search.search import search
 from planner.solve.transfers import Use, fewest_bytes, simulate
 from tests.planner.plans import plan_of, residual_mlp, unwrapped
 
@@ -616,7 +615,7 @@ def test_what_is_made_again_leaves_room_for_what_stays(monkeypatch: pytest.Monke
     sizes = ("80 MiB", "120 MiB")
     pin = {"offload": "auto", "activations": "none"}
     with_room = [offload(graph, gpu(size), **pin).predicted for size in sizes]
-    monkeypatch.setattr("planner.elsewhere.ROOM", ())
+    monkeypatch.setattr("planner.search.offload_search.ROOM", ())
     without = [offload(graph, gpu(size), **pin).predicted for size in sizes]
     assert all(mine.step_time_s <= other.step_time_s for mine, other in zip(with_room, without, strict=True))
     assert with_room[1].step_time_s < 0.95 * without[1].step_time_s

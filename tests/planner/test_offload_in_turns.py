@@ -20,7 +20,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.plan import Plan, Search, describe, reprice
-from planner.search import search
+from planner.search.search import search
 from planner.solve.transfers import Use, fewest_bytes, simulate
 from tests.planner.plans import residual_mlp, unwrapped
 from tests.planner.test_offload import cluster, gpu, tied

@@ -14,7 +14,7 @@ from planner.formulation.training import Training
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import I, Layout, Mesh, Shard
 from planner.plan import Plan
-from planner.search import search
+from planner.search.search import search
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 GRAPH = residual_mlp(layers=2, width=64, batch=48)

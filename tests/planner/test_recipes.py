@@ -15,10 +15,10 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import assignment_of
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
-from planner.lean import Lean, begun, lean_plans
-from planner.looks import Look, Setting
-from planner.recipes import by_recipe, freed
-from planner.search import search
+from planner.search.candidate_bounds import Look, Setting
+from planner.search.min_memory import Lean, begun, lean_plans
+from planner.search.recipes import by_recipe, freed
+from planner.search.search import search
 from planner.solve.problem import evaluate
 from tests.planner.plans import residual_mlp
 
@@ -31,7 +31,7 @@ def looked(monkeypatch: pytest.MonkeyPatch, devices: int, pin: dict[str, object]
         seen.append((setting, looks))
         return lean_plans(setting, looks, *others, **named)
 
-    monkeypatch.setattr("planner.fitting.lean_plans", watched)
+    monkeypatch.setattr("planner.search.memory_fitting.lean_plans", watched)
     with pytest.raises(InfeasibleError):
         search(residual_mlp(layers=1, width=8, batch=8), ClusterSpec.local(devices, 1, 2), Pins.parse(pin), Training())
     return seen[0]

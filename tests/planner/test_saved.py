@@ -121,7 +121,7 @@ def test_a_count_is_of_the_first_blocks() -> None:
 def test_a_count_beyond_the_blocks_is_refused_before_the_search(
     turns: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("planner.elsewhere.fitted", None)
+    monkeypatch.setattr("planner.search.offload_search.fitted", None)
     with pytest.raises(PinError, match=r"pin 'activations' is 99, but the model has 6 blocks: pin that many at most"):
         roomy(activations=99, **turns)
     with pytest.raises(TypeError):  # what is in range is searched

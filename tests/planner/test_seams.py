@@ -15,7 +15,7 @@ from planner.formulation.training import Training
 from planner.ir.folding import Folded, fold, fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Mesh
-from planner.seams import finer
+from planner.search.block_splitting import finer
 from planner.solve.choices import solve
 from planner.solve.problem import evaluate
 from tests.planner.plans import cluster, residual_mlp

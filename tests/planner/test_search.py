@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import planner.explore
+import planner.search.branch_and_bound
 from planner.analysis.memory import usage
 from planner.base.errors import ClusterError, InfeasibleError, InputError, PinError
 from planner.cost.cluster import ClusterSpec, Device, Level, PeakFlops
@@ -29,7 +29,7 @@ from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Mesh
-from planner.search import search
+from planner.search.search import search
 from planner.solve.choices import solve
 from planner.solve.problem import Problem, evaluate
 from tests.planner.plans import cluster as local
@@ -41,9 +41,9 @@ def by_the_sum_alone():
     """No plan is found to need more memory than the sum says, nor less."""
     nothing = SimpleNamespace(peak_at="", peak_bytes=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("planner.explore.usage", lambda assignment: nothing)
-        patch.setattr("planner.fitting.fastest_that_fits", lambda leans, usable_bytes: None)
-        patch.setattr("planner.fitting.LEAST_ROOM", math.inf)
+        patch.setattr("planner.search.branch_and_bound.usage", lambda assignment: nothing)
+        patch.setattr("planner.search.memory_fitting.fastest_that_fits", lambda leans, usable_bytes: None)
+        patch.setattr("planner.search.memory_fitting.LEAST_ROOM", math.inf)
         yield
 
 
@@ -325,13 +325,13 @@ def test_a_plan_does_not_depend_on_the_time_of_day():
 
 
 def test_a_plan_that_more_memory_would_not_make_faster_is_searched_once(monkeypatch):
-    limits, once = [], planner.explore.explore
+    limits, once = [], planner.search.branch_and_bound.explore
 
     def counted(setting, *rest):
         limits.append(setting.limit_bytes)
         return once(setting, *rest)
 
-    monkeypatch.setattr("planner.fitting.explore", counted)
+    monkeypatch.setattr("planner.search.memory_fitting.explore", counted)
     assert search(chain(3), cluster(4), Pins(), Training()).status == "optimal"
     assert len(limits) == 1
 
@@ -341,7 +341,7 @@ def test_what_a_search_with_less_memory_proves_is_not_said_of_all(monkeypatch):
     graph, spec = residual_mlp(1, 64, 64), local(2, "4 GiB")
     usable = int(0.95 * search(graph, spec, Pins(), Training()).evaluation.peak_bytes)
     device = spec.device.model_copy(update={"memory_bytes": usable, "reserve_fraction": 0.0})
-    first, bounds = planner.explore.explore, []
+    first, bounds = planner.search.branch_and_bound.explore, []
 
     def noted(setting, *rest):
         found = first(setting, *rest)
@@ -359,8 +359,8 @@ def test_what_a_search_with_less_memory_proves_is_not_said_of_all(monkeypatch):
     def choices_of(assignment):
         return tuple(assignment.space.options[role].index(assignment.chosen[role]) for role in assignment.space.roles)
 
-    monkeypatch.setattr("planner.fitting.explore", noted)
-    monkeypatch.setattr("planner.explore.usage", needs_more)
+    monkeypatch.setattr("planner.search.memory_fitting.explore", noted)
+    monkeypatch.setattr("planner.search.branch_and_bound.usage", needs_more)
     found = search(graph, spec.model_copy(update={"device": device}), Pins(), Training())
     assert len(bounds) > 2 and bounds[1][0] < usable
     assert found.bound_s <= bounds[0][1] * (1 + 1e-9)

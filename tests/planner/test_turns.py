@@ -14,7 +14,6 @@ from planner.analysis.pipeline.chain import links_of
 from planner.analysis.pipeline.leaf_memory import Leaves
 from planner.analysis.pipeline.staged import stage
 from planner.cost.model import CostModel
-from planner.division import pipelines_of
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.certificate import Decided, certify
 from planner.formulation.constraints.filters import filters
@@ -27,8 +26,9 @@ from planner.formulation.training import Gathers, Training
 from planner.ir.folding import Folded, fold
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import MICRO, Mesh
-from planner.keep import with_levels_between
 from planner.ops.sharding_rule import Rule
+from planner.search.parallel_config import pipelines_of
+from planner.search.remat_selection import with_levels_between
 from planner.solve.choices import lower_bounds
 from planner.solve.problem import evaluate
 from tests.planner.plans import cluster, residual_mlp

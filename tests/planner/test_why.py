@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from planner.base.errors import InfeasibleError, InputError, PinError, PlanError
-from planner.conflict import Recipe
-from planner.explore import Searched
 from planner.plan import Plan
+from planner.search.branch_and_bound import Searched
+from planner.search.conflict import Recipe
 from planner.why import WhyNot
 from tests.planner.plans import cluster, plan_of, residual_mlp
 

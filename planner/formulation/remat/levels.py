@@ -3,8 +3,9 @@
 Of the instances of a block some run at level ``full``, which keeps what enters the block and makes everything else
 again, some at levels that also keep the results of certain operators, some at ``gathered``, which keeps everything but
 parameters that were gathered for use and gathers them again, and the others at ``none``. Which operators' results are
-worth keeping :mod:`planner.keep` finds for each distinct block; at ``selective`` they are those of all contractions,
-convolutions and attention. What each level comes to in a block says :mod:`planner.formulation.remat.backward_slice`.
+worth keeping :mod:`planner.search.remat_selection` finds for each distinct block; at ``selective`` they are those of
+all contractions, convolutions and attention. What each level comes to in a block says
+:mod:`planner.formulation.remat.backward_slice`.
 
 Which instances are which matters for the moment of the peak alone: those at the end of forward are the first to run
 backward, while all others still hold what they saved. So the first instances recompute, the very first in full.

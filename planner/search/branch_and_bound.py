@@ -1,10 +1,11 @@
 """Explore: the best plan within a limit to memory, over all divisions of the cluster, and what is proved of it.
 
-Every division of the cluster that the pins allow (:mod:`planner.division`) is a candidate with a lower bound on the
-step time of all its plans, with any amount of recomputation. The candidate of least bound is looked at next, always
-more closely (:mod:`planner.looks`), until its plan is found or its bound reaches the best plan known; then every other
-bound does too, and nothing better can exist. Where there are many, usual shapes and those near the best plan's come
-first, and a look at a candidate that was begun takes turns with a look at any: there may not be time for all.
+Every division of the cluster that the pins allow (:mod:`planner.search.parallel_config`) is a candidate with a lower
+bound on the step time of all its plans, with any amount of recomputation. The candidate of least bound is looked at
+next, always more closely (:mod:`planner.search.candidate_bounds`), until its plan is found or its bound reaches the
+best plan known; then every other bound does too, and nothing better can exist. Where there are many, usual shapes and
+those near the best plan's come first, and a look at a candidate that was begun takes turns with a look at any: there
+may not be time for all.
 """
 
 from __future__ import annotations
@@ -20,14 +21,11 @@ from planner.analysis.memory import Usage, usage
 from planner.analysis.offload.step_timing import WorkingSet, largest_working_set, offloaded
 from planner.analysis.pipeline.staged import Staged
 from planner.analysis.prediction import Prediction, predict, predict_in_turns
-from planner.apart import apart, may_differ, together_again
 from planner.base.formatting import in_seconds
-from planner.division import Arithmetic, Division, seeds
-from planner.filling import filled
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.decisions import Skeleton
 from planner.formulation.remat.levels import Ladder, ladder
-from planner.looks import (
+from planner.search.candidate_bounds import (
     PROVED,
     Best,
     Candidate,
@@ -41,7 +39,10 @@ from planner.looks import (
     left_behind,
     look_closer,
 )
-from planner.refusal import check_divisible
+from planner.search.infeasibility import check_divisible
+from planner.search.parallel_config import Arithmetic, Division, seeds
+from planner.search.pipeline_refinement import filled
+from planner.search.unfolding import apart, may_differ, together_again
 from planner.solve.problem import Evaluation
 from planner.solve.transfers import Timetable
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.base.errors import PinError
-from planner.division import Division
 from planner.formulation.strategies import Choice
 from planner.ir.layout import MICRO, Layout, Mesh
-from planner.looks import Best, Look, Setting
+from planner.search.candidate_bounds import Best, Look, Setting
+from planner.search.parallel_config import Division
 
 NAMES = {1: (("tensor",), ("data",)), 2: (("data", "tensor"),)}
 """What the axes of a mesh of so many are for, major first."""

@@ -32,7 +32,6 @@ from planner.analysis.pipeline.chain import Link, links_of
 from planner.analysis.pipeline.staged import Staged, stage
 from planner.base.errors import PinError
 from planner.cost.model import CostModel
-from planner.division import Division, pipelines_of, schedules
 from planner.formulation.assignment import assignment_of
 from planner.formulation.certificate import Decided
 from planner.formulation.constraints.filters import Labels, filters, label_dims
@@ -45,6 +44,7 @@ from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.ir.layout import Mesh
 from planner.ops.sharding_rule import Rule
+from planner.search.parallel_config import Division, pipelines_of, schedules
 from planner.solve.choices import Bounds, lightest, lower_bound_between, lower_bounds, solve
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.problem import Evaluation, Problem, evaluate, least_bytes, most_bytes

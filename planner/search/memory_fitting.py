@@ -9,13 +9,13 @@ import math
 import time
 from dataclasses import replace
 
-from planner.apart import may_differ, together_again
-from planner.explore import Divisions, Nothing, Searched, completed, explore
 from planner.formulation.decisions import Skeleton
-from planner.lean import LEANEST_S, begun, bounds_s, fastest_that_fits, is_worth, lean_plans
-from planner.looks import PROVED, Candidate, Setting
-from planner.recipes import by_recipe, freed
-from planner.refusal import check_turns, nothing_fits
+from planner.search.branch_and_bound import Divisions, Nothing, Searched, completed, explore
+from planner.search.candidate_bounds import PROVED, Candidate, Setting
+from planner.search.infeasibility import check_turns, nothing_fits
+from planner.search.min_memory import LEANEST_S, begun, bounds_s, fastest_that_fits, is_worth, lean_plans
+from planner.search.recipes import by_recipe, freed
+from planner.search.unfolding import may_differ, together_again
 from planner.solve.choices import lower_bounds
 from planner.solve.problem import most_bytes
 

@@ -15,11 +15,11 @@ from typing import Any
 from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.base.formatting import in_bytes
 from planner.cost.cluster import ClusterSpec
-from planner.explore import Searched
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.mesh_candidates import pinned_mesh
 from planner.formulation.constraints.pins import SIZES, Pins
-from planner.search import GAP, search
+from planner.search.branch_and_bound import Searched
+from planner.search.search import GAP, search
 
 MEMORY = "memory"
 MESH = ("pipeline", *SIZES)

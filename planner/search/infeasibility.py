@@ -12,10 +12,10 @@ from planner.formulation.decision_names import short_op
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
 from planner.ir.graph import Graph, Node
-from planner.lean import Lean, free_s
-from planner.looks import Look, Setting
 from planner.ops import OPS
 from planner.ops.function import reason
+from planner.search.candidate_bounds import Look, Setting
+from planner.search.min_memory import Lean, free_s
 from planner.solve.problem import Edge
 
 

@@ -14,7 +14,7 @@ from planner.formulation.strategies import Choice
 from planner.ir.folding import Block, Folded, relabel
 from planner.ir.graph import Ref
 from planner.ir.layout import Layout
-from planner.looks import Best, Setting
+from planner.search.candidate_bounds import Best, Setting
 from planner.solve.problem import evaluate
 
 APART_OPERATORS = 200

@@ -16,11 +16,11 @@ import numpy as np
 from planner.analysis.memory import usage
 from planner.analysis.offload.step_timing import WorkingSet, largest_working_set
 from planner.analysis.pipeline.staged import QUICK, THOROUGH, Staged, stage, waiting
-from planner.division import Division
 from planner.formulation.assignment import assignment_of
 from planner.formulation.resharding import local_bytes
 from planner.formulation.search_space import Space
-from planner.looks import Best, Look, Setting
+from planner.search.candidate_bounds import Best, Look, Setting
+from planner.search.parallel_config import Division
 from planner.solve.choices import almost_lightest, lower_bounds, solve
 from planner.solve.problem import Problem, evaluate
 

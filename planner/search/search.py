@@ -1,8 +1,8 @@
 """Search: from a graph and a cluster to the best plan, with what is proved about it.
 
-Divisions of the cluster are looked at best first (:mod:`planner.explore`), within a limit to a sum of bytes; what is
-found is followed, and the limit moved to what then fits (:mod:`planner.fitting`). Where model data are at home
-elsewhere than on the device, there is more to choose (:mod:`planner.elsewhere`).
+Divisions of the cluster are looked at best first (:mod:`planner.search.branch_and_bound`), within a limit to a sum of
+bytes; what is found is followed, and the limit moved to what then fits (:mod:`planner.search.memory_fitting`). Where
+model data are at home elsewhere than on the device, there is more to choose (:mod:`planner.search.offload_search`).
 
 What does not depend on the mesh is found once (:mod:`planner.formulation.decisions`). Ctrl-C ends a search with
 :class:`KeyboardInterrupt` and leaves nothing behind; to get the best plan so far instead, give a time limit.
@@ -16,10 +16,6 @@ from dataclasses import replace
 from planner.base.errors import InputError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
-from planner.division import Division, dividing, in_one_turn, in_turns, stages_wanted
-from planner.elsewhere import check_offloads, elsewhere
-from planner.explore import Divisions, Searched
-from planner.fitting import fitted, taking_room
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.constraints.zero import pinned_apart, ways_of_kinds
@@ -29,9 +25,13 @@ from planner.formulation.search_space import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph
-from planner.keep import keeping, with_levels_between
-from planner.looks import Progress, Setting
-from planner.seams import finer
+from planner.search.block_splitting import finer
+from planner.search.branch_and_bound import Divisions, Searched
+from planner.search.candidate_bounds import Progress, Setting
+from planner.search.memory_fitting import fitted, taking_room
+from planner.search.offload_search import check_offloads, elsewhere
+from planner.search.parallel_config import Division, dividing, in_one_turn, in_turns, stages_wanted
+from planner.search.remat_selection import keeping, with_levels_between
 
 GAP = 0.001
 """Part of a step that a plan's proof leaves open where nobody asks for another: to close it takes most of the time."""
@@ -54,7 +54,8 @@ def search(
 ) -> Searched:
     """The fastest plan that fits the cluster's memory, over all meshes that the pins allow.
 
-    With ``pipelines``, or where the pins ask for it, also over stages and micro-batches, see :mod:`planner.division`.
+    With ``pipelines``, or where the pins ask for it, also over stages and micro-batches, see
+    :mod:`planner.search.parallel_config`.
 
     A mesh that is not pinned has up to ``max_axes`` axes, at most three, along the levels of the cluster; what is
     proved is proved of these. With three an operator has up to a thousand ways to run, and to bound a mesh takes about

@@ -12,10 +12,10 @@ import time
 from dataclasses import replace
 
 from planner.analysis.pipeline.staged import THOROUGH, stage
-from planner.division import Division
 from planner.formulation.remat.levels import NOTHING, ladder
 from planner.formulation.search_space import Space
-from planner.looks import Best, Setting
+from planner.search.candidate_bounds import Best, Setting
+from planner.search.parallel_config import Division
 from planner.solve.choices import corners, solve
 from planner.solve.problem import evaluate, most_bytes
 

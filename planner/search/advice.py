@@ -15,13 +15,13 @@ from dataclasses import dataclass, fields, replace
 
 from planner.base.errors import AutoparError, InfeasibleError, PlanError
 from planner.cost.cluster import ClusterSpec
-from planner.explore import Searched
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
-from planner.looks import Progress
-from planner.search import search
+from planner.search.branch_and_bound import Searched
+from planner.search.candidate_bounds import Progress
+from planner.search.search import search
 from planner.sizes.capacity import max_batch
 from planner.sizes.rescale import OtherSizes
 
@@ -41,7 +41,7 @@ Found = Callable[..., Searched | None]
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is asked for with, see :func:`planner.search.search`; ``runs_in_turns``: whether the model can."""
+    """What a plan is asked for with, see :func:`planner.search.search.search`; ``runs_in_turns``: whether the model can."""
 
     graph: Graph
     cluster: ClusterSpec
@@ -62,7 +62,7 @@ class Request:
 
 
 def search_or_advise(request: Request, progress: Progress | None = None) -> Searched:
-    """The fastest plan that fits, as :func:`planner.search.search` finds it.
+    """The fastest plan that fits, as :func:`planner.search.search.search` finds it.
 
     Raises:
         InfeasibleError: nothing fits; says by how much, and what of that which was tried would.

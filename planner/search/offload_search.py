@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.amounts import fastest_amount
 from planner.analysis.offload.step_timing import holds_all, stages_followed
 from planner.base.errors import InfeasibleError, PinError
 from planner.cost.cluster import ClusterSpec
-from planner.explore import Divisions, Nothing, Searched, explore
-from planner.fitting import fitted
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import Skeleton
 from planner.formulation.pipeline_pace import OUT_OF_TURN
 from planner.formulation.remat.levels import ladder
-from planner.looks import Best, Setting
+from planner.search.branch_and_bound import Divisions, Nothing, Searched, explore
+from planner.search.candidate_bounds import Best, Setting
+from planner.search.memory_fitting import fitted
+from planner.search.remat_amount import fastest_amount
 from planner.solve.problem import evaluate
 
 ROOM = (0.75, 0.5, 0.25, 0.0)
