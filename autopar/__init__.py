@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         PlanError,
     )
     from planner.cost.cluster import ClusterSpec
-    from planner.plan import Plan
+    from planner.plan.plan import Plan
 
 _LAZY = {
     "AutoparError": "planner.base.errors",
@@ -35,7 +35,7 @@ _LAZY = {
     "InfeasibleError": "planner.base.errors",
     "InputError": "planner.base.errors",
     "PinError": "planner.base.errors",
-    "Plan": "planner.plan",
+    "Plan": "planner.plan.plan",
     "PlanError": "planner.base.errors",
     "evaluate": "autopar.api",
     "export_safetensors": "autopar.checkpoint.export",

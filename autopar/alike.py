@@ -18,7 +18,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 Given = Mapping[str, str]
 """What a rank was given, in words: kind of thing -> which."""
@@ -55,7 +55,7 @@ def captured(graph: Graph, facts: Mapping[str, Any]) -> Given:
     """What is known then.
 
     Args:
-        facts: as :func:`planner.facts.model_facts` has them.
+        facts: as :func:`planner.plan.document.fingerprint.model_facts` has them.
     """
     inputs = [leaf for leaf in graph.leaves if leaf.op == "input"]
     forms = [f"{leaf.target} {leaf.results[0].dtype} {'x'.join(map(str, leaf.results[0].shape))}" for leaf in inputs]

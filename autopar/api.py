@@ -34,7 +34,6 @@ from planner.base.errors import ClusterError, InputError, PinError, PlanError
 from planner.base.formatting import in_all_bytes
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
-from planner.facts import model_facts
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
@@ -43,7 +42,8 @@ from planner.formulation.pipeline_pace import pace_of
 from planner.formulation.search_space import Space, rules_of
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
-from planner.plan import Plan, Search, describe, refold, reprice, restage, restore
+from planner.plan.document.fingerprint import model_facts
+from planner.plan.plan import Plan, Search, describe, refold, reprice, restage, restore
 from planner.search.advice import Request, search_or_advise
 from planner.search.search import GAP, check_axes, check_gap, check_time_limit
 from planner.sizes.position_limits import check_positions

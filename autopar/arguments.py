@@ -20,7 +20,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.mesh_candidates import pinned_mesh
 from planner.formulation.constraints.pins import Pins
 from planner.ir.graph import ITEM_BYTES
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 CONFIGURED = (
     "write module:function (a function that returns a model, or a model and its example inputs), or the path of a "

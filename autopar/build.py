@@ -41,11 +41,11 @@ from planner.analysis.offload.chunks import (
 )
 from planner.analysis.offload.step_timing import saved_homes
 from planner.base.errors import PlanError
-from planner.document import EVALUATE
 from planner.formulation.assignment import Assignment
 from planner.formulation.stage_boundaries import ties
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
+from planner.plan.document.document import EVALUATE
 from planner.solve.pipeline.schedule import Schedule
 from planner.solve.transfers import Timetable, Use
 

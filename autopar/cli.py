@@ -18,7 +18,7 @@ from planner.base.errors import AutoparError, InputError
 from planner.base.stdout import keep_stdout
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.plan.plan import Plan
 
 
 class _Commands(TyperGroup):
@@ -155,7 +155,7 @@ def show(
     trace: Trace = None,
 ) -> None:
     """Print a plan."""
-    from planner.plan import Plan
+    from planner.plan.plan import Plan
 
     found = Plan.load(plan)
     if explain is not None:
@@ -187,7 +187,7 @@ def verify(
         raise InputError("say what to check: --plan, a plan file, or --cluster, to plan for it")
     with _status("reading the model") as say:
         from autopar import arguments
-        from planner.plan import Plan
+        from planner.plan.plan import Plan
 
         what = Plan.load(plan) if plan is not None else arguments.read_cluster(str(cluster))
         if isinstance(what, Plan) and cluster is not None:

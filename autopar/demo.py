@@ -34,7 +34,7 @@ from planner.base.errors import InputError
 from planner.base.formatting import in_bytes, in_seconds
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.resharding import Collective
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 PRELOAD = ("torch", "transformers.models.gpt2.modeling_gpt2", "autopar.demo")
 COMPARED_STEPS, LOSS_TOLERANCE = 20, 1e-4

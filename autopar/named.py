@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autopar.arguments import Configured, Form, Made
 from planner.base.errors import AutoparError, InputError
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 REAL_ELEMENTS = 50_000_000
 """A configured model of at most so many parameters can be built for real, to compare values."""

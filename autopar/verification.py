@@ -52,7 +52,7 @@ from planner.formulation.training import Training
 from planner.ir.folding import Folded, fold, refold
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import Layout, Mesh
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.solve.choices import solve
 
 RTOL = 1e-10

@@ -27,7 +27,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.layout import local_shape
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 PLANS: tuple[tuple[int, Mapping[str, Any]], ...] = (
     *(

@@ -24,7 +24,7 @@ from autopar.processes import LocalProcesses
 from autopar.profile import measured_cluster, profile
 from benchmarks.gpt import GPT, Shape
 from planner.cost.cluster import ClusterSpec
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 PRELOAD = ("torch", "benchmarks.predicted")
 STEPS, WARMUP = 5, 2

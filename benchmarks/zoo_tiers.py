@@ -21,7 +21,7 @@ from autopar.processes import LocalProcesses, RankError
 from benchmarks import record
 from benchmarks.beside import largest_error, summary
 from benchmarks.zoo import PROCESSES, quiet
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 MODELS = ("gpt2", "llama", "shared-layers", "t5")
 STEPS, RTOL = 10, 1e-10

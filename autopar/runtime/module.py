@@ -39,7 +39,7 @@ from autopar.runtime.trace import observed, save_together
 from autopar.runtime.updating import check_separate
 from planner.base.errors import DiskError, InputError, PlanError
 from planner.ir.layout import I, Layout, Mesh, R, local_shape
-from planner.timeline import StepTimeline
+from planner.plan.timeline import StepTimeline
 
 UNCHANGED = (
     "Nothing was changed: if the disk comes back call it again (where other ranks wait for this one, end all), else "
@@ -272,7 +272,7 @@ class ParallelModule(nn.Module):
         return observed(self.program.recorder, self.pipeline)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`timeline` for https://ui.perfetto.dev, as :meth:`planner.plan.Plan.save_trace` writes the
+        """Write :meth:`timeline` for https://ui.perfetto.dev, as :meth:`planner.plan.plan.Plan.save_trace` writes the
         predicted one. All ranks must call it; rank 0 writes, of the pipeline that it is in.
 
         Raises:

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from autopar.runtime.mail import Pipeline
 from planner.base.errors import InputError
+from planner.plan.timeline import Event, StepTimeline, bubble_of
 from planner.solve.pipeline.schedule import Action, Schedule
-from planner.timeline import Event, StepTimeline, bubble_of
 
 EXCHANGES = 16
 """So many messages there and back compare two clocks; the quickest counts."""
@@ -55,7 +55,7 @@ class Recorder:
         self._running = []
 
     def begin(self, kind: str, action: Action | None = None) -> None:
-        """An action begins, or what is done once a step; kinds are :data:`planner.timeline.step.KINDS`."""
+        """An action begins, or what is done once a step; kinds are :data:`planner.plan.timeline.step.KINDS`."""
         self._kind, self._action = kind, action
         self._began, self._ended = self._now(), None
 

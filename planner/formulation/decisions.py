@@ -324,7 +324,7 @@ class Skeleton:
         return tuple(found)
 
     def charge(self, node: Node, recompute: Recompute) -> Places:
-        """Which of its tensors an operator pays for as kept for backward; see :mod:`planner.formulation.remat.saved_accounting`."""
+        """Which tensors an operator owns as saved for backward (:mod:`planner.formulation.remat.saved_accounting`)."""
         number, at = self.seat[node.name]
         return self._charges.of(recompute or NOTHING)[number].places[at]
 

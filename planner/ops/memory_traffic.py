@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.formulation.remat.backward_slice import shares
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ops import OPS, passed_places
+from planner.ops.aliasing import shares
 from planner.ops.function import moves
 from planner.ops.table import Row, no_flops
 

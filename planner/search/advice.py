@@ -41,7 +41,7 @@ Found = Callable[..., Searched | None]
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is asked for with, see :func:`planner.search.search.search`; ``runs_in_turns``: whether the model can."""
+    """What a plan is asked for with (:func:`planner.search.search.search`); ``runs_in_turns``: if the model can."""
 
     graph: Graph
     cluster: ClusterSpec

@@ -120,7 +120,7 @@ class Searched:
 
     @cached_property
     def offloaded(self) -> tuple[tuple[Timetable, ...], Prediction]:
-        """The timetables of the step, and what they predict; see :func:`planner.analysis.offload.step_timing.offloaded`."""
+        """The timetables of the step and what they predict (:mod:`planner.analysis.offload.step_timing`)."""
         assignment, staged = self.recomputing, self.staged
         before = predict(assignment, 0.0, self.memory) if staged is None else predict_in_turns(self.assignment, staged)
         return offloaded(assignment, self.memory, before, staged)

@@ -92,7 +92,7 @@ class Candidate:
         return replace(self.costing(found), status="optimal" if is_proved else "feasible")
 
     def facts(self) -> dict[str, Any]:
-        """What a plan says of it: see :class:`planner.document.Search`."""
+        """What a plan says of it: see :class:`planner.plan.document.document.Search`."""
         return {
             "mesh": self.division.sizes,
             **({"gathers": "each"} if self.division.gathers == "each" else {}),

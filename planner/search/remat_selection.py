@@ -25,10 +25,11 @@ from planner.base.errors import PinError
 from planner.cost.kernels import kernel_of
 from planner.cost.model import CostModel
 from planner.formulation.decisions import Skeleton
-from planner.formulation.remat.backward_slice import Backward, shares
+from planner.formulation.remat.backward_slice import Backward
 from planner.formulation.remat.levels import Level, Levels
 from planner.ir.graph import Node, Ref
 from planner.ops import OPS
+from planner.ops.aliasing import shares
 
 MOST = 3
 """So many levels a block has between keeping everything and keeping nothing."""

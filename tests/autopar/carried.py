@@ -19,7 +19,7 @@ from autopar.runtime.mesh import whole_of
 from autopar.runtime.module import ParallelModule
 from planner.base.errors import DiskError, InfeasibleError, InputError, PlanError
 from planner.cost.cluster import ClusterSpec
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.solve.transfers import Timetable, fewest_bytes, shortest_step
 from tests.autopar.allocated import changes_during, most_bytes
 from tests.autopar.models import MODELS, Batch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.runtime.mesh import whole_of
 from planner.cost.cluster import ClusterSpec
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.autopar.carried import TIMETABLES, same_gradients
 
 BATCH = 4

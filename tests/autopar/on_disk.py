@@ -18,7 +18,7 @@ import autopar
 from autopar.runtime.module import ParallelModule
 from planner.base.errors import DiskError, InfeasibleError, InputError
 from planner.cost.cluster import ClusterSpec
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.autopar.carried import another, loss_of, model_of, same_gradients
 
 

@@ -15,7 +15,7 @@ from autopar.runtime.mesh import whole_of
 from planner.analysis.offload.chunks import SAVED
 from planner.analysis.offload.step_timing import saved_homes
 from planner.base.errors import PlanError
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.solve.transfers import Use, fewest_bytes
 from tests.autopar.carried import loss_of, model_of, parallel
 from tests.autopar.models import MODELS

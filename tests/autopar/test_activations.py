@@ -19,7 +19,7 @@ from autopar.runtime.tiers import Arena, Homes, Link
 from planner.analysis.offload.chunks import SAVED
 from planner.base.errors import DiskError, InfeasibleError
 from planner.cost.cluster import ClusterSpec
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.solve.transfers import fewest_bytes
 from tests.autopar import carried, saved
 from tests.autopar.models import MODELS

@@ -23,7 +23,7 @@ from autopar.cli import app
 from planner.base.errors import AutoparError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.resharding import Collective
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 HERE = "tests.autopar.test_cli"
 LLAMA = {

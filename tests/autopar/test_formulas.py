@@ -21,7 +21,7 @@ from planner.formulation.search_space import Space, rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, relabel
 from planner.ir.graph import Graph
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.solve.problem import evaluate
 from tests.autopar.models import BATCH, LENGTH, MODELS
 

@@ -33,7 +33,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.layout import Mesh, Shard
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.solve.pipeline.schedule import Action
 
 RANKS = 3

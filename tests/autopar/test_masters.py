@@ -19,7 +19,7 @@ from autopar.runtime.masters import MASTER, class_with_masters, with_masters
 from autopar.runtime.module import ParallelModule
 from planner.base.errors import InfeasibleError, InputError, PlanError
 from planner.cost.cluster import ClusterSpec
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.autopar.by_hand import LOW, ByHand, local
 from tests.autopar.test_optimizer import NO_DECAY, Small
 

@@ -16,7 +16,7 @@ import autopar
 from autopar import ClusterSpec, Plan
 from autopar.api import assign, trace
 from planner.base.errors import InputError, PinError, PlanError
-from planner.document import BlockPlan
+from planner.plan.document.document import BlockPlan
 
 
 class Block(nn.Module):

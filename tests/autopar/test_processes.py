@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 import autopar
 from autopar.processes import LocalProcesses, RankError
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.autopar import by_hand, checkpoints, workers
 
 pytestmark = pytest.mark.processes

@@ -22,7 +22,7 @@ import autopar
 from autopar import ClusterSpec, Plan
 from planner.base.errors import InfeasibleError
 from planner.base.formatting import in_bytes
-from planner.encode import dump
+from planner.plan.document.encoding import dump
 from tests.planner.plans import GOLDEN, check_golden
 
 ROOT = Path(__file__).resolve().parents[2]

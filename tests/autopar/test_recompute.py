@@ -26,9 +26,9 @@ from autopar.typecheck import check_program, emit
 from benchmarks.memory import observed_peak
 from planner.base.errors import PlanError, VerificationError
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.remat.backward_slice import shares
 from planner.formulation.remat.levels import COMPUTED, NOTHING, Amount, Recompute
 from planner.formulation.training import Training
+from planner.ops.aliasing import shares
 from tests.autopar.models import MODELS
 
 DATA, TENSOR, CONTEXT, MIXED = (

@@ -25,7 +25,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.layout import I, Layout, Mesh, R, Shard, local_shape
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.autopar import workers
 
 MESH = Mesh.of(data=2, tensor=3)

@@ -27,7 +27,7 @@ from planner.base.errors import InputError, PinError, PlanError
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.autopar import models, workers
 from tests.autopar.models import HEADS, LABELS, VOCAB, WIDTH, Batch
 

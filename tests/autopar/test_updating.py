@@ -20,7 +20,7 @@ import autopar
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.updating import Used, check_separate
 from planner.base.errors import DiskError, InfeasibleError, InputError, PlanError
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.solve.transfers import Timetable
 from tests.autopar import on_disk
 from tests.autopar.carried import same_gradients

@@ -25,7 +25,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.resharding import Collective
 from planner.ir.layout import Mesh
 from planner.ops import OPS
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.autopar.models import MLP, MODELS, llama
 
 QUICK = {"time_limit_s": 5.0}

@@ -14,7 +14,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.updating import Used
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.autopar.carried import another, loss_of, model_of, parallel
 
 EARLY: dict[str, Any] = {"offload": "host", "update": "backward"}

@@ -39,7 +39,7 @@ from autopar.runtime.state import RunState
 from autopar.runtime.step import Step
 from planner.base.errors import InputError, PinError, PlanError
 from planner.cost.cluster import ClusterSpec
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.autopar.in_flight import InFlight
 
 Batch = dict[str, Tensor]

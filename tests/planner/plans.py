@@ -10,12 +10,12 @@ from typing import Any
 from planner.analysis.pipeline.staged import Staged
 from planner.analysis.prediction import predict, predict_in_turns
 from planner.cost.cluster import ClusterSpec
-from planner.facts import model_facts
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph, Node, Ref, TensorType
-from planner.plan import Plan, Search, describe
+from planner.plan.document.fingerprint import model_facts
+from planner.plan.plan import Plan, Search, describe
 from planner.search.search import search
 
 GOLDEN = Path(__file__).parent / "golden"

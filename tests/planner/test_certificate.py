@@ -11,7 +11,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import Skeleton
 from planner.formulation.training import Training
 from planner.ir.folding import relabel
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.search.search import search
 from planner.solve.problem import Problem, evaluate
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped

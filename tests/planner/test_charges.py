@@ -10,11 +10,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from planner.formulation.decisions import Skeleton
-from planner.formulation.remat.backward_slice import shares
 from planner.formulation.remat.levels import Amount, Recompute, ladder, named
 from planner.ir.folding import Folded, fold, relabel
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ops import saved_places
+from planner.ops.aliasing import shares
 from tests.planner.plans import residual_mlp
 
 WHOLE, PART = TensorType((4, 4), "float32", True), TensorType((2, 4), "float32", True)

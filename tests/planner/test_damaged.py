@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planner.base.errors import PlanError
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.planner.plans import cluster, plan_of, residual_mlp
 from tests.planner.test_offload import offload
 

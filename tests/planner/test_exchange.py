@@ -13,15 +13,15 @@ import pytest
 from planner.analysis.pipeline.staged import Staged, price
 from planner.analysis.prediction import predict_in_turns
 from planner.cost.model import CostModel
-from planner.facts import model_facts
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.stage_boundaries import Exchange, crossing
 from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Axis
-from planner.plan import Plan, Search, describe
-from planner.report import text
+from planner.plan.document.fingerprint import model_facts
+from planner.plan.plan import Plan, Search, describe
+from planner.plan.report import text
 from planner.search.branch_and_bound import Searched
 from planner.search.search import search
 from tests.planner.plans import cluster, residual_mlp

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from planner.base.errors import PlanError
-from planner.detail import Account
-from planner.document import Document
-from planner.explain import Alternative, Explanation
 from planner.ir.graph import Graph
-from planner.plan import Plan
+from planner.plan.document.detail import Account
+from planner.plan.document.document import Document
+from planner.plan.plan import Plan
+from planner.plan.report.explain import Alternative, Explanation
 from planner.solve.problem import evaluate
 from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp
 

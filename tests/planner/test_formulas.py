@@ -17,10 +17,10 @@ from planner.analysis.prediction import Prediction, predict_in_turns
 from planner.base.errors import PlanError
 from planner.base.symbolic_float import growing, largest
 from planner.base.symbolic_int import along, at_sizes, batch_of, describe, quotient, sequence_of, turns_of
-from planner.facts import model_facts
 from planner.formulation.search_space import rules_of
 from planner.ir.graph import Graph, Node, Ref, TensorType
-from planner.plan import Plan, restage, restore
+from planner.plan.document.fingerprint import model_facts
+from planner.plan.plan import Plan, restage, restore
 from planner.sizes.closed_form import Formulas
 from planner.sizes.size_propagation import NotFollowed, follow
 from tests.planner.plans import cluster, plan_of, residual_mlp

@@ -14,7 +14,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.decision_names import called
 from planner.formulation.training import Training
 from planner.ir.graph import Graph, Node, Ref
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.search.search import search
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
 

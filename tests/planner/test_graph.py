@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from planner.facts import fingerprint
 from planner.formulation.decisions import Skeleton
 from planner.formulation.search_space import rules_of
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.node_table import Nodes
+from planner.plan.document.fingerprint import fingerprint
 from tests.planner.plans import residual_mlp
 
 WIDE, SCALAR = TensorType((4, 4), "float32", grad=True), TensorType((), "float32", grad=True)

@@ -31,14 +31,15 @@ from planner.base.errors import ClusterError, InfeasibleError, PinError, PlanErr
 from planner.base.formatting import in_all_bytes
 from planner.cost.calibration import Calibration
 from planner.cost.cluster import ClusterSpec, Host
-from planner.facts import model_facts
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.resharding import local_bytes
 from planner.formulation.training import Training
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import I
-from planner.plan import Plan, Search, describe, reprice
+from planner.plan.document.fingerprint import model_facts
+from planner.plan.plan import Plan, Search, describe, reprice
+from planner.search import memory_fitting, offload_search
 from planner.search.branch_and_bound import Searched, explore
 from planner.search.search import search
 from planner.solve.transfers import Use, fewest_bytes, simulate
@@ -482,7 +483,7 @@ def test_no_limit_is_searched_twice_where_plans_need_more_than_the_search_counts
         found.append(explore(*args))
         return found[-1]
 
-    for room in (fitting, elsewhere):
+    for room in (memory_fitting, offload_search):
         monkeypatch.setattr(room, "explore", counted)
     graph, spec = residual_mlp(layers=2, width=256, batch=8), cluster()
     still = decided(offload(graph, spec, activations="none"))

@@ -14,12 +14,12 @@ from planner.analysis.memory import usage
 from planner.analysis.offload.chunks import chunks_of, gradients, of_turn, parameters
 from planner.base.errors import InfeasibleError, PinError, PlanError
 from planner.cost.cluster import ClusterSpec
-from planner.facts import model_facts
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
-from planner.plan import Plan, Search, describe, reprice
+from planner.plan.document.fingerprint import model_facts
+from planner.plan.plan import Plan, Search, describe, reprice
 from planner.search.search import search
 from planner.solve.transfers import Use, fewest_bytes, simulate
 from tests.planner.plans import residual_mlp, unwrapped

@@ -13,7 +13,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import I, Layout, Mesh, Shard
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.search.search import search
 from tests.planner.plans import cluster, plan_of, residual_mlp
 

@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 from planner.analysis.prediction import collectives
 from planner.base.errors import PlanError
 from planner.cost.model import CostModel
-from planner.encode import dump
-from planner.facts import model_facts
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
@@ -28,7 +26,9 @@ from planner.formulation.search_space import Space, rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, relabel
 from planner.ir.graph import Graph
-from planner.plan import Plan, refold, reprice, restore
+from planner.plan.document.encoding import dump
+from planner.plan.document.fingerprint import model_facts
+from planner.plan.plan import Plan, refold, reprice, restore
 from planner.solve.choices import solve
 from planner.solve.problem import evaluate
 from tests.planner.plans import check_golden, cluster, plan_of, residual_mlp, written

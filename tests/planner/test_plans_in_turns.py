@@ -21,7 +21,6 @@ from planner.analysis.prediction import predict_in_turns
 from planner.base.errors import InfeasibleError, InputError, PinError, PlanError, ScheduleError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
-from planner.facts import model_facts
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.remat.levels import ladder, named
@@ -30,15 +29,16 @@ from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Mesh
-from planner.plan import Plan, Search, describe, refold, reprice
-from planner.report.summary import blocks, stages
+from planner.plan.document.fingerprint import model_facts
+from planner.plan.plan import Plan, Search, describe, refold, reprice
+from planner.plan.report.summary import blocks, stages
+from planner.plan.timeline import bubble_of
 from planner.search.block_splitting import finer
 from planner.search.branch_and_bound import Searched
 from planner.search.candidate_bounds import Setting, begin, left_behind
 from planner.search.parallel_config import Division, in_turns
 from planner.search.search import search
 from planner.solve.choices import lower_bounds
-from planner.timeline import bubble_of
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
 from tests.planner.test_exact import random_cluster, with_memory
 

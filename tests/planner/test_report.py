@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from planner.base.formatting import WIDTH, in_all_bytes, in_bytes, in_count, in_paragraph, in_percent, in_seconds
-from planner.detail import Account
-from planner.document import BlockPlan
 from planner.ir.layout import Mesh
-from planner.plan import Plan
-from planner.report.html import _drawing
-from planner.report.summary import blocks, op_calls, shared, standing, traffic
+from planner.plan.document.detail import Account
+from planner.plan.document.document import BlockPlan
+from planner.plan.plan import Plan
+from planner.plan.report.html import _drawing
+from planner.plan.report.summary import blocks, op_calls, shared, standing, traffic
 from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp
 
 

@@ -14,7 +14,7 @@ from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes
 from planner.formulation.assignment import Assignment
 from planner.ir.graph import Graph, Node, Ref, TensorType
-from planner.plan import Plan, reprice
+from planner.plan.plan import Plan, reprice
 from planner.solve.transfers import Use
 from tests.planner.plans import residual_mlp, unwrapped
 from tests.planner.test_offload import GRAPH, cluster, decided, gpu, offload, with_usable

@@ -15,7 +15,7 @@ from planner.analysis.offload.step_timing import saved_bytes, saved_homes
 from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes
 from planner.cost.cluster import ClusterSpec
-from planner.plan import Plan, reprice
+from planner.plan.plan import Plan, reprice
 from planner.solve.transfers import Item, Link, Moment, Timetable, Trace, Use, fewest_bytes
 from tests.planner.plans import residual_mlp, unwrapped
 from tests.planner.test_offload import cluster, gpu, with_usable

@@ -296,7 +296,7 @@ def test_a_plan_does_not_depend_on_the_process_or_its_hash_seed():
     """The whole plan of a model whose layers alternate, but for its seconds, from two processes."""
     code = (
         "from tests.planner.test_search import *\n"
-        "from planner.plan import describe, Search\n"
+        "from planner.plan.plan import describe, Search\n"
         "from planner.analysis.prediction import predict\n"
         "found = search(chain(4, width=64, batch=64), cluster(8, memory=80_000), Pins(), Training())\n"
         "candidates = tuple(candidate.facts() for candidate in found.candidates)\n"

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from planner.base.errors import InputError
+from planner.plan.timeline import StepTimeline, bubble_of, predicted
 from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
 from planner.solve.pipeline.simulate import Simulated, Times, simulate
-from planner.timeline import StepTimeline, bubble_of, predicted
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from planner.base.errors import InfeasibleError, InputError, PinError, PlanError
-from planner.plan import Plan
+from planner.plan.plan import Plan
+from planner.plan.report.why_not import WhyNot
 from planner.search.branch_and_bound import Searched
 from planner.search.conflict import Recipe
-from planner.why import WhyNot
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 GRAPH = residual_mlp()

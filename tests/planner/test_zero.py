@@ -11,13 +11,13 @@ import pytest
 
 from planner.base.errors import PinError, PlanError
 from planner.cost.model import CostModel
-from planner.facts import model_facts
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.search_space import Space, rules_of
 from planner.formulation.training import Training
-from planner.plan import Plan, refold, restore
+from planner.plan.document.fingerprint import model_facts
+from planner.plan.plan import Plan, refold, restore
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
 
 GRAPH = residual_mlp(layers=4, width=64, batch=48)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from planner.formulation.assignment import Assignment
-from planner.formulation.remat.backward_slice import shares
 from planner.ir.graph import Node, Ref
+from planner.ops.aliasing import shares
 
 
 def readers_of(assignment: Assignment) -> dict[str, tuple[int, ...]]:

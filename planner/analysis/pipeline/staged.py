@@ -132,7 +132,7 @@ class Staged:
 
     @cached_property
     def time_s(self) -> dict[str, float]:
-        """Seconds of the step by use on the rank that has most to do, see :class:`planner.analysis.prediction.Prediction`."""
+        """Seconds of the step by use on the busiest rank (:class:`planner.analysis.prediction.Prediction`)."""
         return {**self.rank_s(self.busiest), "bubble": rest(self.step_s, sum(self._seconds[self.busiest]))}
 
     def rank_s(self, rank: int) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""Rematerialization: what a block saves for backward, what it recomputes instead, and what each choice saves in bytes."""
+"""Rematerialization: what a block saves for backward, what it recomputes instead, and the bytes of each choice."""

@@ -14,6 +14,7 @@ from planner.formulation.remat.levels import Level
 from planner.ir.folding import Block
 from planner.ir.graph import Graph, Node, Ref
 from planner.ops import OPS, saved_places
+from planner.ops.aliasing import shares
 from planner.ops.table import OWN, no_flops
 
 
@@ -158,10 +159,3 @@ def _roots(nodes: tuple[Node, ...]) -> dict[Ref, Ref]:
             if shared >= 0:
                 root[Ref(node.name, index)] = root.get(node.inputs[shared], node.inputs[shared])
     return root
-
-
-def shares(node: Node) -> tuple[int, ...]:
-    """For each result the operand whose memory it shares, -1 for none; nothing if it shares none."""
-    row = OPS.get(node.op)
-    found = node.shares or ((0,) * len(node.results) if row is not None and row.view and node.inputs else ())
-    return found if any(shared >= 0 for shared in found) else ()

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 
-from planner.formulation.remat.backward_slice import Again, shares
+from planner.formulation.remat.backward_slice import Again
 from planner.formulation.remat.levels import Level, Recompute
 from planner.ir.folding import Block, Folded
 from planner.ir.graph import Node, Ref
 from planner.ops import saved_places
+from planner.ops.aliasing import shares
 
 Places = tuple[int, ...]
 """Tensors of an operator: its operands, then its results."""

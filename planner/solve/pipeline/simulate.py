@@ -80,7 +80,7 @@ class Path:
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """When each action runs: what :mod:`planner.timeline` draws. Arrays have an entry per action.
+    """When each action runs: what :mod:`planner.plan.timeline` draws. Arrays have an entry per action.
 
     Where steps overlap (2bw) it is one in the middle of a run: what the one before has done is there at its start.
     """

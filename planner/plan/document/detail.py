@@ -1,4 +1,4 @@
-"""Details: what each operator, conversion and leaf of a plan does and costs. Values only; see ``planner.account``."""
+"""Details: what each operator, conversion and leaf of a plan does and costs; ``account`` beside it makes them."""
 
 from __future__ import annotations
 

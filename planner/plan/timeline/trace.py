@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.timeline.step import KINDS, Event, Step
+from planner.plan.timeline.step import KINDS, Event, Step
 
 THREADS = ("compute", "communication")
 COMMUNICATION = {"wait", "gather", "reduce"}

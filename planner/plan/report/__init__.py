@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.report.html import fragment, page
-from planner.report.text import line, text
+from planner.plan.report.html import fragment, page
+from planner.plan.report.text import line, text
 
 __all__ = ["fragment", "line", "page", "text"]

@@ -17,13 +17,13 @@ from planner.base.errors import ClusterError, PlanError
 from planner.base.json_schema import Misread, fields_of, read, read_fields
 from planner.base.units import nearest
 from planner.cost.cluster import ClusterSpec
-from planner.detail import Account, BlockDetail, LeafDetail
-from planner.document import BlockPlan, Document, PipelinePlan, Search
 from planner.formulation.decision_names import parse_runs, runs
 from planner.formulation.resharding import Collective
 from planner.formulation.stage_boundaries import Exchange
 from planner.formulation.training import Gathers
 from planner.ir.layout import Axis, Mesh
+from planner.plan.document.detail import Account, BlockDetail, LeafDetail
+from planner.plan.document.document import BlockPlan, Document, PipelinePlan, Search
 from planner.solve.transfers import Timetable
 
 FORMAT, VERSION = "autopar-plan", 2
@@ -46,7 +46,7 @@ Facts = TypedDict("Facts", {"class": str, "parameters": int, "fingerprint": str}
 
 
 class Model(Facts, Mode):
-    """What identifies a model, see :func:`planner.facts.model_facts`."""
+    """What identifies a model, see :func:`planner.plan.document.fingerprint.model_facts`."""
 
 
 class Gathering(TypedDict, total=False):
@@ -56,7 +56,7 @@ class Gathering(TypedDict, total=False):
 
 
 class Candidate(Gathering):
-    """A mesh, and what is known of its plans, see :class:`planner.document.Search`."""
+    """A mesh, and what is known of its plans, see :class:`planner.plan.document.document.Search`."""
 
     mesh: Mapping[str, int]
     status: str

@@ -14,12 +14,12 @@ from functools import cached_property
 
 from planner.analysis.pipeline.staged import Staged
 from planner.base.errors import PlanError
-from planner.document import BlockPlan, Document
 from planner.formulation.assignment import Assignment
 from planner.formulation.decision_names import role_names
-from planner.formulation.remat.backward_slice import shares
 from planner.formulation.remat.levels import LEVELS, Amount, Kept, Level, leanest_first
 from planner.formulation.search_space import Space
+from planner.ops.aliasing import shares
+from planner.plan.document.document import BlockPlan, Document
 
 PART = "part {}"
 

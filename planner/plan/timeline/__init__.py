@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.timeline.drawn import StepTimeline, predicted
-from planner.timeline.step import Event, bubble_of
+from planner.plan.timeline.drawn import StepTimeline, predicted
+from planner.plan.timeline.step import Event, bubble_of
 
 __all__ = ["Event", "StepTimeline", "bubble_of", "predicted"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from planner.base.formatting import in_seconds
+from planner.plan.timeline.shares import shares
+from planner.plan.timeline.step import KINDS, Step
 from planner.solve.pipeline.simulate import Floats
-from planner.timeline.shares import shares
-from planner.timeline.step import KINDS, Step
 
 WIDTH = 96
 SIGNS = {"F": "█", "B": "▒", "I": "▒", "W": "░", "wait": "·", "gather": "g", "reduce": "r", "update": "u"}

@@ -24,11 +24,11 @@ from planner.base.formatting import (
     recomputed,
 )
 from planner.cost.cluster import ClusterSpec
-from planner.detail import LeafDetail, OpDetail
-from planner.document import Document
 from planner.formulation.resharding import Collective
 from planner.ir.layout import Mesh
-from planner.report.summary import (
+from planner.plan.document.detail import LeafDetail, OpDetail
+from planner.plan.document.document import Document
+from planner.plan.report.summary import (
     BlockSummary,
     blocks,
     candidate_cells,
@@ -85,7 +85,7 @@ def fragment(document: Document) -> str:
 
 def _style() -> str:
     """The style sheet, with the dark theme wherever a dark theme announces itself."""
-    sheet = resources.files("planner.report").joinpath("style.css").read_text(encoding="utf-8")
+    sheet = resources.files("planner.plan.report").joinpath("style.css").read_text(encoding="utf-8")
     themes = 'body[data-jp-theme-light="false"] .autopar, body.vscode-dark .autopar'
     light = 'body[data-jp-theme-light="true"] .autopar, body.vscode-light .autopar'
     media = f"@media (prefers-color-scheme: dark) {{ .autopar:not(:is({light})) {{ {DARK} }} }}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from planner.plan.timeline.step import KINDS, Event, Step
 from planner.solve.pipeline.simulate import Floats
-from planner.timeline.step import KINDS, Event, Step
 
 
 def shares(found: Step, count: int) -> list[dict[str, Floats]]:

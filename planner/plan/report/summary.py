@@ -10,11 +10,11 @@ from typing import Any
 
 from planner.analysis.offload.chunks import ALIGN_BYTES, SAVED
 from planner.base.formatting import IN_EACH, again, in_bytes, in_seconds, sizes_text
-from planner.detail import BlockDetail, Move, OpDetail
-from planner.document import BlockPlan, Document
 from planner.formulation.constraints.pins import FREE_AXES
 from planner.formulation.resharding import Collective
 from planner.ir.layout import PIPELINE
+from planner.plan.document.detail import BlockDetail, Move, OpDetail
+from planner.plan.document.document import BlockPlan, Document
 from planner.solve.pipeline.schedule import versions
 
 

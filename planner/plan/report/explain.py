@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.account import Meanings, meanings
 from planner.analysis.memory.storages import Fullest, Held
 from planner.base.errors import PlanError
 from planner.base.formatting import in_bytes, in_percent, in_seconds, shape_text, sizes_text
-from planner.detail import LeafDetail, Move, OpDetail
-from planner.document import BlockPlan, Document
 from planner.formulation.assignment import Assignment
 from planner.formulation.decision_names import filled, role_names
 from planner.formulation.decisions import Role
 from planner.formulation.strategies import Choice
 from planner.ir.layout import Layout
-from planner.report.summary import is_notable, local_name
+from planner.plan.document.account import Meanings, meanings
+from planner.plan.document.detail import LeafDetail, Move, OpDetail
+from planner.plan.document.document import BlockPlan, Document
+from planner.plan.report.summary import is_notable, local_name
 from planner.solve.choices import solve
 from planner.solve.problem import Evaluation, Problem, evaluate
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.base.formatting import shape_text
-from planner.document import Document
 from planner.formulation.decision_names import filled
 from planner.ir.folding import Folded
 from planner.ir.graph import Graph
+from planner.plan.document.document import Document
 
 
 def difference(plan: Document, folded: Folded, model: Mapping[str, Any]) -> str:
@@ -17,7 +17,7 @@ def difference(plan: Document, folded: Folded, model: Mapping[str, Any]) -> str:
 
     Args:
         folded: the graph of the model at hand.
-        model: its facts, see :func:`planner.facts.model_facts`.
+        model: its facts, see :func:`planner.plan.document.fingerprint.model_facts`.
     """
     facts = [
         f"{what}: plan {plan.model.get(what)}, model {model[what]}"

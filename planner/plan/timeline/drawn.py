@@ -12,11 +12,11 @@ from typing import Any
 
 from planner.base.errors import InputError
 from planner.base.files import write_text
+from planner.plan.timeline.step import Event, Step
+from planner.plan.timeline.svg import svg
+from planner.plan.timeline.text import text
+from planner.plan.timeline.trace import trace
 from planner.solve.pipeline.simulate import Simulated
-from planner.timeline.step import Event, Step
-from planner.timeline.svg import svg
-from planner.timeline.text import text
-from planner.timeline.trace import trace
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,7 +39,7 @@ class StepTimeline(Step):
         return svg(self)
 
     def trace(self) -> dict[str, Any]:
-        """Chrome's trace events, see :mod:`planner.timeline.trace`."""
+        """Chrome's trace events, see :mod:`planner.plan.timeline.trace`."""
         return trace(self)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:

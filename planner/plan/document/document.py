@@ -1,7 +1,7 @@
 """The document that a plan is: decisions, and next to them what was predicted of each.
 
-``planner.plan`` gives the document its doors (files, views); ``planner.report`` and ``planner.explain``
-read it.
+``planner.plan.plan`` gives the document its doors (files, views); ``planner.plan.report`` and
+``planner.plan.report.explain`` read it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from planner.account import account
 from planner.analysis.offload.chunks import SAVED
 from planner.analysis.pipeline.staged import TurnTimes
 from planner.analysis.prediction import Prediction
 from planner.base.errors import PlanError
 from planner.cost.cluster import ClusterSpec
-from planner.detail import Account
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Certificate, certify, of_part
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.training import Activations, Gathers, Training
 from planner.ir.graph import Ref
 from planner.ir.layout import Mesh
+from planner.plan.document.account import account
+from planner.plan.document.detail import Account
+from planner.plan.timeline import StepTimeline, predicted
 from planner.search.parallel_config import Division
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.pipeline.simulate import simulate
 from planner.solve.transfers import Timetable
-from planner.timeline import StepTimeline, predicted
 
 EVALUATE = "autopar.evaluate(model, plan, example_kwargs=batch), with the loss_fn it was made with, if any"
 WITHOUT_GRAPH = (

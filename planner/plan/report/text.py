@@ -15,10 +15,10 @@ from planner.base.formatting import (
     recomputed,
     sizes_text,
 )
-from planner.detail import OpDetail
-from planner.document import Document
 from planner.formulation.resharding import Collective
-from planner.report.summary import (
+from planner.plan.document.detail import OpDetail
+from planner.plan.document.document import Document
+from planner.plan.report.summary import (
     BlockSummary,
     blocks,
     candidate_cells,

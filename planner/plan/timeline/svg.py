@@ -16,8 +16,8 @@ from html import escape
 import numpy as np
 
 from planner.base.formatting import in_seconds
-from planner.timeline.shares import by_rank, shares
-from planner.timeline.step import KINDS, Event, Step
+from planner.plan.timeline.shares import by_rank, shares
+from planner.plan.timeline.step import KINDS, Event, Step
 
 WIDTH, LEFT, RIGHT, TOP = 1160, 62, 10, 34
 Look = tuple[str, int]

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 
 from planner.base.errors import PlanError
-from planner.document import Document
+from planner.plan.document.document import Document
 
 
 def stray(plan: Document, known: Iterable[tuple[object, str]], section: object, name: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from planner.base.errors import PinError, PlanError
-from planner.document import Document
 from planner.formulation.constraints.pins import Pins
+from planner.plan.document.document import Document
 from planner.search.parallel_config import Division, check_pinned
 from planner.solve.pipeline.stages import Pipeline
 

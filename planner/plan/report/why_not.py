@@ -18,13 +18,13 @@ from planner.analysis.memory.storages import is_before
 from planner.analysis.prediction import seconds_by_use
 from planner.base.errors import PinError, PlanError
 from planner.base.formatting import in_bytes, in_lines, in_seconds, labelled
-from planner.document import WITHOUT_GRAPH, Document
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Decided
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decision_names import called, state_of
 from planner.formulation.decisions import Role
 from planner.ir.layout import MICRO
+from planner.plan.document.document import WITHOUT_GRAPH, Document
 from planner.search.branch_and_bound import Searched
 from planner.search.candidate_bounds import PROVED
 from planner.search.conflict import MEMORY, Conflict, Recipe, as_written, conflict_of

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from planner.analysis.prediction import calls_by_block, conversions, sorted_calls
-from planner.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.filters import ATTENTION, Labels, label_dims, labelled_parts
 from planner.formulation.decision_names import Section, fillings, pattern, role_names
@@ -24,6 +23,7 @@ from planner.ir.layout import MICRO, format_layout
 from planner.ops import OPS
 from planner.ops.sharding_rule import AxisStrategy, find
 from planner.ops.table import contraction_flops
+from planner.plan.document.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
 
 Names = Mapping[Role, tuple[Section, str]]
 Meanings = Callable[[Node, Choice], tuple[str, ...]]
@@ -157,7 +157,7 @@ _LABELS = {"batch": "batch", "sequence": "context"}
 
 
 def meanings(space: Space) -> Meanings:
-    """A function that says in words, per axis, what a choice shards; see :class:`planner.detail.OpDetail`."""
+    """A function that says per axis what a choice shards (:class:`planner.plan.document.detail.OpDetail`)."""
     reads = _parameters_read(space)
     labels = {word: label_dims(space.graph, space.rules, which) for word, which in _LABELS.items()}
     return lambda node, choice: tuple(_meaning(space, node, strategy, labels, reads) for strategy in choice.axes)

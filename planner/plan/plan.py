@@ -27,12 +27,6 @@ from planner.analysis.pipeline.staged import Staged, price
 from planner.analysis.prediction import Prediction, predict, predict_in_turns
 from planner.base.errors import PlanError, ScheduleError
 from planner.base.files import write_text
-from planner.consistent import check_consistent
-from planner.document import WITHOUT_GRAPH, BlockPlan, Document, PipelinePlan, Search
-from planner.encode import decisions, decode, dump, encode
-from planner.encode import parse as parse_json
-from planner.entries import check_entries, stray
-from planner.facts import coverage
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.zero import check_together
 from planner.formulation.decision_names import role_names
@@ -44,8 +38,14 @@ from planner.formulation.training import Gathers
 from planner.ir.folding import Folded, fold, fold_off, relabel
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import Layout, format_layout
-from planner.levels import Stated, read_amounts, read_by_number
-from planner.mismatch import difference
+from planner.plan.document.document import WITHOUT_GRAPH, BlockPlan, Document, PipelinePlan, Search
+from planner.plan.document.encoding import decisions, decode, dump, encode
+from planner.plan.document.encoding import parse as parse_json
+from planner.plan.document.entries import check_entries, stray
+from planner.plan.document.fingerprint import coverage
+from planner.plan.document.model_mismatch import difference
+from planner.plan.document.remat_names import Stated, read_amounts, read_by_number
+from planner.plan.document.validation import check_consistent
 from planner.search.block_splitting import finer
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.pipeline.stages import evaluate as cut_of
@@ -53,17 +53,18 @@ from planner.solve.problem import evaluate
 from planner.solve.transfers import Timetable
 
 if TYPE_CHECKING:
-    from planner.explain import Explanation
+    from planner.plan.report.explain import Explanation
+    from planner.plan.report.why_not import WhyNot
     from planner.sizes.closed_form import Formulas
     from planner.sizes.rescale import OtherSizes
-    from planner.why import WhyNot
 
 __all__ = ["BlockPlan", "Plan", "Search", "describe", "refold", "reprice", "restore"]
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(Document):
-    """A plan for one model on one cluster: the document, and its doors. See :class:`planner.document.Document`.
+    """A plan for one model on one cluster: the document, and its doors. See
+    :class:`planner.plan.document.document.Document`.
 
     Raises:
         PlanError: it was changed in one part, and not in another that goes with it, such as its pin.
@@ -132,25 +133,25 @@ class Plan(Document):
 
     def __repr__(self) -> str:
         """One line; ``print(plan)`` shows the whole."""
-        from planner.report import line
+        from planner.plan.report import line
 
         return f"<Plan of {line(self)}>"
 
     def __str__(self) -> str:
         """A page of text: what was planned, what it costs, how every block is laid out."""
-        from planner.report import text
+        from planner.plan.report import text
 
         return text(self)
 
     def to_html(self) -> str:
         """A page of its own that needs nothing else."""
-        from planner.report import page
+        from planner.plan.report import page
 
         return page(self)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from planner.report import fragment
+        from planner.plan.report import fragment
 
         return fragment(self)
 
@@ -176,7 +177,7 @@ class Plan(Document):
         Raises:
             PlanError: nothing of that name; says what is close.
         """
-        from planner.explain import explain
+        from planner.plan.report.explain import explain
 
         is_known = self.assignment is not None and not self.timetables
         return explain(self, name, time_limit_s=time_limit_s, fullest=self.fullest if is_known else None)
@@ -193,7 +194,7 @@ class Plan(Document):
             PlanError: the plan was read from a file: ask the plan that ``autopar.evaluate`` returns; or it offloads.
             PinError: the recipe is malformed, or offloads, or pins a schedule without a pipeline.
         """
-        from planner.why import why_not
+        from planner.plan.report.why_not import why_not
 
         self._check_on_device("plan with the recipe and pin 'offload', and compare what the two plans predict")
         return why_not(self, pin, time_limit_s=time_limit_s)
