@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from autopar.alike import arguments, captured, check_alike
 from autopar.build import InTurns, build
 from autopar.capture import Captured, LossFn, capture
-from autopar.interpreter import no_garbage, on_one_stack
+from autopar.graph.interpreter import no_garbage, on_one_stack
 from autopar.lower import lower
 from autopar.materialize import Source, part_maker
 from autopar.runtime.disk import check_given, open_disk

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.walk import Walk
+from autopar.graph.module_walk import Walk
 from planner.base.errors import CaptureError
 
 Place = tuple[str, nn.Module, str]

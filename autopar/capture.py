@@ -31,14 +31,14 @@ from autopar.failure import failure, on_values, reads_values, without_torchs_not
 from autopar.flatten import flatten
 from autopar.functions.applying import Applied, carrying
 from autopar.functions.carry import Carried
-from autopar.interpreter import no_garbage
+from autopar.graph.interpreter import no_garbage
+from autopar.graph.module_walk import Walk
+from autopar.graph.program import Program, expand
 from autopar.marks import NotFoldable, writes_in_place
 from autopar.nominate import storage_of
-from autopar.program import Program, expand
 from autopar.regions import detach_ungraded
 from autopar.repeats import Repeats
 from autopar.undo import Before
-from autopar.walk import Walk
 from planner.base.errors import CaptureError, InputError
 
 LossFn = Callable[..., torch.Tensor]

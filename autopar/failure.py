@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
-from autopar.program import Program
+from autopar.graph.program import Program
 from planner.base.errors import AutoparError, CaptureError, InputError
 
 _ON_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)

@@ -18,14 +18,14 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 
-from autopar import walk
 from autopar.functions.ungraded import cut_ungraded
+from autopar.graph import module_walk
+from autopar.graph.program import Body, Call, Leaf, Program, constants_in_order, named, without_dead_code
 from autopar.lookups import drop_lookups_of_everything
 from autopar.marks import AGAIN, ENTER, LEAF, LEAVE, VALUE, NotFoldable
 from autopar.masks import simplify_masks
 from autopar.nominate import Submodule, storage_of
 from autopar.order import in_order
-from autopar.program import Body, Call, Leaf, Program, constants_in_order, named, without_dead_code
 from autopar.repeats import Repeats
 from autopar.strides import copy_for_products, drop_contiguous
 from planner.base.errors import CaptureError
@@ -34,7 +34,7 @@ from planner.base.errors import CaptureError
 def canonical_names(model: nn.Module) -> dict[str, str]:
     """Every name of every parameter and buffer -> the first name of the same tensor (tied weights share one)."""
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in walk.tensors(model)}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in module_walk.tensors(model)}
 
 
 def flatten(

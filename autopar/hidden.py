@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from types import MemberDescriptorType
 from typing import Any
 
-from autopar.same import are_same
+from autopar.graph.identity import are_same
 
 _MAPPINGS = (OrderedDict, dict)
 _BASES = (*_MAPPINGS, list, set, deque, bytearray, tuple, frozenset)

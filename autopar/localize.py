@@ -1,7 +1,7 @@
 """Local forms: how each operator is called on one rank's parts.
 
 Most operators run unchanged on local tensors. The exceptions are rows of two tables: operators whose
-arguments name a size (:mod:`autopar.local_sizes`), and operators whose sharding needs a runtime layer
+arguments name a size (:mod:`autopar.graph.local_arguments`), and operators whose sharding needs a runtime layer
 (:data:`autopar.runtime.layers.LOCAL_FORMS`). Operators that draw random numbers or behave otherwise in
 training ask the run state.
 """
@@ -18,7 +18,7 @@ from torch import fx
 from autopar.functions.carry import carried_by
 from autopar.functions.describe import describe
 from autopar.functions.joint import Operand
-from autopar.local_sizes import local_call
+from autopar.graph.local_arguments import local_call
 from autopar.runtime.draws import draw, draw_attention
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS, LocalForm
 from planner.base.errors import PlanError

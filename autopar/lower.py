@@ -19,7 +19,7 @@ from autopar.capture import Captured
 from autopar.functions.carry import Carried, carried_by
 from autopar.functions.describe import describe
 from autopar.functions.joint import operands_of
-from autopar.operators import (
+from autopar.graph.aten import (
     DROPOUT,
     EACH_ITS_OWN,
     arguments,
@@ -30,7 +30,7 @@ from autopar.operators import (
     tensor_type,
     values_of,
 )
-from autopar.program import Body, Leaf, Program, module_path
+from autopar.graph.program import Body, Leaf, Program, module_path
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.node_table import Columns, Ints, Nodes, ending, ints
 from planner.ops.function import PREFIX

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.constants import Constants, Limits, Unknown, argument, evaluate
-from autopar.program import Body, Call, Program
+from autopar.graph.program import Body, Call, Program
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 

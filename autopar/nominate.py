@@ -11,7 +11,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from autopar.walk import Walk
+from autopar.graph.module_walk import Walk
 
 _HELD = operator.attrgetter("_parameters", "_buffers", "_modules")
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
-from autopar.walk import Walk
+from autopar.graph.module_walk import Walk
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _MISSING = object()

@@ -28,10 +28,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.facts import PLAIN
+from autopar.graph.identity import are_same
+from autopar.graph.tensor_metadata import PLAIN
 from autopar.nominate import Submodule, first_with
 from autopar.outside import Outside, is_installed
-from autopar.same import are_same
 from autopar.undo import Held
 
 MOST = 2000

@@ -27,12 +27,12 @@ from torch.fx.experimental.proxy_tensor import _AttrProxy, get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from autopar.following import Call, Record
+from autopar.graph.module_walk import Walk
 from autopar.marks import Copied, NotFoldable
 from autopar.nominate import Submodule, nominate
 from autopar.outside import Outside
 from autopar.recall import Watch
 from autopar.standins import StandIns
-from autopar.walk import Walk
 
 WATCHED = 8
 """Calls of one group that are watched, so that later ones need not run."""

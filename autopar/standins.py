@@ -18,7 +18,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from autopar.facts import FACTS, HISTORY
+from autopar.graph.tensor_metadata import FACTS, HISTORY
 from autopar.marks import LEAF, VALUE, Copied, NotFoldable, mark, node_of, track
 from autopar.nominate import storage_of
 

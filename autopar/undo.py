@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.graph.identity import are_same
+from autopar.graph.module_walk import Walk
 from autopar.hidden import Hidden, hidden
 from autopar.outside import Outside
-from autopar.same import are_same
-from autopar.walk import Walk
 
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict})
 _CONTAINERS = _MAPPINGS | {list, set, deque, tuple}

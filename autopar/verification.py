@@ -29,12 +29,12 @@ from autopar.capture import LossFn, _caches_off, _example_inputs, _WithLoss, pat
 from autopar.compare import first_divergence, reference_values
 from autopar.exact import exact, is_narrow, twin, widen, widened
 from autopar.functions.carry import Carried
+from autopar.graph.module_walk import Walk
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.step import Step
 from autopar.simulate import DivergedError, Simulation
 from autopar.typecheck import TypeReport, typecheck
 from autopar.undo import Before
-from autopar.walk import Walk
 from planner.analysis.prediction import collectives
 from planner.base.errors import CaptureError, PinError, VerificationError
 from planner.cost.cluster import ClusterSpec

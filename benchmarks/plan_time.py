@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autopar import ClusterSpec, Plan
 from autopar.api import Traced, assign, plan_traced, trace
 from autopar.body import STATE
-from autopar.interpreter import no_garbage
+from autopar.graph.interpreter import no_garbage
 from autopar.rewrite import rewrite
 from autopar.runtime.mesh import device_mesh, groups_of
 from autopar.runtime.random import RandomState

@@ -22,7 +22,7 @@ from autopar.functions.carry import APPLIED, APPLY, Carried, apply
 from autopar.functions.declared import DECLARED
 from autopar.functions.outside import belonging
 from autopar.functions.static import Hole, code
-from autopar.walk import Walk
+from autopar.graph.module_walk import Walk
 from planner.base.errors import CaptureError
 
 Applied = dict[tuple[object, ...], Carried]

@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.facts import PLAIN
 from autopar.functions.declared import DECLARED, Declared
 from autopar.functions.outside import Watching
 from autopar.functions.static import Hole, text
+from autopar.graph.tensor_metadata import PLAIN
 from planner.base.errors import CaptureError, InputError
 
 NAMESPACE = "autopar_function"

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.functions.carry import Carried, draws
 from autopar.functions.outside import Watching
-from autopar.operators import arguments, shares_of, storages_of, tensor_type, values_of
+from autopar.graph.aten import arguments, shares_of, storages_of, tensor_type, values_of
 from planner.base.errors import CaptureError
 from planner.ir.graph import Graph, Node, Ref
 from planner.ops import OPS

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.walk import Walk
+from autopar.graph.module_walk import Walk
 from planner.base.errors import CaptureError
 
 _Tensors = Mapping[str, Sequence[tuple[str, Tensor]]]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.functions.joint import Joint
-from autopar.local_sizes import local_call
+from autopar.graph.local_arguments import local_call
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS
 from planner.formulation.strategies import factor_at, rule_of, tensors_of
 from planner.ir.graph import Graph, Node, Ref

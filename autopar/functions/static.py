@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.facts import PLAIN
-from autopar.same import Same
+from autopar.graph.identity import Same
+from autopar.graph.tensor_metadata import PLAIN
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import fx
 from autopar.functions.carry import carried_by
 from autopar.functions.describe import describe
 from autopar.functions.joint import operands_of
-from autopar.operators import tensor_type, values_of
+from autopar.graph.aten import tensor_type, values_of
 
 
 def cut_ungraded(graph: fx.Graph) -> None:

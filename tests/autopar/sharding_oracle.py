@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from autopar.local_sizes import local_call
+from autopar.graph.local_arguments import local_call
 from planner.ir.graph import Node, Ref, TensorType
 from planner.ir.layout import I, LocalType, P, R, Shard, local_shape
 from planner.ops import OPS

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
+from autopar.graph.module_walk import Walk, modules, tensors
 from autopar.lower import lower
 from autopar.verification import verify
-from autopar.walk import Walk, modules, tensors
 from planner.base.errors import CaptureError, InputError
 from planner.cost.cluster import ClusterSpec
 from planner.ir.graph import Ref

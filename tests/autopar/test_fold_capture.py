@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import autopar
 from autopar.api import trace
 from autopar.capture import Captured, capture
+from autopar.graph.module_walk import Walk
 from autopar.lower import lower
 from autopar.nominate import nominate
 from autopar.verification import RTOL, reference, simulate, space_on
-from autopar.walk import Walk
 from planner.base.errors import CaptureError, InputError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import assignment_of

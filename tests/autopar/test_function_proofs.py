@@ -14,7 +14,7 @@ from autopar.functions.carry import Carried
 from autopar.functions.describe import Factor, Seat, describe
 from autopar.functions.joint import Operand
 from autopar.functions.static import Hole
-from autopar.operators import tensor_type
+from autopar.graph.aten import tensor_type
 
 torch.manual_seed(0)
 X, SQUARE, WEIGHT = torch.randn(4, 6, 8).double(), torch.randn(8, 8).double(), torch.randn(8, 10).double()

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.graph.module_walk import Walk
 from autopar.undo import Before, Held
-from autopar.walk import Walk
 
 
 class Model(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.program import module_path
+from autopar.graph.program import module_path
 from planner.base.errors import CaptureError
 from planner.ir.graph import TensorType
 
