@@ -16,9 +16,9 @@ from torch.distributed import distributed_c10d
 
 from autopar.alike import arguments, captured, check_alike
 from autopar.build import InTurns, build
-from autopar.capture import Captured, LossFn, capture
+from autopar.capture.capture import Captured, LossFn, capture
+from autopar.capture.lowering import lower
 from autopar.graph.interpreter import no_garbage, on_one_stack
-from autopar.lower import lower
 from autopar.materialize import Source, part_maker
 from autopar.runtime.disk import check_given, open_disk
 from autopar.runtime.mesh import pipeline_mesh
@@ -78,7 +78,7 @@ def trace(
     loss_fn: LossFn | None = None,
     fold: Fold = "capture",
 ) -> Traced:
-    """Capture and lower a model; see :func:`autopar.capture.capture`, and :func:`plan` for ``fold``."""
+    """Capture and lower a model; see :func:`autopar.capture.capture.capture`, and :func:`plan` for ``fold``."""
     start = time.monotonic()
     captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
     graph = lower(captured)

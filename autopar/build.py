@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.body import CARRIER, STATE
-from autopar.capture import Captured
-from autopar.flatten import canonical_names
+from autopar.capture.capture import Captured
+from autopar.capture.flatten import canonical_names
 from autopar.rewrite import rewrite
 from autopar.runtime.carrier import Carried, CarriedSaved, Carrier
 from autopar.runtime.disk import Disk

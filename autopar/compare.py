@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule
 
-from autopar.capture import Captured
+from autopar.capture.capture import Captured
 from autopar.runtime.recompute import recompute
 from autopar.simulate import DivergedError, Simulation
 from planner.formulation.assignment import Assignment

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.capture import Captured
+from autopar.capture.capture import Captured
 from autopar.checkpoint.contents import MODEL
 from autopar.checkpoint.files import Stored, is_checkpoint
 from autopar.checkpoint.together import Ranks

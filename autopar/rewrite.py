@@ -28,7 +28,7 @@ from autopar.body import (
     module_of,
     one_or_all,
 )
-from autopar.capture import Captured
+from autopar.capture.capture import Captured
 from autopar.runtime.entering import enter_block, leave_block
 from autopar.runtime.parameters import gather_ahead
 from autopar.runtime.recompute import recompute

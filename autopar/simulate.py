@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.build import InTurns, build
-from autopar.capture import Captured
+from autopar.capture.capture import Captured
 from autopar.runtime.mesh import coordinates, device_mesh, part_of, put_part
 from autopar.runtime.module import LeafSpec, ParallelModule
 from planner.base.errors import PlanError

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autopar.body import Body, entries_of, is_param, known_before, module_of, parameters_of, sums_early
-from autopar.capture import Captured
+from autopar.capture.capture import Captured
 from autopar.localize import draws, is_random
 from autopar.rewrite import Root, targets_of
 from autopar.runtime.layers.loss import token_count

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from autopar.body import STATE
 from autopar.build import InTurns
-from autopar.capture import Captured
+from autopar.capture.capture import Captured
 from autopar.localize import COUNT
 from autopar.rewrite import Rewritten, rewrite
 from autopar.runtime.conversions import convert

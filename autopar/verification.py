@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from autopar.api import Traced, assign, check_arguments, given_plan, plan_traced, staged, trace
 from autopar.build import InTurns
 from autopar.calls import count_collectives, count_messages, differences
-from autopar.capture import LossFn, _caches_off, _example_inputs, _WithLoss, path_name
+from autopar.capture.capture import LossFn, _caches_off, _example_inputs, _WithLoss, path_name
+from autopar.capture.snapshot.model_state import Before
 from autopar.compare import first_divergence, reference_values
 from autopar.exact import exact, is_narrow, twin, widen, widened
 from autopar.functions.carry import Carried
@@ -34,7 +35,6 @@ from autopar.runtime.mesh import groups_of
 from autopar.runtime.step import Step
 from autopar.simulate import DivergedError, Simulation
 from autopar.typecheck import TypeReport, typecheck
-from autopar.undo import Before
 from planner.analysis.prediction import collectives
 from planner.base.errors import CaptureError, PinError, VerificationError
 from planner.cost.cluster import ClusterSpec

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar.capture.snapshot.user_code_state import is_installed
 from autopar.functions.carry import Carried
 from autopar.functions.outside import belongings, storage_of
-from autopar.outside import is_installed
 from planner.base.errors import CaptureError
 
 _READS = ("LOAD_GLOBAL", "LOAD_NAME")

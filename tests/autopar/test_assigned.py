@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import ClusterSpec
-from autopar.capture import capture
+from autopar.capture.capture import capture
 from planner.base.errors import CaptureError
 
 X = torch.randn(4, 8)

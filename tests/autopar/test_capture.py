@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture import capture
+from autopar.capture.capture import capture
+from autopar.capture.lowering import lower
 from autopar.graph.module_walk import Walk, modules, tensors
-from autopar.lower import lower
 from autopar.verification import verify
 from planner.base.errors import CaptureError, InputError
 from planner.cost.cluster import ClusterSpec

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.api import trace
-from autopar.capture import Captured, capture
+from autopar.capture.capture import Captured, capture
+from autopar.capture.lowering import lower
+from autopar.capture.repeats.candidates import nominate
 from autopar.graph.module_walk import Walk
-from autopar.lower import lower
-from autopar.nominate import nominate
 from autopar.verification import RTOL, reference, simulate, space_on
 from planner.base.errors import CaptureError, InputError
 from planner.cost.cluster import ClusterSpec

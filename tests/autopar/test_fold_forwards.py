@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.capture import Captured, capture
-from autopar.lower import lower
+from autopar.capture.capture import Captured, capture
+from autopar.capture.lowering import lower
 
 X = torch.randn(2, 4, 8)
 IDS = torch.arange(16).view(2, 8)

@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 
 import autopar
 from autopar.api import plan_traced, trace
-from autopar.capture import capture
+from autopar.capture.capture import capture
+from autopar.capture.lowering import lower
 from autopar.functions.declared import DECLARED
 from autopar.functions.keeping import observed
-from autopar.lower import lower
 from autopar.rewrite import rewrite
 from autopar.typecheck import typecheck
 from autopar.verification import locate, reference, simulate, verify

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.lookups import INDEX, drop_lookups_of_everything
+from autopar.capture.passes.identity_indexing import INDEX, drop_lookups_of_everything
 
 B, L = 4, 6
 

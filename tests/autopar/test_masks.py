@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autopar.capture import Captured, capture
-from autopar.constants import Limits, argument, evaluate
-from autopar.masks import ATTENTION, Meaning, meaning
+from autopar.capture.capture import Captured, capture
+from autopar.capture.passes.causal_masks import ATTENTION, Meaning, meaning
+from autopar.capture.passes.constant_folding import Limits, argument, evaluate
 from tests.autopar.models import gpt2, labels, llama, tokens
 
 INF = float("inf")

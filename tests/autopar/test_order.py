@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture import capture
-from autopar.lower import lower
+from autopar.capture.capture import capture
+from autopar.capture.lowering import lower
 from planner.cost.cluster import ClusterSpec
 from planner.ir.folding import fold
 from planner.ir.graph import Graph

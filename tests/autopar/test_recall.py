@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.capture import capture
-from autopar.following import Call
-from autopar.lower import lower
-from autopar.outside import globals_of
+from autopar.capture.capture import capture
+from autopar.capture.lowering import lower
+from autopar.capture.repeats.replay import Call
+from autopar.capture.snapshot.user_code_state import globals_of
 from tests.autopar.test_fold_forwards import Forward, Layer, Make, Stack, X, both, copies, layers, own_layers
 
 N = 7

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.capture import capture
-from autopar.lower import lower
-from autopar.strides import CONTIGUOUS, LINEAR
+from autopar.capture.capture import capture
+from autopar.capture.lowering import lower
+from autopar.capture.passes.strides import CONTIGUOUS, LINEAR
 from autopar.verification import verify
 from planner.cost.cluster import ClusterSpec
 

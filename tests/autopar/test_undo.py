@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.snapshot.model_state import Before, Held
 from autopar.graph.module_walk import Walk
-from autopar.undo import Before, Held
 
 
 class Model(nn.Module):

@@ -26,19 +26,19 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
 
-from autopar.assigned import assigned, buffers, written_in_place
-from autopar.failure import failure, on_values, reads_values, without_torchs_notes
-from autopar.flatten import flatten
+from autopar.capture.export_errors import failure, on_values, reads_values, without_torchs_notes
+from autopar.capture.flatten import flatten
+from autopar.capture.passes.buffer_assignment import assigned, buffers, written_in_place
+from autopar.capture.passes.no_grad_regions import detach_ungraded
+from autopar.capture.repeats.candidates import storage_of
+from autopar.capture.repeats.markers import NotFoldable, writes_in_place
+from autopar.capture.repeats.repeats import Repeats
+from autopar.capture.snapshot.model_state import Before
 from autopar.functions.applying import Applied, carrying
 from autopar.functions.carry import Carried
 from autopar.graph.interpreter import no_garbage
 from autopar.graph.module_walk import Walk
 from autopar.graph.program import Program, expand
-from autopar.marks import NotFoldable, writes_in_place
-from autopar.nominate import storage_of
-from autopar.regions import detach_ungraded
-from autopar.repeats import Repeats
-from autopar.undo import Before
 from planner.base.errors import CaptureError, InputError
 
 LossFn = Callable[..., torch.Tensor]
@@ -163,7 +163,7 @@ def capture(
         example_args, example_kwargs: inputs of global shape; left out, the model's ``dummy_inputs`` are used.
         loss_fn: ``loss_fn(outputs, batch)`` where batch is ``example_kwargs``; names that ``model.forward``
             does not accept go to the loss alone.
-        fold: trace submodules that repeat once (:mod:`autopar.repeats`); the graph is the same.
+        fold: trace submodules that repeat once (:mod:`autopar.capture.repeats.repeats`); the graph is the same.
 
     Raises:
         InputError: no example inputs and no ``dummy_inputs``, inputs on which the model fails, or a loss that is none.
@@ -330,7 +330,7 @@ def _masks_not_read() -> Iterator[None]:
     """While inside, nn.TransformerEncoder and -Decoder use a mask as it is where nobody told them whether it is causal.
 
     They would read its values to find that out, which a graph does not know. The result is the same; what is provably
-    causal is found later (:mod:`autopar.masks`).
+    causal is found later (:mod:`autopar.capture.passes.causal_masks`).
     """
     before = transformer._detect_is_causal_mask
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True

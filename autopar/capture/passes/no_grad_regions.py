@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from autopar.capture.repeats.markers import writes_in_place
 from autopar.graph.aten import SHAPE_ONLY
-from autopar.marks import writes_in_place
 from planner.base.errors import CaptureError
 
 

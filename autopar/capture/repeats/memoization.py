@@ -5,7 +5,7 @@ which of the user's functions it runs, and whether it leaves everything as it wa
 not run if what was read is equal in its modules, and all that can be reached from there, and from the user's functions,
 is as it was. Where that cannot be told the code runs: an attribute that is neither plain nor one object for all, an
 iterator, an array, a function that only a library knows. What installed libraries keep outside the model is not
-followed, as in :mod:`autopar.outside`.
+followed, as in :mod:`autopar.capture.snapshot.user_code_state`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar.capture.repeats.candidates import Submodule, first_with
+from autopar.capture.snapshot.model_state import Held
+from autopar.capture.snapshot.user_code_state import Outside, is_installed
 from autopar.graph.identity import are_same
 from autopar.graph.tensor_metadata import PLAIN
-from autopar.nominate import Submodule, first_with
-from autopar.outside import Outside, is_installed
-from autopar.undo import Held
 
 MOST = 2000
 """Containers that a call may reach: to compare more takes longer than to run it."""

@@ -2,8 +2,8 @@
 
 A model is captured by running its code on tensors without values, and sometimes twice. Code may count, cache, install
 hooks or draw random numbers; afterwards the model is as it was, and a second run begins as the first did. What the
-user's own functions keep in globals, closures, classes and caches is followed too (:mod:`autopar.outside`), what
-installed libraries keep there is not.
+user's own functions keep in globals, closures, classes and caches is followed too
+(:mod:`autopar.capture.snapshot.user_code_state`), what installed libraries keep there is not.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.capture.snapshot.object_state import Hidden, hidden
+from autopar.capture.snapshot.user_code_state import Outside
 from autopar.graph.identity import are_same
 from autopar.graph.module_walk import Walk
-from autopar.hidden import Hidden, hidden
-from autopar.outside import Outside
 
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict})
 _CONTAINERS = _MAPPINGS | {list, set, deque, tuple}

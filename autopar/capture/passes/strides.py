@@ -17,9 +17,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
+from autopar.capture.repeats.markers import LEAVE
 from autopar.graph.aten import values_of
 from autopar.graph.local_arguments import RESHAPES
-from autopar.marks import LEAVE
 
 CONTIGUOUS = torch.ops.aten.contiguous.default
 LINEAR = torch.ops.aten.linear.default

@@ -1,15 +1,16 @@
 """Repeats: submodules that occur several times are traced once, and their further calls stand for copies.
 
-Submodules of one structure (classes, names, shapes, ties) are *nominated* (:mod:`autopar.nominate`); whether two calls
-are the same is then found out, not guessed, by running the code of each (:mod:`autopar.following`), until it is known
-what that code reads and that it leaves nothing behind; then by comparing that (:mod:`autopar.recall`). So all that
-Python decides on (configuration, layer numbers, hooks, counters, caches, masks) is decided in the order of the model.
+Submodules of one structure (classes, names, shapes, ties) are *nominated* (:mod:`autopar.capture.repeats.candidates`);
+whether two calls are the same is then found out, not guessed, by running the code of each
+(:mod:`autopar.capture.repeats.replay`), until it is known what that code reads and that it leaves nothing behind; then
+by comparing that (:mod:`autopar.capture.repeats.memoization`). So all that Python decides on (configuration, layer
+numbers, hooks, counters, caches, masks) is decided in the order of the model.
 
 Export, whose time grows with the number of parameters and modules, sees neither: it is given an opaque module that
 calls the model. The model itself is left as it is: its code may look at all of its modules and parameters, and a
-parameter enters the graph when a function first uses it (:mod:`autopar.standins`). What this cannot follow (writes in
-place, tensors left on modules, a layer that sets autocast) raises :class:`autopar.marks.NotFoldable`, and the model
-is captured as a whole.
+parameter enters the graph when a function first uses it (:mod:`autopar.capture.repeats.proxies`). What this cannot
+follow (writes in place, tensors left on modules, a layer that sets autocast) raises
+:class:`autopar.capture.repeats.markers.NotFoldable`, and the model is captured as a whole.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import _AttrProxy, get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
-from autopar.following import Call, Record
+from autopar.capture.repeats.candidates import Submodule, nominate
+from autopar.capture.repeats.markers import Copied, NotFoldable
+from autopar.capture.repeats.memoization import Watch
+from autopar.capture.repeats.proxies import StandIns
+from autopar.capture.repeats.replay import Call, Record
+from autopar.capture.snapshot.user_code_state import Outside
 from autopar.graph.module_walk import Walk
-from autopar.marks import Copied, NotFoldable
-from autopar.nominate import Submodule, nominate
-from autopar.outside import Outside
-from autopar.recall import Watch
-from autopar.standins import StandIns
 
 WATCHED = 8
 """Calls of one group that are watched, so that later ones need not run."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from autopar.constants import evaluate
+from autopar.capture.passes.constant_folding import evaluate
 
 INDEX = torch.ops.aten.index.Tensor
 UNSQUEEZE = torch.ops.aten.unsqueeze.default
@@ -47,7 +47,7 @@ def _places(node: fx.Node, values: list[Tensor | None]) -> list[int] | None:
     repeats what is found.
 
     Args:
-        values: of the indices, compressed (:mod:`autopar.constants`), where they are known.
+        values: of the indices, compressed (:mod:`autopar.capture.passes.constant_folding`), where they are known.
     """
     source, result = node.args[0], node.meta["val"]
     assert isinstance(source, fx.Node)

@@ -21,12 +21,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._mode_utils import no_dispatch
 
+from autopar.capture.repeats.candidates import Submodule, first_with, storage_of, tensor_kind
+from autopar.capture.repeats.markers import (
+    AGAIN,
+    ENTER,
+    LEAF,
+    LEAVE,
+    VALUE,
+    Copied,
+    NotFoldable,
+    mark,
+    node_of,
+    track,
+    writes_in_place,
+)
+from autopar.capture.repeats.memoization import Recall, Watch
+from autopar.capture.repeats.proxies import StandIns, translated
 from autopar.graph.identity import Same
 from autopar.graph.tensor_metadata import ATOMS, FACTS, HISTORY, PLAIN
-from autopar.marks import AGAIN, ENTER, LEAF, LEAVE, VALUE, Copied, NotFoldable, mark, node_of, track, writes_in_place
-from autopar.nominate import Submodule, first_with, storage_of, tensor_kind
-from autopar.recall import Recall, Watch
-from autopar.standins import StandIns, translated
 
 MAX_KINDS = 16
 """Kinds of calls that are told apart within one structure; what comes after is traced call by call."""

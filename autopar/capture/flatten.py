@@ -1,7 +1,7 @@
 """Flatten: from an exported program to a :class:`Program`: flat, functional, free of assertions.
 
 Regions (``no_grad``, ``autocast(enabled=False)``) are inlined, tied parameters become one leaf, and the marks that
-:mod:`autopar.repeats` left in the graph become calls of one body.
+:mod:`autopar.capture.repeats.repeats` left in the graph become calls of one body.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 
+from autopar.capture.passes.canonical_order import in_order
+from autopar.capture.passes.causal_masks import simplify_masks
+from autopar.capture.passes.identity_indexing import drop_lookups_of_everything
+from autopar.capture.passes.strides import copy_for_products, drop_contiguous
+from autopar.capture.repeats.candidates import Submodule, storage_of
+from autopar.capture.repeats.markers import AGAIN, ENTER, LEAF, LEAVE, VALUE, NotFoldable
+from autopar.capture.repeats.repeats import Repeats
 from autopar.functions.ungraded import cut_ungraded
 from autopar.graph import module_walk
 from autopar.graph.program import Body, Call, Leaf, Program, constants_in_order, named, without_dead_code
-from autopar.lookups import drop_lookups_of_everything
-from autopar.marks import AGAIN, ENTER, LEAF, LEAVE, VALUE, NotFoldable
-from autopar.masks import simplify_masks
-from autopar.nominate import Submodule, storage_of
-from autopar.order import in_order
-from autopar.repeats import Repeats
-from autopar.strides import copy_for_products, drop_contiguous
 from planner.base.errors import CaptureError
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.capture import Captured
+from autopar.capture.capture import Captured
 from autopar.functions.carry import Carried, carried_by
 from autopar.functions.describe import describe
 from autopar.functions.joint import operands_of

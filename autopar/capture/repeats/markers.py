@@ -1,6 +1,6 @@
 """Marks: nodes of our own in the graph that ``torch.export`` traces, and what tells its tracer of them.
 
-:mod:`autopar.repeats` leaves them while the model runs, :mod:`autopar.flatten` takes them out.
+:mod:`autopar.capture.repeats.repeats` leaves them while the model runs, :mod:`autopar.capture.flatten` takes them out.
 """
 
 from __future__ import annotations

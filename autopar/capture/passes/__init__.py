@@ -1,0 +1,1 @@
+"""Passes over the captured program, one a file: each takes a valid program and leaves a valid one."""
