@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from autopar.materialize import Source
+from autopar.emit.initialization import Source
 from planner.base.errors import PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins

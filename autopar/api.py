@@ -15,16 +15,16 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from autopar.alike import arguments, captured, check_alike
-from autopar.build import InTurns, build
 from autopar.capture.capture import Captured, LossFn, capture
 from autopar.capture.lowering import lower
+from autopar.emit.build import InTurns, build
+from autopar.emit.initialization import Source, part_maker
+from autopar.emit.stage_programs import check_in_turns
 from autopar.graph.interpreter import no_garbage, on_one_stack
-from autopar.materialize import Source, part_maker
 from autopar.runtime.disk import check_given, open_disk
 from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.room import check_room
-from autopar.stages import check_in_turns
 from planner.analysis.memory import usage
 from planner.analysis.offload.chunks import chunks_of, moving_bytes, parameters
 from planner.analysis.offload.step_timing import saved_bytes

@@ -18,8 +18,8 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autopar.build import InTurns, build
 from autopar.capture.capture import Captured
+from autopar.emit.build import InTurns, build
 from autopar.runtime.mesh import coordinates, device_mesh, part_of, put_part
 from autopar.runtime.module import LeafSpec, ParallelModule
 from planner.base.errors import PlanError

@@ -21,11 +21,12 @@ from spmd_types.checker import typecheck as spmd_typecheck
 from torch import Tensor, fx
 from torch.distributed import ProcessGroup
 
-from autopar.body import STATE
-from autopar.build import InTurns
 from autopar.capture.capture import Captured
-from autopar.localize import COUNT
-from autopar.rewrite import Rewritten, rewrite
+from autopar.emit.block_program import STATE
+from autopar.emit.build import InTurns
+from autopar.emit.local_ops import COUNT
+from autopar.emit.rewrite import Rewritten, rewrite
+from autopar.emit.stage_programs import stages_of
 from autopar.runtime.conversions import convert
 from autopar.runtime.mesh import device_mesh, groups_of
 from autopar.runtime.parameters import gather_parameters, replicate_parameters
@@ -34,7 +35,6 @@ from autopar.runtime.recompute import gatherings_of, recompute
 from autopar.runtime.state import RunState
 from autopar.runtime.turns import Turns
 from autopar.simulate import fake_process_group
-from autopar.stages import stages_of
 from planner.base.errors import VerificationError
 from planner.formulation.assignment import Assignment
 from planner.formulation.strategies import Choice

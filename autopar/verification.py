@@ -23,11 +23,11 @@ from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.tensor import DTensor
 
 from autopar.api import Traced, assign, check_arguments, given_plan, plan_traced, staged, trace
-from autopar.build import InTurns
 from autopar.calls import count_collectives, count_messages, differences
 from autopar.capture.capture import LossFn, _caches_off, _example_inputs, _WithLoss, path_name
 from autopar.capture.snapshot.model_state import Before
 from autopar.compare import first_divergence, reference_values
+from autopar.emit.build import InTurns
 from autopar.exact import exact, is_narrow, twin, widen, widened
 from autopar.functions.carry import Carried
 from autopar.graph.module_walk import Walk

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from autopar.api import Traced, plan_traced, trace
-from autopar.build import build
+from autopar.emit.build import build
 from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import LeafSpec, ParallelModule
 from autopar.simulate import fake_process_group

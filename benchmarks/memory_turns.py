@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autopar.api import Traced, assign, plan_traced, staged
-from autopar.build import build
+from autopar.emit.build import build
 from autopar.meter import LiveBytes, held_tensors
 from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import LeafSpec

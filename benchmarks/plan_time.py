@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from autopar import ClusterSpec, Plan
 from autopar.api import Traced, assign, plan_traced, trace
-from autopar.body import STATE
+from autopar.emit.block_program import STATE
+from autopar.emit.rewrite import rewrite
 from autopar.graph.interpreter import no_garbage
-from autopar.rewrite import rewrite
 from autopar.runtime.mesh import device_mesh, groups_of
 from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState

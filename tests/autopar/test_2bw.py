@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.api import assign, plan_traced, staged
-from autopar.build import build
+from autopar.emit.build import build
 from autopar.exact import exact
 from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import ParallelModule

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import pytest
 from torch import fx
 
+from autopar.emit.rewrite import Rewritten
 from autopar.exact import exact
-from autopar.rewrite import Rewritten
 from autopar.runtime.conversions import convert
 from autopar.runtime.layers import cross_entropy_loss, partial_mean
 from autopar.runtime.parameters import replicate_parameters

@@ -20,9 +20,9 @@ import autopar
 from autopar.api import plan_traced, trace
 from autopar.capture.capture import capture
 from autopar.capture.lowering import lower
+from autopar.emit.rewrite import rewrite
 from autopar.functions.declared import DECLARED
 from autopar.functions.keeping import observed
-from autopar.rewrite import rewrite
 from autopar.typecheck import typecheck
 from autopar.verification import locate, reference, simulate, verify
 from benchmarks.memory import observed_peak

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import Traced, assign, plan_traced, staged, trace
-from autopar.build import InTurns, build
+from autopar.emit.build import InTurns, build
 from autopar.runtime.mail import Message, Within
 from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import ParallelModule

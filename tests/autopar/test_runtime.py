@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.api import assign, plan_traced, trace
 from autopar.calls import count_collectives, differences
-from autopar.materialize import _cut, _reader
+from autopar.emit.initialization import _cut, _reader
 from autopar.meter import LiveBytes, held_tensors
 from autopar.runtime.mesh import groups_of, part_of, put_part, rows_of, take
 from autopar.simulate import Simulation

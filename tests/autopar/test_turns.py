@@ -12,8 +12,8 @@ import torch
 
 import autopar
 from autopar.api import assign, plan_traced, staged, trace
-from autopar.body import Body
-from autopar.build import InTurns
+from autopar.emit.block_program import Body
+from autopar.emit.build import InTurns
 from autopar.exact import exact
 from autopar.runtime.step import Step, _Run
 from autopar.simulate import Simulation

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.api import Traced, assign, plan_traced, staged, trace
-from autopar.build import InTurns
+from autopar.emit.build import InTurns
 from autopar.exact import exact
 from autopar.processes import LocalProcesses
 from autopar.simulate import Simulation

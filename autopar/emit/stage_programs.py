@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.body import Body, entries_of, is_param, known_before, module_of, parameters_of, sums_early
 from autopar.capture.capture import Captured
-from autopar.localize import draws, is_random
-from autopar.rewrite import Root, targets_of
+from autopar.emit.block_program import Body, entries_of, is_param, known_before, module_of, parameters_of, sums_early
+from autopar.emit.local_ops import draws, is_random
+from autopar.emit.rewrite import Root, targets_of
 from autopar.runtime.layers.loss import token_count
 from autopar.runtime.stage import Passed, Stage
 from planner.analysis.offload.chunks import Chunk, before
@@ -55,7 +55,7 @@ def stages_of(
     """Every stage in order; a process emits the programs of those that it runs.
 
     Args:
-        captured, groups, device: as in :func:`autopar.rewrite.rewrite`; ``"micro"`` names the micro-batches.
+        captured, groups, device: as in :func:`autopar.emit.rewrite.rewrite`; ``"micro"`` names the micro-batches.
         assignment: what to do, on the mesh of one stage.
         bounds: stage ``s`` has the blocks from ``bounds[s]`` up to, not including, ``bounds[s + 1]``.
 

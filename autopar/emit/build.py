@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.body import CARRIER, STATE
 from autopar.capture.capture import Captured
 from autopar.capture.flatten import canonical_names
-from autopar.rewrite import rewrite
+from autopar.emit.block_program import CARRIER, STATE
+from autopar.emit.rewrite import rewrite
+from autopar.emit.stage_programs import Outline, stages_of
 from autopar.runtime.carrier import Carried, CarriedSaved, Carrier
 from autopar.runtime.disk import Disk
 from autopar.runtime.mail import Between, Pipeline, Within
@@ -27,7 +28,6 @@ from autopar.runtime.state import RunState
 from autopar.runtime.step import Step, Tie, Trainers
 from autopar.runtime.trace import Recorder
 from autopar.runtime.turns import Turns
-from autopar.stages import Outline, stages_of
 from planner.analysis.memory import usage
 from planner.analysis.offload.chunks import (
     SAVED,

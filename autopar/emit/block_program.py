@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.emit.local_ops import Call, local_form
 from autopar.functions.carry import carried_in
-from autopar.localize import Call, local_form
 from autopar.runtime.conversions import convert
 from autopar.runtime.entering import enter_block
 from autopar.runtime.layers import LOCAL_FORMS

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.body import (
+from autopar.capture.capture import Captured
+from autopar.emit.block_program import (
     CARRIER,
     STATE,
     Body,
@@ -28,7 +29,6 @@ from autopar.body import (
     module_of,
     one_or_all,
 )
-from autopar.capture.capture import Captured
 from autopar.runtime.entering import enter_block, leave_block
 from autopar.runtime.parameters import gather_ahead
 from autopar.runtime.recompute import recompute
@@ -58,7 +58,7 @@ class Rewritten:
 
 
 def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any], device: torch.device) -> Rewritten:
-    """Emit the program of one rank; a step in turns has programs of its own, see :mod:`autopar.stages`.
+    """Emit the program of one rank; a step in turns has programs of its own, see :mod:`autopar.emit.stage_programs`.
 
     Args:
         captured: the model's graph, for the operators' targets.
