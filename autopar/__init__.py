@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
     from autopar.functions.register import register
-    from autopar.verification import verify
+    from autopar.verification.verify import verify
     from planner.base.errors import (
         AutoparError,
         CaptureError,
@@ -44,7 +44,7 @@ _LAZY = {
     "plan": "autopar.api",
     "register": "autopar.functions.register",
     "save_checkpoint": "autopar.checkpoint.save",
-    "verify": "autopar.verification",
+    "verify": "autopar.verification.verify",
 }
 
 __all__ = [

@@ -197,7 +197,7 @@ def verify(
         name, forms = arguments.read_model(model), arguments.read_inputs(inputs or ())
 
         from autopar import named
-        from autopar.verification import verify as check
+        from autopar.verification.verify import verify as check
 
         planned = what if isinstance(what, Plan) and batch is None and seq is None else None
         loaded = named.load(name, batch or 8, seq or 32, forms, real=True, planned=planned)

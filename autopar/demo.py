@@ -25,11 +25,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from autopar import api
-from autopar.calls import count_collectives
-from autopar.meter import LiveBytes, held_tensors
 from autopar.processes import LocalProcesses
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import ParallelModule
+from autopar.verification.collective_counter import count_collectives
+from autopar.verification.memory_meter import LiveBytes, held_tensors
 from planner.base.errors import InputError
 from planner.base.formatting import in_bytes, in_seconds
 from planner.cost.cluster import ClusterSpec

@@ -23,7 +23,7 @@ from autopar.api import Traced, plan_traced, trace
 from autopar.emit.build import build
 from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import LeafSpec, ParallelModule
-from autopar.simulate import fake_process_group
+from autopar.verification.simulator import fake_process_group
 from planner.base.errors import PinError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from autopar.api import Traced, assign, plan_traced, staged
 from autopar.emit.build import build
-from autopar.meter import LiveBytes, held_tensors
 from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import LeafSpec
-from autopar.simulate import fake_process_group
+from autopar.verification.memory_meter import LiveBytes, held_tensors
+from autopar.verification.simulator import fake_process_group
 from benchmarks.memory import Compared, backward, zoo
 from planner.base.errors import AutoparError
 from planner.cost.cluster import ClusterSpec

@@ -24,7 +24,7 @@ from autopar.graph.interpreter import no_garbage
 from autopar.runtime.mesh import device_mesh, groups_of
 from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState
-from autopar.simulate import fake_process_group
+from autopar.verification.simulator import fake_process_group
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 

@@ -140,7 +140,7 @@ def _row(
 
 def planned(name: str, pin: Mapping[str, Any]) -> dict[str, Any]:
     """The plan of a cell, with a budget at which model data moves if it is away."""
-    from autopar.exact import exact
+    from autopar.verification.float64 import exact
     from planner.solve.transfers import fewest_bytes
 
     with exact():
@@ -173,7 +173,7 @@ def trained(name: str, document: Mapping[str, Any], folder: str) -> float:
     import torch
 
     import autopar
-    from autopar.exact import exact
+    from autopar.verification.float64 import exact
     from tests.autopar.carried import another, loss_of, model_of
 
     plan = autopar.Plan.from_dict(document)

@@ -118,7 +118,7 @@ def trained(name: str, document: Mapping[str, Any]) -> float:
     import torch
 
     import autopar
-    from autopar.exact import exact, widen
+    from autopar.verification.float64 import exact, widen
     from tests.autopar.test_turns_models import made
 
     model, batch = made(name)

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.checkpoint import files, save
-from autopar.exact import exact
 from autopar.runtime.module import ParallelModule
+from autopar.verification.float64 import exact
 from planner.base.errors import CheckpointError
 from tests.autopar.workers import batch_of, loss_of, model_of, parallel
 

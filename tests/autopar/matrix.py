@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.simulate import DivergedError
-from autopar.typecheck import typecheck
-from autopar.verification import RTOL, Agreement, Reference, locate, reference, simulate, space_on
+from autopar.verification.simulator import DivergedError
+from autopar.verification.typecheck import typecheck
+from autopar.verification.verify import RTOL, Agreement, Reference, locate, reference, simulate, space_on
 from planner.base.errors import PinError, VerificationError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment, assignment_of

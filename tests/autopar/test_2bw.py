@@ -18,13 +18,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.api import assign, plan_traced, staged
 from autopar.emit.build import build
-from autopar.exact import exact
 from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.recompute import memory_of
 from autopar.runtime.step import Step
-from autopar.simulate import fake_process_group
-from autopar.verification import reference, simulate
+from autopar.verification.float64 import exact
+from autopar.verification.simulator import fake_process_group
+from autopar.verification.verify import reference, simulate
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from tests.autopar import workers

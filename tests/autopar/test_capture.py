@@ -9,7 +9,7 @@ from torch import nn
 from autopar.capture.capture import capture
 from autopar.capture.lowering import lower
 from autopar.graph.module_walk import Walk, modules, tensors
-from autopar.verification import verify
+from autopar.verification.verify import verify
 from planner.base.errors import CaptureError, InputError
 from planner.cost.cluster import ClusterSpec
 from planner.ir.graph import Ref

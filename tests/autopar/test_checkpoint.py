@@ -28,8 +28,8 @@ import autopar
 from autopar import cli
 from autopar.checkpoint import files
 from autopar.checkpoint.parts import Part, boxes, pieces
-from autopar.meter import LiveBytes
 from autopar.runtime.mesh import part_of, put_part
+from autopar.verification.memory_meter import LiveBytes
 from planner.base.errors import CheckpointError
 from planner.ir.layout import I, Mesh, R, Shard, local_shape
 from tests.autopar.checkpoints import save_small, small, value_at

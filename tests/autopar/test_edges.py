@@ -8,7 +8,7 @@ from torch import nn
 
 import autopar
 from autopar.api import assign, trace
-from autopar.simulate import Simulation
+from autopar.verification.simulator import Simulation
 from planner.base.errors import CaptureError, ClusterError, InputError, PinError, PlanError
 
 X = torch.randn(8, 16)

@@ -13,13 +13,13 @@ import pytest
 from torch import fx
 
 from autopar.emit.rewrite import Rewritten
-from autopar.exact import exact
 from autopar.runtime.conversions import convert
 from autopar.runtime.layers import cross_entropy_loss, partial_mean
 from autopar.runtime.parameters import replicate_parameters
-from autopar.simulate import DivergedError, Simulation, fake_process_group
-from autopar.typecheck import check_program, emit
-from autopar.verification import RTOL, Reference, observed_step
+from autopar.verification.float64 import exact
+from autopar.verification.simulator import DivergedError, Simulation, fake_process_group
+from autopar.verification.typecheck import check_program, emit
+from autopar.verification.verify import RTOL, Reference, observed_step
 from planner.base.errors import VerificationError
 from planner.formulation.assignment import Assignment
 from tests.autopar.matrix import Recipe, decide, original

@@ -15,7 +15,7 @@ from autopar.capture.capture import Captured, capture
 from autopar.capture.lowering import lower
 from autopar.capture.repeats.candidates import nominate
 from autopar.graph.module_walk import Walk
-from autopar.verification import RTOL, reference, simulate, space_on
+from autopar.verification.verify import RTOL, reference, simulate, space_on
 from planner.base.errors import CaptureError, InputError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import assignment_of

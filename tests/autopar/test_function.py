@@ -23,8 +23,8 @@ from autopar.capture.lowering import lower
 from autopar.emit.rewrite import rewrite
 from autopar.functions.declared import DECLARED
 from autopar.functions.keeping import observed
-from autopar.typecheck import typecheck
-from autopar.verification import locate, reference, simulate, verify
+from autopar.verification.typecheck import typecheck
+from autopar.verification.verify import locate, reference, simulate, verify
 from benchmarks.memory import observed_peak
 from planner.analysis.memory import usage
 from planner.base.errors import CaptureError, InputError, PinError, PlanError, VerificationError

@@ -27,8 +27,8 @@ from autopar.runtime.mesh import part_of
 from autopar.runtime.parameters import _Form, gather_parameters
 from autopar.runtime.stage import Stage
 from autopar.runtime.step import _Run
-from autopar.simulate import Simulation, fake_process_group
-from autopar.verification import reference, simulate, verify
+from autopar.verification.simulator import Simulation, fake_process_group
+from autopar.verification.verify import reference, simulate, verify
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training

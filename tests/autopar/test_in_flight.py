@@ -18,7 +18,7 @@ from autopar.runtime.mail import Message, Within
 from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.step import Step
-from autopar.simulate import fake_process_group
+from autopar.verification.simulator import fake_process_group
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.meter import LiveBytes
 from autopar.runtime.masters import MASTER, class_with_masters, with_masters
 from autopar.runtime.module import ParallelModule
+from autopar.verification.memory_meter import LiveBytes
 from planner.base.errors import InfeasibleError, InputError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan

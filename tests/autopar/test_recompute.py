@@ -19,10 +19,10 @@ from torch.distributed._local_tensor import LocalTensor
 import autopar
 from autopar import ClusterSpec, Plan
 from autopar.api import Traced, assign, plan_traced, trace
-from autopar.meter import LiveBytes
 from autopar.runtime.recompute import recompute
-from autopar.simulate import Simulation, fake_process_group
-from autopar.typecheck import check_program, emit
+from autopar.verification.memory_meter import LiveBytes
+from autopar.verification.simulator import Simulation, fake_process_group
+from autopar.verification.typecheck import check_program, emit
 from benchmarks.memory import observed_peak
 from planner.base.errors import PlanError, VerificationError
 from planner.formulation.constraints.pins import Pins

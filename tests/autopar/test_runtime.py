@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.api import assign, plan_traced, trace
-from autopar.calls import count_collectives, differences
 from autopar.emit.initialization import _cut, _reader
-from autopar.meter import LiveBytes, held_tensors
 from autopar.runtime.mesh import groups_of, part_of, put_part, rows_of, take
-from autopar.simulate import Simulation
-from autopar.typecheck import typecheck
+from autopar.verification.collective_counter import count_collectives, differences
+from autopar.verification.memory_meter import LiveBytes, held_tensors
+from autopar.verification.simulator import Simulation
+from autopar.verification.typecheck import typecheck
 from planner.base.errors import InputError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
@@ -208,6 +208,6 @@ def test_inputs_by_position_and_by_name_are_not_mixed_up(by_name: bool) -> None:
 def test_the_front_door_is_the_function_even_after_its_module_was_imported() -> None:
     import importlib
 
-    importlib.import_module("autopar.verification")
+    importlib.import_module("autopar.verification.verify")
     for name, _ in itertools.product(("verify", "plan", "parallelize"), range(2)):
         assert callable(getattr(autopar, name)), name

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.capture.capture import capture
 from autopar.capture.lowering import lower
 from autopar.capture.passes.strides import CONTIGUOUS, LINEAR
-from autopar.verification import verify
+from autopar.verification.verify import verify
 from planner.cost.cluster import ClusterSpec
 
 Changes = Callable[[Tensor], Tensor]

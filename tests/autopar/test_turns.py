@@ -14,11 +14,11 @@ import autopar
 from autopar.api import assign, plan_traced, staged, trace
 from autopar.emit.block_program import Body
 from autopar.emit.build import InTurns
-from autopar.exact import exact
 from autopar.runtime.step import Step, _Run
-from autopar.simulate import Simulation
-from autopar.typecheck import typecheck
-from autopar.verification import Reference, observed_step, reference, simulate
+from autopar.verification.float64 import exact
+from autopar.verification.simulator import Simulation
+from autopar.verification.typecheck import typecheck
+from autopar.verification.verify import Reference, observed_step, reference, simulate
 from planner.base.errors import InputError, VerificationError
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins

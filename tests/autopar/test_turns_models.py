@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import autopar
 from autopar.api import Traced, assign, plan_traced, staged, trace
 from autopar.emit.build import InTurns
-from autopar.exact import exact
 from autopar.processes import LocalProcesses
-from autopar.simulate import Simulation
-from autopar.typecheck import typecheck
-from autopar.verification import Reference, observed_step, reference
+from autopar.verification.float64 import exact
+from autopar.verification.simulator import Simulation
+from autopar.verification.typecheck import typecheck
+from autopar.verification.verify import Reference, observed_step, reference
 from planner.base.errors import InputError, PinError, PlanError
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.api import trace
-from autopar.calls import differences
-from autopar.exact import exact, twin, widen, widened
-from autopar.verification import decide_on, reference, verify
+from autopar.verification.collective_counter import differences
+from autopar.verification.float64 import exact, twin, widen, widened
+from autopar.verification.verify import decide_on, reference, verify
 from planner.base.errors import CaptureError, PinError, VerificationError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.runtime.mesh import as_dtensor, coordinates, device_mesh, part_of, placements, whole_of
-from autopar.simulate import fake_process_group
+from autopar.verification.simulator import fake_process_group
 from planner.base.errors import InputError
 from planner.ir import layout as planner_layout
 from planner.ir.layout import I, Layout, Mesh

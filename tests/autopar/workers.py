@@ -25,9 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.calls import count_collectives, count_exchanges, differences
-from autopar.exact import exact
-from autopar.meter import LiveBytes
 from autopar.runtime.draws import draw
 from autopar.runtime.layers import attention, batch_norm, cross_entropy_loss, vocab_embedding
 from autopar.runtime.mail import Between
@@ -37,6 +34,9 @@ from autopar.runtime.patience import patience
 from autopar.runtime.random import RandomState
 from autopar.runtime.state import RunState
 from autopar.runtime.step import Step
+from autopar.verification.collective_counter import count_collectives, count_exchanges, differences
+from autopar.verification.float64 import exact
+from autopar.verification.memory_meter import LiveBytes
 from planner.base.errors import InputError, PinError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan

@@ -1,7 +1,7 @@
 """Verify: does a plan's program compute what the model computes? Answered in one process, without a cluster.
 
 Three independent checks. The emitted program is type-checked for gradient correctness at the plan's real
-mesh size (:mod:`autopar.typecheck`). It is run on every rank of a small mesh, forward and backward, in
+mesh size (:mod:`autopar.verification.typecheck`). It is run on every rank of a small mesh, forward and backward, in
 float64, beside the original model. And the collectives that this run makes are counted, call by call,
 against the plan's prediction.
 """
@@ -23,18 +23,18 @@ from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.tensor import DTensor
 
 from autopar.api import Traced, assign, check_arguments, given_plan, plan_traced, staged, trace
-from autopar.calls import count_collectives, count_messages, differences
 from autopar.capture.capture import LossFn, _caches_off, _example_inputs, _WithLoss, path_name
 from autopar.capture.snapshot.model_state import Before
-from autopar.compare import first_divergence, reference_values
 from autopar.emit.build import InTurns
-from autopar.exact import exact, is_narrow, twin, widen, widened
 from autopar.functions.carry import Carried
 from autopar.graph.module_walk import Walk
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.step import Step
-from autopar.simulate import DivergedError, Simulation
-from autopar.typecheck import TypeReport, typecheck
+from autopar.verification.collective_counter import count_collectives, count_messages, differences
+from autopar.verification.divergence import first_divergence, reference_values
+from autopar.verification.float64 import exact, is_narrow, twin, widen, widened
+from autopar.verification.simulator import DivergedError, Simulation
+from autopar.verification.typecheck import TypeReport, typecheck
 from planner.analysis.prediction import collectives
 from planner.base.errors import CaptureError, PinError, VerificationError
 from planner.cost.cluster import ClusterSpec

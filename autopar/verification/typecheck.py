@@ -34,7 +34,7 @@ from autopar.runtime.random import RandomState
 from autopar.runtime.recompute import gatherings_of, recompute
 from autopar.runtime.state import RunState
 from autopar.runtime.turns import Turns
-from autopar.simulate import fake_process_group
+from autopar.verification.simulator import fake_process_group
 from planner.base.errors import VerificationError
 from planner.formulation.assignment import Assignment
 from planner.formulation.strategies import Choice

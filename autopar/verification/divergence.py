@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from autopar.capture.capture import Captured
 from autopar.runtime.recompute import recompute
-from autopar.simulate import DivergedError, Simulation
+from autopar.verification.simulator import DivergedError, Simulation
 from planner.formulation.assignment import Assignment
 from planner.ir.folding import Instance
 from planner.ir.graph import Node, Ref
