@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import evaluate, parallelize, plan
     from autopar.checkpoint.export import export_safetensors
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
+    from autopar.driver.plan import evaluate, parallelize, plan
     from autopar.functions.register import register
     from autopar.verification.verify import verify
     from planner.base.errors import (
@@ -37,11 +37,11 @@ _LAZY = {
     "PinError": "planner.base.errors",
     "Plan": "planner.plan.plan",
     "PlanError": "planner.base.errors",
-    "evaluate": "autopar.api",
+    "evaluate": "autopar.driver.plan",
     "export_safetensors": "autopar.checkpoint.export",
     "load_checkpoint": "autopar.checkpoint.load",
-    "parallelize": "autopar.api",
-    "plan": "autopar.api",
+    "parallelize": "autopar.driver.plan",
+    "plan": "autopar.driver.plan",
     "register": "autopar.functions.register",
     "save_checkpoint": "autopar.checkpoint.save",
     "verify": "autopar.verification.verify",

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.profile import measured_cluster
+from autopar.measure.profile import measured_cluster
 from benchmarks import record
 from benchmarks.gpt import GPT, Shape
 from benchmarks.one_gpu import Step, calibration, fully_sharded, stepping

@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from autopar.api import Traced, plan_traced, trace
+from autopar.driver.plan import Traced, plan_traced, trace
 from autopar.emit.build import build
 from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import LeafSpec, ParallelModule

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.api import Traced, assign, plan_traced, staged
+from autopar.driver.plan import Traced, assign, plan_traced, staged
 from autopar.emit.build import build
 from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import LeafSpec

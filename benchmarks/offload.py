@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 import autopar
-from autopar.processes import LocalProcesses
+from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.module import ParallelModule
 from benchmarks.gpt import GPT, Shape
 from planner.base.errors import InfeasibleError

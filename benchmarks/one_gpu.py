@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.profile import measured_cluster, profile
+from autopar.measure.profile import measured_cluster, profile
 from benchmarks.gpt import GPT, Shape
 from planner.cost.calibration import Calibration
 from planner.cost.cluster import ClusterSpec

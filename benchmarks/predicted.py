@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.processes import LocalProcesses
-from autopar.profile import measured_cluster, profile
+from autopar.measure.local_processes import LocalProcesses
+from autopar.measure.profile import measured_cluster, profile
 from benchmarks.gpt import GPT, Shape
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan

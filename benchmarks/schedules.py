@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from autopar.processes import LocalProcesses
+from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.mail import Between
 from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.outputs import Leaving

@@ -49,7 +49,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar import ClusterSpec, parallelize
-from autopar.processes import LocalProcesses
+from autopar.measure.local_processes import LocalProcesses
 from benchmarks.gpt import GPT, Shape
 
 Batch = dict[str, Tensor]

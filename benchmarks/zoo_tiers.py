@@ -17,7 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from autopar.processes import LocalProcesses, RankError
+from autopar.measure.local_processes import LocalProcesses, RankError
 from benchmarks import record
 from benchmarks.beside import largest_error, summary
 from benchmarks.zoo import PROCESSES, quiet

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
-from autopar.processes import LocalProcesses
+from autopar.measure.local_processes import LocalProcesses
 from benchmarks import record
 from benchmarks.beside import largest_error, summary
 from benchmarks.zoo import PROCESSES, quiet
@@ -98,7 +98,7 @@ def run(model: str) -> list[dict[str, Any]]:
 
 def train(processes: LocalProcesses, model: str, pin: Mapping[str, Any]) -> dict[str, Any]:
     """Three steps of a model on as many processes as the pins ask for."""
-    from autopar.processes import RankError
+    from autopar.measure.local_processes import RankError
     from tests.autopar.test_turns_models import planned
 
     ranks = math.prod(pin.get(axis, 1) for axis in ("pipeline", "data", "tensor"))

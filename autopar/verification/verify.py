@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.tensor import DTensor
 
-from autopar.api import Traced, assign, check_arguments, given_plan, plan_traced, staged, trace
 from autopar.capture.capture import LossFn, _caches_off, _example_inputs, _WithLoss, path_name
 from autopar.capture.snapshot.model_state import Before
+from autopar.driver.plan import Traced, assign, check_arguments, given_plan, plan_traced, staged, trace
 from autopar.emit.build import InTurns
 from autopar.functions.carry import Carried
 from autopar.graph.module_walk import Walk

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar.api import assign, plan_traced, staged
+from autopar.driver.plan import assign, plan_traced, staged
 from autopar.emit.build import build
 from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import ParallelModule

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.processes import LocalProcesses
+from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.activations import Activations
 from autopar.runtime.held import Held
 from autopar.runtime.tiers import Arena, Homes, Link

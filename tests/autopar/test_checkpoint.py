@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
 import autopar
-from autopar import cli
 from autopar.checkpoint import files
 from autopar.checkpoint.parts import Part, boxes, pieces
+from autopar.cli import main
 from autopar.runtime.mesh import part_of, put_part
 from autopar.verification.memory_meter import LiveBytes
 from planner.base.errors import CheckpointError
@@ -231,7 +231,7 @@ def test_exports_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
     assert all(torch.equal(found[name], expected[name]) and found[name].dtype == expected[name].dtype for name in found)
 
     result = CliRunner().invoke(
-        cli.app, ["checkpoint", "export", str(tmp_path / "c"), str(tmp_path / "many"), "--file-bytes", "300"]
+        main.app, ["checkpoint", "export", str(tmp_path / "c"), str(tmp_path / "many"), "--file-bytes", "300"]
     )
     assert result.exit_code == 0, result.output
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
@@ -537,7 +537,7 @@ def test_a_path_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 
 
 def test_the_command_line_says_what_is_inside(saved: Path) -> None:
-    result = CliRunner().invoke(cli.app, ["checkpoint", "inspect", str(saved)])
+    result = CliRunner().invoke(main.app, ["checkpoint", "inspect", str(saved)])
     assert result.exit_code == 0, result.output
     expected = (
         r"format 1, written by autopar \S+ with torch \S+\n"
@@ -549,5 +549,5 @@ def test_the_command_line_says_what_is_inside(saved: Path) -> None:
         r"  0.weight               float32 3x4\n"
     )
     assert re.search(expected, result.output), result.output
-    result = CliRunner().invoke(cli.app, ["checkpoint", "inspect", str(saved / "nothing")])
+    result = CliRunner().invoke(main.app, ["checkpoint", "inspect", str(saved / "nothing")])
     assert result.exit_code == 2 and "there is no checkpoint" in result.output

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import autopar
-from autopar.arguments import Form, read_cluster, read_inputs, read_pins
-from autopar.cli import app
+from autopar.cli.arguments import Form, read_cluster, read_inputs, read_pins
+from autopar.cli.main import app
 from planner.base.errors import AutoparError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.resharding import Collective
@@ -226,7 +226,7 @@ def test_words_mean_what_they_say() -> None:
 def test_tables_of_the_demo_fit_into_80_columns(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from autopar.demo import Observed, Settings, Step, _compare_collectives, _compare_costs
+    from autopar.cli.demo import Observed, Settings, Step, _compare_collectives, _compare_costs
 
     calls = {Collective("reduce_scatter", "tensor", 1_234_567, "backward"): 9}
     plan = Plan.load(plan_file)
@@ -241,7 +241,7 @@ def test_tables_of_the_demo_fit_into_80_columns(plan_file: Path, capsys: pytest.
 
 
 def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "autopar.cli", *words], capture_output=True, text=True, **options)
+    return subprocess.run([sys.executable, "-m", "autopar.cli.main", *words], capture_output=True, text=True, **options)
 
 
 def test_help_imports_no_torch_and_is_quick() -> None:
@@ -253,7 +253,7 @@ def test_help_imports_no_torch_and_is_quick() -> None:
         assert result.returncode == 0 and "verify" in result.stdout
     # Measured: 0.2 s. The machine may be busy, so the bound that a newcomer feels is only asked of the best try.
     assert min(seconds) < 1.0, seconds
-    code = "import sys, autopar.cli; assert not {'torch', 'numpy', 'pydantic', 'ortools'} & set(sys.modules)"
+    code = "import sys, autopar.cli.main; assert not {'torch', 'numpy', 'pydantic', 'ortools'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -264,7 +264,7 @@ def test_wrong_words_are_refused_before_torch_is_imported() -> None:
     code = f"""
 import sys
 from typer.testing import CliRunner
-from autopar.cli import app
+from autopar.cli.main import app
 for words in {early!r}:
     assert CliRunner().invoke(app, words).exit_code == 2, words
     assert "torch" not in sys.modules, words

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.api import trace
 from autopar.capture.capture import capture
+from autopar.driver.plan import trace
 from planner.base.errors import AutoparError, CaptureError, InputError
 
 X = torch.randn(8, 8)

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.api import trace
 from autopar.capture.capture import Captured, capture
 from autopar.capture.lowering import lower
 from autopar.capture.repeats.candidates import nominate
+from autopar.driver.plan import trace
 from autopar.graph.module_walk import Walk
 from autopar.verification.verify import RTOL, reference, simulate, space_on
 from planner.base.errors import CaptureError, InputError
@@ -113,7 +113,7 @@ def test_what_is_folded_computes_what_the_model_computes() -> None:
 def test_a_plan_made_with_one_fold_applies_with_another() -> None:
     model, batch = llama(num_hidden_layers=3), text()
     made = autopar.plan(model, CLUSTER, example_kwargs=batch, fold="graph")
-    from autopar.api import assign
+    from autopar.driver.plan import assign
 
     for fold in ("capture", "graph"):
         assignment = assign(trace(model, None, batch, fold=fold), autopar.Plan.from_dict(made.to_dict()))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.api import Traced, plan_traced, trace
+from autopar.driver.plan import Traced, plan_traced, trace
 from planner.analysis.prediction import Prediction, predict
 from planner.base.errors import PlanError
 from planner.cost.cluster import ClusterSpec

@@ -17,9 +17,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 import autopar
-from autopar.api import plan_traced, trace
 from autopar.capture.capture import capture
 from autopar.capture.lowering import lower
+from autopar.driver.plan import plan_traced, trace
 from autopar.emit.rewrite import rewrite
 from autopar.functions.declared import DECLARED
 from autopar.functions.keeping import observed

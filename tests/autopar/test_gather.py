@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.api import assign, plan_traced, staged, trace
+from autopar.driver.plan import assign, plan_traced, staged, trace
 from autopar.runtime import gathering, parameters
 from autopar.runtime.mesh import part_of
 from autopar.runtime.parameters import _Form, gather_parameters

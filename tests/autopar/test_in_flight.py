@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import Traced, assign, plan_traced, staged, trace
+from autopar.driver.plan import Traced, assign, plan_traced, staged, trace
 from autopar.emit.build import InTurns, build
 from autopar.runtime.mail import Message, Within
 from autopar.runtime.mesh import device_mesh

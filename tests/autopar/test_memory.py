@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.api import plan_traced, trace
+from autopar.driver.plan import plan_traced, trace
 from benchmarks import memory_turns
 from benchmarks.memory import observed_peak
 from planner.cost.cluster import ClusterSpec

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autopar
-from autopar.processes import LocalProcesses
+from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.tiers import Arena, Gradients, Homes, Link, Parameters, Sums
 from planner.base.errors import DiskError, TimetableError
 from planner.cost.cluster import ClusterSpec

@@ -14,7 +14,7 @@ from torch import nn
 
 import autopar
 from autopar import ClusterSpec, Plan
-from autopar.api import assign, trace
+from autopar.driver.plan import assign, trace
 from planner.base.errors import InputError, PinError, PlanError
 from planner.plan.document.document import BlockPlan
 

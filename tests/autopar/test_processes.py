@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 import autopar
-from autopar.processes import LocalProcesses, RankError
+from autopar.measure.local_processes import LocalProcesses, RankError
 from planner.plan.plan import Plan
 from tests.autopar import by_hand, checkpoints, workers
 

@@ -10,9 +10,9 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from autopar import profile as profiling
-from autopar.cli import app
-from autopar.timing import Pace
+from autopar.cli.main import app
+from autopar.measure import profile as profiling
+from autopar.measure.timing import Pace
 from planner.base.errors import ClusterError
 from planner.cost.calibration import Calibration
 from planner.cost.cluster import ClusterSpec

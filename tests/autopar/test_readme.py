@@ -13,7 +13,7 @@ import torch
 import yaml
 
 import autopar
-from autopar.processes import LocalProcesses
+from autopar.measure.local_processes import LocalProcesses
 from planner.base.errors import PinError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autopar import timing
+from autopar.measure import timing
 
 COMPUTED_S, COUNT = 0.010, 3
 

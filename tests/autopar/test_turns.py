@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.api import assign, plan_traced, staged, trace
+from autopar.driver.plan import assign, plan_traced, staged, trace
 from autopar.emit.block_program import Body
 from autopar.emit.build import InTurns
 from autopar.runtime.step import Step, _Run

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.api import Traced, assign, plan_traced, staged, trace
+from autopar.driver.plan import Traced, assign, plan_traced, staged, trace
 from autopar.emit.build import InTurns
-from autopar.processes import LocalProcesses
+from autopar.measure.local_processes import LocalProcesses
 from autopar.verification.float64 import exact
 from autopar.verification.simulator import Simulation
 from autopar.verification.typecheck import typecheck

@@ -88,7 +88,7 @@ def test_rooms_import_only_rooms_below_them() -> None:
     assert not wrong, "\n".join(["see FLOORS in tests/planner/test_imports.py:", *wrong])
 
 
-@pytest.mark.parametrize("module", ["autopar", "autopar.cli"])
+@pytest.mark.parametrize("module", ["autopar", "autopar.cli.main"])
 def test_importing_autopar_is_light(module: str) -> None:
     assert not {"torch", "transformers"} & loaded_after_importing([module])
 

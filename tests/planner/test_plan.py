@@ -62,7 +62,7 @@ def plan() -> Plan:
 
 
 def assign(plan: Plan, graph: Graph) -> Assignment:
-    """The decisions of a plan for a graph, as :func:`autopar.api.assign` reads them."""
+    """The decisions of a plan for a graph, as :func:`autopar.driver.plan.assign` reads them."""
     facts = model_facts(graph, "ResidualMLP")
     folded, rules = refold(plan, graph, facts), rules_of(graph)
     kept = filters(Pins.parse(plan.pin), graph, rules, plan.mesh)

@@ -1,7 +1,7 @@
 """The command line: ``autopar plan``, ``show``, ``verify``, ``profile``, ``checkpoint`` and ``demo``.
 
 Only what ``--help`` needs is imported at the top; torch comes with the first command that needs it, and once its words
-are known to be right (:mod:`autopar.arguments`). An error of the user's is one message and exit code 2.
+are known to be right (:mod:`autopar.cli.arguments`). An error of the user's is one message and exit code 2.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def plan(
     """Find the fastest plan for training a model; needs neither the cluster nor a GPU."""
     _check_writable(out, html, trace)
     with _status("reading the model") as say:
-        from autopar import arguments
+        from autopar.cli import arguments
         from planner.search.search import GAP, check_gap
 
         where, pins = arguments.read_cluster(cluster), arguments.read_pins(pin or ())
@@ -122,10 +122,11 @@ def plan(
         check_gap(GAP if gap is None else gap)
         name, forms = arguments.read_model(model), arguments.read_inputs(inputs or ())
 
-        from autopar import api, named
+        from autopar.cli import model_loading
+        from autopar.driver import plan
 
-        loaded = named.load(name, batch, seq, forms)
-        found = api.plan(
+        loaded = model_loading.load(name, batch, seq, forms)
+        found = plan.plan(
             loaded.model,
             where,
             example_kwargs=loaded.inputs,
@@ -186,7 +187,7 @@ def verify(
     if cluster is None and plan is None:
         raise InputError("say what to check: --plan, a plan file, or --cluster, to plan for it")
     with _status("reading the model") as say:
-        from autopar import arguments
+        from autopar.cli import arguments
         from planner.plan.plan import Plan
 
         what = Plan.load(plan) if plan is not None else arguments.read_cluster(str(cluster))
@@ -196,11 +197,11 @@ def verify(
         arguments.check_pins(pins, what.cluster if isinstance(what, Plan) else what)
         name, forms = arguments.read_model(model), arguments.read_inputs(inputs or ())
 
-        from autopar import named
+        from autopar.cli import model_loading
         from autopar.verification.verify import verify as check
 
         planned = what if isinstance(what, Plan) and batch is None and seq is None else None
-        loaded = named.load(name, batch or 8, seq or 32, forms, real=True, planned=planned)
+        loaded = model_loading.load(name, batch or 8, seq or 32, forms, real=True, planned=planned)
         say("checking types, then values on every rank")
         result = check(loaded.model, what, example_kwargs=loaded.inputs, pin=pins, time_limit_s=time_limit)
     typer.echo(str(result))
@@ -222,7 +223,7 @@ def profile(
         raise InputError(f"cannot write {str(out if out.is_dir() else cluster)!r}: it is a directory")
     with _status("importing torch") as say:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the processes
-        from autopar import profile as profiling
+        from autopar.measure import profile as profiling
 
         say("measuring")
         found = profiling.profile(ranks)
@@ -255,13 +256,13 @@ def demo(
     console = Console()
     with console.status("importing torch"):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the processes
-        from autopar import arguments
+        from autopar.cli import arguments
         from planner.cost.cluster import ClusterSpec
 
         pins = arguments.read_pins(pin or ())
         arguments.check_pins(pins, ClusterSpec.local(ranks))
 
-        from autopar import demo as demonstration
+        from autopar.cli import demo as demonstration
 
     settings = demonstration.Settings(ranks, steps, layers, hidden, batch=batch, text=text, pin=pins)
     if not demonstration.run(settings, console, Path.cwd()):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.arguments import Configured, Form, Made
+from autopar.cli.arguments import Configured, Form, Made
 from planner.base.errors import AutoparError, InputError
 from planner.plan.plan import Plan
 

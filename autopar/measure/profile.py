@@ -2,8 +2,8 @@
 
 All ranks measure at once, because that is how they will run: local processes share cores, caches and memory. What
 is timed is what the runtime calls: torch's operators with autograd on, and the collectives of
-:mod:`autopar.runtime.conversions`; how is said in :mod:`autopar.timing`. A figure is the median over ranks and rounds,
-taken in turns over all figures, so that a disturbance does not hit one of them alone.
+:mod:`autopar.runtime.conversions`; how is said in :mod:`autopar.measure.timing`. A figure is the median over ranks and
+rounds, taken in turns over all figures, so that a disturbance does not hit one of them alone.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.processes import LocalProcesses
+from autopar.measure.local_processes import LocalProcesses
+from autopar.measure.timing import Act, Beside, Call, Key, Pace, Task
 from autopar.runtime.conversions import convert
 from autopar.runtime.gathering import all_gather, reduce_scatter
 from autopar.runtime.pinned import pinned
-from autopar.timing import Act, Beside, Call, Key, Pace, Task
 from planner.base import host
 from planner.base.errors import ClusterError
 from planner.cost.calibration import VERSION, Calibration
@@ -79,7 +79,7 @@ def profile(ranks: int | None = None, grids: Grids | None = None) -> Calibration
     if gpus and ranks > gpus:
         raise ClusterError(f"{ranks} ranks need {ranks} GPUs, and there are {gpus}: give --ranks {gpus}")
     grids = grids or (ON_GPU if gpus else QUICK)
-    with LocalProcesses(ranks, ("torch", "autopar.profile")) as processes:
+    with LocalProcesses(ranks, ("torch", "autopar.measure.profile")) as processes:
         found = processes.run(_measure, grids)
     medians: dict[Key, float] = {}
     for key in found[0]:

@@ -24,8 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from torch import Tensor, nn
 
-from autopar import api
-from autopar.processes import LocalProcesses
+from autopar.driver import plan
+from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import ParallelModule
 from autopar.verification.collective_counter import count_collectives
@@ -36,7 +36,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.resharding import Collective
 from planner.plan.plan import Plan
 
-PRELOAD = ("torch", "transformers.models.gpt2.modeling_gpt2", "autopar.demo")
+PRELOAD = ("torch", "transformers.models.gpt2.modeling_gpt2", "autopar.cli.demo")
 COMPARED_STEPS, LOSS_TOLERANCE = 20, 1e-4
 # Llama's: with a usual, smaller eps Adam turns the rounding of gradients near zero into steps, and losses drift apart.
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-5}
@@ -145,7 +145,7 @@ def train_rank(settings: Settings, document: Mapping[str, Any]) -> Generator[Ste
     plan = Plan.from_dict(document)
     stream = batches(settings)
     batch = next(stream)
-    pmodel = api.parallelize(make_model(settings), plan.cluster, plan=plan, example_kwargs=batch)
+    pmodel = plan.parallelize(make_model(settings), plan.cluster, plan=plan, example_kwargs=batch)
     optimizer = torch.optim.AdamW(pmodel.parameters(), **ADAMW)
     calls: Counter[Collective] = Counter()
     peak_bytes = 0
@@ -194,7 +194,7 @@ def run(settings: Settings, console: Console, directory: Path) -> bool:
         cluster = ClusterSpec.local(settings.ranks)
         with console.status("planning ...") as status:
             start = time.monotonic()
-            plan = api.plan(
+            plan = plan.plan(
                 model,
                 cluster,
                 example_kwargs=first,

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from autopar.alike import arguments, captured, check_alike
 from autopar.capture.capture import Captured, LossFn, capture
 from autopar.capture.lowering import lower
+from autopar.driver.rank_agreement import arguments, captured, check_alike
 from autopar.emit.build import InTurns, build
 from autopar.emit.initialization import Source, part_maker
 from autopar.emit.stage_programs import check_in_turns
