@@ -21,8 +21,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from autopar.driver.plan import Traced, plan_traced, trace
 from autopar.emit.build import build
-from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import LeafSpec, ParallelModule
+from autopar.runtime.spmd.mesh import device_mesh
 from autopar.verification.simulator import fake_process_group
 from planner.base.errors import PinError
 from planner.cost.cluster import ClusterSpec

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from autopar.driver.plan import Traced, assign, plan_traced, staged
 from autopar.emit.build import build
-from autopar.runtime.mesh import pipeline_mesh
 from autopar.runtime.module import LeafSpec
+from autopar.runtime.spmd.mesh import pipeline_mesh
 from autopar.verification.memory_meter import LiveBytes, held_tensors
 from autopar.verification.simulator import fake_process_group
 from benchmarks.memory import Compared, backward, zoo

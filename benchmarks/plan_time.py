@@ -21,9 +21,9 @@ from autopar.driver.plan import Traced, assign, plan_traced, trace
 from autopar.emit.block_program import STATE
 from autopar.emit.rewrite import rewrite
 from autopar.graph.interpreter import no_garbage
-from autopar.runtime.mesh import device_mesh, groups_of
-from autopar.runtime.random import RandomState
-from autopar.runtime.state import RunState
+from autopar.runtime.spmd.mesh import device_mesh, groups_of
+from autopar.runtime.spmd.random_state import RandomState
+from autopar.runtime.spmd.run_state import RunState
 from autopar.verification.simulator import fake_process_group
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training

@@ -1,7 +1,7 @@
 """Schedules as simulated beside schedules as run: stages that sleep, on local processes, under every schedule.
 
-The runtime's own step (:class:`autopar.runtime.step.Step`) runs them; what differs from the simulation is all that is
-no work: waiting for messages, Python, autograd. A step starts with all ranks at a barrier.
+The runtime's own step (:class:`autopar.runtime.pipeline.executor.Step`) runs them; what differs from the simulation is
+all that is no work: waiting for messages, Python, autograd. A step starts with all ranks at a barrier.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar.measure.local_processes import LocalProcesses
-from autopar.runtime.mail import Between
-from autopar.runtime.mesh import pipeline_mesh
-from autopar.runtime.outputs import Leaving
-from autopar.runtime.random import RandomState
-from autopar.runtime.stage import Passed, Stage
-from autopar.runtime.state import RunState
-from autopar.runtime.step import Step
-from autopar.runtime.trace import Recorder
-from autopar.runtime.turns import Turns
+from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.pipeline.outputs import Leaving
+from autopar.runtime.pipeline.p2p import Between
+from autopar.runtime.pipeline.stage import Passed, Stage
+from autopar.runtime.pipeline.trace import Recorder
+from autopar.runtime.spmd.mesh import pipeline_mesh
+from autopar.runtime.spmd.micro_batch import Turns
+from autopar.runtime.spmd.random_state import RandomState
+from autopar.runtime.spmd.run_state import RunState
 from planner.ir.layout import Mesh
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.pipeline.simulate import Times, simulate

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint.parts import Part
 from autopar.checkpoint.together import Ranks
-from autopar.runtime.mesh import as_dtensor
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.spmd.mesh import as_dtensor
 from planner.base.errors import CheckpointError
 
 MODEL, OPTIM = "model.", "optim."
@@ -36,7 +36,7 @@ class Index:
         aliases: other name of a tensor -> the name that it is saved under.
         state: parameter -> key of its optimizer state -> :data:`LIKE` and its like; ``None``: without an optimizer.
         groups: the optimizer's groups: options, and names of parameters.
-        random: seed and calls of the module's :class:`autopar.runtime.random.RandomState`.
+        random: seed and calls of the module's :class:`autopar.runtime.spmd.random_state.RandomState`.
     """
 
     aliases: dict[str, str] = field(default_factory=dict)

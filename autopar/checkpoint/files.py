@@ -55,8 +55,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import autopar
 from autopar.checkpoint.parts import Box
-from autopar.runtime.disk import check_there
-from autopar.runtime.pages import READ, WRITE
+from autopar.runtime.host.disk import check_there
+from autopar.runtime.host.pages import READ, WRITE
 from planner.base.errors import CheckpointError, DiskError
 from planner.base.formatting import in_all_bytes
 

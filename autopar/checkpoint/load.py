@@ -14,7 +14,7 @@ from autopar.checkpoint.files import Stored
 from autopar.checkpoint.parts import Part, boxes
 from autopar.checkpoint.save import idle
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.step import Step
+from autopar.runtime.pipeline.executor import Step
 from planner.base.errors import CheckpointError
 
 

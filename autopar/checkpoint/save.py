@@ -18,9 +18,9 @@ from autopar.checkpoint import files
 from autopar.checkpoint.contents import MODEL, Held, HeldState, Index
 from autopar.checkpoint.parts import Box, Part, pieces
 from autopar.checkpoint.together import Ranks
-from autopar.runtime.disk import check_there
+from autopar.runtime.host.disk import check_there
+from autopar.runtime.host.pages import READ
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.pages import READ
 from planner.base.errors import AutoparError, CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from autopar.runtime.patience import patience
+from autopar.runtime.host.timeouts import patience
 from planner.base.errors import AutoparError, CheckpointError
 
 T = TypeVar("T")

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from autopar.driver import plan
 from autopar.measure.local_processes import LocalProcesses
-from autopar.runtime.mesh import groups_of
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.spmd.mesh import groups_of
 from autopar.verification.collective_counter import count_collectives
 from autopar.verification.memory_meter import LiveBytes, held_tensors
 from planner.base.errors import InputError

@@ -21,10 +21,10 @@ from autopar.emit.build import InTurns, build
 from autopar.emit.initialization import Source, part_maker
 from autopar.emit.stage_programs import check_in_turns
 from autopar.graph.interpreter import no_garbage, on_one_stack
-from autopar.runtime.disk import check_given, open_disk
-from autopar.runtime.mesh import pipeline_mesh
+from autopar.runtime.host.disk import check_given, open_disk
+from autopar.runtime.host.memory_check import check_room
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.room import check_room
+from autopar.runtime.spmd.mesh import pipeline_mesh
 from planner.analysis.memory import usage
 from planner.analysis.offload.chunks import chunks_of, moving_bytes, parameters
 from planner.analysis.offload.step_timing import saved_bytes

@@ -14,12 +14,12 @@ from torch import fx
 
 from autopar.emit.local_ops import Call, local_form
 from autopar.functions.carry import carried_in
-from autopar.runtime.conversions import convert
-from autopar.runtime.entering import enter_block
 from autopar.runtime.layers import LOCAL_FORMS
 from autopar.runtime.layers.loss import MEAN
-from autopar.runtime.parameters import gather_parameters, replicate_parameters
-from autopar.runtime.turns import of_this_turn
+from autopar.runtime.offload.block_hooks import enter_block
+from autopar.runtime.spmd.micro_batch import of_this_turn
+from autopar.runtime.spmd.parameters import gather_parameters, replicate_parameters
+from autopar.runtime.spmd.resharding import convert
 from planner.formulation.assignment import Assignment
 from planner.formulation.remat.backward_slice import Again
 from planner.formulation.resharding import Route, Step

@@ -16,18 +16,18 @@ from autopar.capture.flatten import canonical_names
 from autopar.emit.block_program import CARRIER, STATE
 from autopar.emit.rewrite import rewrite
 from autopar.emit.stage_programs import Outline, stages_of
-from autopar.runtime.carrier import Carried, CarriedSaved, Carrier
-from autopar.runtime.disk import Disk
-from autopar.runtime.mail import Between, Pipeline, Within
-from autopar.runtime.mesh import groups_of
+from autopar.runtime.host.disk import Disk
 from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModule, Program
-from autopar.runtime.outputs import Leaving
-from autopar.runtime.random import RandomState
-from autopar.runtime.stage import Stage
-from autopar.runtime.state import RunState
-from autopar.runtime.step import Step, Tie, Trainers
-from autopar.runtime.trace import Recorder
-from autopar.runtime.turns import Turns
+from autopar.runtime.offload.executor import Carried, CarriedSaved, Carrier
+from autopar.runtime.pipeline.executor import Step, Tie, Trainers
+from autopar.runtime.pipeline.outputs import Leaving
+from autopar.runtime.pipeline.p2p import Between, Pipeline, Within
+from autopar.runtime.pipeline.stage import Stage
+from autopar.runtime.pipeline.trace import Recorder
+from autopar.runtime.spmd.mesh import groups_of
+from autopar.runtime.spmd.micro_batch import Turns
+from autopar.runtime.spmd.random_state import RandomState
+from autopar.runtime.spmd.run_state import RunState
 from planner.analysis.memory import usage
 from planner.analysis.offload.chunks import (
     SAVED,

@@ -19,8 +19,8 @@ from autopar.functions.carry import carried_by
 from autopar.functions.describe import describe
 from autopar.functions.joint import Operand
 from autopar.graph.local_arguments import local_call
-from autopar.runtime.draws import draw, draw_attention
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS, LocalForm
+from autopar.runtime.layers.random import draw, draw_attention
 from planner.base.errors import PlanError
 from planner.formulation.strategies import Choice
 from planner.ir.graph import Node, TensorType

@@ -29,9 +29,9 @@ from autopar.emit.block_program import (
     module_of,
     one_or_all,
 )
-from autopar.runtime.entering import enter_block, leave_block
-from autopar.runtime.parameters import gather_ahead
-from autopar.runtime.recompute import recompute
+from autopar.runtime.autograd.recompute import recompute
+from autopar.runtime.offload.block_hooks import enter_block, leave_block
+from autopar.runtime.spmd.parameters import gather_ahead
 from planner.analysis.memory.remat_demand import brought_again
 from planner.analysis.memory.steady_state import Wiring
 from planner.analysis.memory.storages import BEFORE, is_before

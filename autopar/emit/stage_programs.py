@@ -22,7 +22,7 @@ from autopar.emit.block_program import Body, entries_of, is_param, known_before,
 from autopar.emit.local_ops import draws, is_random
 from autopar.emit.rewrite import Root, targets_of
 from autopar.runtime.layers.loss import token_count
-from autopar.runtime.stage import Passed, Stage
+from autopar.runtime.pipeline.stage import Passed, Stage
 from planner.analysis.offload.chunks import Chunk, before
 from planner.base.errors import InputError, PlanError
 from planner.formulation.assignment import Assignment
@@ -129,7 +129,7 @@ class Outline:
     """What a stage has of the model; its programs are emitted from that.
 
     Attributes:
-        parameters, leaves, outputs: as in :class:`autopar.runtime.stage.Stage`.
+        parameters, leaves, outputs: as in :class:`autopar.runtime.pipeline.stage.Stage`.
         draws: how often its program draws random numbers.
     """
 

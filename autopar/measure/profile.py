@@ -2,8 +2,8 @@
 
 All ranks measure at once, because that is how they will run: local processes share cores, caches and memory. What
 is timed is what the runtime calls: torch's operators with autograd on, and the collectives of
-:mod:`autopar.runtime.conversions`; how is said in :mod:`autopar.measure.timing`. A figure is the median over ranks and
-rounds, taken in turns over all figures, so that a disturbance does not hit one of them alone.
+:mod:`autopar.runtime.spmd.resharding`; how is said in :mod:`autopar.measure.timing`. A figure is the median over ranks
+and rounds, taken in turns over all figures, so that a disturbance does not hit one of them alone.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from autopar.measure.local_processes import LocalProcesses
 from autopar.measure.timing import Act, Beside, Call, Key, Pace, Task
-from autopar.runtime.conversions import convert
-from autopar.runtime.gathering import all_gather, reduce_scatter
-from autopar.runtime.pinned import pinned
+from autopar.runtime.host.pinned_memory import pinned
+from autopar.runtime.spmd.prefetch_gather import all_gather, reduce_scatter
+from autopar.runtime.spmd.resharding import convert
 from planner.base import host
 from planner.base.errors import ClusterError
 from planner.cost.calibration import VERSION, Calibration
@@ -394,7 +394,7 @@ BROUGHT = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def _sent(kind: str, x: Tensor, group: Any) -> Act:
-    """A collective on its way, as :mod:`autopar.runtime.parameters` sends it; returns what waits for it."""
+    """A collective on its way, as :mod:`autopar.runtime.spmd.parameters` sends it; returns what waits for it."""
     ranks = group.size()
     if kind == "all_reduce":
         work = dist.all_reduce(x, group=group, async_op=True)

@@ -22,21 +22,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from autopar.runtime.buckets import Buckets
-from autopar.runtime.carrier import Carrier
-from autopar.runtime.disk import check_there
-from autopar.runtime.entering import parts_at_home
-from autopar.runtime.gradients import Holders, know_each_other
-from autopar.runtime.mail import Pipeline
-from autopar.runtime.mesh import as_dtensor, groups_of, part_of, placements, whole_of
-from autopar.runtime.optimizer import Groups, StateKeeper, expect_state, make_optimizer
-from autopar.runtime.pages import READ, WRITE
-from autopar.runtime.parameters import local_parts, renew
-from autopar.runtime.stage import programs_in
-from autopar.runtime.state import RunState
-from autopar.runtime.step import Step
-from autopar.runtime.trace import observed, save_together
-from autopar.runtime.updating import check_separate
+from autopar.runtime.host.disk import check_there
+from autopar.runtime.host.gradient_buckets import Buckets
+from autopar.runtime.host.pages import READ, WRITE
+from autopar.runtime.offload.block_hooks import parts_at_home
+from autopar.runtime.offload.early_update import check_separate
+from autopar.runtime.offload.executor import Carrier
+from autopar.runtime.optim.gradients import Holders, know_each_other
+from autopar.runtime.optim.optimizer import Groups, StateKeeper, expect_state, make_optimizer
+from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.pipeline.p2p import Pipeline
+from autopar.runtime.pipeline.stage import programs_in
+from autopar.runtime.pipeline.trace import observed, save_together
+from autopar.runtime.spmd.mesh import as_dtensor, groups_of, part_of, placements, whole_of
+from autopar.runtime.spmd.parameters import local_parts, renew
+from autopar.runtime.spmd.run_state import RunState
 from planner.base.errors import DiskError, InputError, PlanError
 from planner.ir.layout import I, Layout, Mesh, R, local_shape
 from planner.plan.timeline import StepTimeline
@@ -259,7 +259,7 @@ class ParallelModule(nn.Module):
         """What every rank of the pipeline was seen to do in the last step, beside the bubble that was predicted.
 
         All ranks must call it. A step is a call of the model: what follows it, such as the optimizer's update, is not
-        part of it. Clocks of ranks are compared by messages, see :func:`autopar.runtime.trace.ahead_s`.
+        part of it. Clocks of ranks are compared by messages, see :func:`autopar.runtime.pipeline.trace.ahead_s`.
 
         Raises:
             InputError: there was no step yet, or the plan runs in one turn.

@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.mail import Mail, Message, Pipeline, crossed_by, tag_of
-from autopar.runtime.step import Step
+from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.pipeline.p2p import Mail, Message, Pipeline, crossed_by, tag_of
 from planner.formulation.resharding import Collective
 from planner.formulation.stage_boundaries import Exchange
 
@@ -38,7 +38,7 @@ def count_collectives(groups: Mapping[str, ProcessGroup]) -> Iterator[Counter[Co
     """Count every collective call made inside the context, as this rank sees it.
 
     Args:
-        groups: the process group of each mesh axis, by name (:func:`autopar.runtime.mesh.groups_of`).
+        groups: the process group of each mesh axis, by name (:func:`autopar.runtime.spmd.mesh.groups_of`).
 
     Yields:
         The counts so far; comparable with :func:`planner.analysis.prediction.collectives` and with

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx import GraphModule
 
 from autopar.capture.capture import Captured
-from autopar.runtime.recompute import recompute
+from autopar.runtime.autograd.recompute import recompute
 from autopar.verification.simulator import DivergedError, Simulation
 from planner.formulation.assignment import Assignment
 from planner.ir.folding import Instance

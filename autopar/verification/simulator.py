@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.capture.capture import Captured
 from autopar.emit.build import InTurns, build
-from autopar.runtime.mesh import coordinates, device_mesh, part_of, put_part
 from autopar.runtime.module import LeafSpec, ParallelModule
+from autopar.runtime.spmd.mesh import coordinates, device_mesh, part_of, put_part
 from planner.base.errors import PlanError
 from planner.formulation.assignment import Assignment
 from planner.ir.layout import Layout, Mesh, P, R

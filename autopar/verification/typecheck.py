@@ -27,13 +27,13 @@ from autopar.emit.build import InTurns
 from autopar.emit.local_ops import COUNT
 from autopar.emit.rewrite import Rewritten, rewrite
 from autopar.emit.stage_programs import stages_of
-from autopar.runtime.conversions import convert
-from autopar.runtime.mesh import device_mesh, groups_of
-from autopar.runtime.parameters import gather_parameters, replicate_parameters
-from autopar.runtime.random import RandomState
-from autopar.runtime.recompute import gatherings_of, recompute
-from autopar.runtime.state import RunState
-from autopar.runtime.turns import Turns
+from autopar.runtime.autograd.recompute import gatherings_of, recompute
+from autopar.runtime.spmd.mesh import device_mesh, groups_of
+from autopar.runtime.spmd.micro_batch import Turns
+from autopar.runtime.spmd.parameters import gather_parameters, replicate_parameters
+from autopar.runtime.spmd.random_state import RandomState
+from autopar.runtime.spmd.resharding import convert
+from autopar.runtime.spmd.run_state import RunState
 from autopar.verification.simulator import fake_process_group
 from planner.base.errors import VerificationError
 from planner.formulation.assignment import Assignment

@@ -28,8 +28,8 @@ from autopar.driver.plan import Traced, assign, check_arguments, given_plan, pla
 from autopar.emit.build import InTurns
 from autopar.functions.carry import Carried
 from autopar.graph.module_walk import Walk
-from autopar.runtime.mesh import groups_of
-from autopar.runtime.step import Step
+from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.spmd.mesh import groups_of
 from autopar.verification.collective_counter import count_collectives, count_messages, differences
 from autopar.verification.divergence import first_divergence, reference_values
 from autopar.verification.float64 import exact, is_narrow, twin, widen, widened

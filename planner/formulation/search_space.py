@@ -443,7 +443,7 @@ class Space(Priced):
             inner = inner_again + inner_backward
             again_everywhere = all(each.levels(cast(int, role[1])) for each in amounts)
             # Parameters come only then, or are gathered again (see :meth:`problem`), or their gradients lie beside the
-            # buckets that the host keeps for them (see autopar/runtime/buckets.py).
+            # buckets that the host keeps for them (see autopar/runtime/host/gradient_buckets.py).
             is_away, on_host = self.training.tier != "device", self.cost.cluster.backend == "gloo"
             if is_away or (not self.in_turns and (again_everywhere or on_host)):
                 transient = transient + parameters

@@ -1,7 +1,7 @@
 """Rows of operators that draw random numbers.
 
 Ranks that hold different slices draw differently, ranks that hold the same values (or terms of one sum)
-draw the same: see :class:`autopar.runtime.random.RandomState`.
+draw the same: see :class:`autopar.runtime.spmd.random_state.RandomState`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.runtime.masters import MASTER, with_masters
-from autopar.runtime.mesh import as_dtensor, part_of
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.optim.master_weights import MASTER, with_masters
+from autopar.runtime.spmd.mesh import as_dtensor, part_of
 from tests.autopar.workers import batch_of, loss_of, model_of, parallel
 
 LOW = torch.bfloat16

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime.carrier import Carrier
-from autopar.runtime.mesh import whole_of
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.offload.executor import Carrier
+from autopar.runtime.spmd.mesh import whole_of
 from planner.base.errors import DiskError, InfeasibleError, InputError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan

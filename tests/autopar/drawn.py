@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime.mesh import whole_of
+from autopar.runtime.spmd.mesh import whole_of
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
 from tests.autopar.carried import TIMETABLES, same_gradients

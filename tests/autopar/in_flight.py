@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.stage import Stage
-from autopar.runtime.step import Step
+from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.pipeline.stage import Stage
 
 
 class _Saved:

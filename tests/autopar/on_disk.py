@@ -114,7 +114,7 @@ def refuses(plan: Plan, path: str) -> None:
     with pytest.raises(InputError, match=r"file' of rank 0 cannot hold files \(Not a directory\)"):
         parallel(model, plan, str(file))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.runtime.disk._free_bytes", lambda folder: 1000)
+        patch.setattr("autopar.runtime.host.disk._free_bytes", lambda folder: 1000)
         with pytest.raises(
             InfeasibleError, match=r"take [\d,]+ bytes \(.*\), and 1,000 bytes are free there"
         ) as caught:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import autopar
-from autopar.runtime.buckets import is_held_elsewhere
-from autopar.runtime.mesh import whole_of
+from autopar.runtime.host.gradient_buckets import is_held_elsewhere
+from autopar.runtime.spmd.mesh import whole_of
 from planner.analysis.offload.chunks import SAVED
 from planner.analysis.offload.step_timing import saved_homes
 from planner.base.errors import PlanError

@@ -18,10 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.emit.build import build
-from autopar.runtime.mesh import device_mesh
+from autopar.runtime.autograd.recompute import memory_of
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.recompute import memory_of
-from autopar.runtime.step import Step
+from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.spmd.mesh import device_mesh
 from autopar.verification.float64 import exact
 from autopar.verification.simulator import fake_process_group
 from autopar.verification.verify import reference, simulate

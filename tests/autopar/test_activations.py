@@ -13,9 +13,9 @@ import torch
 
 import autopar
 from autopar.measure.local_processes import LocalProcesses
-from autopar.runtime.activations import Activations
-from autopar.runtime.held import Held
-from autopar.runtime.tiers import Arena, Homes, Link
+from autopar.runtime.autograd.saved_handle import Held
+from autopar.runtime.offload.activations import Activations
+from autopar.runtime.offload.chunk_memory import Arena, Homes, Link
 from planner.analysis.offload.chunks import SAVED
 from planner.base.errors import DiskError, InfeasibleError
 from planner.cost.cluster import ClusterSpec

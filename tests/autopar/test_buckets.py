@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from autopar.runtime.buckets import Buckets
+from autopar.runtime.host.gradient_buckets import Buckets
 
 TERMS = (torch.arange(6.0).view(2, 3), torch.arange(6.0, 10.0))
 

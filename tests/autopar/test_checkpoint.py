@@ -28,7 +28,7 @@ import autopar
 from autopar.checkpoint import files
 from autopar.checkpoint.parts import Part, boxes, pieces
 from autopar.cli import main
-from autopar.runtime.mesh import part_of, put_part
+from autopar.runtime.spmd.mesh import part_of, put_part
 from autopar.verification.memory_meter import LiveBytes
 from planner.base.errors import CheckpointError
 from planner.ir.layout import I, Mesh, R, Shard, local_shape

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from autopar.runtime.disk import Disk
-from autopar.runtime.pages import READ
+from autopar.runtime.host.disk import Disk
+from autopar.runtime.host.pages import READ
 from planner.base.errors import ClusterError, DiskError, InfeasibleError, InputError
 from tests.autopar import on_disk
 from tests.autopar.carried import model_of

@@ -13,9 +13,9 @@ import pytest
 from torch import fx
 
 from autopar.emit.rewrite import Rewritten
-from autopar.runtime.conversions import convert
 from autopar.runtime.layers import cross_entropy_loss, partial_mean
-from autopar.runtime.parameters import replicate_parameters
+from autopar.runtime.spmd.parameters import replicate_parameters
+from autopar.runtime.spmd.resharding import convert
 from autopar.verification.float64 import exact
 from autopar.verification.simulator import DivergedError, Simulation, fake_process_group
 from autopar.verification.typecheck import check_program, emit

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.driver.plan import assign, plan_traced, staged, trace
-from autopar.runtime import gathering, parameters
-from autopar.runtime.mesh import part_of
-from autopar.runtime.parameters import _Form, gather_parameters
-from autopar.runtime.stage import Stage
-from autopar.runtime.step import _Run
+from autopar.runtime.pipeline.executor import _Run
+from autopar.runtime.pipeline.stage import Stage
+from autopar.runtime.spmd import parameters, prefetch_gather
+from autopar.runtime.spmd.mesh import part_of
+from autopar.runtime.spmd.parameters import _Form, gather_parameters
 from autopar.verification.simulator import Simulation, fake_process_group
 from autopar.verification.verify import reference, simulate, verify
 from planner.cost.cluster import ClusterSpec
@@ -172,8 +172,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         return call
 
-    monkeypatch.setattr(gathering, "all_gather", watched("gather", gathering.all_gather))
-    monkeypatch.setattr(parameters, "reduce_scatter", watched("reduce", gathering.reduce_scatter))
+    monkeypatch.setattr(gathering, "all_gather", watched("gather", prefetch_gather.all_gather))
+    monkeypatch.setattr(parameters, "reduce_scatter", watched("reduce", prefetch_gather.reduce_scatter))
     return found
 
 
@@ -291,7 +291,7 @@ def test_a_step_of_zero_3_passes_each_chunk_three_times(
         passed["reduce"].append((ranks - 1) / ranks * every.numel() * every.element_size())
         return reduce(own, every, **options)
 
-    gather, reduce = gathering.all_gather, parameters.reduce_scatter
+    gather, reduce = prefetch_gather.all_gather, parameters.reduce_scatter
     monkeypatch.setattr(gathering, "all_gather", all_gather)
     monkeypatch.setattr(parameters, "reduce_scatter", reduce_scatter)
     assert plan.assignment is not None
@@ -345,7 +345,7 @@ def test_a_forward_that_failed_holds_no_gathered_memory(
     assignment, in_turns = staged(plan, assign(traced, plan))
     alive: weakref.WeakSet[object] = weakref.WeakSet()
 
-    class Watched(gathering.Gathering):
+    class Watched(prefetch_gather.Gathering):
         def start(self) -> None:
             alive.add(self)
             super().start()

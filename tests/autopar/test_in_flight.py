@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from autopar.driver.plan import Traced, assign, plan_traced, staged, trace
 from autopar.emit.build import InTurns, build
-from autopar.runtime.mail import Message, Within
-from autopar.runtime.mesh import device_mesh
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.step import Step
+from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.pipeline.p2p import Message, Within
+from autopar.runtime.spmd.mesh import device_mesh
 from autopar.verification.simulator import fake_process_group
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins

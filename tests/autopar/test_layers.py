@@ -24,14 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.draws import draw
 from autopar.runtime.layers import (
     CONTRACTED,
     LOCAL_FORMS,
     cross_entropy_loss,
 )
-from autopar.runtime.random import RandomState
-from autopar.runtime.state import RunState
+from autopar.runtime.layers.random import draw
+from autopar.runtime.spmd.random_state import RandomState
+from autopar.runtime.spmd.run_state import RunState
 from planner.ir.layout import I, LocalType, P, R, Shard
 from planner.ops import OPS
 from planner.ops.sharding_rule import AxisStrategy, Rule, find, shard_factor

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.runtime.masters import MASTER, class_with_masters, with_masters
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.optim.master_weights import MASTER, class_with_masters, with_masters
 from autopar.verification.memory_meter import LiveBytes
 from planner.base.errors import InfeasibleError, InputError, PlanError
 from planner.cost.cluster import ClusterSpec

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.measure.local_processes import LocalProcesses
-from autopar.runtime.tiers import Arena, Gradients, Homes, Link, Parameters, Sums
+from autopar.runtime.offload.chunk_memory import Arena, Gradients, Homes, Link, Parameters, Sums
 from planner.base.errors import DiskError, TimetableError
 from planner.cost.cluster import ClusterSpec
 from planner.solve.transfers import fewest_bytes

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import autopar
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.optimizer import FUSED, check_elementwise, make_optimizer
+from autopar.runtime.optim.optimizer import FUSED, check_elementwise, make_optimizer
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 

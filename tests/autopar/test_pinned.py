@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.runtime.pinned import pinned
+from autopar.runtime.host.pinned_memory import pinned
 from planner.base.errors import InfeasibleError
 
 

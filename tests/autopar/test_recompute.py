@@ -19,7 +19,7 @@ from torch.distributed._local_tensor import LocalTensor
 import autopar
 from autopar import ClusterSpec, Plan
 from autopar.driver.plan import Traced, assign, plan_traced, trace
-from autopar.runtime.recompute import recompute
+from autopar.runtime.autograd.recompute import recompute
 from autopar.verification.memory_meter import LiveBytes
 from autopar.verification.simulator import Simulation, fake_process_group
 from autopar.verification.typecheck import check_program, emit

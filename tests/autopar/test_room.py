@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.runtime.room import Room, check
+from autopar.runtime.host.memory_check import Room, check
 from planner.base import host
 from planner.base.errors import InfeasibleError, PlanError
 from planner.cost.cluster import ClusterSpec

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.driver.plan import assign, plan_traced, trace
 from autopar.emit.initialization import _cut, _reader
-from autopar.runtime.mesh import groups_of, part_of, put_part, rows_of, take
+from autopar.runtime.spmd.mesh import groups_of, part_of, put_part, rows_of, take
 from autopar.verification.collective_counter import count_collectives, differences
 from autopar.verification.memory_meter import LiveBytes, held_tensors
 from autopar.verification.simulator import Simulation

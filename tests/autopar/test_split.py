@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from autopar.runtime.split import backward_of_inputs
+from autopar.runtime.autograd.split_backward import backward_of_inputs
 
 Model = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 MODELS: dict[str, Model] = {

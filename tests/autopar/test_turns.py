@@ -14,7 +14,7 @@ import autopar
 from autopar.driver.plan import assign, plan_traced, staged, trace
 from autopar.emit.block_program import Body
 from autopar.emit.build import InTurns
-from autopar.runtime.step import Step, _Run
+from autopar.runtime.pipeline.executor import Step, _Run
 from autopar.verification.float64 import exact
 from autopar.verification.simulator import Simulation
 from autopar.verification.typecheck import typecheck

@@ -11,7 +11,7 @@ from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from autopar.runtime.mesh import as_dtensor, coordinates, device_mesh, part_of, placements, whole_of
+from autopar.runtime.spmd.mesh import as_dtensor, coordinates, device_mesh, part_of, placements, whole_of
 from autopar.verification.simulator import fake_process_group
 from planner.base.errors import InputError
 from planner.ir import layout as planner_layout

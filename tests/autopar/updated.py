@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.updating import Used
+from autopar.runtime.offload.early_update import Used
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan

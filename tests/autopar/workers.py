@@ -25,15 +25,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.runtime.draws import draw
+from autopar.runtime.host.timeouts import patience
 from autopar.runtime.layers import attention, batch_norm, cross_entropy_loss, vocab_embedding
-from autopar.runtime.mail import Between
-from autopar.runtime.mesh import groups_of, whole_of
+from autopar.runtime.layers.random import draw
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.patience import patience
-from autopar.runtime.random import RandomState
-from autopar.runtime.state import RunState
-from autopar.runtime.step import Step
+from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.pipeline.p2p import Between
+from autopar.runtime.spmd.mesh import groups_of, whole_of
+from autopar.runtime.spmd.random_state import RandomState
+from autopar.runtime.spmd.run_state import RunState
 from autopar.verification.collective_counter import count_collectives, count_exchanges, differences
 from autopar.verification.float64 import exact
 from autopar.verification.memory_meter import LiveBytes

@@ -100,7 +100,7 @@ def test_model_data_on_the_host_trains_alike_within_the_budget(nccl, offload, tu
 )
 def test_masters_step_as_written_out_by_hand(make, options):
     """Bit for bit, in pieces; rows that are changed in between begin anew."""
-    from autopar.runtime.masters import MASTER, with_masters
+    from autopar.runtime.optim.master_weights import MASTER, with_masters
 
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(s, device="cuda").bfloat16()) for s in ((7, 5), (), (64, 64), (33,))]

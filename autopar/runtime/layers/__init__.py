@@ -14,9 +14,9 @@ from typing import Any
 from autopar.runtime.layers.attention import attention
 from autopar.runtime.layers.convolution import grouped_convolution
 from autopar.runtime.layers.embedding import vocab_embedding
-from autopar.runtime.layers.index import Groups
 from autopar.runtime.layers.loss import cross_entropy_loss, nll_loss, partial_mean
 from autopar.runtime.layers.normalization import batch_norm, native_batch_norm, native_batch_norm_functional
+from autopar.runtime.spmd.rank_index import Groups
 
 CONTRACTED = "contracted"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autopar.runtime.layers.index import Groups, cut, ranks
+from autopar.runtime.spmd.rank_index import Groups, cut, ranks
 
 
 def attention(
@@ -31,7 +31,7 @@ def attention(
         attn_mask: broadcasts to ``[.., h, query / ranks, key]``.
         dropout_p, is_causal, scale, enable_gqa: as in the operator.
         query_groups: the mesh axes that shard the query rows, in the order in which they cut them.
-        query_strips: the strips that each of them cuts, see :func:`autopar.runtime.layers.index.cut`.
+        query_strips: the strips that each of them cuts, see :func:`autopar.runtime.spmd.rank_index.cut`.
 
     Returns:
         ``[.., h, query / ranks, e]``, ``S`` on ``query_groups``.

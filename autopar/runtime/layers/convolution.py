@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 
-from autopar.runtime.layers.index import Groups, ranks
+from autopar.runtime.spmd.rank_index import Groups, ranks
 
 
 def grouped_convolution(op: OpOverload[..., Any], *args: Any, channel_groups: Groups = (), **kwargs: Any) -> Tensor:

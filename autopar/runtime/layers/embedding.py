@@ -9,7 +9,7 @@ import torch
 from spmd_types import P, V
 from torch import Tensor
 
-from autopar.runtime.layers.index import Groups, first, ranks
+from autopar.runtime.spmd.rank_index import Groups, first, ranks
 
 
 def vocab_embedding(

@@ -14,7 +14,7 @@ from spmd_types import I, R, V
 from torch import Tensor
 from torch._ops import OpOverload
 
-from autopar.runtime.layers.index import Groups, GroupsOrTurns, among_ranks, as_invariant, as_partial, first, ranks
+from autopar.runtime.spmd.rank_index import Groups, GroupsOrTurns, among_ranks, as_invariant, as_partial, first, ranks
 
 NONE, MEAN = 0, 1
 

@@ -10,7 +10,7 @@ import torch.distributed._functional_collectives as funcol
 from spmd_types import I, V
 from torch import Tensor
 
-from autopar.runtime.layers.index import Groups, ranks
+from autopar.runtime.spmd.rank_index import Groups, ranks
 
 
 def batch_norm(

@@ -30,7 +30,7 @@ from planner.solve.pipeline.schedule import versions
 NEXT = "room for the next messages"
 """What each other rank's next message is going to be received in."""
 SECOND = "gradients of weights of one micro-batch"
-"""What the second part of a backward finds, see :mod:`autopar.runtime.split`."""
+"""What the second part of a backward finds, see :mod:`autopar.runtime.autograd.split_backward`."""
 Moment = tuple[str, list[Held]]
 """What runs, and what is alive then beside what is held and saved."""
 

@@ -1,7 +1,8 @@
 """Carrier: moves chunks between the host and the device as a timetable says, while the program runs.
 
-It is told when the program, and then backward, enters a block (:mod:`autopar.runtime.entering`), and does what stands
-in the timetable on entering that moment. A step in turns (:mod:`autopar.runtime.step`) says for which micro-batch.
+It is told when the program, and then backward, enters a block (:mod:`autopar.runtime.offload.block_hooks`), and does
+what stands in the timetable on entering that moment. A step in turns (:mod:`autopar.runtime.pipeline.executor`) says
+for which micro-batch.
 
 A step that goes another way than the timetable (backward of two calls, a second backward) is carried on demand until
 the next call: each block's chunks are fetched as it is entered. That is slower, and said once.
@@ -21,12 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.activations import Activations
-from autopar.runtime.disk import Disk
-from autopar.runtime.held import Held
-from autopar.runtime.recompute import memory_of
-from autopar.runtime.tiers import Arena, Chunk, Gradients, Homes, Link, Parameters, Sums
-from autopar.runtime.updating import AFTER, Updates, let_go, may_update
+from autopar.runtime.autograd.recompute import memory_of
+from autopar.runtime.autograd.saved_handle import Held
+from autopar.runtime.host.disk import Disk
+from autopar.runtime.offload.activations import Activations
+from autopar.runtime.offload.chunk_memory import Arena, Chunk, Gradients, Homes, Link, Parameters, Sums
+from autopar.runtime.offload.early_update import AFTER, Updates, let_go, may_update
 from planner.analysis.memory.storages import BEFORE
 from planner.analysis.offload.chunks import of_turn, shared
 from planner.base.errors import InputError, TimetableError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.runtime.random import RandomState
+from autopar.runtime.spmd.random_state import RandomState
 
 
 @dataclass

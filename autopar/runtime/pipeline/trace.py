@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from autopar.runtime.mail import Pipeline
+from autopar.runtime.pipeline.p2p import Pipeline
 from planner.base.errors import InputError
 from planner.plan.timeline import Event, StepTimeline, bubble_of
 from planner.solve.pipeline.schedule import Action, Schedule

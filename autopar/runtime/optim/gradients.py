@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.disk import Disk
-from autopar.runtime.pages import READ
+from autopar.runtime.host.disk import Disk
+from autopar.runtime.host.pages import READ
 from planner.base.errors import InputError
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.distributed._local_tensor import enabled_local_tensor_mode
 
-from autopar.runtime.layers.index import GroupsOrTurns, coordinate
-from autopar.runtime.turns import Turns
+from autopar.runtime.spmd.micro_batch import Turns
+from autopar.runtime.spmd.rank_index import GroupsOrTurns, coordinate
 
 _SEEDS = 2**62
 _STRIDE = 0x9E3779B9  # odd, so that coordinates keep seeds apart modulo 2**32, all that CPU generators use

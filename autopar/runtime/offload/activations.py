@@ -2,7 +2,7 @@
 
 On the device a chunk is the storages that autograd saved, or others like them when it has come back; at home it is one
 memory, of those in which all chunks take turns. What backward asks for is made a tensor of its storage again
-(:class:`autopar.runtime.held.Held`).
+(:class:`autopar.runtime.autograd.saved_handle.Held`).
 
 The step after, or a backward that does not follow the timetable, may find some of it still asked for: then what is not
 at home goes there before it leaves the device, and is read from there.
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.held import Held
-from autopar.runtime.tiers import Arena, Chunk, Homes, Link
+from autopar.runtime.autograd.saved_handle import Held
+from autopar.runtime.offload.chunk_memory import Arena, Chunk, Homes, Link
 
 
 class Activations(Chunk):

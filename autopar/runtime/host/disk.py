@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime.pages import READ, cannot_bring
+from autopar.runtime.host.pages import READ, cannot_bring
 from planner.base.errors import DiskError, InfeasibleError, InputError
 from planner.base.formatting import in_all_bytes
 
@@ -67,7 +67,7 @@ class Disk:
         """Have the system bring memory of files before a step uses it.
 
         Args:
-            way: :data:`autopar.runtime.pages.READ` or ``WRITE``: what it is used for.
+            way: :data:`autopar.runtime.host.pages.READ` or ``WRITE``: what it is used for.
             what: it is, if it cannot.
 
         Raises:
@@ -100,7 +100,7 @@ def check_there(memory: Tensor, way: int, what: str, way_out: str) -> None:
     """Have the system bring memory before it is used, which may be that of a file; of a device it is there.
 
     Args:
-        way: :data:`autopar.runtime.pages.READ` or ``WRITE``: what it is used for.
+        way: :data:`autopar.runtime.host.pages.READ` or ``WRITE``: what it is used for.
         what: it is, and what to do, if it cannot.
 
     Raises:

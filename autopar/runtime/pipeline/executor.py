@@ -1,9 +1,9 @@
 """Step: a step in turns, forward and backward of every micro-batch in the order of a schedule.
 
 A pipeline is only full if the backward of one micro-batch runs beside the forward of another. So all of it happens when
-the model is called, and ``loss.backward()`` hands the gradients over (:mod:`autopar.runtime.hand_over`). By how much
-the loss is scaled is known only then, so a step assumes the scale of the one before, a power of two close to it. Where
-nobody wants gradients only forwards run.
+the model is called, and ``loss.backward()`` hands the gradients over
+(:mod:`autopar.runtime.autograd.gradient_handover`). By how much the loss is scaled is known only then, so a step
+assumes the scale of the one before, a power of two close to it. Where nobody wants gradients only forwards run.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
 
-from autopar.runtime.carrier import Carrier
-from autopar.runtime.hand_over import handing_over, power_of_two, refusing
-from autopar.runtime.mail import Mail, Messages
-from autopar.runtime.notes import add_note
-from autopar.runtime.outputs import Leaving, Outputs
-from autopar.runtime.recompute import memory_of
-from autopar.runtime.split import Later, backward_of_inputs
-from autopar.runtime.stage import Stage, programs_in
-from autopar.runtime.state import RunState
-from autopar.runtime.trace import Recorder
-from autopar.runtime.turns import Turns
+from autopar.runtime.autograd.gradient_handover import handing_over, power_of_two, refusing
+from autopar.runtime.autograd.recompute import memory_of
+from autopar.runtime.autograd.split_backward import Later, backward_of_inputs
+from autopar.runtime.host.error_notes import add_note
+from autopar.runtime.offload.executor import Carrier
+from autopar.runtime.pipeline.outputs import Leaving, Outputs
+from autopar.runtime.pipeline.p2p import Mail, Messages
+from autopar.runtime.pipeline.stage import Stage, programs_in
+from autopar.runtime.pipeline.trace import Recorder
+from autopar.runtime.spmd.micro_batch import Turns
+from autopar.runtime.spmd.run_state import RunState
 from planner.base.errors import InputError
 from planner.solve.pipeline.schedule import Action, is_left_over
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from autopar.runtime.patience import patience
-from autopar.runtime.stage import Passed, Stage
+from autopar.runtime.host.timeouts import patience
+from autopar.runtime.pipeline.stage import Passed, Stage
 from planner.solve.pipeline.schedule import Action, Schedule
 
 Message = tuple[int, str, int]

@@ -11,7 +11,7 @@ from spmd_types import I, P, R, S, V
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from autopar.runtime.turns import Turns
+from autopar.runtime.spmd.micro_batch import Turns
 
 Groups = tuple[ProcessGroup, ...]
 """Mesh axes."""

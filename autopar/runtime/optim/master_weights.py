@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.mesh import as_dtensor
-from autopar.runtime.trial import FAILURES, SCALES, first_line, name_of
+from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, first_line, name_of
+from autopar.runtime.spmd.mesh import as_dtensor
 from planner.base.errors import InputError
 
 MASTER = "master"

@@ -22,11 +22,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._local_tensor import LocalTensor
 from torch.fx import GraphModule
 
-from autopar.runtime.draws import draw, draw_attention
-from autopar.runtime.gathering import Gathering
-from autopar.runtime.held import Held, Holder
-from autopar.runtime.random import RandomState
-from autopar.runtime.state import RunState
+from autopar.runtime.autograd.saved_handle import Held, Holder
+from autopar.runtime.layers.random import draw, draw_attention
+from autopar.runtime.spmd.prefetch_gather import Gathering
+from autopar.runtime.spmd.random_state import RandomState
+from autopar.runtime.spmd.run_state import RunState
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 Place = int | tuple[int, int]

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from autopar.runtime.conversions import convert
-from autopar.runtime.mail import Pipeline
-from autopar.runtime.patience import be_patient
+from autopar.runtime.host.timeouts import be_patient
+from autopar.runtime.pipeline.p2p import Pipeline
+from autopar.runtime.spmd.resharding import convert
 from planner.base.errors import InputError, PlanError
 from planner.ir import layout as planner_layout
 from planner.ir.layout import PIPELINE, Layout, Mesh

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.disk import Disk
-from autopar.runtime.masters import class_with_masters
-from autopar.runtime.pages import READ
-from autopar.runtime.trial import FAILURES, SCALES, at_a_rate, first_line, name_of
+from autopar.runtime.host.disk import Disk
+from autopar.runtime.host.pages import READ
+from autopar.runtime.optim.master_weights import class_with_masters
+from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, at_a_rate, first_line, name_of
 from planner.base import host
 from planner.base.errors import InfeasibleError, InputError
 from planner.base.formatting import in_all_bytes

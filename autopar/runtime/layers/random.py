@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from autopar.runtime.layers.attention import attention
-from autopar.runtime.layers.index import GroupsOrTurns
-from autopar.runtime.state import RunState
+from autopar.runtime.spmd.rank_index import GroupsOrTurns
+from autopar.runtime.spmd.run_state import RunState
 
 
 def draw(op: OpOverload[..., Any], state: RunState, varying: GroupsOrTurns, *args: Any, **kwargs: Any) -> Any:

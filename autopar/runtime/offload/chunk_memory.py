@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.buckets import is_held_elsewhere
-from autopar.runtime.disk import Disk
-from autopar.runtime.notes import add_note
-from autopar.runtime.pages import READ, WRITE
-from autopar.runtime.pinned import pinned
+from autopar.runtime.host.disk import Disk
+from autopar.runtime.host.error_notes import add_note
+from autopar.runtime.host.gradient_buckets import is_held_elsewhere
+from autopar.runtime.host.pages import READ, WRITE
+from autopar.runtime.host.pinned_memory import pinned
 from planner.base.errors import TimetableError
 from planner.base.formatting import in_all_bytes
 from planner.solve.transfers.table import ACTIONS

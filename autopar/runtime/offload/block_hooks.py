@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.carrier import Carrier
+from autopar.runtime.offload.executor import Carrier
 from planner.analysis.memory.storages import is_before
 from planner.base.errors import InputError
 

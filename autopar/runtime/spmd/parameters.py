@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.buckets import Buckets
-from autopar.runtime.conversions import convert, local_type, open_strips
-from autopar.runtime.gathering import Gathering, reduce_scatter
+from autopar.runtime.host.gradient_buckets import Buckets
+from autopar.runtime.spmd.prefetch_gather import Gathering, reduce_scatter
+from autopar.runtime.spmd.resharding import convert, local_type, open_strips
 from planner.ir.layout import Shard
 
 

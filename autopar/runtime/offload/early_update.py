@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.gradients import is_hooked
-from autopar.runtime.notes import add_note
-from autopar.runtime.tiers import Link
-from autopar.runtime.trial import FAILURES, SCALES, at_a_rate, first_line, name_of
+from autopar.runtime.host.error_notes import add_note
+from autopar.runtime.offload.chunk_memory import Link
+from autopar.runtime.optim.gradients import is_hooked
+from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, at_a_rate, first_line, name_of
 from planner.base.errors import InputError
 
 AFTER = "plan with pin 'update' 'after', whose backward leaves gradients in .grad"

@@ -1,0 +1,1 @@
+"""Services of the machine a rank runs on: files, pages, pinned memory, time limits, buckets of bytes."""
