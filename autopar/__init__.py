@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from autopar.checkpoint.export import export_safetensors
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
-    from autopar.driver.plan import evaluate, parallelize, plan
+    from autopar.driver.parallelize import parallelize
+    from autopar.driver.plan import evaluate, plan
     from autopar.functions.register import register
     from autopar.verification.verify import verify
     from planner.base.errors import (
@@ -40,7 +41,7 @@ _LAZY = {
     "evaluate": "autopar.driver.plan",
     "export_safetensors": "autopar.checkpoint.export",
     "load_checkpoint": "autopar.checkpoint.load",
-    "parallelize": "autopar.driver.plan",
+    "parallelize": "autopar.driver.parallelize",
     "plan": "autopar.driver.plan",
     "register": "autopar.functions.register",
     "save_checkpoint": "autopar.checkpoint.save",

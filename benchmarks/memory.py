@@ -19,7 +19,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from autopar.driver.plan import Traced, plan_traced, trace
+from autopar.driver.plan import plan_traced
+from autopar.driver.trace import Traced, trace
 from autopar.emit.build import build
 from autopar.runtime.module import LeafSpec, ParallelModule
 from autopar.runtime.spmd.mesh import device_mesh

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.driver.plan import Traced, assign, plan_traced, staged
+from autopar.driver.plan import assign, plan_traced, staged
+from autopar.driver.trace import Traced
 from autopar.emit.build import build
 from autopar.runtime.module import LeafSpec
 from autopar.runtime.spmd.mesh import pipeline_mesh

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar import ClusterSpec, Plan
-from autopar.driver.plan import Traced, assign, plan_traced, trace
+from autopar.driver.plan import assign, plan_traced
+from autopar.driver.trace import Traced, trace
 from autopar.emit.block_program import STATE
 from autopar.emit.rewrite import rewrite
 from autopar.graph.interpreter import no_garbage

@@ -30,7 +30,6 @@ from autopar.capture.export_errors import failure, on_values, reads_values, with
 from autopar.capture.flatten import flatten
 from autopar.capture.passes.buffer_assignment import assigned, buffers, written_in_place
 from autopar.capture.passes.no_grad_regions import detach_ungraded
-from autopar.capture.repeats.candidates import storage_of
 from autopar.capture.repeats.markers import NotFoldable, writes_in_place
 from autopar.capture.repeats.repeats import Repeats
 from autopar.capture.snapshot.model_state import Before
@@ -39,6 +38,7 @@ from autopar.functions.carry import Carried
 from autopar.graph.interpreter import no_garbage
 from autopar.graph.module_walk import Walk
 from autopar.graph.program import Program, expand
+from autopar.graph.tensors import storage_of
 from planner.base.errors import CaptureError, InputError
 
 LossFn = Callable[..., torch.Tensor]

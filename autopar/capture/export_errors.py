@@ -34,7 +34,7 @@ _ON_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException, Dynamic
 _NEEDS_VALUES = re.compile(r"tensor subclasses|data pointer|data_ptr|fake ?tensor", re.IGNORECASE)
 """What torch says when code wants the memory of a tensor that has none: ``.numpy()``, C extensions."""
 
-_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<")
+_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep, "<")
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 _ONE_PATH = (

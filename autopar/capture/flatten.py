@@ -22,12 +22,13 @@ from autopar.capture.passes.canonical_order import in_order
 from autopar.capture.passes.causal_masks import simplify_masks
 from autopar.capture.passes.identity_indexing import drop_lookups_of_everything
 from autopar.capture.passes.strides import copy_for_products, drop_contiguous
-from autopar.capture.repeats.candidates import Submodule, storage_of
+from autopar.capture.repeats.candidates import Submodule
 from autopar.capture.repeats.markers import AGAIN, ENTER, LEAF, LEAVE, VALUE, NotFoldable
 from autopar.capture.repeats.repeats import Repeats
 from autopar.functions.ungraded import cut_ungraded
 from autopar.graph import module_walk
 from autopar.graph.program import Body, Call, Leaf, Program, constants_in_order, named, without_dead_code
+from autopar.graph.tensors import storage_of
 from planner.base.errors import CaptureError
 
 

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from torch import Tensor, nn
 
-from autopar.driver import plan
+import autopar
 from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.mesh import groups_of
@@ -145,7 +145,7 @@ def train_rank(settings: Settings, document: Mapping[str, Any]) -> Generator[Ste
     plan = Plan.from_dict(document)
     stream = batches(settings)
     batch = next(stream)
-    pmodel = plan.parallelize(make_model(settings), plan.cluster, plan=plan, example_kwargs=batch)
+    pmodel = autopar.parallelize(make_model(settings), plan.cluster, plan=plan, example_kwargs=batch)
     optimizer = torch.optim.AdamW(pmodel.parameters(), **ADAMW)
     calls: Counter[Collective] = Counter()
     peak_bytes = 0
@@ -194,7 +194,7 @@ def run(settings: Settings, console: Console, directory: Path) -> bool:
         cluster = ClusterSpec.local(settings.ranks)
         with console.status("planning ...") as status:
             start = time.monotonic()
-            plan = plan.plan(
+            plan = autopar.plan(
                 model,
                 cluster,
                 example_kwargs=first,

@@ -123,10 +123,10 @@ def plan(
         name, forms = arguments.read_model(model), arguments.read_inputs(inputs or ())
 
         from autopar.cli import model_loading
-        from autopar.driver import plan
+        from autopar.driver.plan import plan
 
         loaded = model_loading.load(name, batch, seq, forms)
-        found = plan.plan(
+        found = plan(
             loaded.model,
             where,
             example_kwargs=loaded.inputs,

@@ -21,11 +21,12 @@ from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModu
 from autopar.runtime.offload.executor import Carried, CarriedSaved, Carrier
 from autopar.runtime.pipeline.executor import Step, Tie, Trainers
 from autopar.runtime.pipeline.outputs import Leaving
-from autopar.runtime.pipeline.p2p import Between, Pipeline, Within
+from autopar.runtime.pipeline.p2p import Between, Within
 from autopar.runtime.pipeline.stage import Stage
 from autopar.runtime.pipeline.trace import Recorder
 from autopar.runtime.spmd.mesh import groups_of
 from autopar.runtime.spmd.micro_batch import Turns
+from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from autopar.runtime.spmd.random_state import RandomState
 from autopar.runtime.spmd.run_state import RunState
 from planner.analysis.memory import usage
@@ -66,7 +67,7 @@ class InTurns:
 
     schedule: Schedule
     bounds: tuple[int, ...]
-    pipeline: Pipeline | None = None
+    pipeline: PipelineRanks | None = None
     bubble: float | None = None
 
     @property
@@ -299,7 +300,7 @@ def _kept(leaves: Sequence[Node], stages: Sequence[Outline], here: Sequence[Stag
     return own
 
 
-def _ties(assignment: Assignment, bounds: Sequence[int], schedule: Schedule, pipeline: Pipeline) -> list[Tie]:
+def _ties(assignment: Assignment, bounds: Sequence[int], schedule: Schedule, pipeline: PipelineRanks) -> list[Tie]:
     """Parameters that stages of several ranks read; every process takes part in making their groups."""
     found = []
     for holders, names in ties(assignment, schedule.rank_of, bounds).items():
@@ -310,7 +311,7 @@ def _ties(assignment: Assignment, bounds: Sequence[int], schedule: Schedule, pip
 
 
 def _trainers(
-    assignment: Assignment, stages: Sequence[Outline], schedule: Schedule, pipeline: Pipeline
+    assignment: Assignment, stages: Sequence[Outline], schedule: Schedule, pipeline: PipelineRanks
 ) -> Trainers | None:
     """The ranks that hold parameters that are trained; every process takes part in making their group."""
     graph, dtypes = assignment.space.graph, defaultdict[int, set[str]](set)

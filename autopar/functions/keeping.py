@@ -16,11 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.repeats.candidates import storage_of
 from autopar.functions.carry import Carried
 from autopar.functions.joint import Operand, alone
 from autopar.functions.kept import Kept
 from autopar.functions.outside import Watching
+from autopar.graph.tensors import storage_of
 from planner.base.errors import CaptureError
 
 

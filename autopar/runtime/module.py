@@ -31,11 +31,11 @@ from autopar.runtime.offload.executor import Carrier
 from autopar.runtime.optim.gradients import Holders, know_each_other
 from autopar.runtime.optim.optimizer import Groups, StateKeeper, expect_state, make_optimizer
 from autopar.runtime.pipeline.executor import Step
-from autopar.runtime.pipeline.p2p import Pipeline
 from autopar.runtime.pipeline.stage import programs_in
 from autopar.runtime.pipeline.trace import observed, save_together
 from autopar.runtime.spmd.mesh import as_dtensor, groups_of, part_of, placements, whole_of
 from autopar.runtime.spmd.parameters import local_parts, renew
+from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from autopar.runtime.spmd.run_state import RunState
 from planner.base.errors import DiskError, InputError, PlanError
 from planner.ir.layout import I, Layout, Mesh, R, local_shape
@@ -121,7 +121,7 @@ class ParallelModule(nn.Module):
         make_part: Callable[[LeafSpec], Tensor],
         state: RunState,
         state_bytes: int,
-        pipeline: Pipeline | None = None,
+        pipeline: PipelineRanks | None = None,
         carrier: Carrier | None = None,
     ):
         super().__init__()

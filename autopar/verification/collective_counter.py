@@ -23,7 +23,8 @@ from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.pipeline.executor import Step
-from autopar.runtime.pipeline.p2p import Mail, Message, Pipeline, crossed_by, tag_of
+from autopar.runtime.pipeline.p2p import Mail, Message, crossed_by, tag_of
+from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from planner.formulation.resharding import Collective
 from planner.formulation.stage_boundaries import Exchange
 
@@ -55,7 +56,7 @@ def count_collectives(groups: Mapping[str, ProcessGroup]) -> Iterator[Counter[Co
 
 
 @contextlib.contextmanager
-def count_exchanges(pipeline: Pipeline) -> Iterator[Counter[Exchange]]:
+def count_exchanges(pipeline: PipelineRanks) -> Iterator[Counter[Exchange]]:
     """Count every call inside the context by which this rank passes something to others of a pipeline.
 
     Yields:

@@ -24,7 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.capture import LossFn, _caches_off, _example_inputs, _WithLoss, path_name
 from autopar.capture.snapshot.model_state import Before
-from autopar.driver.plan import Traced, assign, check_arguments, given_plan, plan_traced, staged, trace
+from autopar.driver.arguments import check_arguments, given_plan
+from autopar.driver.plan import assign, plan_traced, staged
+from autopar.driver.trace import Traced, trace
 from autopar.emit.build import InTurns
 from autopar.functions.carry import Carried
 from autopar.graph.module_walk import Walk

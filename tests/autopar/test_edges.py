@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.driver.plan import assign, trace
+from autopar.driver.plan import assign
+from autopar.driver.trace import trace
 from autopar.verification.simulator import Simulation
 from planner.base.errors import CaptureError, ClusterError, InputError, PinError, PlanError
 

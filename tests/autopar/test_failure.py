@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture.capture import capture
-from autopar.driver.plan import trace
+from autopar.driver.trace import trace
 from planner.base.errors import AutoparError, CaptureError, InputError
 
 X = torch.randn(8, 8)

@@ -13,7 +13,7 @@ import autopar
 from autopar.capture.capture import Captured, capture
 from autopar.capture.lowering import lower
 from autopar.capture.repeats.candidates import nominate
-from autopar.driver.plan import trace
+from autopar.driver.trace import trace
 from autopar.graph.module_walk import Walk
 from autopar.verification.verify import RTOL, reference, simulate, space_on
 from planner.base.errors import CaptureError, InputError

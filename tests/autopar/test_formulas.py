@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.driver.plan import Traced, plan_traced, trace
+from autopar.driver.plan import plan_traced
+from autopar.driver.trace import Traced, trace
 from planner.analysis.prediction import Prediction, predict
 from planner.base.errors import PlanError
 from planner.cost.cluster import ClusterSpec

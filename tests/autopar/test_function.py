@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 import autopar
 from autopar.capture.capture import capture
 from autopar.capture.lowering import lower
-from autopar.driver.plan import plan_traced, trace
+from autopar.driver.plan import plan_traced
+from autopar.driver.trace import trace
 from autopar.emit.rewrite import rewrite
 from autopar.functions.declared import DECLARED
 from autopar.functions.keeping import observed

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.driver.plan import assign, plan_traced, staged, trace
+from autopar.driver.plan import assign, plan_traced, staged
+from autopar.driver.trace import trace
 from autopar.runtime.pipeline.executor import _Run
 from autopar.runtime.pipeline.stage import Stage
 from autopar.runtime.spmd import parameters, prefetch_gather
@@ -172,7 +173,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         return call
 
-    monkeypatch.setattr(gathering, "all_gather", watched("gather", prefetch_gather.all_gather))
+    monkeypatch.setattr(prefetch_gather, "all_gather", watched("gather", prefetch_gather.all_gather))
     monkeypatch.setattr(parameters, "reduce_scatter", watched("reduce", prefetch_gather.reduce_scatter))
     return found
 
@@ -292,7 +293,7 @@ def test_a_step_of_zero_3_passes_each_chunk_three_times(
         return reduce(own, every, **options)
 
     gather, reduce = prefetch_gather.all_gather, parameters.reduce_scatter
-    monkeypatch.setattr(gathering, "all_gather", all_gather)
+    monkeypatch.setattr(prefetch_gather, "all_gather", all_gather)
     monkeypatch.setattr(parameters, "reduce_scatter", reduce_scatter)
     assert plan.assignment is not None
     with Simulation(model, trace(model, (x,)).captured, plan.assignment) as simulation:

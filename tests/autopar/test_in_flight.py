@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.driver.plan import Traced, assign, plan_traced, staged, trace
+from autopar.driver.plan import assign, plan_traced, staged
+from autopar.driver.trace import Traced, trace
 from autopar.emit.build import InTurns, build
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pipeline.executor import Step

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.driver.plan import plan_traced, trace
+from autopar.driver.plan import plan_traced
+from autopar.driver.trace import trace
 from benchmarks import memory_turns
 from benchmarks.memory import observed_peak
 from planner.cost.cluster import ClusterSpec

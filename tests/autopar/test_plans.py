@@ -14,7 +14,8 @@ from torch import nn
 
 import autopar
 from autopar import ClusterSpec, Plan
-from autopar.driver.plan import assign, trace
+from autopar.driver.plan import assign
+from autopar.driver.trace import trace
 from planner.base.errors import InputError, PinError, PlanError
 from planner.plan.document.document import BlockPlan
 

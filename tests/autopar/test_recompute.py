@@ -18,7 +18,8 @@ from torch.distributed._local_tensor import LocalTensor
 
 import autopar
 from autopar import ClusterSpec, Plan
-from autopar.driver.plan import Traced, assign, plan_traced, trace
+from autopar.driver.plan import assign, plan_traced
+from autopar.driver.trace import Traced, trace
 from autopar.runtime.autograd.recompute import recompute
 from autopar.verification.memory_meter import LiveBytes
 from autopar.verification.simulator import Simulation, fake_process_group

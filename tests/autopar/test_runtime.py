@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.driver.plan import assign, plan_traced, trace
+from autopar.driver.plan import assign, plan_traced
+from autopar.driver.trace import trace
 from autopar.emit.initialization import _cut, _reader
 from autopar.runtime.spmd.mesh import groups_of, part_of, put_part, rows_of, take
 from autopar.verification.collective_counter import count_collectives, differences

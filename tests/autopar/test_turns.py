@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import autopar
-from autopar.driver.plan import assign, plan_traced, staged, trace
+from autopar.driver.plan import assign, plan_traced, staged
+from autopar.driver.trace import trace
 from autopar.emit.block_program import Body
 from autopar.emit.build import InTurns
 from autopar.runtime.pipeline.executor import Step, _Run

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.driver.plan import Traced, assign, plan_traced, staged, trace
+from autopar.driver.plan import assign, plan_traced, staged
+from autopar.driver.trace import Traced, trace
 from autopar.emit.build import InTurns
 from autopar.measure.local_processes import LocalProcesses
 from autopar.verification.float64 import exact

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.driver.plan import trace
+from autopar.driver.trace import trace
 from autopar.verification.collective_counter import differences
 from autopar.verification.float64 import exact, twin, widen, widened
 from autopar.verification.verify import decide_on, reference, verify

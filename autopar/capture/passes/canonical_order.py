@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import fx
 
-from autopar.capture.repeats.candidates import first_with
 from autopar.graph.program import Body, Call, Program, module_path
+from autopar.graph.tensors import first_with
 
 
 @dataclass(frozen=True)

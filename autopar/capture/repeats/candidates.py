@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor, nn
 
 from autopar.graph.module_walk import Walk
+from autopar.graph.tensors import first_with, storage_of, tensor_kind
 
 _HELD = operator.attrgetter("_parameters", "_buffers", "_modules")
 
@@ -72,12 +73,6 @@ def nominate(walk: Walk) -> list[list[Submodule]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def first_with(keys: Sequence[Hashable]) -> tuple[int, ...]:
-    """For each key, where it occurs first: two lists that repeat themselves alike give the same."""
-    first: dict[Hashable, int] = {}
-    return tuple(first.setdefault(key, at) for at, key in enumerate(keys))
-
-
 def who_holds_what(modules: Sequence[nn.Module]) -> tuple[object, ...]:
     """For each module its class, and its parameters, buffers and modules by name and identity."""
     held = list(itertools.chain.from_iterable(map(_HELD, modules)))
@@ -85,11 +80,6 @@ def who_holds_what(modules: Sequence[nn.Module]) -> tuple[object, ...]:
     filled = list(itertools.compress(held, sizes))
     names, values = itertools.chain.from_iterable(filled), itertools.chain.from_iterable(map(dict.values, filled))
     return tuple(map(type, modules)), sizes, tuple(names), tuple(map(id, values))
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Which memory a tensor lies in; equal for views of one."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _submodule(path: str, module: nn.Module) -> Submodule | None:
@@ -124,21 +114,6 @@ def _own(module: nn.Module) -> dict[str, Tensor | None]:
 
 def _kind(tensor: Tensor | None) -> object:
     return None if tensor is None else tensor_kind(tensor)
-
-
-def tensor_kind(tensor: Tensor) -> object:
-    """What operators can tell of a tensor without its values."""
-    return (
-        type(tensor),
-        tensor.shape,
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
 
 
 def _worthwhile(module: nn.Module) -> bool:

@@ -28,18 +28,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.capture.repeats.candidates import Submodule, first_with
+from autopar.capture.repeats.candidates import Submodule
 from autopar.capture.snapshot.model_state import Held
 from autopar.capture.snapshot.user_code_state import Outside, is_installed
 from autopar.graph.identity import are_same
 from autopar.graph.tensor_metadata import PLAIN
+from autopar.graph.tensors import first_with
 
 MOST = 2000
 """Containers that a call may reach: to compare more takes longer than to run it."""
 
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, tuple})
 """Those that keep nothing but what is in them: a deque has a length at most."""
-_HERE = str(Path(__file__).parent) + os.sep
+_HERE = str(Path(__file__).parents[2]) + os.sep
 _MISSING = object()
 _LOOK_UP = nn.Module.__getattr__.__code__
 """Reads ``__dict__`` for the sake of one attribute."""

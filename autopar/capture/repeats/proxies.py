@@ -18,9 +18,9 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from autopar.capture.repeats.candidates import storage_of
 from autopar.capture.repeats.markers import LEAF, VALUE, Copied, NotFoldable, mark, node_of, track
 from autopar.graph.tensor_metadata import FACTS, HISTORY
+from autopar.graph.tensors import storage_of
 
 _SET_GRAD = torch._C._set_grad_enabled
 _BLANK = torch.empty(0, device="meta")

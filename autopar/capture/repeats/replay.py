@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._mode_utils import no_dispatch
 
-from autopar.capture.repeats.candidates import Submodule, first_with, storage_of, tensor_kind
+from autopar.capture.repeats.candidates import Submodule
 from autopar.capture.repeats.markers import (
     AGAIN,
     ENTER,
@@ -39,6 +39,7 @@ from autopar.capture.repeats.memoization import Recall, Watch
 from autopar.capture.repeats.proxies import StandIns, translated
 from autopar.graph.identity import Same
 from autopar.graph.tensor_metadata import ATOMS, FACTS, HISTORY, PLAIN
+from autopar.graph.tensors import first_with, storage_of, tensor_kind
 
 MAX_KINDS = 16
 """Kinds of calls that are told apart within one structure; what comes after is traced call by call."""

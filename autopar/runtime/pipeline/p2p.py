@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from autopar.runtime.host.timeouts import patience
 from autopar.runtime.pipeline.stage import Passed, Stage
+from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from planner.solve.pipeline.schedule import Action, Schedule
 
 Message = tuple[int, str, int]
@@ -83,70 +82,6 @@ class Within:
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """The ranks that hold the same part of every stage.
-
-    What a rank does in one group of nccl is done in order, and one waits for the other; so whoever sends to somebody
-    does so in a group of just these two, for that direction.
-
-    Attributes:
-        ranks: all of them, for what is not sent from stage to stage.
-        ways: by sender and receiver, both neighbours in the ring of ranks, the group of the two.
-        device: where they compute.
-    """
-
-    ranks: ProcessGroup
-    ways: Mapping[tuple[int, int], ProcessGroup]
-    device: torch.device
-
-    @classmethod
-    def over(cls, ranks: ProcessGroup, device: torch.device) -> Pipeline:
-        """Make the groups of all pipelines that lie side by side; every process must call this.
-
-        Each is used once, since nccl connects two ranks only then, and both must take part.
-        """
-        size = ranks.size()
-        ways: dict[tuple[int, int], ProcessGroup] = {}
-        made = cls(ranks, ways, device)
-        neighbours = [(at, (at + 1) % size) for at in range(size if size > 2 else 1)]
-        for sender, receiver in (way for low, high in neighbours for way in ((low, high), (high, low))):
-            group = made.group({sender, receiver})
-            if group is None:
-                continue
-            ways[sender, receiver] = group
-            number = torch.zeros(1, device=device)
-            if made.rank == sender:
-                dist.send(number, made.global_rank(receiver), group)
-            else:
-                dist.recv(number, made.global_rank(sender), group)
-        return made
-
-    def group(self, numbers: Collection[int]) -> ProcessGroup | None:
-        """A group of some of them, if this process is among these; every process of all pipelines must call this."""
-        members = dist.get_process_group_ranks(self.ranks)
-        beside = dist.get_world_size() // self.size  # ranks of a stage; the same rank of the next is so many further
-        own = members[0] % beside
-        timeout = patience(self.device)
-        lists = ([rank + beside * at for at in sorted(numbers)] for rank in range(beside))
-        groups = [dist.new_group(ranks, timeout=timeout) for ranks in lists]
-        return groups[own] if self.rank in numbers else None
-
-    @property
-    def rank(self) -> int:
-        """This process's number among them."""
-        return dist.get_rank(self.ranks)
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        return self.ranks.size()
-
-    def global_rank(self, number: int) -> int:
-        """The rank of one of them among all processes."""
-        return dist.get_global_rank(self.ranks, number)
-
-
-@dataclass(frozen=True)
 class _Coming:
     """A message that is being received.
 
@@ -177,7 +112,7 @@ class Between:
         device: where messages arrive.
     """
 
-    def __init__(self, schedule: Schedule, stages: Sequence[Stage], pipeline: Pipeline, device: torch.device):
+    def __init__(self, schedule: Schedule, stages: Sequence[Stage], pipeline: PipelineRanks, device: torch.device):
         self.schedule, self.pipeline, self.device = schedule, pipeline, device
         self._forms = {(stage.number, "F"): stage.received for stage in stages}
         self._forms |= {(stage.number, "B"): differentiable(stage.sent) for stage in stages}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from autopar.runtime.pipeline.p2p import Pipeline
+from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from planner.base.errors import InputError
 from planner.plan.timeline import Event, StepTimeline, bubble_of
 from planner.solve.pipeline.schedule import Action, Schedule
@@ -103,7 +103,7 @@ class Recorder:
         return [Event(rank, kind, seconds(start), seconds(end), action) for kind, action, start, end in self._last]
 
 
-def observed(recorder: Recorder, pipeline: Pipeline | None) -> StepTimeline:
+def observed(recorder: Recorder, pipeline: PipelineRanks | None) -> StepTimeline:
     """The last step of all ranks of the pipeline, from the first that began; every rank of it must call this.
 
     Raises:

@@ -1,1 +1,1 @@
-"""What every rank of a mesh does alike: device mesh, sharded parameters and their gathering, resharding, random state."""
+"""What all ranks of a mesh do alike: device mesh, sharded parameters, gathering, resharding, random state."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.runtime.host.timeouts import be_patient
-from autopar.runtime.pipeline.p2p import Pipeline
+from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from autopar.runtime.spmd.resharding import convert
 from planner.base.errors import InputError, PlanError
 from planner.ir import layout as planner_layout
@@ -27,7 +27,7 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     return pipeline_mesh(mesh, device_type, 1)[0]
 
 
-def pipeline_mesh(mesh: Mesh, device_type: str, stages: int) -> tuple[DeviceMesh, Pipeline | None]:
+def pipeline_mesh(mesh: Mesh, device_type: str, stages: int) -> tuple[DeviceMesh, PipelineRanks | None]:
     """The torch mesh of this rank's stage of a pipeline, over the default process group.
 
     Axes are joined in all ways too, so that DTensor reduces over several of them at once (a norm of gradients).
@@ -61,7 +61,7 @@ def pipeline_mesh(mesh: Mesh, device_type: str, stages: int) -> tuple[DeviceMesh
         whole = init_device_mesh(device_type, (stages, *mesh.sizes), mesh_dim_names=(PIPELINE, *mesh.names))
         made = whole[mesh.names]
         be_patient([whole.get_group(PIPELINE)], torch.device(device_type))
-        pipeline = Pipeline.over(whole.get_group(PIPELINE), torch.device(device_type))
+        pipeline = PipelineRanks.over(whole.get_group(PIPELINE), torch.device(device_type))
     for count in range(2, len(mesh.names) + 1):
         for names in itertools.combinations(mesh.names, count):
             made[names]._flatten("+".join(names))

@@ -1,0 +1,196 @@
+"""``autopar.parallelize``: from a model and a cluster to this rank's share of a distributed module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from autopar.capture.capture import LossFn
+from autopar.driver.arguments import Progress, check_arguments, given_plan, say, training_of
+from autopar.driver.plan import assign, plan_traced, staged
+from autopar.driver.process_group import start_process_group
+from autopar.driver.rank_agreement import arguments, captured, check_alike
+from autopar.driver.trace import Traced, trace
+from autopar.emit.build import build
+from autopar.emit.initialization import Source, part_maker
+from autopar.graph.interpreter import on_one_stack
+from autopar.runtime.host.disk import check_given, open_disk
+from autopar.runtime.host.memory_check import check_room
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.spmd.mesh import pipeline_mesh
+from planner.analysis.offload.chunks import chunks_of, moving_bytes, parameters
+from planner.analysis.offload.step_timing import saved_bytes
+from planner.base.errors import PinError, PlanError
+from planner.base.formatting import in_all_bytes
+from planner.cost.cluster import ClusterSpec
+from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.mesh_candidates import MAX_AXES
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
+from planner.plan.plan import Plan
+from planner.search.search import GAP
+from planner.solve.transfers import Timetable
+
+
+@on_one_stack
+def parallelize(
+    model: nn.Module,
+    cluster: ClusterSpec,
+    *,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    example_args: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFn | None = None,
+    pin: Mapping[str, Any] | None = None,
+    optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element,
+    pipelines: bool = False,
+    state_dict: Source | None = None,
+    seed: int = 0,
+    offload_path: str | os.PathLike[str] | None = None,
+    time_limit_s: float = 60.0,
+    gap: float = GAP,
+    max_axes: int = MAX_AXES,
+    progress: Progress | None = None,
+) -> ParallelModule:
+    """This rank's share of ``model``, ready to train; call it in every process that ``torchrun`` started.
+
+    Rank 0 plans (or every rank brings the same ``plan``); all ranks give the same arguments. Parameters come from rank
+    0's model, from ``state_dict``, or, for models on the meta device, from the modules' own initialisation.
+
+    Args:
+        model, cluster, example_args, example_kwargs, loss_fn, pin, optimizer_bytes_per_element, pipelines,
+            time_limit_s, gap, max_axes: as in :func:`plan`; the last six are of the search, where no plan is given.
+        plan: a plan to apply without searching, or the path of one's file.
+        state_dict: the original model's full state dict, or the path of a file that ``torch.save`` wrote of it, of a
+            safetensors file, of a directory of such files with their index, or of what
+            :func:`autopar.save_checkpoint` wrote.
+        seed: of dropout, and of initialisation on the meta device.
+        offload_path: of a directory for files, where the plan keeps model data on disk; ranks may give different ones.
+        progress: called on rank 0 with a line of text as the search advances.
+
+    Raises:
+        PlanError: the plan does not fit the model, the cluster or the process group; or ranks were given different
+            ones, or different models, inputs, pins or seeds.
+        InputError: ``offload_path`` is missing, not wanted, no directory, or not writable.
+        InfeasibleError: it has no room for the model's data, or a machine or a GPU has less memory left than the plan
+            takes of it.
+    """
+    check_arguments(model, cluster, example_args, example_kwargs, pin)
+    training = training_of(optimizer_bytes_per_element)
+    if plan is not None and pin:
+        raise PinError("a plan is already decided, so pin has nothing left to fix: give plan or pin, not both")
+    plan = None if plan is None else given_plan(plan)
+    if plan is not None and plan.cluster.world_size != cluster.world_size:
+        raise PlanError(
+            f"the plan is for {plan.cluster.world_size} devices, the cluster has {cluster.world_size}: plan again"
+        )
+    if plan is not None:
+        _check_fits(plan, cluster)
+    pins = Pins.parse(pin)
+    pinned = pins if plan is None else Pins.parse(plan.pin)
+    tier = pinned.tier
+    check_given(offload_path, tier == "disk")
+    device = start_process_group(cluster, tier != "device")
+    check_alike(arguments(model, cluster, plan, pins, training, pipelines, state_dict, seed))
+    if dist.get_world_size() != cluster.world_size:
+        raise PlanError(
+            f"the cluster has {cluster.world_size} devices but {dist.get_world_size()} processes were started: "
+            f"start {cluster.world_size} (torchrun --nproc-per-node), or describe the cluster that is there"
+        )
+    if dist.get_rank() == 0:
+        say(progress, f"capturing {type(model).__name__}")
+    traced = _traced_alike(model, example_args, example_kwargs, loss_fn)
+    if plan is None:
+        plan = _plan_on_rank_0(traced, cluster, pins, training, pipelines, time_limit_s, gap, max_axes, progress)
+    assignment = assign(traced, plan)
+    assignment, in_turns = staged(plan, assignment)
+    stage_mesh = plan.mesh.in_turns(1)
+    mesh, pipeline = pipeline_mesh(stage_mesh, device.type, cluster.world_size // stage_mesh.size)
+    rank = dist.get_rank() % stage_mesh.size
+    make_part = part_maker(model, traced.captured, stage_mesh, rank, device, state_dict, seed)
+    if in_turns is not None:
+        in_turns = replace(in_turns, pipeline=pipeline)
+    table = None if not plan.timetables else plan.timetables[0 if pipeline is None else pipeline.rank]
+    home = 0 if table is None else _home_bytes(assignment, table, None if in_turns is None else in_turns.blocks)
+    arena = table.high_water_bytes if table is not None and device.type == "cpu" else 0
+    check_room(device, _device_bytes(plan), arena + (0 if tier == "disk" else home))
+    disk = None if offload_path is None else open_disk(offload_path, home, pinned.update == "backward")
+    return build(model, traced.captured, assignment, mesh, rank, make_part, seed, in_turns, table, disk)
+
+
+def _device_bytes(plan: Plan) -> int:
+    """Bytes of a device within which a plan's step stays."""
+    return max((table.budget_bytes for table in plan.timetables), default=plan.predicted.peak_bytes)
+
+
+def _check_fits(plan: Plan, cluster: ClusterSpec) -> None:
+    """Refuse a plan for devices with more memory.
+
+    Raises:
+        PlanError: it takes more than this cluster's devices can use.
+    """
+    needed_bytes, usable_bytes = _device_bytes(plan), cluster.device.usable_bytes
+    if needed_bytes > usable_bytes:
+        does = "moves model data within" if plan.timetables else "takes"
+        raise PlanError(
+            f"the plan {does} {in_all_bytes(needed_bytes)} of a device, and this cluster's "
+            f"devices can use {in_all_bytes(usable_bytes)}: plan again for this cluster"
+        )
+
+
+def _home_bytes(assignment: Assignment, table: Timetable, blocks: Collection[int] | None) -> int:
+    """What this rank keeps at home of what moves.
+
+    Args:
+        blocks: the numbers of its own; ``None``: it has all.
+    """
+    items = {item.name for item in table.trace.items}
+    moving = [chunk for chunk in chunks_of(assignment, blocks) if parameters(chunk) in items]
+    return moving_bytes(assignment, moving) + saved_bytes(table)
+
+
+def _traced_alike(
+    model: nn.Module,
+    example_args: tuple[Any, ...] | None,
+    example_kwargs: Mapping[str, Any] | None,
+    loss_fn: LossFn | None,
+) -> Traced:
+    """Capture; an error where ranks do not all find the same."""
+    try:
+        traced = trace(model, example_args, example_kwargs, loss_fn)
+    except Exception as error:
+        check_alike({"model": f"one that cannot be captured ({type(error).__name__})"})
+        raise
+    check_alike(captured(traced.graph, traced.facts))
+    return traced
+
+
+def _plan_on_rank_0(
+    traced: Traced,
+    cluster: ClusterSpec,
+    pins: Pins,
+    training: Training,
+    pipelines: bool,
+    time_limit_s: float,
+    gap: float,
+    max_axes: int,
+    progress: Progress | None,
+) -> Plan:
+    """Search once; an error is raised on every rank."""
+    message: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            limits: dict[str, Any] = {"time_limit_s": time_limit_s, "gap": gap, "max_axes": max_axes}
+            found = plan_traced(traced, cluster, pins, training, pipelines=pipelines, **limits, progress=progress)
+            message = [found.to_dict()]
+        except Exception as error:
+            message = [error]
+    dist.broadcast_object_list(message, src=0)
+    if isinstance(message[0], Exception):
+        raise message[0]
+    return Plan.from_dict(message[0])

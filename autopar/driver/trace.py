@@ -1,0 +1,63 @@
+"""A model and example inputs to a captured program and the planner's graph of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from autopar.capture.capture import Captured, LossFn, capture
+from autopar.capture.lowering import lower
+from autopar.driver.arguments import Fold
+from autopar.graph.interpreter import no_garbage, on_one_stack
+from planner.base.errors import InputError
+from planner.ir.graph import Graph
+from planner.plan.document.fingerprint import model_facts
+from planner.sizes.position_limits import check_positions
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A captured model and its planner graph."""
+
+    captured: Captured
+    graph: Graph
+    name: str
+    capture_s: float
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What identifies the model in a plan."""
+        return model_facts(self.graph, self.name, "train" if self.captured.training else "eval")
+
+
+@on_one_stack
+@no_garbage()
+def trace(
+    model: nn.Module,
+    example_args: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFn | None = None,
+    fold: Fold = "capture",
+) -> Traced:
+    """Capture and lower a model; see :func:`autopar.capture.capture.capture`, and :func:`plan` for ``fold``."""
+    start = time.monotonic()
+    captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
+    graph = lower(captured)
+    check_positions(graph)
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    if loss_fn is not None and model.training and not trains:
+        raise InputError(
+            f"loss_fn is given, {type(model).__name__} is in train mode, and none of its parameters has requires_grad, "
+            "so that there is nothing to train: set requires_grad on what is to be trained, or call model.eval() to "
+            "have the loss computed alone"
+        )
+    if loss_fn is not None and trains and not graph.roots:
+        raise InputError(
+            "the loss that loss_fn returned depends on no parameter that is trained: compute it from the model's "
+            "outputs, and do not detach them"
+        )
+    return Traced(captured, graph, type(model).__name__, time.monotonic() - start)
