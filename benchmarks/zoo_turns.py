@@ -58,7 +58,7 @@ def main(models: Sequence[str]) -> int:
             print(f"[{time.monotonic() - start:5.0f} s] {len(rows)} cells, {len(failed)} failed", flush=True)
             for row in (row for row in done.result() if row["status"] == "FAILED"):
                 print(f"  FAILED {row['model']} {row['pin']}: {row['why']}", flush=True)
-    with LocalProcesses(8, ("torch", "tests.autopar.test_turns_models")) as processes:
+    with LocalProcesses(8, ("torch", "tests.autopar.verification.test_micro_batched_models")) as processes:
         for name, pin in itertools.product(chosen, TRAINED):
             rows.append(train(processes, name, pin))
             print(
@@ -81,7 +81,7 @@ def main(models: Sequence[str]) -> int:
 def run(model: str) -> list[dict[str, Any]]:
     """All cells of a model."""
     from planner.base.errors import AutoparError, PinError
-    from tests.autopar.test_turns_models import check
+    from tests.autopar.verification.test_micro_batched_models import check
 
     rows = []
     for pin in cells():
@@ -99,7 +99,7 @@ def run(model: str) -> list[dict[str, Any]]:
 def train(processes: LocalProcesses, model: str, pin: Mapping[str, Any]) -> dict[str, Any]:
     """Three steps of a model on as many processes as the pins ask for."""
     from autopar.measure.local_processes import RankError
-    from tests.autopar.test_turns_models import planned
+    from tests.autopar.verification.test_micro_batched_models import planned
 
     ranks = math.prod(pin.get(axis, 1) for axis in ("pipeline", "data", "tensor"))
     row: dict[str, Any] = {"model": model, "pin": {**pin, "processes": ranks}, "status": "equal", "why": ""}
@@ -119,7 +119,7 @@ def trained(name: str, document: Mapping[str, Any]) -> float:
 
     import autopar
     from autopar.verification.float64 import exact, widen
-    from tests.autopar.test_turns_models import made
+    from tests.autopar.verification.test_micro_batched_models import made
 
     model, batch = made(name)
     batch, plan = widen(batch), autopar.Plan.from_dict(document)

@@ -1,0 +1,92 @@
+"""The README is true: its example runs, and what it links to exists. Its plan is for ``test_quoted`` to see."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import autopar
+from autopar.measure.local_processes import LocalProcesses
+from planner.base.errors import PinError
+from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import Pins
+
+ROOT = Path(__file__).resolve().parents[3]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+USING = (ROOT / "docs" / "using.md").read_text(encoding="utf-8")
+PLAN, APPLY = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def run(folder: str, program: str) -> str:
+    """What a program prints that is run in a folder, by one of some processes."""
+    os.chdir(folder)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_example_plans_and_trains(tmp_path: Path) -> None:
+    """In processes that imported torch once; that torchrun starts such programs is for ``test_processes`` to say."""
+    before_planning, _, _ = PLAN.partition("plan    =")
+    preload = ("torch", "transformers.models.gpt2.modeling_gpt2", "tests.autopar.cli.test_readme")
+    with LocalProcesses(4, preload) as processes:
+        (said,) = processes.run(run, str(tmp_path), PLAN, ranks=1)
+        assert "GPT2LMHeadModel" in said and "next best" in said
+        assert (tmp_path / "plan.json").exists() and (tmp_path / "plan.html").exists()
+        processes.run(run, str(tmp_path), before_planning + APPLY)
+
+
+def test_the_cluster_file_that_is_shown_is_one() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", USING, flags=re.DOTALL)
+    assert ClusterSpec.from_dict(yaml.safe_load(text)).world_size == 32
+
+
+def test_every_pin_and_preset_is_listed_and_no_other() -> None:
+    table = re.search(r"\| pin \|.*?\n\n", USING, flags=re.DOTALL)
+    assert table is not None
+    listed = {name for row in table[0].strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    with pytest.raises(PinError) as caught:
+        Pins.parse({"": 1})
+    assert listed == set(str(caught.value).partition("known: ")[2].split(", "))
+    presets = re.search(r"The presets are (.*?)\.", USING, flags=re.DOTALL)
+    assert presets is not None
+    assert set(re.findall(r"`([\w-]+)`", presets[1])) == {p.stem for p in (ROOT / "planner" / "presets").glob("*.yaml")}
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.linear(x)
+        return logits
+
+
+def test_the_example_with_a_loss_function_plans() -> None:
+    example, _, _ = re.findall(r"```python\n(.*?)```", USING, flags=re.DOTALL)[0].partition("pmodel =")
+    x, target = torch.randn(8, 16), torch.zeros(8, dtype=torch.long)
+    names = {"torch": torch, "autopar": autopar, "model": Classifier(), "x": x, "target": target}
+    exec(example, names | {"cluster": ClusterSpec.local(2)}, found := {})  # type: ignore[var-annotated]
+    assert set(found["plan"].inputs) == {"x", "target"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    paths = re.findall(r"`((?:planner|autopar|tests|docs|notebooks|benchmarks)/[\w./]*)`", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    missing += [path for path in paths if not (ROOT / path).exists()]
+    assert not missing

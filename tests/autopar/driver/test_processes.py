@@ -1,0 +1,452 @@
+"""Real processes: the parallel module on gloo against the original model in one process, in float64.
+
+The processes start once; what they do is in ``workers.py``. A case is a model, pins, and a number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import autopar
+from autopar.measure.local_processes import LocalProcesses, RankError
+from planner.plan.plan import Plan
+from tests.autopar import by_hand, checkpoints, workers
+
+pytestmark = pytest.mark.processes
+
+PRELOAD = (
+    "torch",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "tests.autopar.workers",
+)
+BY_MODULE = {"transformer.wte": 0, "transformer.wpe": 2, "*.ln_?": 0, "transformer.h.*": 3, "*": 0}
+"""How GPT-2's parameters are stored on the axis of the data, and gathered."""
+CASES: list[tuple[str, dict[str, Any] | None, int]] = [
+    ("mlp", None, 2),
+    ("mlp", {"data": 4}, 4),
+    ("mlp", {"data": 4, "zero": 3}, 4),
+    ("mlp", {"data": 2, "tensor": 2}, 4),
+    ("gpt2", None, 4),
+    ("gpt2", {"data": 4}, 4),
+    ("gpt2", {"data": 2, "zero": 3}, 2),
+    ("gpt2", {"data": 2, "zero": BY_MODULE}, 2),
+    ("gpt2", {"zero": {"transformer.h.0.*": 0, "transformer.h.1.*": 3}, "recompute": "none"}, 2),
+    ("gpt2", {"data": 2, "zero": BY_MODULE, "offload": "host"}, 2),
+    ("gpt2", {"tensor": 4}, 4),
+    ("gpt2", {"tensor": 2, "sequence_parallel": True}, 2),
+    ("gpt2", {"context": 4}, 4),
+    ("gpt2", {"data": 2, "tensor": 2}, 4),
+    ("llama", None, 2),
+    ("llama", {"tensor": 2}, 2),
+    ("llama", {"data": 2, "context": 2}, 4),
+    ("llama", {"data": 2, "tensor": 2, "zero": 3, "recompute": "full"}, 4),
+    ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3}, 4),
+    ("llama", {"replicate": 2, "data": 2, "zero": 3}, 4),
+    ("gpt2", {"offload": "host"}, 1),
+    ("llama", {"data": 2, "zero": 3, "offload": "host"}, 2),
+    ("gpt2", {"replicate": 2, "data": 2, "zero": 2, "recompute": "full", "offload": "host"}, 4),
+]
+
+
+TURNS: list[tuple[str, dict[str, Any], int]] = [
+    ("gpt2", {"micro_batches": 2, "data": 2}, 2),
+    ("gpt2", {"micro_batches": 4, "pipeline": 2, "tensor": 2, "schedule": "1f1b"}, 4),
+    ("llama", {"micro_batches": 4, "data": 2, "zero": 3, "recompute": "none"}, 2),
+    ("llama", {"micro_batches": 4, "data": 2, "zero": 3, "recompute": "full"}, 2),
+    ("llama", {"micro_batches": 2, "data": 2, "tensor": 2, "zero": 3, "recompute": "full"}, 4),
+    ("gpt2", {"micro_batches": 2, "replicate": 2, "data": 2, "zero": 3}, 4),
+    ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 3, "schedule": "gpipe"}, 4),
+    ("gpt2", {"micro_batches": 2, "data": 2, "zero": {**BY_MODULE, "transformer.wpe": 0}}, 2),
+    ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": {"*.mlp.*": 1, "transformer.wte": 0}}, 4),
+    ("llama", {"micro_batches": 8, "pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, 2),
+    ("llama", {"micro_batches": 4, "pipeline": 4, "recompute": "full"}, 4),
+    ("llama", {"micro_batches": 8, "pipeline": 4, "schedule": "zero_bubble"}, 4),
+    ("gpt2", {"micro_batches": 4, "pipeline": 2, "schedule": "zbv"}, 2),
+]
+
+
+def name_of(value: object) -> str:
+    return "+".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalProcesses]:
+    with LocalProcesses(4, PRELOAD, timeout_s=60) as processes:
+        yield processes
+
+
+@pytest.mark.parametrize("model, pin, ranks", CASES, ids=name_of)
+def test_trains_as_the_original(pool: LocalProcesses, model: str, pin: dict[str, Any] | None, ranks: int) -> None:
+    document = workers.plan_exactly(model, pin, ranks)
+    losses = pool.run(workers.trains_alike, model, document, ranks=ranks)
+    assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("model, pin, ranks", TURNS, ids=name_of)
+def test_trains_in_turns(pool: LocalProcesses, model: str, pin: dict[str, Any], ranks: int) -> None:
+    document = workers.plan_exactly(model, pin, ranks)
+    losses = pool.run(workers.trains_in_turns, model, document, ranks=ranks)
+    assert len(set(losses)) == 1
+
+
+def test_each_rank_stores_what_is_pinned(pool: LocalProcesses) -> None:
+    document = workers.plan_of("gpt2", {"data": 2, "zero": BY_MODULE}, 2)
+    for stored in pool.run(workers.parts_stored, "gpt2", document, ranks=2):
+        sharded = {name for name, part in stored.items() if part == 0.5}
+        assert {*stored.values()} == {0.5, 1.0}
+        blocks = {name for name in stored if name.startswith("transformer.h.") and ".ln_" not in name}
+        assert sharded == blocks | {"transformer.wpe.weight"} and len(blocks) == 16
+
+
+def test_an_observed_step_is_written_as_a_predicted_one(pool: LocalProcesses, tmp_path: Path) -> None:
+    pin = {"micro_batches": 4, "pipeline": 2, "data": 2, "schedule": "zero_bubble", "virtual_stages": 1}
+    document = workers.plan_of("gpt2", pin, 4)
+    said = pool.run(workers.saves_traces, document, str(tmp_path))
+    for early, unwritable in said:
+        assert "no step was seen yet" in early
+        assert "cannot write the trace" in unwritable and "nowhere/observed.json" in unwritable
+    assert [path.name for path in tmp_path.iterdir()] == ["observed.json"]
+    traces = [Plan.from_dict(document).timeline().trace(), json.loads((tmp_path / "observed.json").read_text())]
+    named, done = ([[e for e in trace["traceEvents"] if e["ph"] == phase] for trace in traces] for phase in "MX")
+    assert named[0] == named[1]
+    forms = [{(e["pid"], e["tid"], e["name"], e["cat"]) for e in events if e["cat"] != "update"} for events in done]
+    once = [{form for form in each if form[3] not in ("wait", "gather", "reduce")} for each in forms]
+    assert once[0] == once[1] and len(once[0]) == 2 * 3 * 4
+    assert {e["name"] for e in done[0]} - {e["name"] for e in done[1]} <= {"update"}
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 and e["args"]["kind"] for e in done[1])
+
+
+@pytest.mark.parametrize(
+    "pin", [{"pipeline": 4}, {"pipeline": 2, "data": 2, "zero": 3, "recompute": "full"}], ids=name_of
+)
+def test_trains_one_update_late(pool: LocalProcesses, pin: dict[str, Any]) -> None:
+    document = workers.plan_exactly("gpt2", {"schedule": "2bw", "micro_batches": 4, **pin}, 4)
+    assert len(set(pool.run(workers.trains_one_update_late, "gpt2", document))) == 1
+
+
+def test_stages_draw_as_one_does(pool: LocalProcesses) -> None:
+    pins: list[dict[str, Any]] = [{"micro_batches": 4, "pipeline": stages} for stages in (2, 4)]
+    pins.append({"micro_batches": 4, "pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "data": 1})
+    plans = [workers.plan_of("gpt2", pin, pin["pipeline"], 0.3) for pin in pins]
+    two = pool.run(workers.drops_alike_in_stages, "gpt2", [plans[0], plans[2]], ranks=2)
+    four = pool.run(workers.drops_alike_in_stages, "gpt2", [plans[1]], ranks=4)
+    assert two[0] == pytest.approx(four[0], rel=1e-12)
+
+
+def test_stages_run_in_low_precision(pool: LocalProcesses) -> None:
+    document = workers.plan_of("llama", {"micro_batches": 2, "pipeline": 2, "tensor": 2}, 4, dtype=torch.float32)
+    pool.run(workers.runs_in_low_precision, "llama", document)
+
+
+def test_copies_stages(pool: LocalProcesses) -> None:
+    pool.run(workers.copies_stages, "gpt2", workers.plan_of("gpt2", {"micro_batches": 2, "pipeline": 4}, 4))
+
+
+@pytest.fixture(scope="module")
+def documents() -> Callable[..., dict[str, Any]]:
+    """Plans by (model, pins, ranks), each made once."""
+    made: dict[str, dict[str, Any]] = {}
+
+    def document(model: str, pin: dict[str, Any] | None, ranks: int, dropout: float = 0.0) -> dict[str, Any]:
+        key = repr((model, pin, ranks, dropout))
+        if key not in made:
+            made[key] = workers.plan_of(model, pin, ranks, dropout)
+        return made[key]
+
+    return document
+
+
+DATA_TENSOR = {"data": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize("pin", workers.LOW_PRECISION_PINS, ids=name_of)
+@pytest.mark.parametrize("model, dtype", [("llama", torch.bfloat16), ("gpt2", torch.float16)], ids=str)
+def test_trains_in_its_own_precision(pool: LocalProcesses, model: str, dtype: torch.dtype, pin: dict[str, Any]) -> None:
+    ranks = workers.ranks_of(pin)
+    document = workers.plan_of(model, pin, ranks, dtype=dtype)
+    pool.run(workers.trains_in_its_own_precision, model, document, dtype, ranks=ranks)
+
+
+@pytest.mark.parametrize("pin", [{"tensor": 2, "sequence_parallel": True}, {"data": 2, "zero": 3}], ids=name_of)
+def test_runs_in_low_precision(pool: LocalProcesses, pin: dict[str, Any]) -> None:
+    document = workers.plan_of("llama", pin, 2, dtype=torch.float32)
+    pool.run(workers.runs_in_low_precision, "llama", document, ranks=2)
+
+
+def test_accumulates_gradients(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    pool.run(workers.accumulates, "gpt2", documents("gpt2", DATA_TENSOR, 4))
+
+
+@pytest.mark.parametrize("model, pin", [("gpt2", DATA_TENSOR), ("llama", {"data": 4})])
+def test_gradients_are_summed_whoever_asks(
+    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str, pin: dict[str, Any]
+) -> None:
+    pool.run(workers.takes_gradients_in_every_way, model, documents(model, pin, 4))
+
+
+def test_gradients_stay_with_who_holds_them(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    pool.run(workers.gives_gradients_away, "gpt2", documents("gpt2", {"data": 4}, 4))
+
+
+def test_copies(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    pool.run(workers.copies, "gpt2", documents("gpt2", DATA_TENSOR, 4, 0.5))
+
+
+@pytest.mark.parametrize("model", ["gpt2", "mlp"])
+def test_evaluates(pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str) -> None:
+    pool.run(workers.evaluates, model, documents(model, DATA_TENSOR, 4, 0.5))
+
+
+def test_keeps_running_statistics(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    pool.run(workers.keeps_running_statistics, documents("mlp", {"data": 4}, 4))
+
+
+def test_keeps_tied_weights_tied(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    pool.run(workers.keeps_tied, documents("gpt2", DATA_TENSOR, 4))
+
+
+@pytest.mark.parametrize("model, pin", [("gpt2", DATA_TENSOR), ("gpt2", {"context": 4}), ("mlp", {"tensor": 4})])
+def test_drops_in_step(
+    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str, pin: dict[str, Any]
+) -> None:
+    pool.run(workers.drops_in_step, model, documents(model, pin, 4, 0.2))
+
+
+def test_drops_differently_where_sharded(pool: LocalProcesses) -> None:
+    pool.run(workers.drops_differently_where_sharded)
+
+
+@pytest.mark.parametrize(
+    "model, pin", [("gpt2", DATA_TENSOR), ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3})]
+)
+def test_saves_and_loads(
+    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str, pin: dict[str, Any]
+) -> None:
+    pool.run(workers.saves_and_loads, model, documents(model, pin, 4))
+
+
+def test_a_checkpoint_goes_on_under_any_plan(pool: LocalProcesses, tmp_path: Path) -> None:
+    """A fused query-key-value weight in strips, parameters tied over stages, and one process without a group."""
+    path = str(tmp_path / "checkpoint")
+    begun = pool.run(checkpoints.begins, "gpt2", workers.plan_exactly("gpt2", {"tensor": 2}, 2), path, ranks=2)
+    others: tuple[tuple[int, dict[str, Any]], ...] = (
+        (4, {"pipeline": 2, "data": 2, "zero": 3, "micro_batches": 2}),
+        (4, {"replicate": 2, "data": 2, "zero": 3}),
+        (2, {"data": 2, "zero": 3, "offload": "host"}),
+    )
+    for ranks, pin in others:
+        other = workers.plan_exactly("gpt2", pin, ranks)
+        assert pool.run(checkpoints.goes_on, "gpt2", other, path, ranks=ranks)[0] == pytest.approx(begun[0], rel=1e-10)
+    alone = checkpoints.goes_on_alone("gpt2", path)
+    assert alone == pytest.approx(begun[0], rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    "model, pin, ranks",
+    [("mlp", DATA_TENSOR, 4), ("gpt2", {"pipeline": 2, "micro_batches": 2}, 2), ("mlp", {"offload": "host"}, 1)],
+    ids=name_of,
+)
+def test_a_checkpoint_goes_on_to_the_bit(
+    pool: LocalProcesses, tmp_path: Path, model: str, pin: dict[str, Any], ranks: int
+) -> None:
+    document, path = workers.plan_of(model, pin, ranks, 0.2, torch.float32), str(tmp_path / "checkpoint")
+    saved = pool.run(checkpoints.goes_on_to_the_bit, model, document, path, ranks=ranks)[0]
+    alone = workers.model_of(model, dtype=torch.float32)
+    autopar.load_checkpoint(path, alone)
+    assert all(torch.equal(value, saved[name]) for name, value in alone.state_dict().items())
+
+
+def test_masters_step_as_one_process_would_and_go_on_under_any_plan(pool: LocalProcesses, tmp_path: Path) -> None:
+    """Bit for bit where gradients are equal, on strips of a weight, shards, and stages that share one."""
+    path, pins = str(tmp_path / "checkpoint"), ({"tensor": 2}, {"pipeline": 2, "micro_batches": 2}, {"zero": 3})
+    plans = [workers.plan_of("gpt2", pin, 2, dtype=torch.bfloat16) for pin in pins]
+    pool.run(by_hand.begins, "gpt2", plans[0], path, ranks=2)
+    for document in plans[1:]:
+        pool.run(by_hand.goes_on, "gpt2", document, path, ranks=2)
+    by_hand.goes_on("gpt2", None, path)
+
+
+def test_checkpoints_fail_together(pool: LocalProcesses, tmp_path: Path) -> None:
+    document = workers.plan_of("gpt2", {"pipeline": 2, "micro_batches": 2}, 2)
+    pool.run(checkpoints.fails_together, "gpt2", document, str(tmp_path / "checkpoint"), ranks=2)
+
+
+def test_a_kill_leaves_a_checkpoint_that_loads(pool: LocalProcesses) -> None:
+    """The old one until the one moment at which the new one takes its place. In memory, where fsync takes no time."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    with tempfile.TemporaryDirectory(dir=memory) as directory, ProcessPoolExecutor(1, context) as process:
+        values = process.submit(checkpoints.survives_kills, f"{directory}/checkpoint").result()
+    assert len(values) > 30
+    assert values == sorted(values) and set(values) == {1.0, 2.0}
+
+
+def test_a_checkpoint_survives_a_lost_rank(pool: LocalProcesses, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    with pytest.raises(RankError, match="rank 1: the process ended with exit code -9"):
+        pool.run(checkpoints.loses_a_rank_while_saving, path, ranks=2)
+    assert checkpoints.value_at(path) == 1.0
+
+
+@pytest.mark.parametrize(
+    "model, pin",
+    [
+        ("llama", {"tensor": 2, "pipeline": 2, "micro_batches": 2}),
+        ("mlp", {"tensor": 4}),
+        ("mlp", {"replicate": 2, "data": 2, "zero": 3}),
+    ],
+    ids=str,
+)
+def test_an_overflow_on_one_rank_is_one_on_all(pool: LocalProcesses, model: str, pin: dict[str, Any]) -> None:
+    pool.run(workers.scales_and_skips_together, model, workers.plan_exactly(model, pin, 4))
+
+
+def test_scales_are_those_of_each_rank(pool: LocalProcesses) -> None:
+    document = workers.plan_of("gpt2", {"micro_batches": 2, "pipeline": 2}, 2)
+    pool.run(workers.scales_apart, "gpt2", document, ranks=2)
+
+
+def test_a_scaler_refuses_stages_of_different_dtypes(pool: LocalProcesses) -> None:
+    pool.run(workers.scales_unlike_stages, ranks=2)
+
+
+@pytest.mark.parametrize("pin", [DATA_TENSOR, {"data": 2, "zero": 3}], ids=name_of)
+def test_takes_any_optimizer(
+    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], pin: dict[str, Any]
+) -> None:
+    ranks = 4 if "tensor" in pin else 2
+    pool.run(workers.takes_any_optimizer, "mlp", documents("mlp", pin, ranks), ranks=ranks)
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt2", "llama"])
+def test_initialises_models_on_the_meta_device(
+    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str
+) -> None:
+    pool.run(workers.initialises_meta, model, documents(model, {"data": 2, "zero": 3}, 2), ranks=2)
+
+
+@pytest.mark.parametrize("form", ["state dict", "file", "directory", "torch file", "checkpoint"])
+def test_loads_models_on_the_meta_device(
+    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], tmp_path: Path, form: str
+) -> None:
+    path = None
+    if form == "checkpoint":
+        path = str(tmp_path)
+        autopar.save_checkpoint(path, workers.model_of("gpt2"))
+    elif form == "torch file":
+        path = str(tmp_path / "model.pt")
+        torch.save(workers.model_of("gpt2").state_dict(), path)
+    elif form != "state dict":
+        state = workers.model_of("gpt2").state_dict()
+        del state["lm_head.weight"]  # as Transformers saves tied weights: once
+        names = sorted(state)
+        shards = {"model.safetensors": names}
+        if form == "directory":
+            shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+            index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        for shard, held in shards.items():
+            save_file({name: state[name].contiguous() for name in held}, tmp_path / shard)
+        path = str(tmp_path / "model.safetensors" if form == "file" else tmp_path)
+    pool.run(workers.loads_meta, "gpt2", documents("gpt2", {"tensor": 2}, 2), path, ranks=2)
+
+
+def test_ranks_given_different_plans_say_so(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    both = [documents("mlp", {"data": 2}, 2), documents("mlp", {"tensor": 2}, 2)]
+    pool.run(workers.refuses_other_plans, both, ranks=2)
+
+
+def test_ranks_given_something_else_say_so(pool: LocalProcesses) -> None:
+    pool.run(workers.refuses_what_differs_between_ranks, ranks=2)
+
+
+def test_a_plan_for_more_processes_says_so(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    pool.run(workers.refuses_other_world_sizes, documents("mlp", {"data": 4}, 4), ranks=2)
+
+
+def test_wrong_inputs_say_what_to_do(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+    pool.run(workers.refuses_wrong_inputs, documents("mlp", {"data": 2}, 2), ranks=2)
+
+
+def test_layers_compute_the_whole(pool: LocalProcesses) -> None:
+    pool.run(workers.layers_compute_the_whole, ranks=2)
+
+
+def test_errors_of_rank_0_reach_all(pool: LocalProcesses) -> None:
+    pool.run(workers.raises_on_every_rank, ranks=2)
+
+
+def test_a_rank_that_fails_ends_the_call(pool: LocalProcesses) -> None:
+    with pytest.raises(RankError):
+        pool.run(workers.fails_alone)
+    pool.run(workers.drops_differently_where_sharded)  # and the processes can be used again
+
+
+@pytest.mark.parametrize("what", [workers.refuses_wrong_state_everywhere, workers.refuses_to_go_on_after_half_a_step])
+def test_stages_fail_together(pool: LocalProcesses, what: Callable[..., None]) -> None:
+    pool.run(what, "llama", workers.plan_of("llama", {"micro_batches": 2, "pipeline": 2}, 2), ranks=2)
+
+
+def test_who_waits_for_a_lost_rank_is_told_so(pool: LocalProcesses, tmp_path: Path) -> None:
+    document = workers.plan_of("llama", {"micro_batches": 4, "pipeline": 4}, 4)
+    with pytest.raises(RankError, match="rank 2: the process ended with exit code 3"):
+        pool.run(workers.loses_a_rank, "llama", document, 2, tmp_path)
+    said = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+    assert set(said) == {0, 1, 3}
+    for neighbour in (1, 3):
+        assert re.search(r"micro-batch \d for stage \d: rank 2 \(number 2 of the pipeline\) has gone", said[neighbour])
+    assert "rank 1 (number 1 of the pipeline) has gone" in said[0]
+
+
+PROGRAM = """
+import faulthandler
+faulthandler.dump_traceback_later(240, exit=True)  # who hangs, at the very end too, fails and says where
+
+import autopar, torch, torch.distributed as dist
+from tests.autopar.workers import batch_of, loss_fn, loss_of, model_of
+
+model, batch = model_of("mlp"), batch_of("mlp")
+cluster = autopar.ClusterSpec.local(4)
+pin = {"data": 2, "tensor": 2, "zero": 3}
+pmodel = autopar.parallelize(model, cluster, example_kwargs=batch, loss_fn=loss_fn, pin=pin)
+loss = pmodel(**pmodel.shard(batch))
+loss.backward()
+torch.nn.utils.clip_grad_norm_(pmodel.parameters(), 1.0)
+torch.optim.AdamW(pmodel.parameters()).step()
+assert abs(loss.item() - loss_of(model, batch).item()) < 1e-10
+print(f"rank {dist.get_rank()} of {dist.get_world_size()} agrees")
+dist.destroy_process_group()
+"""
+
+
+def test_runs_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    root = str(Path(__file__).parents[3])
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert result.returncode == 0, result.stderr
+    assert all(f"rank {rank} of 4 agrees" in result.stdout for rank in range(4))
+    # What torch says of functions that spmd_types calls, and of reductions over two axes one after the other.
+    assert "FutureWarning" not in result.stderr
+    assert "redistributing" not in result.stderr

@@ -1,0 +1,250 @@
+"""Stages and micro-batches of an assignment: what the chain adds up to, and bounds that hold for every pipeline."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from planner.analysis.pipeline.chain import links_of
+from planner.analysis.pipeline.leaf_memory import Leaves
+from planner.analysis.pipeline.staged import stage
+from planner.cost.model import CostModel
+from planner.formulation.assignment import Assignment, assignment_of
+from planner.formulation.certificate import Decided, certify
+from planner.formulation.constraints.filters import filters
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.pipeline_pace import Pace, pace_of, pack
+from planner.formulation.remat.levels import COMPUTED, LEVELS, NOTHING, Level, ladder, named
+from planner.formulation.resharding import local_bytes
+from planner.formulation.search_space import BUCKET_BYTES, Space, rules_of
+from planner.formulation.training import Gathers, Training
+from planner.ir.folding import Folded, fold
+from planner.ir.graph import Graph, Ref
+from planner.ir.layout import MICRO, Mesh
+from planner.ops.sharding_rule import Rule
+from planner.search.parallel_config import pipelines_of
+from planner.search.remat_selection import with_levels_between
+from planner.solve.choices import lower_bounds
+from planner.solve.problem import evaluate
+from tests.planner.plans import cluster, residual_mlp
+from tests.planner.search.test_optimum import random_cluster
+from tests.planner.search.test_search import chain
+
+
+@functools.cache
+def model(which: str) -> tuple[Graph, Folded, dict[str, Rule]]:
+    graphs = {"residual": residual_mlp(layers=4, batch=16), "chain": chain(layers=5, batch=16), "tapped": tapped()}
+    graphs["deep"] = residual_mlp(layers=30, batch=4096)
+    graph = graphs[which]
+    return graph, fold(graph), rules_of(graph)
+
+
+def tapped() -> Graph:
+    """A model that also returns what its second layer makes."""
+    graph = residual_mlp(layers=4, batch=16)
+    return Graph(graph.nodes, (*graph.outputs, Ref("add1")))
+
+
+def space_of(  # type: ignore[no-untyped-def]
+    which: str, spec, stages: int, turns: int, schedule: str | None = None, gathers: Gathers = "once", **sizes: int
+) -> Space:
+    graph, folded, rules = model(which)
+    mesh = Mesh.of(**sizes).in_turns(turns)
+    kept = filters(Pins(), graph, rules, mesh)
+    pace = pace_of(stages, turns, schedule)
+    return Space(folded, mesh, CostModel(spec), Training(gathers=gathers), rules, *kept, pace=pace)
+
+
+def assignments(space: Space, rng: random.Random, count: int) -> list[tuple[tuple[int, ...], Assignment]]:
+    """Random choices among those that some conversion connects."""
+    problem, found = space.problem(None), []
+    while len(found) < count:
+        choices = [rng.randrange(vertex.choices) for vertex in problem.vertices]
+        for _ in range(20):  # mend what cannot be connected
+            broken = [e for e in problem.edges if math.isinf(e.time_s[choices[e.tail], choices[e.head]])]
+            if not broken:
+                break
+            edge = rng.choice(broken)
+            at = rng.choice((edge.tail, edge.head))
+            choices[at] = rng.randrange(problem.vertices[at].choices)
+        if evaluate(problem, tuple(choices)).feasible:
+            found.append((tuple(choices), assignment_of(space, choices)))
+    return found
+
+
+@pytest.mark.parametrize("which", ["residual", "chain", "tapped"])
+@pytest.mark.parametrize("turns, gathers", [(1, "once"), (4, "once"), (4, "each")])
+def test_the_chain_adds_up_to_the_problem(which: str, turns: int, gathers: Gathers) -> None:
+    """Over gloo nothing hides communication, so that seconds and bytes of one stage are sums over blocks."""
+    rng = random.Random(f"{which} {turns}")
+    for _ in range(4):
+        spec = random_cluster(rng, (4,)).model_copy(update={"backend": "gloo"})
+        space = space_of(which, spec, 1, turns, gathers=gathers, outer=2, inner=2)
+        for _, assignment in assignments(space, rng, 4):
+            links = links_of(assignment, named(space.folded, COMPUTED, ("none",)))
+            for number, level in enumerate(COMPUTED):
+                step = ladder(space.folded, named(space.folded, (level,), ("none",))).steps[0]
+                problem = Decided(assignment, space.skeleton).problem(None, step)
+                whole = evaluate(problem, (0,) * len(problem.vertices))
+                ways = [min(number, len(link.block.savings) - 1) for link in links]
+                work_s = math.fsum(
+                    block.forward_s + block.input_s + block.weight_s + block.savings[way].recompute_s
+                    for block, way in ((link.block, way) for link, way in zip(links, ways, strict=True))
+                )
+                once_s = math.fsum(link.once_s for link in links)
+                if turns > 1 or level == "none":  # one turn gathers parameters again, several do not
+                    assert turns * work_s + once_s == pytest.approx(whole.time_s, rel=1e-9)
+                if level == "none" and space.brings_once:  # else gradients are counted beside their buckets, too
+                    blocks = [link.block for link in links]
+                    held = sum(b.held_bytes + b.gradient_bytes + b.savings[0].saved_bytes for b in blocks)
+                    held -= sum(space.own_bytes(node, assignment.choice(node)) for node in space.graph.operators)
+                    more = sum(inputs_beside(assignment)) if turns > 1 else 0
+                    leaves = Leaves(assignment, 1)
+                    more += sum(sum(leaves.outputs(number).values()) for number in range(len(links)))
+                    assert held + max(link.working_bytes[0] for link in links) == whole.peak_bytes + more
+                assert sum(sum(link.held.values()) for link in links) == sum(link.block.held_bytes for link in links)
+
+
+def inputs_beside(assignment: Assignment) -> list[int]:
+    """Bytes of the inputs that a problem leaves out: all micro-batches are there, less one and what is saved of one."""
+    space, found = assignment.space, []
+    for leaf in (node for node in space.graph.leaves if node.op == "input"):
+        size = local_bytes(leaf.results[0], assignment.produced(Ref(leaf.name)), space.mesh)
+        saved = sum(
+            node.inputs[place].node == leaf.name
+            for node in space.graph.operators
+            for place in space.skeleton.charge(node, NOTHING)
+            if place < len(node.inputs)
+            and assignment.choice(node).operands[place] == assignment.produced(Ref(leaf.name))
+        )
+        found.append((space.mesh.micro_batches - 1 - saved) * size)
+    return found
+
+
+@pytest.mark.parametrize("which", ["residual", "chain"])
+def test_gradients_are_summed_over_turns_before_they_are_reduced(which: str) -> None:
+    """And the sum takes its share of every micro-batch, which no communication hides behind."""
+    rng, reduced = random.Random(which), 0
+    for _ in range(4):
+        space = space_of(which, random_cluster(rng, (4,)), 1, 4, outer=2, inner=2)
+        touch = space.cost.compute_s(0.0, BUCKET_BYTES, "float32", 0) / BUCKET_BYTES
+        for _, assignment in assignments(space, rng, 4):
+            weight_s = 0.0
+            for node in space.graph.nodes:
+                is_param = [space.graph.by_name[ref.node].op == "param" for ref in node.inputs]
+                if any(is_param):
+                    weight_s += space.work(node, assignment.choice(node)).backward_s / 2
+                for position in (at for at, each in enumerate(is_param) if each):
+                    ref, layout = node.inputs[position], assignment.choice(node).operands[position]
+                    route = (*assignment.relay_route(ref), *assignment.operand_route(node, position))
+                    axes = [space.mesh.axes[step.axis].name for step in route]
+                    assert axes.count(MICRO) == 1 and axes[-1] == MICRO
+                    reduced += len(axes) > 1
+                    weight_s += 3 / 4 * 3 * touch * local_bytes(space.graph.type_of(ref), layout, space.mesh)
+            assert math.fsum(
+                link.block.weight_s for link in links_of(assignment, named(space.folded))
+            ) == pytest.approx(weight_s)
+    assert reduced
+
+
+@pytest.mark.parametrize("which", ["residual", "chain"])
+@pytest.mark.parametrize("stages, turns", [(1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8)])
+@pytest.mark.parametrize("names", [("1f1b", "gpipe", "interleaved_1f1b"), ("zero_bubble", "zbv", "dualpipev")])
+@pytest.mark.parametrize("level", [None, *COMPUTED])
+def test_no_pipeline_beats_the_average_rank_or_equal_blocks(
+    which: str, stages: int, turns: int, names: tuple[str, ...], level: Level | None
+) -> None:
+    """What the search counts on as lower bounds: for every assignment, schedule, limit of memory and pinned level."""
+    rng = random.Random(f"{which} {stages} {turns}")
+    seen = 0
+    ways: tuple[Gathers, ...] = ("once", "each", "once")
+    for gathers in ways:
+        spec = random_cluster(rng, (2, 4))
+        space = space_of(which, spec, stages, turns, names[0], gathers, all=8 // stages)
+        levels = named(space.folded, LEVELS if level is None else (level,))
+        if level is None:
+            levels = with_levels_between(levels, space.skeleton, space.cost)
+        steps = ladder(space.folded, levels)
+        least, *more = steps.between(0, len(steps.steps) - 1)
+        bound = space.problem(None, least, more)
+        packed = bound if turns < stages else packing(space).problem(None, least, more)
+        for choices, assignment in assignments(space, rng, 3):
+            links, below = links_of(assignment, levels), evaluate(bound, choices)
+            least_s = max(below.time_s, evaluate(packed, choices).time_s)
+            free = stage(links, pipelines_of(stages, turns, len(links), names), None)
+            assert free is not None
+            for share in (1.0, 0.8, 0.6):
+                found = stage(links, pipelines_of(stages, turns, len(links), names), int(free.peak_bytes * share))
+                if found is not None:
+                    seen += 1
+                    assert least_s <= found.step_s * (1 + 1e-9)
+                    assert below.peak_bytes <= found.peak_bytes <= free.peak_bytes * share
+                    assert math.fsum(found.time_s.values()) == pytest.approx(found.step_s)
+                    assert sum(found.memory_bytes.values()) == found.peak_bytes
+                    recompute = found.recompute(space.folded)
+                    assert found.levels == tuple(recompute.level(*each) for each in space.skeleton.numbers)
+    assert seen >= (9 if level is None else 3)
+
+
+def packing(space: Space) -> Space:
+    """At the pace of equal blocks, whether its bound is higher or not."""
+    return space.at(pack(space.pace, space.skeleton.equal_blocks))
+
+
+@pytest.mark.parametrize("gathers", ["once", "each"])
+def test_equal_blocks_are_counted_alike_folded_and_unfolded(gathers: Gathers) -> None:
+    space = packing(space_of("deep", cluster(8), 4, 8, gathers=gathers, outer=2))
+    for level in (None, *COMPUTED):
+        step = NOTHING if level is None else ladder(space.folded, named(space.folded, (level,), ("none",))).steps[0]
+        for _, assignment in assignments(space, random.Random(gathers), 2):
+            found = certify(replace(assignment, recompute=step), 0.0)
+            assert found.objective_s > 0 and found.holds
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_no_way_to_share_blocks_out_is_shorter_than_what_they_are_packed_into(waiting: bool) -> None:
+    for ranks, turns, count, first in itertools.product((2, 3), (3, 5), (2, 3, 6), (0, 1)):
+        blocks = frozenset(range(first, first + count))
+        waits = [len(blocks.intersection(range(rank))) if waiting else 0 for rank in range(ranks)]
+        shares = (each for each in itertools.product(range(count + 1), repeat=ranks) if sum(each) == count)
+        ways = [[(own * turns + wait, own) for own, wait in zip(each, waits, strict=True) if own] for each in shares]
+        packed = pack(Pace(ranks, turns, turns / ranks, (0.5,) * waiting), blocks)
+        assert packed.most == min(max(rank[0] for rank in way) for way in ways)
+        for way in ways:
+            assert any(length >= packed.most and own * turns >= packed.own for length, own in way)
+            assert max(own for _, own in way) >= packed.blocks
+            assert any(length >= packed.most and own >= packed.blocks for length, own in way)
+
+
+def test_a_step_in_turns_holds_less_and_starts_more() -> None:
+    peaks = []
+    for turns in (1, 4, 16):
+        space = space_of("residual", cluster(1), 1, turns, all=1)
+        links = links_of(assignments(space, random.Random(0), 1)[0][1], named(space.folded))
+        found = stage(links, pipelines_of(1, turns, len(links)), None)
+        assert found is not None
+        peaks.append(found.memory_bytes["activations"])
+        assert found.time_s["bubble"] == pytest.approx(0.0)
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 4 * peaks[2]
+
+
+def test_a_schedule_that_holds_less_is_tried_where_faster_ones_do_not_fit() -> None:
+    space, alone = space_of("deep", cluster(8), 2, 4, all=4), 0
+    choices = lower_bounds(space.problem(None)).choices
+    assert choices is not None
+    links = links_of(assignment_of(space, choices), named(space.folded))
+    lean, fast = (pipelines_of(2, 4, len(links), (name,)) for name in ("1f1b", "interleaved_1f1b"))
+    assert len(fast) > 1
+    free = stage(links, lean, None)
+    assert free is not None
+    for share in (1.0, 0.8, 0.78):
+        limit_bytes = int(free.peak_bytes * share)
+        fits = [stage(links, which, limit_bytes) is not None for which in (lean, fast, [*lean, *fast])]
+        assert fits[2] == (fits[0] or fits[1])
+        alone += fits[0] and not fits[1]
+    assert alone

@@ -1,0 +1,580 @@
+"""Plans in turns: micro-batches and pipelines as the search finds them, as documents, and what they refuse."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import random
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from planner.analysis.pipeline.peak_report import fullest_in_turns
+from planner.analysis.prediction import predict_in_turns
+from planner.base.errors import InfeasibleError, InputError, PinError, PlanError, ScheduleError
+from planner.cost.cluster import ClusterSpec
+from planner.cost.model import CostModel
+from planner.formulation.constraints.filters import filters
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.remat.levels import ladder, named
+from planner.formulation.search_space import Space, rules_of
+from planner.formulation.training import Training
+from planner.ir.folding import fold
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.layout import Mesh
+from planner.plan.document.fingerprint import model_facts
+from planner.plan.plan import Plan, Search, describe, refold, reprice
+from planner.plan.report.summary import blocks, stages
+from planner.plan.timeline import bubble_of
+from planner.search.block_splitting import finer
+from planner.search.branch_and_bound import Searched
+from planner.search.candidate_bounds import Setting, begin, left_behind
+from planner.search.parallel_config import Division, in_turns
+from planner.search.search import search
+from planner.solve.choices import lower_bounds
+from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
+from tests.planner.search.test_optimum import random_cluster, with_memory
+
+GRAPH = residual_mlp(layers=6, batch=64)
+
+
+def searched(spec: ClusterSpec, pin: dict[str, Any] | None = None, pipelines: bool = True) -> Searched:
+    return search(GRAPH, spec, Pins.parse(pin), Training(), pipelines=pipelines)
+
+
+@functools.cache
+def planned(pin: str = "{}") -> Plan:
+    spec, pins = cluster(8), json.loads(pin)
+    found = searched(spec, pins)
+    assert found.staged is not None
+    predicted = predict_in_turns(found.assignment, found.staged)
+    facts = tuple(candidate.facts() for candidate in found.candidates if candidate.proof != "arithmetic")
+    looked = Search(found.status, found.gap, found.seconds, facts, len(found.candidates) - len(facts))
+    return describe(found.assignment, model_facts(GRAPH, "MLP"), pins, predicted, looked, found.staged)
+
+
+def test_pipelines_are_never_worse_and_bounds_hold() -> None:
+    won = 0
+    for number in (0, 6, 7):
+        rng = random.Random(number)
+        spec = random_cluster(rng, (2, 2))
+        plain, both = searched(spec, pipelines=False), searched(spec)
+        assert both.evaluation.time_s <= plain.evaluation.time_s * (1 + 1e-9)
+        assert min(c.bound_s for c in both.candidates) <= both.evaluation.time_s * (1 + 1e-9)
+        assert (both.gap > 0) == (both.status == "feasible")
+        assert min(c.objective_s for c in both.candidates) == both.evaluation.time_s
+        for candidate in both.candidates:
+            assert candidate.bound_s <= candidate.objective_s * (1 + 1e-9)
+        won += both.staged is not None
+        tight = with_memory(spec, int(0.93 * both.evaluation.peak_bytes))
+        less = searched(tight)
+        assert less.evaluation.time_s >= both.evaluation.time_s * (1 - both.gap) * (1 - 1e-9)
+        assert less.evaluation.peak_bytes <= tight.device.usable_bytes
+    assert won
+
+
+def test_a_pinned_pipeline_is_what_was_pinned() -> None:
+    plan = planned(
+        '{"pipeline": 4, "data": 2, "micro_batches": 8, "schedule": "interleaved_1f1b", "virtual_stages": 2}'
+    )
+    assert plan.sizes == {"pipeline": 4, "micro": 8, "data": 2}
+    assert plan.pipeline is not None
+    assert (plan.pipeline.schedule, plan.pipeline.ranks, plan.pipeline.virtual_stages) == ("interleaved_1f1b", 4, 2)
+    assert len(plan.pipeline.bounds) == 9
+    assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s)
+    assert plan.predicted.time_s["bubble"] > 0
+    assert sum(plan.predicted.memory_bytes.values()) == plan.predicted.peak_bytes
+    assert {call.axis for call, _ in plan.predicted.collectives} == {"data"}
+    assert plan.certificate.holds
+
+
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+def test_a_pinned_recomputation_holds_in_every_stage(level: str) -> None:
+    """Blocks that repeat recompute as pinned, though memory asks for none, and those alone."""
+    pin = {"pipeline": 4, "data": 2, "micro_batches": 8, "recompute": level}
+    found, free = searched(cluster(8), pin), searched(cluster(8), {**pin, "recompute": None})
+    assert found.staged is not None and free.staged is not None
+    assert {*free.staged.levels} == {"none"}
+    repeated = tuple(
+        number
+        for number, instance in enumerate(found.assignment.space.folded.instances)
+        if len(found.assignment.space.folded.kinds[instance.kind]) > 1
+    )
+    assert 0 < len(repeated) < len(found.staged.links)
+    expected = [level if number in repeated else "none" for number in range(len(found.staged.links))]
+    assert [*found.staged.levels] == expected
+    assert (found.staged.time_s["recompute"] > 0) == (level != "none")
+    assert found.evaluation.time_s >= free.evaluation.time_s * (1 - 1e-9)
+
+
+def test_a_pipelined_plan_reads_shows_and_comes_back() -> None:
+    plan = planned('{"pipeline": 4, "micro_batches": 8, "recompute": "full"}')
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert again == plan and again.digest() == plan.digest()
+    assert again.pipeline == plan.pipeline
+    text = str(again)
+    assert "pipeline 4 x micro 8" in text and "4 pipeline ranks" in text and "8 micro-batches" in text
+    page = again.to_html()
+    assert "4 pipeline ranks" in page
+    assert plan.assignment is not None
+    priced = reprice(again, plan.assignment)
+    assert priced.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-12)
+    assert priced.predicted.peak_bytes == plan.predicted.peak_bytes
+
+
+def test_a_report_says_which_blocks_a_stage_has() -> None:
+    plan = planned('{"pipeline": 4, "micro_batches": 8}')
+    assert plan.pipeline is not None
+    names = {number: block.name for block in plan.blocks for number in block.at}
+    found = []
+    for own, text in stages(plan):
+        first, _, last = own.partition("-")
+        blocks = [each.partition(" x ") for each in text.split(", ")]
+        held = [name for count, _, named in blocks for name in ([named] * int(count) if named else [count])]
+        found += [held] * (int(last or first) - int(first) + 1)
+        assert f"{own}: {text}" in str(plan) and f"stage {own}: {text}" in plan.to_html()
+    bounds = itertools.pairwise(plan.pipeline.bounds)
+    assert found == [[names[number] for number in range(low, high)] for low, high in bounds]
+
+
+def test_a_plan_draws_the_step_that_it_predicts(tmp_path: Path) -> None:
+    plan = planned('{"pipeline": 4, "micro_batches": 8, "recompute": "full"}')
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    drawn = again.timeline()
+    assert drawn.step_s == drawn.end_s == pytest.approx(plan.predicted.step_time_s, rel=1e-12)
+    assert drawn.bubble == pytest.approx(bubble_of(drawn.events, 4), rel=1e-9)
+    told = f"bubble {drawn.bubble * 100:.1f} %"
+    assert told in str(again) and again.to_html().count(told) == 3  # in words, and as the picture's name and title
+    again.save_trace(tmp_path / "step.json")
+    assert json.loads((tmp_path / "step.json").read_text()) == drawn.trace()
+
+
+def test_a_plan_that_has_no_timeline_says_why() -> None:
+    plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
+    document = plan.to_dict()
+    del document["predicted"]["turns"]
+    old = Plan.from_dict(document)
+    with pytest.raises(PlanError, match=r"does not say what its stages take.*autopar\.evaluate"):
+        old.timeline()
+    assert "does not say what its stages take" in old.to_html() and "of all ranks' time" not in str(old)
+    assert plan.pipeline is not None
+    recut = replace(plan, pipeline=replace(plan.pipeline, virtual_stages=3))
+    with pytest.raises(PlanError, match="or was edited since"):
+        recut.timeline()
+    misnamed = replace(plan, pipeline=replace(plan.pipeline, schedule="1f2b"))
+    assert "no schedule &#x27;1f2b&#x27;" in misnamed.to_html()
+    with pytest.raises(ScheduleError, match="no schedule '1f2b'"):
+        misnamed.timeline()
+    with pytest.raises(PlanError, match=r"one turn.*print\(plan\)"):
+        plan_of(GRAPH, cluster(8)).timeline()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"stages": ["0-1", "2-3", "4", "5"]}, "cuts 6 blocks into 4 stages, but the model has 8 blocks"),
+        ({"stages": ["0-1", "3-4", "5", "6-7"]}, "not every block once, in order"),
+        ({"stages": []}, "not every block once, in order"),
+        ({"ranks": 2}, "mesh has 4 ranks, but its cluster has 8 devices"),
+        ({"schedule": "1f2b"}, "no schedule '1f2b'"),
+        ({"recompute": {"some": "1"}}, "recomputes block 1 at level 'some'"),
+        ({"recompute": {"full": "99"}}, "recomputes block 99"),
+        ({"recompute": {"full": "0"}}, "recomputes block 0"),
+        ({"ranks": None}, "field .pipeline. is wrong"),
+    ],
+    ids=str,
+)
+def test_an_edited_pipeline_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+    plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
+    data = plan.to_dict()
+    data["pipeline"] = {**data["pipeline"], **change}
+    assert plan.assignment is not None
+    with pytest.raises(PlanError, match=message):
+        reprice(Plan.from_dict(data), plan.assignment)
+
+
+@pytest.mark.parametrize(
+    "pin, message",
+    [
+        ({"pipeline": 3}, "which does not divide the 8 devices"),
+        ({"pipeline": 4, "tensor": 4}, "pipeline 4 x tensor 4 = 16 does not divide the 8 devices"),
+        ({"pipeline": 2, "micro_batches": 7}, "does not divide the batch of 64"),
+        ({"micro_batches": 32, "data": 8}, "'data' is 8, which does not divide a micro-batch: .* 64 into 32 of 2"),
+        ({"micro_batches": 32, "tensor": 2}, "leave 4 ranks to 'data', which does not divide .* 64 into 32 of 2"),
+        ({"pipeline": 8, "virtual_stages": 4}, "every stage needs a block, and this model can be cut into 27 at most"),
+    ],
+    ids=str,
+)
+def test_a_wrong_pin_is_named(pin: dict[str, Any], message: str) -> None:
+    with pytest.raises(PinError, match=message):
+        searched(cluster(8), pin)
+
+
+def test_stages_whose_data_axis_does_not_divide_the_batch_are_left_out() -> None:
+    """12 samples on 8 devices that are all on the data axis: no single stage, but pipelines of 2 and 4."""
+    graph, pins = residual_mlp(layers=4, batch=12), Pins.parse({"zero": 0, "recompute": "full"})
+    found = search(graph, cluster(8), pins, Training(), pipelines=True)
+    sizes = {
+        tuple(candidate.division.sizes.get(name, 1) for name in ("pipeline", "data")) for candidate in found.candidates
+    }
+    assert sizes == {(2, 4), (4, 2)} and found.staged is not None
+    pinned = search(graph, cluster(8), replace(pins, micro_batches=6), Training(), pipelines=True)
+    assert {str(candidate.division) for candidate in pinned.candidates} == {"pipeline 4 x micro 6 x data 2"}
+    with pytest.raises(PinError, match=r"'data' is 8 but input 'x' has a batch of 12"):
+        search(graph, cluster(8), pins, Training())
+    with pytest.raises(PinError, match=r"leave 8 ranks to 'data', which does not divide .* 12 into 6 of 2"):
+        search(graph, cluster(8), replace(pins, micro_batches=6), Training())
+
+
+@pytest.mark.parametrize("pin", [{"pipeline": 4, "data": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
+def test_micro_batches_leave_a_sample_to_every_rank(pin: dict[str, Any]) -> None:
+    found = searched(cluster(8), {**pin, "schedule": "1f1b"})
+    counts = {candidate.division.mesh.micro_batches for candidate in found.candidates}
+    assert max(counts) == 32
+
+
+def test_without_folding_nothing_is_cut() -> None:
+    with pytest.raises(InputError, match=r"folding is off, and pipelines .* cut between folded blocks"):
+        search(GRAPH, cluster(8), Pins.parse({"pipeline": 4}), Training(), folding=False)
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    with pytest.raises(PinError, match=r"'pipeline' is 32, .* this model can be cut into 27 at most: pin fewer stages"):
+        searched(cluster(32), {"pipeline": 32})
+
+
+def test_layers_are_cut_where_stages_outnumber_them() -> None:
+    """Eight blocks by repetition; sixteen stages take what a layer consists of, all six alike."""
+    plan, folded = planned('{"pipeline": 8, "schedule": "zbv"}'), fold(GRAPH)
+    assert plan.pipeline is not None and plan.pipeline.bounds[-1] == sum(block.count for block in plan.blocks) > 15
+    assert {block.count for block in plan.blocks} == {1, 6} and len(folded.instances) == 8
+    assert [block.name for block in plan.blocks] == ["stem", "layers.*.up", "layers.*", "layers.*#2", "head"]
+    again, facts = Plan.from_dict(json.loads(json.dumps(plan.to_dict()))), model_facts(GRAPH, "MLP")
+    found = refold(again, GRAPH, facts)
+    assert [instance.block for instance in found.instances] == [
+        instance.block for instance in finer(folded, rules_of(GRAPH), plan.pipeline.bounds[-1]).instances
+    ]
+
+
+def test_a_pipeline_that_does_not_fit_says_by_how_much() -> None:
+    leanest = r"pipeline 4 x micro 8 x all 2, gathering in each micro-batch\)"
+    with pytest.raises(InfeasibleError, match=leanest + r" needs [\d,]+ bytes \(.*\), [\d,]+ bytes .*too many"):
+        searched(cluster(8, memory="1 MiB"), {"pipeline": 4, "micro_batches": 8})
+
+
+def test_recipes_are_compared_with_plans_in_turns() -> None:
+    plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
+    told = plan.why_not({"pipeline": 2, "micro_batches": 8, "data": 4})
+    there = planned('{"pipeline": 2, "micro_batches": 8, "data": 4}').predicted
+    assert told.mesh == "pipeline 2 x micro 8 x data 4" and not told.blocks
+    assert told.extra_s == pytest.approx(there.step_time_s - plan.predicted.step_time_s, rel=1e-9)
+    assert told.extra_bytes == there.peak_bytes - plan.predicted.peak_bytes
+    assert plan.why_not({"data": 8, "micro_batches": 1}).mesh == "data 8"
+    refused = plan.why_not({"schedule": "1f1b", "pipeline": 2, "micro_batches": 7}).conflict
+    assert refused is not None and refused.limits == ("pin micro_batches = 7",)
+    assert plan_of(residual_mlp(), cluster(2), {"data": 2}).why_not({"pipeline": 2}).mesh.startswith("pipeline 2 x")
+
+
+def test_the_report_tells_a_rank_from_a_moment_and_turns_from_ranks() -> None:
+    plan = planned('{"pipeline": 4, "micro_batches": 8, "tensor": 2}')
+    assert (
+        "in flight in its 2 stages together, on pipeline rank" in str(plan) and "\nwith ," not in plan.predicted.fullest
+    )
+    plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
+    ops = [op for block in plan.account.blocks for op in block.ops.values()]
+    moves = [move for op in ops for move in (*op.before, *op.after)]
+    assert {call.axis for move in moves for call in move.calls} == {"data"}
+    explained = plan.explain("layers.1.up")
+    assert "figures of operators are those of one micro-batch" in str(explained)
+    assert all(op.next_best is None for op in explained.ops)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_what_mixes_samples_has_no_plan_in_micro_batches(centred: bool) -> None:
+    """A mean over the batch is there after the last micro-batch: a loss may be one, but nothing may read it."""
+    size, one = TensorType((16, 8), "float32", True), TensorType((1, 8), "float32", True)
+    nodes = [
+        Node("x", "input", (), (TensorType((16, 8), "float32"),), target="x"),
+        Node("w", "param", (), (TensorType((8, 8), "float32", True),), target="w"),
+        Node("y", "aten.linear.default", (("input", Ref("x")), ("weight", Ref("w")), ("bias", None)), (size,)),
+    ]
+    if centred:
+        mean = (("self", Ref("y")), ("dim", (0,)), ("keepdim", True))
+        nodes += [
+            Node("mean", "aten.mean.dim", mean, (one,)),
+            Node("centred", "aten.sub.Tensor", (("self", Ref("y")), ("other", Ref("mean"))), (size,)),
+        ]
+    scalar = TensorType((), "float32", True)
+    nodes.append(Node("loss", "aten.mean.default", (("self", Ref(nodes[-1].name)), ("dtype", None)), (scalar,)))
+    graph = Graph(tuple(nodes), (Ref("loss"),))
+    folded, rules = fold(graph), rules_of(graph)
+    for turns in (1, 4):
+        mesh = Mesh.of(all=2).in_turns(turns)
+        kept = filters(Pins(), graph, rules, mesh)
+        space = Space(folded, mesh, CostModel(cluster(2)), Training(), rules, *kept)
+        assert math.isinf(lower_bounds(space.problem(None)).time_s) == (centred and turns > 1)
+
+
+def test_2bw_is_planned_by_name_and_says_that_it_changes_training() -> None:
+    plan, usual = (
+        planned(f'{{"pipeline": 4, "data": 2, "micro_batches": 8, "schedule": "{n}"}}') for n in ("2bw", "1f1b")
+    )
+    assert plan.pipeline is not None and plan.pipeline.schedule == "2bw"
+    for text in (str(plan), plan.to_html()):
+        assert "this changes training: an update takes the gradient of the batch before, found one update ago" in text
+    assert "changes training" not in str(usual)
+    assert plan.predicted.time_s["bubble"] < usual.predicted.time_s["bubble"]
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    alone = searched(cluster(8), {"schedule": "2bw"}, pipelines=False)
+    assert alone.staged is not None and alone.staged.pipeline.schedule == "2bw"
+
+
+@pytest.mark.parametrize(
+    "spec, pin", [(cluster(4), {}), (cluster(8), {"data": 2, "zero": 2})], ids=["whole", "sharded"]
+)
+def test_2bw_holds_a_second_version_of_the_weights_and_of_their_gradients(
+    spec: ClusterSpec, pin: dict[str, Any]
+) -> None:
+    found = searched(spec, {"pipeline": 4, "micro_batches": 8, "schedule": "2bw", **pin})
+    assert found.staged is not None and found.staged.peak_bytes == sum(found.staged.memory_bytes.values())
+    sizes = {leaf.name: leaf.results[0].size_bytes for leaf in GRAPH.leaves if leaf.op == "param"}
+    held, come = Counter[str](), Counter[str]()
+    for link in found.staged.links:
+        held.update(link.held)
+        come.update(link.gradients)
+    assert come["gathered"] == held["gathered"] // 3  # a version twice, and the gradients of the batch before
+    gathered = come["gathered"]
+    assert (gathered > 0) == bool(pin)
+    used_as_stored = sum(sizes.values()) - gathered
+    assert held["parameters"] == (gathered // 2 if pin else 0) + 2 * used_as_stored
+    assert held["gradients"] == come["gradients"] == used_as_stored
+    assert sum(link.at_end_bytes for link in found.staged.links) >= gathered // 2
+
+
+def test_2bw_that_gathers_in_each_micro_batch_holds_two_versions_as_stored() -> None:
+    found = searched(cluster(8), {"pipeline": 4, "micro_batches": 8, "schedule": "2bw", "data": 2, "zero": 3})
+    assert found.staged is not None
+    held = sum((Counter(link.held) for link in found.staged.links), Counter[str]())
+    stored = sum(leaf.results[0].size_bytes for leaf in GRAPH.leaves if leaf.op == "param") // 2
+    assert (held["parameters"], held["gradients"], held["gathered"]) == (2 * stored, stored, 0)
+    come = sum((Counter(link.gradients) for link in found.staged.links), Counter[str]())
+    assert (come["gradients"], come["gathered"]) == (stored, 0)
+
+
+@pytest.mark.parametrize("turns, stages", [(2, 4), (1, 1)])
+def test_2bw_needs_as_many_micro_batches_as_stages(turns: int, stages: int) -> None:
+    with pytest.raises(PinError, match=f"at most {turns} micro-batches, at least {stages} stages, and 8 blocks"):
+        searched(cluster(8), {"schedule": "2bw", "pipeline": stages, "micro_batches": turns})
+
+
+def test_shapes_are_every_division() -> None:
+    divisions = in_turns(cluster(8), Pins(), GRAPH, len(fold(GRAPH).instances), 2)
+    assert len(set(divisions)) == len(divisions)
+    assert {division.stages for division in divisions} == {1, 2, 4, 8}
+    assert {division.mesh.micro_batches for division in divisions} == {1, 2, 4, 8, 16, 32, 64}
+    assert all(division.stages * division.mesh.size == 8 and division.in_turns for division in divisions)
+    near = min(divisions, key=lambda division: division.distance(Division(2, divisions[-1].mesh)))
+    assert near.distance(near) == 0
+
+
+def test_of_many_divisors_of_a_batch_those_that_the_ranks_share_evenly() -> None:
+    """1536 GPUs and a batch of 2304 = 9 * 256, as in Megatron's run of 145 billion parameters."""
+    ids = Node("ids", "input", (), (TensorType((2304, 8), "int64"),), target="ids")
+    divisions = in_turns(ClusterSpec.preset("dgx-a100", devices=1536), Pins(), Graph((ids,), (Ref("ids"),)), 8, 2)
+    turns = {each.mesh.micro_batches for each in divisions if each.stages == 8 and each.mesh.sizes[-2:] == (24, 8)}
+    assert turns == {1, 3, 6, 12, 24, 48, 96}
+
+
+def test_a_schedule_needs_a_pipeline() -> None:
+    with pytest.raises(PinError, match="pin 'pipeline' too, or search pipelines"):
+        searched(cluster(8), {"schedule": "1f1b"}, pipelines=False)
+
+
+def test_pinned_virtual_stages_alone_are_interleaved() -> None:
+    found = searched(cluster(8), {"pipeline": 4, "micro_batches": 8, "virtual_stages": 2})
+    assert found.staged is not None
+    assert (found.staged.pipeline.schedule, found.staged.pipeline.virtual_stages) == ("interleaved_1f1b", 2)
+
+
+def test_samples_that_are_mixed_leave_no_micro_batches() -> None:
+    """``x - mean of x over the batch``: no micro-batch is done before all have begun."""
+    batch, row = TensorType((64, 8), "float32", True), TensorType((8,), "float32", True)
+    nodes = (
+        Node("w", "param", (), (TensorType((8, 8), "float32", True),), target="w"),
+        Node("x", "input", (), (TensorType((64, 8), "float32"),), target="x"),
+        Node("y", "aten.linear.default", (("input", Ref("x")), ("weight", Ref("w")), ("bias", None)), (batch,)),
+        Node("m", "aten.mean.dim", (("self", Ref("y")), ("dim", (0,)), ("keepdim", False), ("dtype", None)), (row,)),
+        Node("c", "aten.sub.Tensor", (("self", Ref("y")), ("other", Ref("m")), ("alpha", 1)), (batch,)),
+        Node("r", "aten.relu.default", (("self", Ref("c")),), (batch,)),
+        Node("loss", "aten.mean.default", (("self", Ref("r")), ("dtype", None)), (TensorType((), "float32", True),)),
+    )
+    graph = Graph(nodes, (Ref("loss"),))
+    for limit_s in (60.0, 1e-9):
+        with pytest.raises(PinError, match=r"sub.Tensor on operands of shapes \(64, 8\), \(8,\) mixes samples"):
+            search(graph, cluster(8), Pins.parse({"micro_batches": 2}), Training(), time_limit_s=limit_s)
+
+
+# ---- when parameters are gathered ------------------------------------------------------------------------------------
+
+IN_EACH = '{"data": 4, "micro_batches": 4, "zero": 3}'
+
+
+def test_parameters_are_gathered_in_each_micro_batch_where_memory_asks_for_it() -> None:
+    """Once a step all of them, and their gradients, are there whole; in each micro-batch those of a block, and as they
+    come those of the next.
+    """
+    pin: dict[str, Any] = {"data": 4, "micro_batches": 4}
+    once, each = (searched(cluster(4), {**pin, "zero": zero}) for zero in (2, 3))
+    assert (once.best.division.gathers, each.best.division.gathers) == ("once", "each")
+    assert once.staged is not None and each.staged is not None
+    assert once.staged.memory_bytes["gathered"] > 5 * each.staged.memory_bytes["gathered"] > 0
+    coming_bytes = 4 * (2 * 256 * 1024 + 256 + 1024) * 5 // 4  # of a layer, and parts of it behind one another
+    assert max(coming.bytes for coming in each.staged.alive.coming) == coming_bytes
+    assert each.evaluation.peak_bytes - coming_bytes < 0.5 * once.evaluation.peak_bytes
+    assert each.evaluation.time_s > once.evaluation.time_s
+    roomy, tight = searched(cluster(4), pin), searched(cluster(4, "30 MiB"), pin)
+    assert roomy.best.division.gathers == "once" and {c.division.gathers for c in roomy.candidates} == {"once"}
+    assert roomy.evaluation.time_s <= once.evaluation.time_s
+    assert tight.best.division.gathers == "each"
+    assert tight.evaluation.time_s <= each.evaluation.time_s
+    assert [(c.division.gathers, c.status) for c in tight.candidates] == [("each", "feasible"), ("once", "infeasible")]
+    with pytest.raises(InfeasibleError):
+        searched(cluster(4, "30 MiB"), {**pin, "zero": 2})
+
+
+def test_nothing_is_gathered_ahead_where_memory_has_no_room_for_it() -> None:
+    """The plan is found all the same, says so, and comes back; a refusal counts with it."""
+    pin: dict[str, Any] = {"data": 4, "micro_batches": 4, "zero": 3}
+    roomy = searched(cluster(4), pin)
+    assert roomy.staged is not None and not roomy.staged.waits
+    coming_bytes = max(coming.bytes for coming in roomy.staged.alive.coming)
+    tight = searched(of_usable(roomy.evaluation.peak_bytes - coming_bytes), pin)
+    assert tight.staged is not None and tight.staged.waits
+    assert tight.evaluation.peak_bytes == roomy.evaluation.peak_bytes - coming_bytes
+    assert tight.evaluation.time_s == roomy.evaluation.time_s
+    fullest = fullest_in_turns(tight.assignment, tight.staged)
+    assert fullest.bytes == sum(held.all_bytes for held in fullest.alive) == tight.evaluation.peak_bytes
+    assert not any("on its way" in held.name for held in fullest.alive)
+    with pytest.raises(InfeasibleError) as refused:
+        searched(of_usable(tight.evaluation.peak_bytes // 2), pin)
+    needed = int(re.findall(r"needs ([0-9,]+) bytes", str(refused.value))[0].replace(",", ""))
+    assert needed <= tight.evaluation.peak_bytes
+    found = searched(of_usable(needed), pin)
+    assert found.staged is not None and found.staged.waits and found.evaluation.peak_bytes <= needed
+
+
+def of_usable(usable_bytes: int) -> ClusterSpec:
+    """Four devices with room for so many bytes."""
+    whole = math.floor(usable_bytes / (1 - cluster(4).device.reserve_fraction))
+    return next(spec for more in range(3) if (spec := cluster(4, whole + more)).device.usable_bytes >= usable_bytes)
+
+
+def test_a_plan_says_whether_it_waits_for_what_it_gathers() -> None:
+    plan = planned(IN_EACH.replace("4", "8", 1))
+    data, told = plan.to_dict(), "reduced in each micro-batch, none ahead"
+    assert data["pipeline"]["waits"] is False and told not in unwrapped(plan)
+    waiting = Plan.from_dict({**data, "pipeline": {**data["pipeline"], "waits": True}})
+    assert waiting.pipeline is not None and waiting.pipeline.waits
+    assert waiting.to_dict()["pipeline"]["waits"] is True and told in unwrapped(waiting)
+    del data["pipeline"]["waits"]  # as it was before there was a choice
+    old = Plan.from_dict(data)
+    assert old.pipeline is not None and old.pipeline.waits
+    with pytest.raises(PlanError, match="'waits' is 'no', and takes true or false"):
+        Plan.from_dict({**data, "pipeline": {**data["pipeline"], "waits": "no"}})
+
+
+def test_a_search_takes_the_faster_of_both() -> None:
+    """With pipelines, and memory that leaves both possible: no plan that a pin asks for is faster."""
+    free = searched(cluster(4, "45 MiB"), {"data": 2, "pipeline": 2})
+    pinned = [searched(cluster(4, "45 MiB"), {"data": 2, "pipeline": 2, "zero": zero}) for zero in (0, 2, 3)]
+    seconds = [each.evaluation.time_s for each in pinned]
+    assert free.evaluation.time_s * (1 - free.gap) <= min(seconds)
+    assert free.evaluation.time_s <= min(seconds) * (1 + 1e-9)
+
+
+def test_a_plan_says_when_it_gathers_and_comes_back() -> None:
+    plan, usual = planned(IN_EACH.replace("4", "8", 1)), planned('{"data": 8, "micro_batches": 4, "zero": 2}')
+    data, usually = plan.to_dict(), usual.to_dict()
+    assert data["pipeline"]["gathers"] == "each" and usually["pipeline"]["gathers"] == "once"
+    assert Plan.from_dict(json.loads(json.dumps(data))) == plan and plan.certificate.holds
+    told = "parameters gathered and gradients reduced in each micro-batch"
+    for shown, other in ((unwrapped(plan), unwrapped(usual)), (plan.to_html(), usual.to_html())):
+        assert told in shown and told not in other
+    assert plan.predicted.time_s["recompute"] == plan.predicted.time_s["gradients"] == 0  # all of it communication
+    assert "of 8 blocks gathered again in backward: 7" in unwrapped(plan)
+    works = [block for block in blocks(plan) if block.compute_s]
+    communication_s = sum(block.communication_s for block in works)
+    assert 0.5 * plan.predicted.time_s["communication"] < communication_s < plan.predicted.time_s["communication"]
+    assert plan.assignment is not None
+    priced = reprice(Plan.from_dict(data), plan.assignment)
+    assert priced.predicted == plan.predicted
+    told_why = usual.why_not({"data": 8, "micro_batches": 4, "zero": 3})
+    assert told_why.mesh == "micro 4 x data 8, gathering in each micro-batch"
+    assert told_why.extra_s == pytest.approx(plan.predicted.step_time_s - usual.predicted.step_time_s, rel=1e-9)
+    assert told_why.extra_bytes == plan.predicted.peak_bytes - usual.predicted.peak_bytes < 0
+    del usually["pipeline"]["gathers"]  # as it was before there was a choice
+    assert Plan.from_dict(usually) == usual
+
+
+def test_a_file_from_before_zero_3_meant_each_micro_batch_says_so() -> None:
+    data = planned(json.dumps({"data": 8, "micro_batches": 2, "zero": 2})).to_dict()
+    del data["pipeline"]["gathers"]
+    with pytest.raises(PlanError, match=r"from before pin 'zero' 3 meant .*, which is 'zero' 1 or 2"):
+        Plan.from_dict({**data, "pin": {**data["pin"], "zero": 3}})
+
+
+def test_a_bound_that_prices_memory_says_nothing_of_gathering_in_each_micro_batch() -> None:
+    """Where a division is left for such a bound, the same that gathers in each begins from the bound without it."""
+    folded, setting = fold(GRAPH), cast(Setting, SimpleNamespace(pins=Pins()))
+    division = Division(1, Mesh.of(micro=2, data=4))
+    look = replace(begin(division, 2.0, ladder(folded, named(folded))), is_priced=True)
+    assert left_behind(setting, look) == []
+    (other,) = left_behind(setting, replace(look, free_s=1.0))
+    assert (other.candidate.division, other.candidate.bound_s) == (replace(division, gathers="each"), 1.0)
+    for left in (replace(look, free_s=1.0, is_sought=True), replace(other, free_s=1.0)):
+        assert left_behind(setting, left) == []
+    pinned = cast(Setting, SimpleNamespace(pins=Pins.parse({"data": 4, "micro_batches": 2, "zero": 2})))
+    assert left_behind(pinned, replace(look, free_s=1.0)) == []
+
+
+@pytest.mark.parametrize(
+    "zero, gathers, message",
+    [
+        (3, "once", "pin 'zero' is 3, which gathers parameters in each micro-batch, but they are gathered once a step"),
+        (2, "each", "pin 'zero' is 2, which gathers parameters once a step, but they are gathered in each micro-batch"),
+        (3, "never", "'gathers' is 'never', and takes 'once' or 'each'"),
+    ],
+)
+def test_a_plan_that_gathers_otherwise_than_pinned_is_refused(zero: int, gathers: str, message: str) -> None:
+    data = planned(f'{{"data": 8, "micro_batches": 4, "zero": {zero}}}').to_dict()
+    with pytest.raises(PlanError, match=message):
+        Plan.from_dict({**data, "pipeline": {**data["pipeline"], "gathers": gathers}})
+
+
+def test_what_is_gathered_in_each_micro_batch_is_counted_in_each() -> None:
+    plan = planned('{"data": 2, "pipeline": 4, "micro_batches": 8, "zero": 3}')
+    calls, sizes = Counter[str](), [leaf.results[0].size_bytes for leaf in GRAPH.leaves if leaf.op == "param"]
+    for call, count in plan.predicted.collectives:
+        if call.bytes_in > 8:
+            calls[call.kind, call.phase] += call.bytes_in * count  # type: ignore[index]
+    weights = sum(sizes) // 2
+    assert calls["reduce_scatter", "backward"] == 8 * 2 * weights  # type: ignore[index]
+    assert calls["all_gather", "forward"] == 8 * weights  # type: ignore[index]
+    # Of what backward reads again: not the first layer's of a stage whose input needs no gradient, and no biases.
+    assert 0.9 * 8 * weights < calls["all_gather", "backward"] <= 8 * weights  # type: ignore[index]
+
+
+def test_a_pinned_pipeline_whose_stages_cut_across_nodes_is_planned() -> None:
+    graph, spec = residual_mlp(layers=6, batch=96), random_cluster(random.Random(1), (2, 3))
+    free, named = (
+        search(graph, spec, Pins.parse(pin), Training()) for pin in ({"pipeline": 2}, {"pipeline": 2, "data": 3})
+    )
+    assert free.best.division.stages == 2 and free.best.division.mesh.in_turns(1).size == 3
+    assert free.evaluation.time_s <= named.evaluation.time_s * (1 + 1e-9)

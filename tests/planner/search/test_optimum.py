@@ -1,0 +1,292 @@
+"""Exactness: folded search, unfolded search and brute force agree, on random clusters, however tight memory is.
+
+Brute force adds up every assignment of the unfolded problem of every mesh, and knows nothing of folds, bounds or
+solvers. What is exact is the search within its own sum of memory, so plans are not followed here to see what it misses.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from planner.analysis.memory import Usage, usage
+from planner.base.errors import InfeasibleError
+from planner.cost.cluster import ClusterSpec, Device, PeakFlops
+from planner.cost.cluster import Level as NetworkLevel
+from planner.cost.model import CostModel
+from planner.formulation.assignment import Assignment
+from planner.formulation.certificate import certify
+from planner.formulation.constraints.mesh_candidates import candidate_meshes
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.decisions import Skeleton
+from planner.formulation.remat.levels import Level, ladder, named
+from planner.formulation.search_space import Space, rules_of
+from planner.formulation.training import Training
+from planner.ir.folding import fold, fold_off, relabel
+from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.search.branch_and_bound import Searched
+from planner.search.remat_selection import with_levels_between
+from planner.search.search import search
+from planner.solve.problem import Problem, evaluate, most_bytes
+from tests.planner.search.test_search import chain
+
+CASES = 200
+RECOMPUTING = 60
+CHUNK = 20
+
+
+@pytest.fixture
+def only_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan is found to need more memory than the sum says, nor less."""
+    nothing = SimpleNamespace(peak_at="", peak_bytes=0)
+    monkeypatch.setattr("planner.search.branch_and_bound.usage", lambda assignment: nothing)
+    monkeypatch.setattr("planner.search.memory_fitting.fastest_that_fits", lambda leans, usable_bytes: None)
+    monkeypatch.setattr("planner.search.memory_fitting.LEAST_ROOM", math.inf)
+
+
+def random_cluster(rng: random.Random, levels: tuple[int, ...]) -> ClusterSpec:
+    def rate(low: float, high: float) -> float:
+        return math.exp(rng.uniform(math.log(low), math.log(high)))
+
+    network = tuple(
+        NetworkLevel(name=f"l{i}", size=size, latency_s=rate(1e-8, 1e-4), bandwidth_bytes_per_s=rate(1e6, 1e10))
+        for i, size in enumerate(levels)
+    )
+    device = Device(
+        kind="random",
+        memory_bytes=2**40,
+        peak_flops_per_s=PeakFlops(float32=rate(1e7, 1e11)),
+        memory_bandwidth_bytes_per_s=rate(1e8, 1e10),
+        launch_overhead_s=rate(1e-8, 1e-5),
+        reserve_fraction=0.0,
+    )
+    return ClusterSpec(name="random", device=device, levels=network, backend=rng.choice(["nccl", "gloo"]))
+
+
+def with_memory(spec: ClusterSpec, memory_bytes: int) -> ClusterSpec:
+    return spec.model_copy(update={"device": spec.device.model_copy(update={"memory_bytes": memory_bytes})})
+
+
+@functools.cache
+def graph_of(layers: int, width: int, batch: int) -> Graph:
+    return chain(layers, width=width, batch=batch, relu=False)
+
+
+@functools.cache
+def gated(width: int, batch: int) -> Graph:
+    """Three layers of ``silu(linear(x)) ** 2``: besides their input they keep two values, or the dear one, or none."""
+    nodes = [Node("x", "input", (), (TensorType((batch, width), "float32", True),), target="x")]
+    value, result = Ref("x"), (TensorType((batch, width), "float32", True),)
+    for i in range(3):
+        weight = (TensorType((width, width), "float32", True),)
+        nodes.append(Node(f"w{i}", "param", (), weight, target=f"layers.{i}.weight"))
+        args = (("input", value), ("weight", Ref(f"w{i}")), ("bias", None))
+        nodes.append(Node(f"linear{i}", "aten.linear.default", args, result, path=f"layers.{i}"))
+        nodes.append(Node(f"silu{i}", "aten.silu.default", (("self", Ref(f"linear{i}")),), result, path=f"layers.{i}"))
+        squared = (("self", Ref(f"silu{i}")), ("exponent", 2))
+        nodes.append(Node(f"square{i}", "aten.pow.Tensor_Scalar", squared, result, path=f"layers.{i}"))
+        value = Ref(f"square{i}")
+    loss = TensorType((), "float32", True)
+    nodes.append(Node("loss", "aten.mean.default", (("self", value), ("dtype", None)), (loss,)))
+    return Graph(tuple(nodes), (Ref("loss"),))
+
+
+def problems(graph: Graph, spec: ClusterSpec, limit_bytes: int | None) -> list[Problem]:
+    """The unfolded problem of every mesh, without recomputation."""
+    cost, rules, folded = CostModel(spec), rules_of(graph), fold_off(graph)
+    meshes = candidate_meshes(spec, max_axes=2)
+    return [Space(folded, mesh, cost, Training(), rules).problem(limit_bytes) for mesh in meshes]
+
+
+def problems_with_recomputation(graph: Graph, spec: ClusterSpec, limit_bytes: int | None) -> list[Problem]:
+    """The problem of every mesh and every amount of recomputation, in which each block decides for itself."""
+    cost, rules, folded = CostModel(spec), rules_of(graph), fold(graph)
+    single = relabel(folded, range(len(folded.instances)))
+    spaces = [Space(single, mesh, cost, Training(), rules) for mesh in candidate_meshes(spec, max_axes=2)]
+    skeleton = Skeleton(folded, rules)
+    steps = ladder(folded, with_levels_between(named(folded), skeleton, cost)).apart(skeleton.numbers).steps
+    return [space.problem(limit_bytes, step) for space in spaces for step in steps]
+
+
+def sums(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Step time and least peak (held and transient bytes) of every assignment, one array axis per vertex."""
+    count = len(problem.vertices)
+    time, exposed, held, transient = (np.zeros((1,) * count) for _ in range(4))
+
+    def spread(values: np.ndarray, *axes: int) -> np.ndarray:
+        if len(axes) == 2 and axes[0] > axes[1]:
+            values, axes = values.T, axes[::-1]
+        shape = [1] * count
+        for axis, size in zip(axes, values.shape, strict=True):
+            shape[axis] = size
+        return values.reshape(shape)
+
+    for v, vertex in enumerate(problem.vertices):
+        time = time + spread(vertex.time_s, v)
+        exposed = exposed + spread(vertex.background_s - vertex.cover_s, v)
+        held = held + spread(vertex.held_bytes, v)
+        transient = np.maximum(transient, spread(vertex.transient_bytes, v))
+    for edge in problem.edges:
+        time = time + spread(edge.time_s, edge.tail, edge.head)
+        exposed = exposed + spread(edge.background_s, edge.tail, edge.head)
+        held = held + spread(edge.held_bytes, edge.tail, edge.head)
+    return time + np.maximum(0.0, exposed), held + transient
+
+
+def brute_force(tried: list[Problem], spec: ClusterSpec) -> float:
+    """The least step time of any assignment of any problem that fits; infinite if none does."""
+    best = math.inf
+    for problem in tried:
+        time, peak = sums(problem)
+        time = np.where(peak <= spec.device.usable_bytes, time, math.inf)
+        for flat in np.argsort(time, axis=None, kind="stable"):
+            place = np.unravel_index(flat, time.shape)
+            if not time[place] < best:
+                break
+            found = evaluate(problem, tuple(map(int, place)))
+            if found.feasible:
+                assert found.time_s == pytest.approx(time[place], rel=1e-12)
+                best = found.time_s
+    return best
+
+
+def least_peak_and_fastest(tried: list[Problem]) -> tuple[int, int]:
+    """The least peak of any assignment, and the peak of the fastest."""
+    found = [sums(problem) for problem in tried]
+    least = min(int(peak[np.isfinite(time)].min()) for time, peak in found)
+    fastest = min((float(time.min()), int(peak.flat[time.argmin()])) for time, peak in found)
+    return least, max(least, fastest[1])
+
+
+def searched(graph: Graph, spec: ClusterSpec, folding: bool, pins: Pins) -> Searched | None:
+    try:
+        return search(graph, spec, pins, Training(), folding=folding)
+    except InfeasibleError:
+        return None
+
+
+def differ(graph: Graph, found: Searched) -> bool:
+    """Whether equal layers are decided otherwise."""
+    layers = [node for node in graph.nodes if node.op == "aten.linear.default"]
+    return len({found.assignment.choice(node).label for node in layers}) > 1
+
+
+def a_case(rng: random.Random, large: bool) -> tuple[Graph, ClusterSpec]:
+    """Equal layers, which fold, on one axis; or two meshes, one with an axis across nodes."""
+    if large:
+        graph = graph_of(3, rng.choice([6, 12]), rng.choice([6, 24]))
+        return graph, random_cluster(rng, (rng.choice([2, 3]),))
+    return graph_of(1, rng.choice([4, 8]), rng.choice([4, 16])), random_cluster(rng, (2, 2))
+
+
+def limited(rng: random.Random, spec: ClusterSpec, tried: list[Problem]) -> tuple[ClusterSpec, float]:
+    """The cluster with memory between what the leanest and what the fastest plan needs, at some share of the way."""
+    least, most = least_peak_and_fastest(tried)
+    share = rng.choice([0.0, 0.0, rng.random(), rng.random(), 1.0, -0.02])
+    return with_memory(spec, max(1, int(least + share * (most if share < 0 else most - least)))), share
+
+
+@pytest.mark.usefixtures("only_the_sum")
+@pytest.mark.parametrize("start", range(0, CASES, CHUNK))
+def test_folded_is_unfolded_is_brute_force(start: int) -> None:
+    tight_and_different = 0
+    for seed in range(start, start + CHUNK):
+        rng = random.Random(seed)
+        graph, spec = a_case(rng, large=seed % 4 > 0)
+        spec, share = limited(rng, spec, problems(graph, spec, None))
+        expected = brute_force(problems(graph, spec, spec.device.usable_bytes), spec)
+        folded, unfolded = (searched(graph, spec, folding, Pins(recompute="none")) for folding in (True, False))
+        if math.isinf(expected):
+            assert folded is None and unfolded is None, f"seed {seed}: nothing fits"
+            continue
+        assert folded is not None and unfolded is not None, f"seed {seed}: something fits"
+        for found in (folded, unfolded):
+            assert found.status == "optimal" and found.gap == 0, f"seed {seed}"
+            assert found.evaluation.time_s == pytest.approx(expected, rel=2e-6), f"seed {seed}"
+            assert found.evaluation.peak_bytes <= spec.device.usable_bytes, f"seed {seed}"
+        tight_and_different += share < 1.0 and differ(graph, folded)
+    assert tight_and_different, "no limit of these made equal layers differ"
+
+
+@pytest.mark.usefixtures("only_the_sum")
+@pytest.mark.parametrize("start", range(0, RECOMPUTING, CHUNK))
+def test_the_best_recomputation_is_that_of_brute_force(start: int) -> None:
+    recomputed = 0
+    for seed in range(start, start + CHUNK):
+        rng = random.Random(seed)
+        graph, spec = a_case(rng, large=True)
+        spec, _ = limited(rng, spec, problems_with_recomputation(graph, spec, None))
+        recomputed += bool(best_levels(graph, spec, seed))
+    assert recomputed, "no limit of these made a layer recompute"
+
+
+@pytest.mark.usefixtures("only_the_sum")
+def test_the_best_results_to_keep_are_those_of_brute_force() -> None:
+    """With levels between keeping all that a layer computes and none of it."""
+    partly = wholly = 0
+    for seed in range(5):
+        rng = random.Random(seed)
+        graph, spec = gated(5, rng.choice([24, 48])), random_cluster(rng, (2,))
+        least, most = least_peak_and_fastest(problems_with_recomputation(graph, spec, None))
+        levels = best_levels(graph, with_memory(spec, int(least + rng.uniform(0.2, 1.0) * (most - least))), seed)
+        partly += any(isinstance(level, tuple) for level in levels)
+        wholly += "full" in levels
+    assert partly > 1 and wholly
+
+
+def best_levels(graph: Graph, spec: ClusterSpec, seed: int) -> set[Level]:
+    """The levels of the best plan, which brute force finds too; none where nothing fits."""
+    expected = brute_force(problems_with_recomputation(graph, spec, spec.device.usable_bytes), spec)
+    found = searched(graph, spec, True, Pins())
+    if math.isinf(expected):
+        assert found is None, f"seed {seed}: nothing fits"
+        return set()
+    assert found is not None, f"seed {seed}: something fits"
+    assert found.status == "optimal" and found.gap == 0, f"seed {seed}"
+    assert found.evaluation.time_s == pytest.approx(expected, rel=2e-6), f"seed {seed}"
+    assert found.evaluation.peak_bytes <= spec.device.usable_bytes, f"seed {seed}"
+    certificate = certify(found.assignment, found.evaluation.time_s)
+    assert certificate.holds and certificate.objective_s == pytest.approx(expected, rel=2e-6), f"seed {seed}"
+    return {level for each in found.assignment.recompute.amounts for level, _ in each.levels}
+
+
+def test_where_everything_fits_recomputing_is_not_looked_at_and_could_not_be_better() -> None:
+    """With room for the fullest assignment, the best of all is the best without recomputation."""
+    for seed in range(4):
+        rng = random.Random(seed)
+        graph, spec = a_case(rng, large=True)
+        free = problems(graph, spec, None)
+        expected = brute_force(problems_with_recomputation(graph, spec, None), spec)
+        most = max(map(most_bytes, free))
+        for problem in free:
+            _, peak = sums(problem)
+            assert int(peak.max()) <= most_bytes(problem)
+            assert evaluate(problem, (0,) * len(problem.vertices)).peak_bytes <= most_bytes(problem)
+        found = search(graph, with_memory(spec, most), Pins(), Training())
+        assert found.status == "optimal" and not found.assignment.recompute, f"seed {seed}"
+        assert found.evaluation.time_s == pytest.approx(expected, rel=2e-6), f"seed {seed}"
+
+
+def test_what_the_sum_misses_never_makes_a_plan_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    missed = 0
+    for seed in range(0, 80, 4):
+        rng = random.Random(seed)
+        graph, spec = a_case(rng, large=False)
+        spec, _ = limited(rng, spec, problems(graph, spec, None))
+        peaks: list[int] = []
+
+        def follow(assignment: Assignment, peaks: list[int] = peaks) -> Usage:
+            found = usage(assignment)
+            peaks.append(found.peak_bytes)
+            return found
+
+        monkeypatch.setattr("planner.search.branch_and_bound.usage", follow)
+        found = searched(graph, spec, True, Pins(recompute="none"))
+        missed += any(peak > spec.device.usable_bytes for peak in peaks)
+        assert found is None or usage(found.assignment).peak_bytes <= spec.device.usable_bytes, f"seed {seed}"
+    assert missed, "the sum was enough everywhere"

@@ -1,0 +1,65 @@
+"""What is known of a division without looking: below every way to cut the work, and every assignment."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.cost.cluster import ClusterSpec
+from planner.cost.kernels import Attention, Kernel, Product
+from planner.cost.model import CostModel
+from planner.formulation.remat.levels import ladder, named
+from planner.ir.layout import Mesh
+from planner.search.parallel_config import Arithmetic, Division
+from planner.solve.problem import evaluate
+from tests.planner.analysis.test_staged import assignments, space_of
+from tests.planner.search.test_optimum import random_cluster
+
+COSTS = [CostModel(ClusterSpec.preset(name)) for name in ("dgx-h100", "dgx-v100", "cpu")]
+cuts, sizes = st.sampled_from([1, 2, 3, 8, 64]), st.integers(1, 5000)
+
+
+def check(cost: CostModel, kernel: Product | Attention, part: Kernel, parts: int, moved: int) -> None:
+    """Parts on a device each take no less than the least of the whole, their starts aside."""
+    flops, start_s = kernel.flops, cost.cluster.device.launch_overhead_s
+    least_s = cost.least_s(flops, moved, "float32", kernel)
+    cut_s = parts * (cost.compute_s(flops / parts, moved / parts, "float32", kernel=part) - start_s)
+    assert 0 < least_s <= cut_s * (1 + 1e-9)
+
+
+@given(st.sampled_from(COSTS), st.tuples(sizes, sizes, sizes, sizes), st.tuples(cuts, cuts, cuts, cuts), st.booleans())
+def test_no_cut_of_a_product_takes_less(
+    cost: CostModel, size: tuple[int, int, int, int], cut: tuple[int, int, int, int], is_backward: bool
+) -> None:
+    (m, n, k, batch), (m_cut, n_cut, k_cut, batch_cut) = size, cut
+    whole = Product(m * m_cut, n * n_cut, k * k_cut, batch * batch_cut, is_backward)
+    check(cost, whole, Product(m, n, k, batch, is_backward), m_cut * n_cut * k_cut * batch_cut, 4 * m * n)
+
+
+@given(st.sampled_from(COSTS), sizes, sizes, sizes, cuts, cuts, st.booleans())
+def test_no_cut_of_an_attention_takes_less(
+    cost: CostModel, heads: int, queries: int, keys: int, head_cut: int, query_cut: int, is_backward: bool
+) -> None:
+    whole = Attention(heads * head_cut, queries * query_cut, keys, 64, True, is_backward)
+    part = Attention(heads, queries, keys, 64, True, is_backward)
+    check(cost, whole, part, head_cut * query_cut, 4 * heads * queries)
+
+
+@pytest.mark.parametrize("which", ["residual", "chain"])
+@pytest.mark.parametrize("stages, turns", [(1, 1), (1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_no_assignment_beats_the_arithmetic(which: str, stages: int, turns: int, schedule: str) -> None:
+    rng = random.Random(f"{which} {stages} {turns}")
+    for _ in range(3):
+        spec = random_cluster(rng, (2, 4))
+        space = space_of(which, spec, stages, turns, schedule, all=8 // stages)
+        division = Division(stages, Mesh.of(all=8 // stages).in_turns(turns))
+        bound_s = Arithmetic(space.skeleton, space.cost).bound_s(division, schedule)
+        assert bound_s > 0
+        steps = ladder(space.folded, named(space.folded)).steps
+        bound = space.problem(None, steps[0], [steps[-1]])
+        for choices, _ in assignments(space, rng, 3):
+            assert bound_s <= evaluate(bound, choices).time_s * (1 + 1e-9)
