@@ -41,24 +41,24 @@ Restage = Callable[[Assignment], Staged | None]
 
 @dataclass(frozen=True)
 class Division:
-    """``size`` must be a multiple of ``number``; ``by`` says what of, ``turns`` how many micro-batches are in it."""
+    """``size`` must be a multiple of ``number``; ``by`` says what of, ``counted`` how many micro-batches are in it."""
 
     size: int
     number: int
     by: str
-    turns: int = 1
+    counted: int = 1
 
     @staticmethod
-    def of(size: int, number: int, by: str, turns: int = 1) -> Division:
+    def of(size: int, number: int, by: str, counted: int = 1) -> Division:
         """Half of something must also be whole: its double is a multiple of twice the number."""
         below = math.lcm(*(value.denominator for value in terms_of(size).values()))
-        return Division(size * below, number * below, by, turns)
+        return Division(size * below, number * below, by, counted)
 
     def number_in(self, micro_batches: int | None) -> int:
         """The number with so many micro-batches; ``None``: as planned."""
-        if micro_batches is None or self.turns == 1:
+        if micro_batches is None or self.counted == 1:
             return self.number
-        return self.number // self.turns * micro_batches
+        return self.number // self.counted * micro_batches
 
 
 class Scale:

@@ -138,8 +138,8 @@ def _divided(found: Step, high: float, gap: float) -> Iterator[str]:
         tops = np.cumsum([row.get(kind, np.zeros(count)) for kind in kinds], axis=0)
         for kind, top in reversed([*zip(kinds, tops, strict=True)]):
             ys = [_short(bottom - high * float(share)) for share in np.minimum(top, 1)]
-            turns = [place for place in range(count) if not place or ys[place] != ys[place - 1]]
-            path = "".join(f"H{_short(LEFT + place * wide)}V{ys[place]}" for place in turns)
+            steps = [place for place in range(count) if not place or ys[place] != ys[place - 1]]
+            path = "".join(f"H{_short(LEFT + place * wide)}V{ys[place]}" for place in steps)
             yield f'<path class="{kind}" d="M{LEFT} {_short(bottom)}{path}H{WIDTH - RIGHT}V{_short(bottom)}z"/>'
 
 

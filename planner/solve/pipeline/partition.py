@@ -488,11 +488,11 @@ def _planes(work: _Work, found: _Found) -> _Planes:
     unit = max(planes.add_path(planes.add_cut(*(found.cut or start))), 1e-30)
     mixes, prices_of = [np.full(len(planes.paths), 1 / len(planes.paths))], [np.zeros(work.priced)]
     each = 2 * _cost(work.pipeline) + work.stages  # two simulations, and a sum per stage
-    for turn in range(min(PLANES, int(work.effort / each))):
+    for attempt in range(min(PLANES, int(work.effort / each))):
         found.spent += each / 2
         height, mix, prices, between = planes.highest(unit)
         missing = planes.add_path(between) - height
-        near = NEAR[turn % len(NEAR)]
+        near = NEAR[attempt % len(NEAR)]
         mix = (1 - near) * mix + near * np.append(mixes[-1], np.zeros(len(mix) - len(mixes[-1])))
         prices = (1 - near) * prices + near * prices_of[-1]
         if recomputed is not None:  # stages that are too slow by themselves are in no better cut

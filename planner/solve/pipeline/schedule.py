@@ -229,10 +229,10 @@ def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1)
 
 def placed(name: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """The rank of every stage: round and round, or down and up a V."""
-    turns = range(virtual_stages)
+    chunks = range(virtual_stages)
     if name in ("zbv", "dualpipev"):
-        return tuple(rank if turn == 0 else ranks - 1 - rank for turn in turns for rank in range(ranks))
-    return tuple(rank for _ in turns for rank in range(ranks))
+        return tuple(rank if chunk == 0 else ranks - 1 - rank for chunk in chunks for rank in range(ranks))
+    return tuple(rank for _ in chunks for rank in range(ranks))
 
 
 def period(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> int | None:
@@ -313,8 +313,8 @@ def _2bw(rank: int, ranks: int, count: int, virtual: int) -> Row:
 def _in_turn(forwards: Row, backwards: Row, first: int) -> Row:
     """``first`` forwards, then one forward and one backward in turn, then the backwards that are left."""
     first = min(first, len(forwards))
-    turns = zip(forwards[first:], backwards, strict=False)
-    return [*forwards[:first], *(action for pair in turns for action in pair), *backwards[len(forwards) - first :]]
+    pairs = zip(forwards[first:], backwards, strict=False)
+    return [*forwards[:first], *(action for pair in pairs for action in pair), *backwards[len(forwards) - first :]]
 
 
 def _interleaved(rank: int, ranks: int, count: int, virtual: int) -> Row:
@@ -388,9 +388,9 @@ def _dualpipev(rank: int, ranks: int, count: int, virtual: int) -> Row:
     for stage in ends[: rank + 1]:
         do.times(1, (stage, "B"))
     split = [*ends[rank + 1 :], *[down] * after]
-    for turn, stage in enumerate(split):
-        if turn > rank:
-            do.times(1, (split[turn - rank - 1], "W"))
+    for position, stage in enumerate(split):
+        if position > rank:
+            do.times(1, (split[position - rank - 1], "W"))
         do.times(1, (stage, "I"))
     for stage in split[after:]:
         do.times(1, (stage, "W"))
