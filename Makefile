@@ -61,7 +61,7 @@ bench: $(STAMP)  ## measure, and record under benchmarks/results/
 
 zoo: $(STAMP)  ## every model under every plan against the original, recorded under benchmarks/results/
 	@$(BIN)/python -m benchmarks.zoo
-	@$(BIN)/python -m benchmarks.zoo_turns
+	@$(BIN)/python -m benchmarks.zoo_micro_batched
 	@$(BIN)/python -m benchmarks.zoo_tiers
 
 clean:  ## remove .venv and every cache

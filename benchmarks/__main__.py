@@ -22,7 +22,7 @@ from benchmarks import (
     iopddl,
     largest,
     memory,
-    memory_turns,
+    memory_micro_batched,
     offload,
     one_gpu,
     pipeline,
@@ -181,7 +181,7 @@ def pipelines() -> None:
 
 
 def peaks() -> None:
-    """Predicted peak memory beside what a tracker sees, in one turn and in several."""
+    """Predicted peak memory beside what a tracker sees, without micro-batches and in several."""
     facts = record.circumstances()
     notes = (
         "Predicted peak bytes of one rank over those that torch's `MemTracker` sees while the emitted program runs "
@@ -193,8 +193,8 @@ def peaks() -> None:
         "with parameters and AdamW's state. What is predicted is added up, and meant to be no less: all that is "
         "saved counts beside the neediest block. With gpipe gradients count from the first backward on."
     )
-    title = "Predicted against observed memory in turns"
-    _write_peaks("memory_turns", title, notes, memory_turns.compare(), facts)
+    title = "Predicted against observed micro-batched memory"
+    _write_peaks("memory_micro_batched", title, notes, memory_micro_batched.compare(), facts)
 
 
 def _write_peaks(name: str, title: str, notes: str, found: list[memory.Compared], facts: dict[str, Any]) -> None:
@@ -246,7 +246,7 @@ def steps(name: str, title: str, cases: Sequence[step_time.Case]) -> None:
     notes = (
         f"One training step (forward, backward, fused AdamW) on local gloo processes: {shape.layers} layers of width "
         f"{shape.hidden}, {shape.vocab} tokens of vocabulary, {shape.batch} x {shape.sequence} tokens, float32. "
-        f"Medians of {case.steps} steps, taken in turns in one run; of {STARTS} starts the one of median ratio. "
+        f"Medians of {case.steps} steps, taken alternately in one run; of {STARTS} starts the one of median ratio. "
         "CPU seconds are those of the busiest rank: they say what each side costs where the wall clock also measures "
         "other users of the machine. *Heap*: as the C library comes, or kept between steps."
     )
@@ -288,7 +288,8 @@ def write_predictions(results: Sequence[predicted.Compared], shape: Shape, facts
         f"The hand-written GPT ({shape.layers} layers of width {shape.hidden}, {shape.vocab} tokens of vocabulary, "
         f"{shape.batch} x {shape.sequence} tokens, float32) on local gloo processes: a step as the plan predicts it "
         f"for the machine as `autopar profile` has just measured it, and the median of {predicted.STEPS} steps, "
-        f"taken in turns. Profiled, planned and measured {len(results) // len(rows)} times; all figures are medians of "
+        f"taken alternately. Profiled, planned and measured {len(results) // len(rows)} times; all figures are "
+        "medians of "
         "those, of errors *all* are shown. CPU seconds are those of the busiest rank: times the ranks that share a "
         "core, they are what of a step the cores were at work."
     )
@@ -384,7 +385,7 @@ def schedules_run() -> None:
         for r in results
     ]
     notes = (
-        f"Steps in turns on {schedules.RANKS} local gloo processes whose stages sleep: {schedules.NAP_S:g} s in "
+        f"Micro-batched steps on {schedules.RANKS} local gloo processes whose stages sleep: {schedules.NAP_S:g} s in "
         "every stage for a forward, a backward for inputs and one for weights. Medians of "
         f"{schedules.REPEATS} steps of the slowest rank; the simulator's schedules are run by the runtime's own step."
     )
@@ -395,10 +396,10 @@ def offloads() -> None:
     """A model on devices of ever less memory."""
     facts = record.circumstances()
     found = offload.measure()
-    held = {row.turns: row for row in found if row.share is None}
+    held = {row.micro_batches: row for row in found if row.share is None}
     rows = [
         {
-            "micro-batches": str(row.turns),
+            "micro-batches": str(row.micro_batches),
             "device": "all" if row.share is None else f"1/{row.share} of model data",
             "budget MiB": "" if row.share is None else f"{row.budget_bytes / 2**20:.1f}",
             "taken MiB": "" if row.share is None else f"{row.high_water_bytes / 2**20:.1f}",
@@ -406,8 +407,8 @@ def offloads() -> None:
             "evicted MiB": f"{row.moved.get('evict', 0) / 2**20:.1f}",
             "as planned": "yes" if row.moved == {w: n for w, n in row.planned.items() if n} else "no",
             "step ms": f"{row.seconds * 1e3:.0f}",
-            "ratio": f"{row.seconds / held[row.turns].seconds:.2f}",
-            "predicted ratio": f"{row.predicted_s / held[row.turns].predicted_s:.2f}",
+            "ratio": f"{row.seconds / held[row.micro_batches].seconds:.2f}",
+            "predicted ratio": f"{row.predicted_s / held[row.micro_batches].predicted_s:.2f}",
             "loss differs by": f"{row.differs:.0e}",
         }
         for row in found
@@ -415,7 +416,8 @@ def offloads() -> None:
     notes = (
         f"A GPT of {offload.SHAPE} with {found[0].data_bytes / 2**20:.0f} MiB of parameters, gradients and Adam's "
         "moments in float32, one CPU process whose device is a budget of host memory, "
-        f"{offload.ROUNDS} steps of each in turns, medians without the first two. Nothing hides what is moved here: "
+        f"{offload.ROUNDS} steps of each with micro-batches, medians without the first two. Nothing hides what is "
+        "moved here: "
         "copies take the core that computes. *Taken* is the most that chunks and what is beside them took. Ratios are "
         "to the same micro-batches on a device that holds all; a device that is left out is too small for them."
     )

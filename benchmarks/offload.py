@@ -1,7 +1,7 @@
-"""Offload: a GPT that trains on devices of ever less memory, beside the same one on a device that holds it all; in one
-turn, and in micro-batches.
+"""Offload: a GPT that trains on devices of ever less memory, beside the same one on a device that holds it all; without
+micro-batches, and in micro-batches.
 
-One process, whose device is a budget of host memory. Steps of all plans take turns, so that what disturbs one disturbs
+One process, whose device is a budget of host memory. Steps of all plans take turnS, so that what disturbs one disturbs
 all; nothing moves beside computing there, so that ratios show what moving costs where nothing hides it.
 """
 
@@ -23,7 +23,7 @@ from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
 
 SHAPE = Shape(layers=12, hidden=256, heads=4, vocab=2048, batch=4, sequence=64)
-TURNS = (1, 4)
+MICRO_BATCHED_PLANS = (1, 4)
 """Micro-batches."""
 SHARES = (None, 2, 4, 8, 16)
 """The device has the model's data divided by so much; ``None``: all that it takes without offloading."""
@@ -39,7 +39,7 @@ class Row:
     ``differs`` is the largest relative difference of a loss from that of the plan on the device that holds all.
     """
 
-    turns: int
+    micro_batches: int
     share: int | None
     data_bytes: int
     budget_bytes: int
@@ -65,16 +65,16 @@ def _rows() -> list[dict[str, object]]:
     batch = {"ids": tokens, "labels": tokens.roll(-1, 1)}
     data_bytes = BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters())
     found: dict[tuple[int, int | None], tuple[ParallelModule, torch.optim.Optimizer, float]] = {}
-    for turns, share in itertools.product(TURNS, SHARES):
+    for micro_batches, share in itertools.product(MICRO_BATCHED_PLANS, SHARES):
         memory = 8 * data_bytes if share is None else data_bytes // share
         cluster = ClusterSpec.local(1, memory_bytes=memory, host_memory_bytes="16 GiB", cores=1)
-        pin = {"micro_batches": turns, **({} if share is None else {"offload": "host"})}
+        pin = {"micro_batches": micro_batches, **({} if share is None else {"offload": "host"})}
         try:
             plan = autopar.plan(model, cluster, example_kwargs=batch, pin=pin)
         except InfeasibleError:
             continue
         pmodel = autopar.parallelize(copy.deepcopy(model), cluster, plan=plan, example_kwargs=batch)
-        found[turns, share] = pmodel, pmodel.optimizer(torch.optim.AdamW, lr=1e-4), plan.predicted.step_time_s
+        found[micro_batches, share] = pmodel, pmodel.optimizer(torch.optim.AdamW, lr=1e-4), plan.predicted.step_time_s
     seconds: dict[tuple[int, int | None], list[float]] = {key: [] for key in found}
     losses: dict[tuple[int, int | None], list[float]] = {key: [] for key in found}
     for _ in range(ROUNDS):
@@ -87,11 +87,11 @@ def _rows() -> list[dict[str, object]]:
             seconds[key].append(time.perf_counter() - begun)
             losses[key].append(loss.item())
     rows: list[dict[str, object]] = []
-    for (turns, share), (pmodel, _, predicted_s) in found.items():
+    for (micro_batches, share), (pmodel, _, predicted_s) in found.items():
         carrier = pmodel.carrier
         rows.append(
             {
-                "turns": turns,
+                "micro_batches": micro_batches,
                 "share": share,
                 "data_bytes": data_bytes,
                 "budget_bytes": 0 if carrier is None else carrier.arena.budget_bytes,
@@ -99,8 +99,10 @@ def _rows() -> list[dict[str, object]]:
                 "moved": {} if carrier is None else dict(carrier.bytes_moved),
                 "planned": {} if carrier is None else {way: n for (_, way), n in carrier.table.bytes_moved.items()},
                 "predicted_s": predicted_s,
-                "seconds": median(seconds[turns, share][2:]),
-                "differs": max(abs(a / b - 1) for a, b in zip(losses[turns, share], losses[1, None], strict=True)),
+                "seconds": median(seconds[micro_batches, share][2:]),
+                "differs": max(
+                    abs(a / b - 1) for a, b in zip(losses[micro_batches, share], losses[1, None], strict=True)
+                ),
             }
         )
     return rows

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from autopar.driver.trace import Traced, trace
 from benchmarks.plan_time import llama
 from benchmarks.published import FULL, HALF, MEGATRON_CHOICES, ROWS, Compared, llama_cluster
-from planner.analysis.prediction import predict, predict_in_turns
+from planner.analysis.prediction import predict, predict_micro_batched
 from planner.base.errors import AutoparError, InfeasibleError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
@@ -254,7 +254,7 @@ def _with(run: Run, found: Searched) -> Run:
     predicted = (
         predict(found.assignment, found.evaluation.time_s)
         if found.staged is None
-        else predict_in_turns(found.assignment, found.staged)
+        else predict_micro_batched(found.assignment, found.staged)
     )
     return replace(run, seconds=dict(predicted.time_s), bytes=dict(predicted.memory_bytes))
 
@@ -303,10 +303,10 @@ def _among(run: Run, traced: Traced, cluster: ClusterSpec, batch: int) -> Free:
     fixed, planned, tried = {"zero": 0, "recompute": "full"}, [], set()
     for pipeline, tensor, micro in itertools.product(STAGES, TENSOR, MICRO):
         data, rest = divmod(cluster.world_size, pipeline * tensor)
-        turns = 0 if rest or batch % (data * micro) else batch // (data * micro)
-        if turns < pipeline:
+        micro_batches = 0 if rest or batch % (data * micro) else batch // (data * micro)
+        if micro_batches < pipeline:
             continue
-        sizes = {"pipeline": pipeline, "tensor": tensor, "data": data, "micro_batches": turns}
+        sizes = {"pipeline": pipeline, "tensor": tensor, "data": data, "micro_batches": micro_batches}
         whole = {"sequence_parallel": False} if tensor > 1 else {}
         tried.add((pipeline, tensor))
         try:
@@ -337,7 +337,7 @@ def besides(found: Searched) -> dict[str, float]:
     """
     assignment = found.assignment
     space, mesh = assignment.space, assignment.space.mesh
-    stages, turns = space.stages, mesh.micro_batches
+    stages, micro_batches = space.stages, mesh.micro_batches
     pieces = 1 if found.staged is None else found.staged.pipeline.virtual_stages
     layers = max(space.folded.kinds, key=len)
     left = {"made again": _skipped_s(assignment), "fused": 0.0}
@@ -346,10 +346,10 @@ def besides(found: Searched) -> dict[str, float]:
             size = local_bytes(node.results[0], assignment.choice(node).results[0], mesh)
             if any(reader.op == "aten.add.Tensor" for reader, _ in space.graph.users[Ref(node.name)]):
                 left["fused"] -= 2 * space.cost.compute_s(0.0, 2 * size, "bfloat16")
-    count = len(layers) / stages * (turns + (stages - 1) / pieces)
+    count = len(layers) / stages * (micro_batches + (stages - 1) / pieces)
     left = {what: each_s * count for what, each_s in left.items()}
     if stages > 1:
-        left["sends"] = 2 * pieces * turns * _sending_s(assignment, layers[0].block.outputs)
+        left["sends"] = 2 * pieces * micro_batches * _sending_s(assignment, layers[0].block.outputs)
     return {what: each_s for what, each_s in left.items() if each_s}
 
 

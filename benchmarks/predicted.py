@@ -1,8 +1,9 @@
 """Predicted and measured step times of local gloo plans, after the machine was profiled.
 
 The same model under several plans: each is planned for the profiled machine with its pin, so that the plan's own
-prediction is compared, then trained on local processes. Steps of all plans on the same number of ranks are taken in
-turns, so that a disturbance of the machine does not hit one of them alone, and medians are compared. All of it is
+prediction is compared, then trained on local processes. Steps of all plans on the same number of ranks are taken with
+micro-batches, so that a disturbance of the machine does not hit one of them alone, and medians are compared. All of it
+is
 done several times, with a profile of its own each time: a shared machine changes its speed between a profile and the
 steps that it is for, so that a single comparison says as much of that as of the prediction.
 """
@@ -100,7 +101,7 @@ def _plan(cluster: ClusterSpec, pin: Mapping[str, int], shape: Shape) -> Plan:
 
 
 def train(plans: Sequence[Any], cluster: Any, shape: Shape) -> list[list[tuple[float, float]]]:
-    """One rank: a step of each plan in turns; wall and CPU seconds of the slowest rank, by plan and step."""
+    """One rank: a step of each micro-batched plan; wall and CPU seconds of the slowest rank, by plan and step."""
     warnings.simplefilter("ignore")
     sides = []
     for data in plans:

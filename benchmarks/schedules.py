@@ -23,7 +23,7 @@ from autopar.runtime.pipeline.p2p import Between
 from autopar.runtime.pipeline.stage import Passed, Stage
 from autopar.runtime.pipeline.trace import Recorder
 from autopar.runtime.spmd.mesh import pipeline_mesh
-from autopar.runtime.spmd.micro_batch import Turns
+from autopar.runtime.spmd.micro_batch import MicroBatches
 from autopar.runtime.spmd.random_state import RandomState
 from autopar.runtime.spmd.run_state import RunState
 from planner.ir.layout import Mesh
@@ -105,10 +105,10 @@ def _steps(name: str, virtual: int, count: int) -> Beside:
         here,
         actions.rows[pipeline.rank],
         leaves=["weight"],
-        turned={},
+        split_leaves={},
         outputs=[Leaving(None, True, actions.stages - 1, torch.float32, True)],
         loss=0,
-        turns=Turns(count),
+        micro_batches=MicroBatches(count),
         state=RunState(RandomState(0)),
         mail=Between(actions, here, pipeline, torch.device("cpu")),
         draws=[0] * actions.stages,

@@ -124,7 +124,7 @@ def compare(case: Case, starts: int = 1) -> list[Compared]:
 
 
 def train_both(case: Case) -> Compared:
-    """One rank: a step of ours, a step of theirs, in turns."""
+    """One rank: a step of ours, a step of theirs, with micro-batches."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     if case.heap == "kept":

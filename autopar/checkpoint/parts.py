@@ -108,7 +108,7 @@ def _runs(indices: slice | Tensor) -> list[tuple[int, int, int]]:
 def pieces(parts: Mapping[str, Part], piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[str, Box, Tensor]]:
     """What this rank writes, so that ranks that hold the same write about equally much of it.
 
-    All of them go through their tensors in one order, the largest first, and take turns with the pieces.
+    All of them go through their tensors in one order, the largest first, and take turnS with the pieces.
 
     Returns:
         (name, box, values of the box) of every piece.
@@ -117,6 +117,6 @@ def pieces(parts: Mapping[str, Part], piece_bytes: int = PIECE_BYTES) -> Iterato
     for number, (name, part) in enumerate(ordered):
         most = max(1, piece_bytes // part.local.element_size())
         cut = itertools.chain.from_iterable(box.cut(most) for box in boxes(part.rows))
-        for turn, box in enumerate(cut, start=number):
-            if turn % part.copies == part.copy:
+        for micro_batch, box in enumerate(cut, start=number):
+            if micro_batch % part.copies == part.copy:
                 yield name, box, box.of(part.local)

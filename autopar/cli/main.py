@@ -66,7 +66,7 @@ BATCH, SEQUENCE = "Global batch of a Transformers model.", "Sequence length of a
 TimeLimit = Annotated[float, typer.Option(min=1, help="Seconds after which the search returns the best so far.")]
 Trace = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write the step of a plan in turns here, as a trace that Perfetto opens."),
+    typer.Option(metavar="FILE", help="Write the step of a micro-batched plan here, as a trace that Perfetto opens."),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that autopar plan --out wrote.")]
 Checkpoint = Annotated[Path, typer.Argument(metavar="PATH", help="What autopar.save_checkpoint wrote.")]
@@ -151,7 +151,7 @@ def show(
     block: Annotated[
         str | None, typer.Option(metavar="NAME", help="List every operator of this distinct block.")
     ] = None,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Draw the step of a plan in turns.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Draw the step of a micro-batched plan.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
     trace: Trace = None,
 ) -> None:

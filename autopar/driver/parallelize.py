@@ -108,19 +108,21 @@ def parallelize(
     if plan is None:
         plan = _plan_on_rank_0(traced, cluster, pins, training, pipelines, time_limit_s, gap, max_axes, progress)
     assignment = assign(traced, plan)
-    assignment, in_turns = staged(plan, assignment)
-    stage_mesh = plan.mesh.in_turns(1)
+    assignment, micro_batched = staged(plan, assignment)
+    stage_mesh = plan.mesh.micro_batched(1)
     mesh, pipeline = pipeline_mesh(stage_mesh, device.type, cluster.world_size // stage_mesh.size)
     rank = dist.get_rank() % stage_mesh.size
     make_part = part_maker(model, traced.captured, stage_mesh, rank, device, state_dict, seed)
-    if in_turns is not None:
-        in_turns = replace(in_turns, pipeline=pipeline)
+    if micro_batched is not None:
+        micro_batched = replace(micro_batched, pipeline=pipeline)
     table = None if not plan.timetables else plan.timetables[0 if pipeline is None else pipeline.rank]
-    home = 0 if table is None else _home_bytes(assignment, table, None if in_turns is None else in_turns.blocks)
+    home = (
+        0 if table is None else _home_bytes(assignment, table, None if micro_batched is None else micro_batched.blocks)
+    )
     arena = table.high_water_bytes if table is not None and device.type == "cpu" else 0
     check_room(device, _device_bytes(plan), arena + (0 if tier == "disk" else home))
     disk = None if offload_path is None else open_disk(offload_path, home, pinned.update == "backward")
-    return build(model, traced.captured, assignment, mesh, rank, make_part, seed, in_turns, table, disk)
+    return build(model, traced.captured, assignment, mesh, rank, make_part, seed, micro_batched, table, disk)
 
 
 def _device_bytes(plan: Plan) -> int:

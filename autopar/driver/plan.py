@@ -13,11 +13,11 @@ from torch import nn
 from autopar.capture.capture import LossFn
 from autopar.driver.arguments import Fold, Progress, check_arguments, check_search, given_plan, say, training_of
 from autopar.driver.trace import Traced, trace
-from autopar.emit.build import InTurns
-from autopar.emit.stage_programs import check_in_turns
+from autopar.emit.build import MicroBatched
+from autopar.emit.stage_programs import check_micro_batched
 from autopar.graph.interpreter import no_garbage, on_one_stack
 from planner.analysis.memory import usage
-from planner.analysis.prediction import predict, predict_in_turns
+from planner.analysis.prediction import predict, predict_micro_batched
 from planner.base.errors import InputError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
@@ -77,7 +77,8 @@ def plan(
 
     Raises:
         InputError, CaptureError: the model or its inputs cannot be captured; it looks up positions past the end of a
-            table; it is to be trained in turns, and has no loss; or it has a ``loss_fn``, and nothing to train.
+            table; it is to be trained with micro-batches, and has no loss; or it has a ``loss_fn``, and nothing to
+            train.
         PinError: the pins contradict each other, the model, or the cluster.
         InfeasibleError: no plan fits in memory.
     """
@@ -101,10 +102,10 @@ def plan(
     )
 
 
-def _runs_in_turns(traced: Traced) -> bool:
-    """Whether steps in turns can train the model."""
+def _runs_micro_batched(traced: Traced) -> bool:
+    """Whether micro-batched steps can train the model."""
     try:
-        check_in_turns(traced.captured, traced.graph)
+        check_micro_batched(traced.captured, traced.graph)
     except (InputError, PlanError):
         return False
     return True
@@ -126,8 +127,8 @@ def plan_traced(
     progress: Progress | None = None,
 ) -> Plan:
     """Plan a captured model; see :func:`plan`."""
-    if pipelines or pins.in_turns:
-        check_in_turns(traced.captured, traced.graph)
+    if pipelines or pins.micro_batched:
+        check_micro_batched(traced.captured, traced.graph)
     say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
     request = Request(
         traced.graph,
@@ -139,7 +140,7 @@ def plan_traced(
         gap=gap,
         max_axes=max_axes,
         pipelines=pipelines,
-        runs_in_turns=partial(_runs_in_turns, traced),
+        runs_micro_batched=partial(_runs_micro_batched, traced),
     )
     found = search_or_advise(request, progress)
     assignment, staged = found.assignment, found.staged
@@ -149,7 +150,7 @@ def plan_traced(
     elif staged is None:
         predicted = predict(assignment, found.evaluation.time_s, found.memory or usage(assignment))
     else:
-        predicted = predict_in_turns(assignment, staged)
+        predicted = predict_micro_batched(assignment, staged)
     looked = [c for c in found.candidates if c.proof != "arithmetic" or c.status != "not tried"]
     seen = tuple(candidate.facts() for candidate in looked)
     seconds, unseen = {"capture": traced.capture_s, **found.seconds}, len(found.candidates) - len(seen)
@@ -204,8 +205,8 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     return restore(plan, space, facts)
 
 
-def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, InTurns | None]:
-    """An assignment as its plan recomputes, and how it runs if it does so in turns.
+def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, MicroBatched | None]:
+    """An assignment as its plan recomputes, and how it runs if it does so with micro-batches.
 
     Raises:
         PlanError: the plan's pipeline does not fit the model's blocks.
@@ -216,4 +217,4 @@ def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, InTurns | No
     pipeline = found.pipeline
     actions = schedule(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
     recomputing = replace(assignment, recompute=found.recompute(assignment.space.folded), waits=found.waits)
-    return recomputing, InTurns(actions, found.cut.bounds, bubble=found.bubble)
+    return recomputing, MicroBatched(actions, found.cut.bounds, bubble=found.bubble)

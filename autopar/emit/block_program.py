@@ -17,7 +17,7 @@ from autopar.functions.carry import carried_in
 from autopar.runtime.layers import LOCAL_FORMS
 from autopar.runtime.layers.loss import MEAN
 from autopar.runtime.offload.block_hooks import enter_block
-from autopar.runtime.spmd.micro_batch import of_this_turn
+from autopar.runtime.spmd.micro_batch import of_this_micro_batch
 from autopar.runtime.spmd.parameters import gather_parameters, replicate_parameters
 from autopar.runtime.spmd.resharding import convert
 from planner.formulation.assignment import Assignment
@@ -36,17 +36,22 @@ class Body:
 
     Attributes:
         values: where each value is found, in the layout in which it is delivered.
-        ready: parameters in the layouts in which operators use them; over turns, as they are in all of them.
+        ready: parameters in the layouts in which operators use them; over micro-batches, as they are in all of them.
         gathered: those of them that are in memory of their own.
-        counts: what is known of all turns before the first, by name, see :func:`known_before`.
+        counts: what is known of all micro-batches before the first, by name, see :func:`known_before`.
         gatherings: those of the block's parameters that are perhaps on their way, by the number of their chunk.
         taken: what each operator takes and makes, by its name and place: operands, then results.
     """
 
     def __init__(
-        self, assignment: Assignment, targets: Mapping[str, Any], device: torch.device, is_of_a_turn: bool = True
+        self, assignment: Assignment, targets: Mapping[str, Any], device: torch.device, is_of_a_micro_batch: bool = True
     ):
-        self.assignment, self.targets, self.device, self.is_of_a_turn = assignment, targets, device, is_of_a_turn
+        self.assignment, self.targets, self.device, self.is_of_a_micro_batch = (
+            assignment,
+            targets,
+            device,
+            is_of_a_micro_batch,
+        )
         self.mesh = assignment.space.mesh
         self.graph = fx.Graph()
         self.values: dict[Ref, fx.Node] = {}
@@ -89,9 +94,11 @@ class Body:
         return self._attributes[name]
 
     def step(self, value: fx.Node, step: Step) -> fx.Node:
-        if self._is_of_turns(step) and self.is_of_a_turn and step.rule in ("I>P", "R>P", "R>S"):
+        if self._is_of_micro_batches(step) and self.is_of_a_micro_batch and step.rule in ("I>P", "R>P", "R>S"):
             dim = step.dst.dim if isinstance(step.dst, Shard) else None
-            return _call(self.graph, of_this_turn, (value, self.attribute(MICRO), dim), f"{value.name}_turn")
+            return _call(
+                self.graph, of_this_micro_batch, (value, self.attribute(MICRO), dim), f"{value.name}_micro_batch"
+            )
         if self._is_here(step.axis):
             return value
         src = _local_text(step.before, step.axis, self.mesh.sizes)
@@ -100,10 +107,10 @@ class Body:
         return _call(self.graph, convert, (value, group, src, dst), f"{value.name}_{dst[0].lower()}")
 
     def _is_here(self, axis: int) -> bool:
-        """Whether nothing crosses an axis: it has one rank, or turns, over which the runtime sums."""
+        """Whether nothing crosses an axis: it has one rank, or micro-batches, over which the runtime sums."""
         return self.mesh.axes[axis].size == 1 or self.mesh.axes[axis].name == MICRO
 
-    def _is_of_turns(self, step: Step) -> bool:
+    def _is_of_micro_batches(self, step: Step) -> bool:
         axis = self.mesh.axes[step.axis]
         return axis.name == MICRO and axis.size > 1
 
@@ -113,7 +120,9 @@ class Body:
         return value
 
     def read(self, ref: Ref, route: Route) -> fx.Node:
-        """A value converted; a sum over turns that is read before the last of them is known before the first."""
+        """A value converted; a sum over micro-batches that is read before the last of them is known before the
+        first.
+        """
         known = self.counts[sum_name(ref)] if sums_early(self.mesh, route) else self.values[ref]
         return self.converted(known, route)
 
@@ -184,7 +193,7 @@ class Body:
             value = self.read(ref, route)
         elif self.assignment.space.brings_once:
             steps = (*self.assignment.relay_route(ref), *route)
-            value = self.converted(value, tuple(step for step in steps if self._is_of_turns(step)))
+            value = self.converted(value, tuple(step for step in steps if self._is_of_micro_batches(step)))
         strict = tuple(s.operands[position] for s in choice.axes)
         return self.relabel(value, layout, strict)
 
@@ -296,13 +305,15 @@ class Body:
 
 
 Entry = Ref | tuple[Ref, Layout] | str
-"""What enters a program: a value as it is delivered, a parameter as it is used, what is known of all turns by name."""
+"""What enters a program: a value as it is delivered, a parameter as it is used, what is known of all micro-batches by
+name.
+"""
 
 
 def entries_of(block: Block, assignment: Assignment) -> tuple[Entry, ...]:
     """What a block takes, in order: its inputs, parameters as they are used where that is made of them once a step."""
     space = assignment.space
-    if not space.in_turns:
+    if not space.micro_batched:
         return block.inputs
     if not space.brings_once:
         return (*block.inputs, *known_before(block, assignment))
@@ -311,8 +322,9 @@ def entries_of(block: Block, assignment: Assignment) -> tuple[Entry, ...]:
 
 
 def known_before(block: Block, assignment: Assignment) -> dict[str, Node | Ref]:
-    """What a block must know of all turns before the first, by name: of how many tokens a loss is the mean, and sums
-    without a gradient that are read before the last turn, such as what a loss that is written out divides by.
+    """What a block must know of all micro-batches before the first, by name: of how many tokens a loss is the mean, and
+    sums without a gradient that are read before the last micro-batch, such as what a loss that is written out divides
+    by.
     """
     found: dict[str, Node | Ref] = {}
     for node in block.nodes:
@@ -326,7 +338,7 @@ def known_before(block: Block, assignment: Assignment) -> dict[str, Node | Ref]:
 
 
 def sums_early(mesh: Mesh, route: Route) -> bool:
-    """Whether a conversion sums over turns."""
+    """Whether a conversion sums over micro-batches."""
     return any(mesh.axes[step.axis].name == MICRO and step.before[step.axis] == P for step in route)
 
 
@@ -336,7 +348,7 @@ def count_name(loss: Node) -> str:
 
 
 def sum_name(ref: Ref) -> str:
-    """The name of a value's sum over all turns."""
+    """The name of a value's sum over all micro-batches."""
     return f"{value_name(ref)}_sum"
 
 
@@ -352,7 +364,7 @@ def parameters_of(block: Block, assignment: Assignment) -> tuple[tuple[Ref, Layo
 
 
 def counts(node: Node, assignment: Assignment) -> bool:
-    """Whether an operator is a mean over tokens of all turns, of which some may not count."""
+    """Whether an operator is a mean over tokens of all micro-batches, of which some may not count."""
     form = LOCAL_FORMS.get(node.op)
     if form is None or "token_groups" not in form.groups or dict(node.args).get("reduction", MEAN) != MEAN:
         return False

@@ -25,7 +25,7 @@ from autopar.runtime.pipeline.p2p import Between, Within
 from autopar.runtime.pipeline.stage import Stage
 from autopar.runtime.pipeline.trace import Recorder
 from autopar.runtime.spmd.mesh import groups_of
-from autopar.runtime.spmd.micro_batch import Turns
+from autopar.runtime.spmd.micro_batch import MicroBatches
 from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from autopar.runtime.spmd.random_state import RandomState
 from autopar.runtime.spmd.run_state import RunState
@@ -36,7 +36,7 @@ from planner.analysis.offload.chunks import (
     chunks_of,
     gradients,
     moments_of,
-    of_turn,
+    of_micro_batch,
     parameters,
     saved_item,
 )
@@ -45,7 +45,7 @@ from planner.base.errors import PlanError
 from planner.formulation.assignment import Assignment
 from planner.formulation.stage_boundaries import ties
 from planner.ir.graph import Node, Ref
-from planner.ir.layout import MICRO, Layout, Mesh, P, R, Shard, over_turns
+from planner.ir.layout import MICRO, Layout, Mesh, P, R, Shard, over_micro_batches
 from planner.plan.document.document import EVALUATE
 from planner.solve.pipeline.schedule import Schedule
 from planner.solve.transfers import Timetable, Use
@@ -55,8 +55,8 @@ MakePart = Callable[[LeafSpec], Tensor]
 
 
 @dataclass(frozen=True)
-class InTurns:
-    """How a step in turns runs.
+class MicroBatched:
+    """How a micro-batched step runs.
 
     Attributes:
         schedule: the actions of every rank of the pipeline.
@@ -96,7 +96,7 @@ def build(
     rank: int,
     make_part: MakePart,
     seed: int = 0,
-    in_turns: InTurns | None = None,
+    micro_batched: MicroBatched | None = None,
     timetable: Timetable | None = None,
     disk: Disk | None = None,
 ) -> ParallelModule:
@@ -106,7 +106,7 @@ def build(
         rank: of this process among those of its stage.
         make_part: this rank's part of a parameter, buffer or constant.
         seed: of dropout and other random operators, the same on all ranks.
-        in_turns: for a plan in turns.
+        micro_batched: for a micro-batched plan.
         timetable: for a plan with model data on the host or on disk.
         disk: where it is on disk.
     """
@@ -114,14 +114,14 @@ def build(
     device = torch.device(device_mesh.device_type)
     carrier = None
     if timetable is not None:
-        carrier = _carrier(assignment, timetable, device, disk, in_turns)
+        carrier = _carrier(assignment, timetable, device, disk, micro_batched)
     holder = {**groups_of(device_mesh), STATE: state, **({} if carrier is None else {CARRIER: carrier})}
     leaves = [leaf.name for leaf in assignment.space.graph.leaves]
     program: Program
-    if in_turns is None:
+    if micro_batched is None:
         program = rewrite(captured, assignment, holder, device).module
     else:
-        program = _step(captured, assignment, in_turns, holder, device, carrier)
+        program = _step(captured, assignment, micro_batched, holder, device, carrier)
         leaves = list(program.leaves)
     names = {
         name: first
@@ -129,19 +129,19 @@ def build(
         if any(leaf == ("param", first) or leaf == ("buffer", first) for leaf in captured.leaves.values())
     }
     interface = interface_of(captured, assignment, leaves)
-    if in_turns is not None and in_turns.pipeline is not None:
+    if micro_batched is not None and micro_batched.pipeline is not None:
         make_part = _made_together(interface_of(captured, assignment), interface, make_part)
     return ParallelModule(
         program,
         interface,
-        mesh=assignment.space.mesh.in_turns(1),
+        mesh=assignment.space.mesh.micro_batched(1),
         device_mesh=device_mesh,
         rank=rank,
         names=names,
         not_saved=_not_saved(model),
         make_part=make_part,
         state=state,
-        pipeline=None if in_turns is None else in_turns.pipeline,
+        pipeline=None if micro_batched is None else micro_batched.pipeline,
         carrier=carrier,
         state_bytes=assignment.space.training.optimizer_bytes_per_element,
     )
@@ -152,7 +152,7 @@ def _carrier(
     table: Timetable,
     device: torch.device,
     disk: Disk | None,
-    in_turns: InTurns | None,
+    micro_batched: MicroBatched | None,
 ) -> Carrier:
     """What moves chunks of parameters and gradients as a timetable says.
 
@@ -163,8 +163,12 @@ def _carrier(
     carried = []
     sizes: dict[str, int] = {}
     blocks, places = range(len(assignment.space.folded.instances)), table.trace.place
-    stages = {0: blocks} if in_turns is None else {s: range(*in_turns.bounds[s : s + 2]) for s in in_turns.stages}
-    for chunk in chunks_of(assignment, None if in_turns is None else in_turns.blocks):
+    stages = (
+        {0: blocks}
+        if micro_batched is None
+        else {s: range(*micro_batched.bounds[s : s + 2]) for s in micro_batched.stages}
+    )
+    for chunk in chunks_of(assignment, None if micro_batched is None else micro_batched.blocks):
         if parameters(chunk) not in items:  # it stays on the device
             continue
         leaves = [graph.by_name[name] for name in chunk.leaves]
@@ -176,22 +180,22 @@ def _carrier(
             entered = tuple(before(s) for s, own in stages.items() if any(n in own for n in chunk.readers))
         carried.append(Carried(parameters(chunk), chunk.bytes, starts, entered, item, trained))
         sizes |= {parameters(chunk): chunk.bytes} | ({item: chunk.gradient_bytes} if item else {})
-    saved = _carried_saved(assignment, in_turns, stages)
+    saved = _carried_saved(assignment, micro_batched, stages)
     sizes |= {each.name: sum(each.sizes) for each in saved}
     entering = {number for each in carried for number in each.entered}
     entering.update(number for own in stages.values() for number in own)
-    count = 1 if in_turns is None else len(in_turns.bounds) - 1
+    count = 1 if micro_batched is None else len(micro_batched.bounds) - 1
     moments = {n: names for n, names in moments_of(assignment, count).items() if n in entering}
     own = {each.name for each in carried}
     for action, name in (done for entry in table.entries for done in entry.actions()):
-        others = () if in_turns is not None or name.startswith(SAVED) else ("fetch",)
+        others = () if micro_batched is not None or name.startswith(SAVED) else ("fetch",)
         if action in (("evict", "make") if name in own else others):
             raise PlanError(
                 f"the plan's timetable has {action} {name}, but parameters are only fetched, and gradients only made "
                 f"and evicted: it was edited; make another with {EVALUATE}"
             )
-    turns = (None,) if in_turns is None else range(assignment.space.mesh.micro_batches)
-    wanted = (of_turn(name, turn) for name, _ in moments.values() for turn in turns)
+    micro_batches = (None,) if micro_batched is None else range(assignment.space.mesh.micro_batches)
+    wanted = (of_micro_batch(name, micro_batch) for name, _ in moments.values() for micro_batch in micro_batches)
     is_fit = items == sizes and all(moment in places for moment in wanted)
     if not is_fit or any(_moments_of(each, table) != _needing(each, moments) for each in saved):
         raise PlanError(
@@ -199,26 +203,30 @@ def _carrier(
             f"another with {EVALUATE}"
         )
     _check_updates(table, carried)
-    return Carrier(table, carried, moments, device, disk, in_turns is not None, saved, saved_homes(table))
+    return Carrier(table, carried, moments, device, disk, micro_batched is not None, saved, saved_homes(table))
 
 
-def _carried_saved(assignment: Assignment, in_turns: InTurns | None, stages: Mapping[int, range]) -> list[CarriedSaved]:
+def _carried_saved(
+    assignment: Assignment, micro_batched: MicroBatched | None, stages: Mapping[int, range]
+) -> list[CarriedSaved]:
     """What blocks of these stages save for backward and may leave in between, of each micro-batch."""
     if not assignment.space.training.activations:
         return []
-    turns = [None] if in_turns is None else range(assignment.space.mesh.micro_batches)
+    micro_batches = [None] if micro_batched is None else range(assignment.space.mesh.micro_batches)
     found = (each for own in stages.values() for each in usage(assignment, own).saved)
     return [
-        CarriedSaved(of_turn(saved_item(assignment, each), turn), each.sizes, each.left, each.savers, turn)
+        CarriedSaved(
+            of_micro_batch(saved_item(assignment, each), micro_batch), each.sizes, each.left, each.savers, micro_batch
+        )
         for each in found
-        for turn in turns
+        for micro_batch in micro_batches
     ]
 
 
 def _needing(saved: CarriedSaved, moments: Mapping[int, tuple[str, str]]) -> list[str]:
     """The moments in which it must be on the device."""
     found = [moments[saved.left][0], *(moments[number][1] for number in reversed(saved.savers))]
-    return [of_turn(name, saved.micro_batch) for name in found]
+    return [of_micro_batch(name, saved.micro_batch) for name in found]
 
 
 def _moments_of(saved: CarriedSaved, table: Timetable) -> list[str]:
@@ -256,36 +264,40 @@ def _made_together(whole: Interface, own: Interface, make_part: MakePart) -> Mak
 def _step(
     captured: Captured,
     assignment: Assignment,
-    in_turns: InTurns,
+    micro_batched: MicroBatched,
     holder: Mapping[str, Any],
     device: torch.device,
     carrier: Carrier | None,
 ) -> Step:
-    """What this process runs of a step in turns."""
-    space, schedule, rank = assignment.space, in_turns.schedule, in_turns.rank
-    turns = Turns(space.mesh.micro_batches)
-    stages = stages_of(captured, assignment, in_turns.bounds, {**holder, MICRO: turns}, device)
-    here = [each.stage() for each in stages if each.number in in_turns.stages]
-    mail = Within() if in_turns.pipeline is None else Between(schedule, here, in_turns.pipeline, device)
+    """What this process runs of a micro-batched step."""
+    space, schedule, rank = assignment.space, micro_batched.schedule, micro_batched.rank
+    micro_batches = MicroBatches(space.mesh.micro_batches)
+    stages = stages_of(captured, assignment, micro_batched.bounds, {**holder, MICRO: micro_batches}, device)
+    here = [each.stage() for each in stages if each.number in micro_batched.stages]
+    mail = Within() if micro_batched.pipeline is None else Between(schedule, here, micro_batched.pipeline, device)
     kept = _kept(space.graph.leaves, stages, here)
     leaves = [leaf for leaf in space.graph.leaves if leaf.name in kept or leaf.op == "input"]
     home = {position: stage.number for stage in stages for position in stage.outputs}
-    turned = {leaf.name: _turned(space.mesh, assignment.produced(Ref(leaf.name))) for leaf in leaves}
+    split_leaves = {leaf.name: _turned(space.mesh, assignment.produced(Ref(leaf.name))) for leaf in leaves}
     return Step(
         here,
         schedule.flow.actions if rank is None else schedule.rows[rank],
         leaves=[leaf.name for leaf in leaves],
-        turned={name: dim for name, dim in turned.items() if dim is not None},
+        split_leaves={name: dim for name, dim in split_leaves.items() if dim is not None},
         outputs=[_leaving(assignment, position, home[position]) for position in range(len(space.leaving))],
         loss=space.graph.loss,
-        turns=turns,
+        micro_batches=micro_batches,
         state=holder[STATE],
         mail=mail,
         draws=[stage.draws for stage in stages],
         trained=any(leaf.results[0].grad for leaf in space.graph.leaves),
-        recorder=Recorder(schedule, device, in_turns.bubble),
-        ties=[] if in_turns.pipeline is None else _ties(assignment, in_turns.bounds, schedule, in_turns.pipeline),
-        trainers=None if in_turns.pipeline is None else _trainers(assignment, stages, schedule, in_turns.pipeline),
+        recorder=Recorder(schedule, device, micro_batched.bubble),
+        ties=[]
+        if micro_batched.pipeline is None
+        else _ties(assignment, micro_batched.bounds, schedule, micro_batched.pipeline),
+        trainers=None
+        if micro_batched.pipeline is None
+        else _trainers(assignment, stages, schedule, micro_batched.pipeline),
         carrier=carrier,
         carried={leaf.target: leaf.name for leaf in leaves if leaf.op == "param"},
     )
@@ -327,8 +339,8 @@ def _trainers(
 
 def _turned(mesh: Mesh, layout: Layout) -> int | None:
     """The dim along which micro-batches lie behind one another."""
-    turns = layout[0] if mesh.micro_batches > 1 else R
-    return turns.dim if isinstance(turns, Shard) else None
+    micro_batches = layout[0] if mesh.micro_batches > 1 else R
+    return micro_batches.dim if isinstance(micro_batches, Shard) else None
 
 
 def _leaving(assignment: Assignment, position: int, stage: int) -> Leaving:
@@ -352,7 +364,7 @@ def interface_of(captured: Captured, assignment: Assignment, leaf_names: Collect
             tensor = leaf.results[0]
             dtype = getattr(torch, tensor.dtype)
             name = leaf.name if leaf.op in ("input", "const") else leaf.target
-            layout = over_turns(assignment.produced(Ref(leaf.name)), mesh)
+            layout = over_micro_batches(assignment.produced(Ref(leaf.name)), mesh)
             leaves.append(LeafSpec(leaf.op, name, tensor.shape, dtype, layout, tensor.grad))
     outputs: list[OutputSpec | None] = []
     position = 0
@@ -362,8 +374,8 @@ def interface_of(captured: Captured, assignment: Assignment, leaf_names: Collect
             continue
         ref = graph.outputs[position]
         layout = assignment.output_layout(position)
-        if mesh.micro_batches > 1:  # turns are put together as they come, whatever the layout says of them
-            layout = over_turns((assignment.delivered(ref)[0], *layout[1:]), mesh)
+        if mesh.micro_batches > 1:  # micro-batches are put together as they come, whatever the layout says of them
+            layout = over_micro_batches((assignment.delivered(ref)[0], *layout[1:]), mesh)
         outputs.append(OutputSpec(graph.type_of(ref).shape, layout))
         position += 1
     return Interface(

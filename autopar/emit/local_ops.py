@@ -39,7 +39,7 @@ class Call:
         args: arguments by schema name; tensors are fx nodes of the local program.
         group: emits the fx node of a mesh axis's process group.
         state: emits the fx node of the program's run state (training mode and random numbers).
-        count: of how many tokens a loss is the mean, where that is found before a step in turns.
+        count: of how many tokens a loss is the mean, where that is found before a micro-batched step.
     """
 
     graph: fx.Graph
@@ -126,7 +126,7 @@ def local_form(call: Call) -> fx.Node:
     return call.emit(form.function, (*first, *positional), {**keywords, **groups})
 
 
-OVER_TURNS = ("token_groups", "contracted_groups")
+OVER_MICRO_BATCHES = ("token_groups", "contracted_groups")
 """Keywords of layers that only count: an axis may be micro-batches."""
 
 COUNT = "count"
@@ -195,7 +195,7 @@ def _layer_groups(call: Call, form: LocalForm) -> dict[str, Any]:
             axes = tuple(sorted(axes, key=lambda axis: (_outer(call, axis), axis)))
             found[form.strips[keyword]] = tuple(_strips(call, axis) for axis in axes)
         found[keyword] = call.groups(axes)
-        if keyword not in OVER_TURNS and any(call.mesh.axes[axis].name == MICRO for axis in axes):
+        if keyword not in OVER_MICRO_BATCHES and any(call.mesh.axes[axis].name == MICRO for axis in axes):
             raise PlanError(f"{call.node.name} ({call.node.op}) mixes micro-batches in {call.node.path or 'the model'}")
     if call.count is not None:
         found[COUNT] = call.count

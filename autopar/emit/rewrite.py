@@ -58,7 +58,8 @@ class Rewritten:
 
 
 def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any], device: torch.device) -> Rewritten:
-    """Emit the program of one rank; a step in turns has programs of its own, see :mod:`autopar.emit.stage_programs`.
+    """Emit the program of one rank; a micro-batched step has programs of its own, see
+    :mod:`autopar.emit.stage_programs`.
 
     Args:
         captured: the model's graph, for the operators' targets.
@@ -67,7 +68,7 @@ def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any
             parameters between tiers, if they move.
         device: where factory operators create tensors.
     """
-    assert not assignment.space.in_turns
+    assert not assignment.space.micro_batched
     root = Root(targets_of(captured), assignment, groups, device)
     graph = assignment.space.graph
     for leaf in graph.leaves:
@@ -161,10 +162,10 @@ class Root:
         return found
 
     def _gathers_again(self, instance: Instance, level: Level) -> list[int]:
-        """The chunks of an instance that backward gathers again, by their number. In turns, where backward may be in
-        two parts, those that each of these gathers.
+        """The chunks of an instance that backward gathers again, by their number. With micro-batches, where backward
+        may be in two parts, those that each of these gathers.
         """
-        of_weights = self.assignment.space.in_turns
+        of_weights = self.assignment.space.micro_batched
         brought = brought_again(self.assignment, instance, level, of_weights)
         chunks = self.assignment.chunks(instance.block)
         return [number for number in self.assignment.ahead(instance.block) if not brought.isdisjoint(chunks[number])]

@@ -1,4 +1,4 @@
-"""Stages: the programs of a step in turns, from a captured graph, an assignment, and where its blocks are cut.
+"""Stages: the programs of a micro-batched step, from a captured graph, an assignment, and where its blocks are cut.
 
 A stage converts its parameters into the layouts in which its operators use them once a step, and then runs the same
 program for one micro-batch after the other; or its blocks convert them, in each micro-batch. What leaves a stage goes
@@ -60,7 +60,7 @@ def stages_of(
         bounds: stage ``s`` has the blocks from ``bounds[s]`` up to, not including, ``bounds[s + 1]``.
 
     Raises:
-        PlanError: the model does something that a step in turns cannot.
+        PlanError: the model does something that a micro-batched step cannot.
     """
     _check(captured, assignment)
     cut = _Cut(assignment, bounds)
@@ -68,8 +68,8 @@ def stages_of(
     return [Outline(targets, cut, number, groups, device) for number in range(len(bounds) - 1)]
 
 
-def check_in_turns(captured: Captured, graph: Graph) -> None:
-    """Refuse a model that no plan in turns can train, before one is searched.
+def check_micro_batched(captured: Captured, graph: Graph) -> None:
+    """Refuse a model that no micro-batched plan can train, before one is searched.
 
     Raises:
         PlanError: it changes buffers.
@@ -79,7 +79,7 @@ def check_in_turns(captured: Captured, graph: Graph) -> None:
     trained = any(leaf.results[0].grad for leaf in graph.leaves)
     if captured.training and trained and graph.loss is None:
         raise InputError(
-            "a step in turns runs its own backward, so the model must return its loss (one floating number that "
+            "a micro-batched step runs its own backward, so the model must return its loss (one floating number that "
             "depends on what is trained), or be given a loss_fn: give it one, or plan without pipelines and "
             "micro_batches; to run it forward only, call model.eval() first"
         )
@@ -89,7 +89,8 @@ def _check_updates(captured: Captured) -> None:
     if captured.updates:
         names = ", ".join(name for name, _ in captured.updates[:3])
         raise PlanError(
-            f"the model changes {names} in its forward, and what a step in turns leaves in a buffer is not that of the "
+            f"the model changes {names} in its forward, and what a micro-batched step leaves in a buffer is not that "
+            "of the "
             "whole batch: plan without pipelines and micro_batches"
         )
 
@@ -100,7 +101,9 @@ def _check(captured: Captured, assignment: Assignment) -> None:
     returned = [ref.node for ref in space.leaving if is_param(assignment, ref)]
     if returned:
         target = space.graph.by_name[returned[0]].target
-        raise PlanError(f"the model returns its parameter {target!r}, which a step in turns does not: return a result")
+        raise PlanError(
+            f"the model returns its parameter {target!r}, which a micro-batched step does not: return a result"
+        )
 
 
 class _Cut:
@@ -162,7 +165,7 @@ class Outline:
             stored = tuple((Ref(name), self._summed(Ref(name))) for name in self.parameters)
             return Joints(stored, tuple(self.received), tuple(self.sent))
         used = (key for block in self.blocks for key in parameters_of(block, self.assignment))
-        once = tuple((ref, self._in_all_turns(layout)) for ref, layout in used)
+        once = tuple((ref, self._in_all_micro_batches(layout)) for ref, layout in used)
         return Joints(once, tuple(self.received), tuple(self.sent))
 
     def _summed(self, parameter: Ref) -> Layout:
@@ -177,8 +180,8 @@ class Outline:
                 found = step.after
         return found
 
-    def _in_all_turns(self, layout: Layout) -> Layout:
-        """The layout of a parameter before a turn takes its part of it."""
+    def _in_all_micro_batches(self, layout: Layout) -> Layout:
+        """The layout of a parameter before a micro-batch takes its part of it."""
         taken = [
             name == MICRO and local_type != I for name, local_type in zip(self.space.mesh.names, layout, strict=True)
         ]
@@ -204,9 +207,9 @@ class Outline:
         assert shape is not None
         return Passed(shape, getattr(torch, tensor.dtype), ref in self.graph.differentiated)
 
-    def _entered(self, leaves: Sequence[str], is_of_a_turn: bool) -> Body:
+    def _entered(self, leaves: Sequence[str], is_of_a_micro_batch: bool) -> Body:
         """A program that takes leaves, each delivered."""
-        body = Body(self.assignment, self.targets, self.device, is_of_a_turn)
+        body = Body(self.assignment, self.targets, self.device, is_of_a_micro_batch)
         for name in leaves:
             body.enter(Ref(name))
         for name in leaves:
@@ -215,7 +218,7 @@ class Outline:
 
     def _gather(self) -> fx.GraphModule:
         """Parameters as they are stored -> as the blocks use them, block by block."""
-        body = self._entered(self.parameters, is_of_a_turn=False)
+        body = self._entered(self.parameters, is_of_a_micro_batch=False)
         results = []
         for block in self.blocks:
             body.ready.clear()
@@ -234,7 +237,7 @@ class Outline:
         """Parameters as they are stored -> as micro-batches gather them, with gradients that are summed once a step;
         ``None`` where none are.
         """
-        body = Body(self.assignment, self.targets, self.device, is_of_a_turn=False)
+        body = Body(self.assignment, self.targets, self.device, is_of_a_micro_batch=False)
         for parameter in map(Ref, self.parameters):
             route = self.assignment.relay_route(parameter)
             body.enter(parameter)
@@ -249,7 +252,7 @@ class Outline:
 
     def _count(self) -> fx.GraphModule:
         """Leaves -> what one micro-batch adds to each number that is known before."""
-        body = self._entered(self.leaves, is_of_a_turn=True)
+        body = self._entered(self.leaves, is_of_a_micro_batch=True)
         done: set[str] = set()
         results = []
         for name, each in self.known.items():
@@ -262,7 +265,7 @@ class Outline:
         return module_of(dict(self.groups), body.graph, "Count")
 
     def _term(self, body: Body, each: Node | Ref) -> fx.Node:
-        """One turn's term of a sum, or the number of its tokens that a loss counts."""
+        """One micro-batch's term of a sum, or the number of its tokens that a loss counts."""
         if isinstance(each, Ref):
             node = self.graph.by_name[each.node]
             return body.taken[each.node, len(node.inputs) + each.index]
@@ -296,7 +299,8 @@ class Outline:
             why = self._unknown(node)
             if why:
                 raise PlanError(
-                    f"{what} depends on {why}, so that it is not known before a step in turns: plan without pipelines "
+                    f"{what} depends on {why}, so that it is not known before a micro-batched step: plan without "
+                    "pipelines "
                     "and micro_batches, or compute it outside of the model and pass it in"
                 )
         return found

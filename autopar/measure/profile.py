@@ -3,7 +3,7 @@
 All ranks measure at once, because that is how they will run: local processes share cores, caches and memory. What
 is timed is what the runtime calls: torch's operators with autograd on, and the collectives of
 :mod:`autopar.runtime.spmd.resharding`; how is said in :mod:`autopar.measure.timing`. A figure is the median over ranks
-and rounds, taken in turns over all figures, so that a disturbance does not hit one of them alone.
+and rounds, taken alternately over all figures, so that a disturbance does not hit one of them alone.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class ParallelModule(nn.Module):
 
     @property
     def program(self) -> Program:
-        """The emitted program of this rank, or in turns what runs its programs."""
+        """The emitted program of this rank, or with micro-batches what runs its programs."""
         return self._program[0]
 
     @property
@@ -262,12 +262,13 @@ class ParallelModule(nn.Module):
         part of it. Clocks of ranks are compared by messages, see :func:`autopar.runtime.pipeline.trace.ahead_s`.
 
         Raises:
-            InputError: there was no step yet, or the plan runs in one turn.
+            InputError: there was no step yet, or the plan runs without micro-batches.
         """
         if not isinstance(self.program, Step):
             raise InputError(
-                "this module runs in one turn: its backward is autograd's, of which it does not see when it runs. "
-                "torch.profiler records such a step; pin micro_batches for a step in turns"
+                "this module runs without micro-batches: its backward is autograd's, of which it does not see when it "
+                "runs. "
+                "torch.profiler records such a step; pin micro_batches for a micro-batched step"
             )
         return observed(self.program.recorder, self.pipeline)
 
@@ -397,7 +398,7 @@ class ParallelModule(nn.Module):
         return {**local_parts(others, self.buckets), **parts_at_home(self.carrier, carried)}
 
     def _stored_as(self, leaves: Collection[str]) -> list[DTensor]:
-        """The parameters that are these leaves of a step in turns."""
+        """The parameters that are these leaves of a micro-batched step."""
         if not isinstance(self.program, Step):
             return []
         names = dict(zip(self.program.leaves, self.interface.leaves, strict=True))

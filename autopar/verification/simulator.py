@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.capture.capture import Captured
-from autopar.emit.build import InTurns, build
+from autopar.emit.build import MicroBatched, build
 from autopar.runtime.module import LeafSpec, ParallelModule
 from autopar.runtime.spmd.mesh import coordinates, device_mesh, part_of, put_part
 from planner.base.errors import PlanError
@@ -52,10 +52,10 @@ class Simulation:
         captured: Captured,
         assignment: Assignment,
         seed: int = 0,
-        in_turns: InTurns | None = None,
+        micro_batched: MicroBatched | None = None,
     ):
-        self.mesh: Mesh = assignment.space.mesh.in_turns(1)
-        self._in_turns = in_turns
+        self.mesh: Mesh = assignment.space.mesh.micro_batched(1)
+        self._micro_batched = micro_batched
         self._model, self._captured, self._assignment, self._seed = model, captured, assignment, seed
         self._stack = contextlib.ExitStack()
         self.module: ParallelModule
@@ -72,7 +72,7 @@ class Simulation:
         try:
             mesh = device_mesh(self.mesh, "cpu")
             self.module = build(
-                self._model, self._captured, self._assignment, mesh, 0, make_part, self._seed, self._in_turns
+                self._model, self._captured, self._assignment, mesh, 0, make_part, self._seed, self._micro_batched
             )
         except BaseException:
             self._stack.close()
@@ -85,22 +85,22 @@ class Simulation:
     @property
     def bounds(self) -> tuple[int, ...]:
         """Where the blocks are cut into stages, if they are."""
-        return () if self._in_turns is None else self._in_turns.bounds
+        return () if self._micro_batched is None else self._micro_batched.bounds
 
     @property
     def late(self) -> tuple[int, ...]:
         """Of how many micro-batches each stage finds the gradients of weights later than others."""
-        return () if self._in_turns is None else self._in_turns.schedule.late
+        return () if self._micro_batched is None else self._micro_batched.schedule.late
 
     @property
     def placed(self) -> tuple[int, ...]:
         """The rank of every stage, as if they were not all in this process."""
-        return (0,) if self._in_turns is None else self._in_turns.schedule.rank_of
+        return (0,) if self._micro_batched is None else self._micro_batched.schedule.rank_of
 
     @property
     def is_late(self) -> bool:
         """Whether a step hands over the gradients of the step before."""
-        return self._in_turns is not None and self._in_turns.schedule.overlaps
+        return self._micro_batched is not None and self._micro_batched.schedule.overlaps
 
     def parts(self, full: Tensor, layout: Layout) -> Tensor:
         """Every rank's part of a global tensor."""

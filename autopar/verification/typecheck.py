@@ -23,13 +23,13 @@ from torch.distributed import ProcessGroup
 
 from autopar.capture.capture import Captured
 from autopar.emit.block_program import STATE
-from autopar.emit.build import InTurns
+from autopar.emit.build import MicroBatched
 from autopar.emit.local_ops import COUNT
 from autopar.emit.rewrite import Rewritten, rewrite
 from autopar.emit.stage_programs import stages_of
 from autopar.runtime.autograd.recompute import gatherings_of, recompute
 from autopar.runtime.spmd.mesh import device_mesh, groups_of
-from autopar.runtime.spmd.micro_batch import Turns
+from autopar.runtime.spmd.micro_batch import MicroBatches
 from autopar.runtime.spmd.parameters import gather_parameters, replicate_parameters
 from autopar.runtime.spmd.random_state import RandomState
 from autopar.runtime.spmd.resharding import convert
@@ -57,15 +57,15 @@ class TypeReport:
         )
 
 
-def typecheck(captured: Captured, assignment: Assignment, in_turns: InTurns | None = None) -> TypeReport:
-    """Emit the program of rank 0, or in turns those of all stages, and check them.
+def typecheck(captured: Captured, assignment: Assignment, micro_batched: MicroBatched | None = None) -> TypeReport:
+    """Emit the program of rank 0, or with micro-batches those of all stages, and check them.
 
     Raises:
         VerificationError: names the operator or conversion whose types are wrong.
     """
     with fake_process_group(assignment.space.mesh.size):
-        if in_turns is not None:
-            return _check_stages(captured, assignment, in_turns)
+        if micro_batched is not None:
+            return _check_stages(captured, assignment, micro_batched)
         program, groups = emit(captured, assignment)
         return check_program(program, captured, assignment, groups)
 
@@ -96,14 +96,14 @@ def check_program(
     return TypeReport(checker.operators, checker.conversions, mesh.size)
 
 
-def _check_stages(captured: Captured, assignment: Assignment, in_turns: InTurns) -> TypeReport:
+def _check_stages(captured: Captured, assignment: Assignment, micro_batched: MicroBatched) -> TypeReport:
     """Check every program of every stage: what enters it is as the plan says, and so must be what leaves it."""
     space, mesh = assignment.space, assignment.space.mesh
-    groups = groups_of(device_mesh(mesh.in_turns(1), "cpu"))
+    groups = groups_of(device_mesh(mesh.micro_batched(1), "cpu"))
     state = RunState(RandomState(0), captured.training)
-    holder = {**groups, STATE: state, MICRO: Turns(mesh.micro_batches)}
+    holder = {**groups, STATE: state, MICRO: MicroBatches(mesh.micro_batches)}
     checker = _Checker(groups, mesh, space.graph)
-    for outline in stages_of(captured, assignment, in_turns.bounds, holder, torch.device("meta")):
+    for outline in stages_of(captured, assignment, micro_batched.bounds, holder, torch.device("meta")):
         stage, joints = outline.stage(), outline.joints
         stored = [checker.made(Ref(name), assignment.produced(Ref(name))) for name in stage.parameters]
         with spmd_typecheck():
@@ -121,7 +121,7 @@ def _check_stages(captured: Captured, assignment: Assignment, in_turns: InTurns)
         wanted += [(space.leaving[position], assignment.output_layout(position)) for position in stage.outputs]
         for (ref, layout), value in zip(wanted, results, strict=True):
             shape = space.graph.type_of(ref).shape
-            whole = mesh.micro_batches > 1 and ref not in joints.sent  # the runtime puts turns together
+            whole = mesh.micro_batches > 1 and ref not in joints.sent  # the runtime puts micro-batches together
             checker.expect(value, layout, None if whole else shape, f"what leaves stage {stage.number}, {ref}")
         trained = [value for value in results if value.requires_grad]
         torch.autograd.backward(trained, [torch.empty_like(value) for value in trained])
@@ -133,7 +133,7 @@ class _Checker:
 
     def __init__(self, groups: Mapping[str, ProcessGroup], mesh: Mesh, graph: Graph):
         self.graph = graph
-        # Axes of one rank have no types, and turns none that a program sees.
+        # Axes of one rank have no types, and micro-batches none that a program sees.
         self.axes = {
             number: spmd.normalize_axis(groups[axis.name])
             for number, axis in enumerate(mesh.axes)
@@ -143,7 +143,7 @@ class _Checker:
         self.operators, self.conversions = 0, 0
 
     def made(self, ref: Ref, layout: Layout) -> Tensor:
-        """A part of a value on the meta device; in turns, of one micro-batch."""
+        """A part of a value on the meta device; with micro-batches, of one micro-batch."""
         tensor = self.graph.type_of(ref)
         shape = local_shape(tensor.shape, layout, self.sizes)
         assert shape is not None

@@ -27,7 +27,7 @@ from autopar.capture.snapshot.model_state import Before
 from autopar.driver.arguments import check_arguments, given_plan
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import Traced, trace
-from autopar.emit.build import InTurns
+from autopar.emit.build import MicroBatched
 from autopar.functions.carry import Carried
 from autopar.graph.module_walk import Walk
 from autopar.runtime.pipeline.executor import Step
@@ -191,18 +191,20 @@ class Agreement:
         return self.worst[0] <= rtol and not self.miscounted
 
 
-def simulate(reference: Reference, assignment: Assignment, seed: int = 0, in_turns: InTurns | None = None) -> Agreement:
+def simulate(
+    reference: Reference, assignment: Assignment, seed: int = 0, micro_batched: MicroBatched | None = None
+) -> Agreement:
     """Run one step of an assignment on every rank, in this process, beside the original.
 
     Args:
         assignment: decisions for ``reference.traced``.
-        in_turns: how they run if they do so in turns.
+        micro_batched: how they run if they do so with micro-batches.
 
     Raises:
         DivergedError: ranks that should hold the same values do not.
     """
     captured = reference.traced.captured
-    with exact(), Simulation(reference.model, captured, assignment, seed, in_turns) as simulation:
+    with exact(), Simulation(reference.model, captured, assignment, seed, micro_batched) as simulation:
         return observed_step(reference, assignment, simulation)
 
 
@@ -395,16 +397,16 @@ def verify(
     if isinstance(cluster_or_plan, Plan) and (pin or mesh):
         raise PinError("a plan is already decided, so pin and mesh have nothing left to fix: give a cluster instead")
     traced = trace(model, example_args, example_kwargs, loss_fn)
-    assignment, in_turns = _decide(traced, cluster_or_plan, pin, mesh, time_limit_s)
+    assignment, micro_batched = _decide(traced, cluster_or_plan, pin, mesh, time_limit_s)
     real = assignment.space.mesh
-    types = typecheck(traced.captured, assignment, in_turns)
+    types = typecheck(traced.captured, assignment, micro_batched)
     notes: list[str] = []
     args, kwargs = _example_inputs(model, example_args, example_kwargs)
     if any(t.is_meta for t in _tensors(model, args, kwargs)):
         notes.append("the model or its batch is on the meta device: types were checked, values were not")
         return Verification(traced.name, real, types, None, None, tuple(notes))
     ref = aligned(reference(model, args, kwargs, loss_fn), traced)
-    small = real if real.size <= SIMULATED_RANKS else _shrunk(real.in_turns(1)).in_turns(real.micro_batches)
+    small = real if real.size <= SIMULATED_RANKS else _shrunk(real.micro_batched(1)).micro_batched(real.micro_batches)
     like = refold(assignment.space.folded, ref.traced.graph)
     training = Training(gathers=assignment.space.gathers)
     space = space_on(ref.traced, small, cluster, Pins.parse(None), like, assignment.space.stages, training)
@@ -422,7 +424,7 @@ def verify(
         notes.append("dropout was switched off for the comparison")
     if ref.loss is None:
         notes.append("the model returns no differentiable scalar: outputs were compared, gradients were not")
-    agreement = _agree(ref, simulated, rtol, seed, in_turns)
+    agreement = _agree(ref, simulated, rtol, seed, micro_batched)
     return Verification(traced.name, real, types, small, agreement, tuple(notes))
 
 
@@ -432,7 +434,7 @@ def _decide(
     pin: Mapping[str, Any] | None,
     mesh: Mapping[str, int] | None,
     time_limit_s: float,
-) -> tuple[Assignment, InTurns | None]:
+) -> tuple[Assignment, MicroBatched | None]:
     if isinstance(cluster_or_plan, Plan):
         return staged(cluster_or_plan, assign(traced, cluster_or_plan))
     pins = Pins.parse(pin)
@@ -442,12 +444,14 @@ def _decide(
     return staged(plan, assign(traced, plan))
 
 
-def _agree(ref: Reference, assignment: Assignment, rtol: float, seed: int, in_turns: InTurns | None) -> Agreement:
+def _agree(
+    ref: Reference, assignment: Assignment, rtol: float, seed: int, micro_batched: MicroBatched | None
+) -> Agreement:
     def located() -> str:
-        return "" if in_turns is not None else f"; {locate(ref, assignment, rtol, seed)}"
+        return "" if micro_batched is not None else f"; {locate(ref, assignment, rtol, seed)}"
 
     try:
-        agreement = simulate(ref, assignment, seed, in_turns)
+        agreement = simulate(ref, assignment, seed, micro_batched)
     except DivergedError as error:
         raise VerificationError(f"{error}{located()}") from error
     worst, where = agreement.worst

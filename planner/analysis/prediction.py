@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from planner.analysis.memory import LARGEST, Usage, usage
 from planner.analysis.memory.remat_demand import brought_again, is_asked
-from planner.analysis.pipeline.peak_report import fullest_in_turns
-from planner.analysis.pipeline.staged import Staged, TurnTimes
+from planner.analysis.pipeline.peak_report import fullest_micro_batched
+from planner.analysis.pipeline.staged import MicroBatchTimes, Staged
 from planner.base.formatting import in_bytes, in_lines, in_seconds, in_shares, labelled
 from planner.base.symbolic_float import at_least_zero
 from planner.formulation.assignment import Assignment, Chunk
@@ -43,13 +43,14 @@ class Prediction:
         memory_bytes: bytes at the fullest moment by use: ``parameters``, ``gradients``, ``optimizer``, ``gathered``
             (parameters that are used in a larger layout than they are stored in), ``activations`` (inputs, and what
             forward made), ``temporary`` (gradients of activations, and what operators need while they run).
-        collectives: each distinct call and how often a step makes it; in turns, by one rank of every stage together.
-        fullest_at: what runs at the fullest moment; in turns also which rank of the pipeline is fullest, and how many
-            micro-batches are in flight on it.
-        largest: the largest tensors alive then, and their bytes; in turns those of all micro-batches in flight
-            together, ``x 4``.
+        collectives: each distinct call and how often a step makes it; with micro-batches, by one rank of every stage
+            together.
+        fullest_at: what runs at the fullest moment; with micro-batches also which rank of the pipeline is fullest, and
+            how many micro-batches are in flight on it.
+        largest: the largest tensors alive then, and their bytes; with micro-batches those of all micro-batches in
+            flight together, ``x 4``.
         exchanges: each distinct call among the ranks of a pipeline, and how often a step makes it.
-        turns: what a step in turns is simulated from.
+        micro_batches: what a micro-batched step is simulated from.
     """
 
     step_time_s: float
@@ -60,7 +61,7 @@ class Prediction:
     fullest_at: str = ""
     largest: tuple[tuple[str, int], ...] = ()
     exchanges: tuple[tuple[Exchange, int], ...] = ()
-    turns: TurnTimes | None = None
+    micro_batch_times: MicroBatchTimes | None = None
 
     def __str__(self) -> str:
         rows = [
@@ -141,9 +142,9 @@ def _undone_twice(assignment: Assignment, bounds: Sequence[int], late: Sequence[
     space = assignment.space
     found = [0] * len(space.folded.instances)
     behind = crossing(space.folded) if any(late) else []
-    for turns, (low, high) in zip(late, pairwise(bounds), strict=False):
-        if turns and low and not space.graph.differentiated.isdisjoint(behind[low - 1]):
-            found[low:high] = [turns] * (high - low)
+    for micro_batches, (low, high) in zip(late, pairwise(bounds), strict=False):
+        if micro_batches and low and not space.graph.differentiated.isdisjoint(behind[low - 1]):
+            found[low:high] = [micro_batches] * (high - low)
     return found
 
 
@@ -237,11 +238,11 @@ def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool,
         once: so many of the first steps are taken once a step.
     """
     space, found = assignment.space, Calls()
-    turns = space.brought if space.graph.by_name[ref.node].op == "param" else space.mesh.micro_batches
+    micro_batches = space.brought if space.graph.by_name[ref.node].op == "param" else space.mesh.micro_batches
     for place, step in enumerate(route):
         for call in step.collectives(space.graph.type_of(ref), space.mesh):
             if call.axis != MICRO and (backward or call.phase == "forward"):
-                found[call] += 1 if place < once else turns
+                found[call] += 1 if place < once else micro_batches
     return found
 
 
@@ -344,11 +345,11 @@ def _converted_again_s(assignment: Assignment) -> dict[str, float]:
     return seconds
 
 
-def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
-    """The same for a step in turns: seconds of the busiest rank and its waiting, bytes of the fullest; the collectives
-    of one rank of every stage together.
+def predict_micro_batched(assignment: Assignment, staged: Staged) -> Prediction:
+    """The same for a micro-batched step: seconds of the busiest rank and its waiting, bytes of the fullest; the
+    collectives of one rank of every stage together.
     """
-    fullest = fullest_in_turns(assignment, staged)
+    fullest = fullest_micro_batched(assignment, staged)
     recomputing = replace(assignment, recompute=staged.recompute(assignment.space.folded))
     return Prediction(
         staged.step_s,
@@ -359,7 +360,7 @@ def predict_in_turns(assignment: Assignment, staged: Staged) -> Prediction:
         fullest.at,
         fullest.largest[:LARGEST],
         exchanges=tuple(exchanges(assignment, staged.pipeline.placed, staged.cut.bounds).items()),
-        turns=staged.times,
+        micro_batch_times=staged.times,
     )
 
 
@@ -379,7 +380,7 @@ def predict(assignment: Assignment, step_time_s: float, memory: Usage | None = N
 
 
 def seconds_by_use(assignment: Assignment) -> dict[str, float]:
-    """Where the seconds of a step in one turn go, see :class:`Prediction`."""
+    """Where the seconds of a step without micro-batches go, see :class:`Prediction`."""
     space = assignment.space
     uses = ("compute", "recompute", "communication", "gradients", "optimizer", "offload")
     time = dict.fromkeys(uses, 0.0)

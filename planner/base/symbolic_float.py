@@ -167,9 +167,9 @@ def by_size(formula: Formula, size: int) -> Formula:
     return found
 
 
-def divided(formula: Formula, turns: int) -> Formula:
+def divided(formula: Formula, micro_batches: int) -> Formula:
     """The quotient by a number of micro-batches, or of ranks and micro-batches."""
-    (((i, j, k), coefficient),) = terms_of(turns).items()
+    (((i, j, k), coefficient),) = terms_of(micro_batches).items()
     assert not i and not j
     return {_moved(atom, (0, 0, -k)): value / coefficient for atom, value in formula.items()}
 

@@ -20,8 +20,8 @@ Terms = Mapping[Powers, Fraction]
 
 
 class Size(int):
-    """A number at the planned sizes, as ``sum of coefficient * batch^i * sequence^j * turns^k``; made by
-    :func:`batch_of`, :func:`sequence_of`, :func:`turns_of` and arithmetic.
+    """A number at the planned sizes, as ``sum of coefficient * batch^i * sequence^j * micro_batches^k``; made by
+    :func:`batch_of`, :func:`sequence_of`, :func:`micro_batches_of` and arithmetic.
     """
 
     terms: Terms
@@ -86,16 +86,16 @@ def sequence_of(number: int) -> Size:
     return _made(number, {(0, 1, 0): Fraction(1)})
 
 
-def turns_of(number: int) -> Size:
+def micro_batches_of(number: int) -> Size:
     """The number of micro-batches, which is ``number`` as planned."""
     return _made(number, {(0, 0, 1): Fraction(1)})
 
 
-def along(turns: int, start: Fraction, each: Fraction) -> int:
-    """``start + each * turns``, which is whole as planned."""
-    found = start + each * int(turns)
+def along(micro_batches: int, start: Fraction, each: Fraction) -> int:
+    """``start + each * micro_batches``, which is whole as planned."""
+    found = start + each * int(micro_batches)
     assert found.denominator == 1
-    terms = terms_of(turns).items()
+    terms = terms_of(micro_batches).items()
     return _size(int(found), added({CONSTANT: start}, {powers: each * times for powers, times in terms}))
 
 

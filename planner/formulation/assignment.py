@@ -23,7 +23,7 @@ class Assignment:
     """A decision for every role, and what is made again: what the rewrite obeys and the report shows.
 
     Attributes:
-        waits: of a step in turns, see :class:`planner.analysis.pipeline.staged.Staged`.
+        waits: of a micro-batched step, see :class:`planner.analysis.pipeline.staged.Staged`.
     """
 
     space: Space
@@ -84,8 +84,8 @@ class Assignment:
         return _by_axis(route) if all(step.rule == "I>R" for step in route) else route
 
     def summed_first(self, ref: Ref, route: Route) -> int:
-        """How many of the first steps of a value's way to its readers are taken once a step in turns: of a parameter
-        that is gathered in each micro-batch those that only sum its gradients.
+        """How many of the first steps of a value's way to its readers are taken once a micro-batched step: of a
+        parameter that is gathered in each micro-batch those that only sum its gradients.
         """
         if not self.space.sums_once or self.space.graph.by_name[ref.node].op != "param":
             return 0
@@ -133,7 +133,8 @@ class Assignment:
     def ahead(self, block: Block) -> dict[int, int]:
         """The chunks of a block that are gathered while the block before computes, by number -> which step does.
 
-        Those whose parts are stored here; where parameters are gathered once for all turns, or waited for, none.
+        Those whose parts are stored here; where parameters are gathered once for all micro-batches, or waited for,
+        none.
         """
         found: dict[int, int] = {}
         if self.waits or not self.space.gathers_beside:

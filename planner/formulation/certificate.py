@@ -107,7 +107,7 @@ def certify(assignment: Assignment, bound_s: float) -> Certificate:
 def of_part(
     certificate: Certificate, assignment: Assignment, least_s: float, step_s: float, again: int = 0
 ) -> Certificate:
-    """A certificate that says what of a step in turns, or with model data elsewhere than on the device, it is of.
+    """A certificate that says what of a micro-batched step, or with model data elsewhere than on the device, it is of.
 
     Args:
         least_s: what the search made least.

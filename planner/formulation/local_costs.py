@@ -207,12 +207,17 @@ class Priced:
 
     def moved_s(self, node: Node, layout: Layout) -> float:
         """Seconds to fetch a parameter for forward and for backward and to evict its gradient, as if nothing of it
-        stayed and nothing were computed meanwhile. In turns it comes and goes with each; so does the sum of gradients.
+        stayed and nothing were computed meanwhile. With micro-batches it comes and goes with each; so does the sum of
+        gradients.
         """
         if self.training.tier == "device":
             return 0.0
-        tensor, home, turns = node.results[0], self.cost.cluster.home(self.training.on_disk), self.mesh.micro_batches
-        fetches, evictions = 2 * turns + tensor.grad * (turns - 1), tensor.grad * turns
+        tensor, home, micro_batches = (
+            node.results[0],
+            self.cost.cluster.home(self.training.on_disk),
+            self.mesh.micro_batches,
+        )
+        fetches, evictions = 2 * micro_batches + tensor.grad * (micro_batches - 1), tensor.grad * micro_batches
         seconds_per_byte = fetches / home.fetch_bytes_per_s + evictions / home.evict_bytes_per_s
         return local_bytes(tensor, layout, self.mesh) * seconds_per_byte
 

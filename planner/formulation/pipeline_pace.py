@@ -1,4 +1,4 @@
-"""Pace: how often a step in turns at least takes what one micro-batch takes in a block.
+"""Pace: how often a micro-batched step at least takes what one micro-batch takes in a block.
 
 A search knows a pipeline only by how many ranks and micro-batches it has: where it is cut is found later, for what the
 search decided. Two things hold of every cut.
@@ -21,7 +21,7 @@ from itertools import accumulate
 from planner.formulation.decisions import Skeleton
 from planner.ir.folding import Instance
 
-OUT_OF_TURN = ("zero_bubble", "zbv", "dualpipev", "2bw")
+OUT_OF_ORDER = ("zero_bubble", "zbv", "dualpipev", "2bw")
 """Schedules in which a micro-batch need not be through with one stage's backward before the next one's."""
 
 
@@ -117,7 +117,7 @@ def pace_of(stages: int, micro_batches: int, schedule: str | None = None) -> Pac
         schedule: one that is pinned, in which ranks may not wait.
     """
     average = micro_batches / stages
-    if schedule in OUT_OF_TURN:
+    if schedule in OUT_OF_ORDER:
         return Pace(stages, micro_batches, average)
     waits = ((stages - 1 - at) / stages for at in range(stages - 1) if stages <= micro_batches)
     return Pace(stages, micro_batches, max(1.0, average), tuple(waits))  # one goes through all stages and back

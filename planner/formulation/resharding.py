@@ -90,7 +90,9 @@ def _collectives(rule: str, axis: Axis, before: int, after: int, grad: bool) -> 
 
 
 def together_on(axis: Axis, together: int) -> int:
-    """How many parameters one call on an axis brings: nothing is called among turns, nor where there is one rank."""
+    """How many parameters one call on an axis brings: nothing is called among micro-batches, nor where there is one
+    rank.
+    """
     return 0 if axis.size == 1 or axis.name == MICRO else together
 
 

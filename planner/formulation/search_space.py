@@ -93,7 +93,7 @@ class Space(Priced):
         self._cuts = self.skeleton.cuts(mesh.sizes)
         self._pair_of: dict[Flow, tuple[Floats, Floats, Ints]] = {}
         self._choices_of: dict[Role, list[Choice]] = {}
-        self._turns_of: dict[Ref, frozenset[LocalType]] = {}
+        self._micro_batches_of: dict[Ref, frozenset[LocalType]] = {}
         self._last: tuple[object, tuple[Vertex, ...]] | None = None
 
     @cached_property
@@ -117,7 +117,7 @@ class Space(Priced):
     @property
     def brings_beside(self) -> bool:
         """Whether parameters are brought, and their gradients reduced, while another block computes."""
-        return not self.in_turns and self.training.tier == "device"
+        return not self.micro_batched and self.training.tier == "device"
 
     @property
     def gathers_beside(self) -> bool:
@@ -125,27 +125,27 @@ class Space(Priced):
         return self.training.tier == "device" and not self.brings_once
 
     @property
-    def in_turns(self) -> bool:
+    def micro_batched(self) -> bool:
         """Whether a step is more than one forward and one backward."""
         return self.stages > 1 or self.mesh.micro_batches > 1
 
     @property
     def brings_once(self) -> bool:
-        """Whether parameters are gathered, and gradients reduced, once for all of a step in turns: not where that was
-        decided otherwise, nor where they come from their home for each forward and backward.
+        """Whether parameters are gathered, and gradients reduced, once for all of a micro-batched step: not where that
+        was decided otherwise, nor where they come from their home for each forward and backward.
         """
-        return self.in_turns and self.training.tier == "device" and self.training.gathers == "once"
+        return self.micro_batched and self.training.tier == "device" and self.training.gathers == "once"
 
     @property
     def sums_once(self) -> bool:
         """Whether gradients of parameters that come with each micro-batch are summed once a step all the same over
         ranks that store the same: not where they leave the device in between.
         """
-        return self.in_turns and self.training.tier == "device" and not self.brings_once
+        return self.micro_batched and self.training.tier == "device" and not self.brings_once
 
     @property
     def gathers(self) -> Gathers:
-        """When that is done in a step in turns."""
+        """When that is done in a micro-batched step."""
         return "once" if self.brings_once else "each"
 
     @property
@@ -220,14 +220,14 @@ class Space(Priced):
         """All conversions of a value on this mesh."""
         tensor = self.graph.type_of(ref)
         shards = tuple(shards_of(tensor, self._strips(ref)))
-        turns = self._turns(ref) if self.mesh.micro_batches > 1 else None
+        micro_batches = self._micro_batches(ref) if self.mesh.micro_batches > 1 else None
         is_param = self.graph.by_name[ref.node].op == "param"
         # What is gathered is used by all micro-batches; what they sum up is reduced once.
-        is_summed_first = turns is not None and tensor.grad and is_param and self.brings_once
+        is_summed_first = micro_batches is not None and tensor.grad and is_param and self.brings_once
         comes = is_param and not self.brings_once, is_param and self.sums_once
         together, is_brought = self.together(ref), self.role_of[ref.node] in self.skeleton.together
         beside = self.gathers_beside, self.brings_beside
-        key = (tensor, shards, turns, is_summed_first, comes, together, is_brought, beside)
+        key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_brought, beside)
         if key not in self._known.tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
@@ -246,7 +246,16 @@ class Space(Priced):
                 return np.asarray((axis.size - 1) / parts * each_s * np.maximum(bytes_in, 1), np.float64)
 
             self._known.tables[key] = ConversionTable(
-                tensor, self.mesh, shards, price, touch, launch, turns, is_summed_first, together.parameters, is_brought
+                tensor,
+                self.mesh,
+                shards,
+                price,
+                touch,
+                launch,
+                micro_batches,
+                is_summed_first,
+                together.parameters,
+                is_brought,
             )
         return self._known.tables[key]
 
@@ -268,14 +277,14 @@ class Space(Priced):
             return NOT_BROUGHT
         return self.skeleton.together.get(self.role_of[ref.node], NOT_BROUGHT)
 
-    def _turns(self, ref: Ref) -> frozenset[LocalType]:
+    def _micro_batches(self, ref: Ref) -> frozenset[LocalType]:
         """The local types that a value has over micro-batches where it is made and where it is read."""
         ref = self.skeleton.representative(ref)
-        if ref not in self._turns_of:
-            self._turns_of[ref] = self._find_turns(ref)
-        return self._turns_of[ref]
+        if ref not in self._micro_batches_of:
+            self._micro_batches_of[ref] = self._find_micro_batches(ref)
+        return self._micro_batches_of[ref]
 
-    def _find_turns(self, ref: Ref) -> frozenset[LocalType]:
+    def _find_micro_batches(self, ref: Ref) -> frozenset[LocalType]:
         produced = self.options_of_producer(ref)
         found = {each.results[ref.index][0] if isinstance(each, Choice) else each[0] for each in produced}
         for head, positions in self.skeleton.reads.get(ref, ()):
@@ -389,7 +398,7 @@ class Space(Priced):
         sizes = (gathered * kept * times).astype(np.int64)
         held = self.on_average(sizes if late is None else sizes - count * late)
         there_s, back_s = _often(forward, there), _often(backward, back)
-        if self.in_turns and not self.brings_once:  # nothing is beside it
+        if self.micro_batched and not self.brings_once:  # nothing is beside it
             return there_s + back_s, np.zeros(forward.shape), held
         return there_s, back_s, held
 
@@ -445,7 +454,7 @@ class Space(Priced):
             # Parameters come only then, or are gathered again (see :meth:`problem`), or their gradients lie beside the
             # buckets that the host keeps for them (see autopar/runtime/host/gradient_buckets.py).
             is_away, on_host = self.training.tier != "device", self.cost.cluster.backend == "gloo"
-            if is_away or (not self.in_turns and (again_everywhere or on_host)):
+            if is_away or (not self.micro_batched and (again_everywhere or on_host)):
                 transient = transient + parameters
             packed, pace = self._packed_of(role), self.pace
             time = (forward + backward + inner) * (
@@ -472,7 +481,7 @@ class Space(Priced):
         kind, at = role[1], role[2]
         assert isinstance(kind, int)
         assert isinstance(at, int)
-        if recompute.levels(kind) and recompute.leads(kind) and (not self.in_turns or self.in_flight is not None):
+        if recompute.levels(kind) and recompute.leads(kind) and (not self.micro_batched or self.in_flight is not None):
             again = [self.skeleton.again(kind, level).dropped[at] for level, _ in recompute.levels(kind)]
             held = held + np.max([self._bytes(node, options, places) for places in again], axis=0)
         return held
@@ -499,7 +508,7 @@ class Space(Priced):
             self._known.pairs[key] = _convert(table, rows, columns, is_param)
         forward, backward, gathered = self._known.pairs[key]
         if self.mesh.micro_batches > 1 and head[0] != "output" and not self._known_before(ref):
-            # A sum over turns is there after the last of them: only what leaves the model can wait for that.
+            # A sum over micro-batches is there after the last of them: only what leaves the model can wait for that.
             summed = np.array([layout[0] == P for layout in table.layouts])
             early = summed[rows][:, None] & ~np.all([summed[each] for each in columns], axis=0)[None, :]
             forward = np.where(early, math.inf, forward)

@@ -26,8 +26,9 @@ class Training:
         update: when the host updates what is at home there: after all of backward, or in backward, each block as soon
             as its gradients are complete. To the search it is after.
         activations: of how many blocks what is saved for backward may leave for where model data is at home.
-        gathers: of a step in turns: whether parameters are gathered, and their gradients reduced, once for all of it,
-            or in each micro-batch, so that no more than a block's are there. What is at home elsewhere comes in each.
+        gathers: of a micro-batched step: whether parameters are gathered, and their gradients reduced, once for all of
+            it, or in each micro-batch, so that no more than a block's are there. What is at home elsewhere comes in
+            each.
     """
 
     optimizer_bytes_per_element: int = 8

@@ -65,7 +65,7 @@ Layout = tuple[LocalType, ...]
 
 
 MICRO = "micro"
-"""The axis of micro-batches: turns of the same devices instead of devices."""
+"""The axis of micro-batches: micro-batches of the same devices instead of devices."""
 PIPELINE = "pipeline"
 """The axis of stages; no mesh of the planner has it, since each stage has a mesh."""
 
@@ -74,7 +74,7 @@ PIPELINE = "pipeline"
 class Axis:
     """A mesh axis: ``size`` ranks, each ``stride`` apart in the cluster's rank order.
 
-    The axis :data:`MICRO` has turns instead of ranks.
+    The axis :data:`MICRO` has micro-batches instead of ranks.
     """
 
     name: str
@@ -112,13 +112,13 @@ class Mesh:
 
     @property
     def micro_batches(self) -> int:
-        """Into how many turns a step is cut."""
+        """Into how many micro-batches a step is cut."""
         return math.prod(axis.size for axis in self.axes if axis.name == MICRO)
 
-    def in_turns(self, micro_batches: int) -> Mesh:
+    def micro_batched(self, micro_batches: int) -> Mesh:
         """The same ranks with the batch cut into micro-batches."""
-        turns = (Axis(MICRO, micro_batches, self.size),) if micro_batches > 1 else ()
-        return Mesh((*turns, *(axis for axis in self.axes if axis.name != MICRO)))
+        cut = (Axis(MICRO, micro_batches, self.size),) if micro_batches > 1 else ()
+        return Mesh((*cut, *(axis for axis in self.axes if axis.name != MICRO)))
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -158,7 +158,7 @@ def local_outer(layout: Layout, axis: int, sizes: tuple[int, ...]) -> int:
     return outer
 
 
-def over_turns(layout: Layout, mesh: Mesh) -> Layout:
+def over_micro_batches(layout: Layout, mesh: Mesh) -> Layout:
     """On the ranks alone, the layout of a tensor whose micro-batches lie behind one another on every rank.
 
     Args:
@@ -170,14 +170,15 @@ def over_turns(layout: Layout, mesh: Mesh) -> Layout:
     """
     if mesh.micro_batches == 1:
         return layout
-    turns, *ranks = layout
-    if not isinstance(turns, Shard):
+    micro_batches, *ranks = layout
+    if not isinstance(micro_batches, Shard):
         return tuple(ranks)
-    if turns.outer > 1:
+    if micro_batches.outer > 1:
         raise PlanError(
-            f"micro-batches are cut from {turns.outer} strips of dim {turns.dim}; they can only be cut whole"
+            f"micro-batches are cut from {micro_batches.outer} strips of dim {micro_batches.dim}; they can only be "
+            "cut whole"
         )
-    within = Shard(turns.dim), Shard(turns.dim, mesh.micro_batches)
+    within = Shard(micro_batches.dim), Shard(micro_batches.dim, mesh.micro_batches)
     return tuple(within[1] if each == within[0] else each for each in ranks)
 
 

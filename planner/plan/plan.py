@@ -22,9 +22,9 @@ from planner.analysis.memory import usage
 from planner.analysis.memory.storages import Fullest
 from planner.analysis.offload.step_timing import offloaded
 from planner.analysis.pipeline.chain import chain_of, links_of
-from planner.analysis.pipeline.peak_report import fullest_in_turns
+from planner.analysis.pipeline.peak_report import fullest_micro_batched
 from planner.analysis.pipeline.staged import Staged, price
-from planner.analysis.prediction import Prediction, predict, predict_in_turns
+from planner.analysis.prediction import Prediction, predict, predict_micro_batched
 from planner.base.errors import PlanError, ScheduleError
 from planner.base.files import write_text
 from planner.formulation.assignment import Assignment
@@ -125,7 +125,7 @@ class Plan(Document):
 
     @property
     def objective_s(self) -> float:
-        """As of any document; in turns with timetables what the cut takes without them."""
+        """As of any document; with micro-batches with timetables what the cut takes without them."""
         staged = restage(self, self.assignment) if self.timetables and self.assignment is not None else None
         return super().objective_s if staged is None else staged.step_s
 
@@ -210,7 +210,7 @@ class Plan(Document):
         if self.assignment is None:
             raise PlanError(WITHOUT_GRAPH)
         staged = restage(self, self.assignment)
-        return usage(self.assignment).fullest if staged is None else fullest_in_turns(self.assignment, staged)
+        return usage(self.assignment).fullest if staged is None else fullest_micro_batched(self.assignment, staged)
 
     # ---- at other sizes ----------------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class Plan(Document):
 
         Args:
             batch, sequence: dim 0 and dim 1 of every input; left out: as planned.
-            micro_batches: of a plan in turns, into how many the batch is cut; left out: as planned.
+            micro_batches: of a micro-batched plan, into how many the batch is cut; left out: as planned.
 
         Raises:
             PlanError: a size is not a whole number from 1, the decisions do not divide it, or the model cannot be
@@ -289,7 +289,9 @@ def describe(
     staged: Staged | None = None,
     timetables: tuple[Timetable, ...] = (),
 ) -> Plan:
-    """Write an assignment down; ``staged``: how it runs in turns; ``timetables``: what moves to and from the device."""
+    """Write an assignment down; ``staged``: how it runs micro-batched; ``timetables``: what moves to and from the
+    device.
+    """
     space = assignment.space
     names = role_names(space)
     sections: dict[str, dict[str, str]] = {"inputs": {}, "parameters": {}, "buffers": {}, "values": {}}
@@ -347,7 +349,7 @@ def _pipeline(staged: Staged, recompute: Mapping[str, tuple[int, ...]], gathers:
 
 
 def restage(plan: Plan, assignment: Assignment) -> Staged | None:
-    """How the decisions of a plan run in turns, if they do.
+    """How the decisions of a plan run micro-batched, if they do.
 
     Args:
         assignment: those decisions for the model at hand, see :func:`restore`.
@@ -359,8 +361,8 @@ def restage(plan: Plan, assignment: Assignment) -> Staged | None:
     if found is None:
         return None
     folded, size = assignment.space.folded, len(assignment.space.folded.instances)
-    turns = assignment.space.mesh.micro_batches
-    pipeline = Pipeline(found.schedule, found.ranks, int(turns), found.virtual_stages)
+    micro_batches = assignment.space.mesh.micro_batches
+    pipeline = Pipeline(found.schedule, found.ranks, int(micro_batches), found.virtual_stages)
     if len(found.bounds) != pipeline.stages + 1 or found.bounds[-1] != size:
         raise PlanError(
             f"the plan's pipeline cuts {found.bounds[-1]} blocks into {len(found.bounds) - 1} stages, but the model "
@@ -377,7 +379,7 @@ def restage(plan: Plan, assignment: Assignment) -> Staged | None:
     savings = [link.levels.index(level) for link, level in zip(links, ways, strict=True)]
     try:
         cut = cut_of(pipeline, chain_of(links), found.bounds, savings)
-        return replace(price(links, pipeline, cut, found.waits), turns=turns)
+        return replace(price(links, pipeline, cut, found.waits), micro_batches=micro_batches)
     except ScheduleError as error:
         raise PlanError(f"the plan's pipeline: {error}") from error
 
@@ -486,7 +488,7 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
     staged = restage(plan, assignment)
     timetables: tuple[Timetable, ...] = ()
     if staged is not None:
-        predicted = predict_in_turns(assignment, staged)
+        predicted = predict_micro_batched(assignment, staged)
         if space.training.tier != "device":
             recomputing = replace(assignment, recompute=staged.recompute(space.folded))
             timetables, predicted = offloaded(recomputing, None, predicted, staged)

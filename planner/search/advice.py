@@ -1,7 +1,8 @@
 """Advice: what would fit where nothing does, planned before it is said.
 
-A refusal knows how large a device must be. Whether turns, a smaller batch, more devices, the host's memory or fewer
-pins would do depends on all that is pinned and on the model, so each is searched for, within some seconds together.
+A refusal knows how large a device must be. Whether micro-batches, a smaller batch, more devices, the host's memory or
+fewer pins would do depends on all that is pinned and on the model, so each is searched for, within some seconds
+together.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ Found = Callable[..., Searched | None]
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is asked for with (:func:`planner.search.search.search`); ``runs_in_turns``: if the model can."""
+    """What a plan is asked for with (:func:`planner.search.search.search`); ``runs_micro_batched``: if the model
+    can.
+    """
 
     graph: Graph
     cluster: ClusterSpec
@@ -52,12 +55,12 @@ class Request:
     time_limit_s: float = 60.0
     gap: float = 0.0
     pipelines: bool = False
-    runs_in_turns: Callable[[], bool] = lambda: True
+    runs_micro_batched: Callable[[], bool] = lambda: True
 
     def search(self, progress: Progress | None = None) -> Searched:
         """The fastest plan that fits."""
         asked = {each.name: getattr(self, each.name) for each in fields(self)}
-        del asked["runs_in_turns"]
+        del asked["runs_micro_batched"]
         return search(**asked, progress=progress)
 
 
@@ -97,27 +100,28 @@ def _ways(request: Request, excess_bytes: int) -> Iterator[str]:
             return changed.search()
         return None
 
-    yield from _in_turns(request, found)
+    yield from _micro_batched(request, found)
     yield from _with_fewer_pins(request.pins, found)
     yield from _on_the_host(request, found)
     yield from _of_a_smaller_batch(request, excess_bytes, found)
     yield from _on_more_devices(request.cluster, excess_bytes, found)
 
 
-def _in_turns(request: Request, found: Found) -> Iterator[str]:
+def _micro_batched(request: Request, found: Found) -> Iterator[str]:
     """Micro-batches and pipelines where none were looked at, or more micro-batches than are pinned."""
     pins = request.pins
-    if pins.in_turns and pins.micro_batches is not None:
+    if pins.micro_batched and pins.micro_batches is not None:
         counts = (pins.micro_batches << doubling for doubling in range(1, TRIES + 1))
         fitting = (count for count in counts if found(pins=replace(pins, micro_batches=count)))
         yield from (f"{count} micro-batches (pin 'micro_batches')" for count in [*fitting][:1])
-    elif not pins.in_turns and not request.pipelines and request.folding and request.runs_in_turns():
+    elif not pins.micro_batched and not request.pipelines and request.folding and request.runs_micro_batched():
         plan = found(pipelines=True)
         if plan is None or plan.staged is None:
             return
-        stages, turns = plan.best.division.stages, plan.best.division.mesh.micro_batches
-        pinned = {**({"pipeline": stages} if stages > 1 else {}), "micro_batches": turns}
-        yield f"taking the batch in turns ({plan.best.division}: pin {json.dumps(pinned)} too, or pipelines=True)"
+        stages, micro_batches = plan.best.division.stages, plan.best.division.mesh.micro_batches
+        pinned = {**({"pipeline": stages} if stages > 1 else {}), "micro_batches": micro_batches}
+        pin = f"pin {json.dumps(pinned)} too, or pipelines=True"
+        yield f"cutting the batch into micro-batches ({plan.best.division}: {pin})"
 
 
 def _with_fewer_pins(pins: Pins, found: Found) -> Iterator[str]:

@@ -4,7 +4,7 @@ Every division of the cluster that the pins allow (:mod:`planner.search.parallel
 bound on the step time of all its plans, with any amount of recomputation. The candidate of least bound is looked at
 next, always more closely (:mod:`planner.search.candidate_bounds`), until its plan is found or its bound reaches the
 best plan known; then every other bound does too, and nothing better can exist. Where there are many, usual shapes and
-those near the best plan's come first, and a look at a candidate that was begun takes turns with a look at any: there
+those near the best plan's come first, and a look at a candidate that was begun takes turnS with a look at any: there
 may not be time for all.
 """
 
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from planner.analysis.memory import Usage, usage
 from planner.analysis.offload.step_timing import WorkingSet, largest_working_set, offloaded
 from planner.analysis.pipeline.staged import Staged
-from planner.analysis.prediction import Prediction, predict, predict_in_turns
+from planner.analysis.prediction import Prediction, predict, predict_micro_batched
 from planner.base.formatting import in_seconds
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.decisions import Skeleton
@@ -51,10 +51,10 @@ NEAR = 2.0
 
 
 class Divisions(NamedTuple):
-    """What is looked at: divisions in one turn, and others."""
+    """What is looked at: divisions without micro-batches, and others."""
 
     plain: tuple[Division, ...]
-    turned: tuple[Division, ...]
+    micro_batched: tuple[Division, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Searched:
         status, gap: ``optimal`` with gap 0 when every candidate was solved or bounded away, among plans that
             decide equal blocks alike where the model has more than :data:`APART_OPERATORS` operators.
         seconds: by step: ``fold``, ``build``, ``solve``.
-        memory: of the plan followed statement by statement; ``None`` in turns.
+        memory: of the plan followed statement by statement; ``None`` with micro-batches.
     """
 
     best: Best
@@ -84,7 +84,7 @@ class Searched:
 
     @property
     def staged(self) -> Staged | None:
-        """How they run on a pipeline, or in turns; its cut says what is made again, not the assignment."""
+        """How they run on a pipeline, or with micro-batches; its cut says what is made again, not the assignment."""
         return self.best.staged
 
     @property
@@ -122,7 +122,9 @@ class Searched:
     def offloaded(self) -> tuple[tuple[Timetable, ...], Prediction]:
         """The timetables of the step and what they predict (:mod:`planner.analysis.offload.step_timing`)."""
         assignment, staged = self.recomputing, self.staged
-        before = predict(assignment, 0.0, self.memory) if staged is None else predict_in_turns(self.assignment, staged)
+        before = (
+            predict(assignment, 0.0, self.memory) if staged is None else predict_micro_batched(self.assignment, staged)
+        )
         return offloaded(assignment, self.memory, before, staged)
 
     @property
@@ -153,13 +155,13 @@ def explore(
 ) -> Searched | Nothing:
     """The fastest plan within the setting's memory, over all divisions; ``known`` if none is faster."""
     rungs = ladder(skeleton.folded, setting.levels)
-    best, looks = _best_first(setting, skeleton, (*divisions.plain, *divisions.turned), rungs, known)
+    best, looks = _best_first(setting, skeleton, (*divisions.plain, *divisions.micro_batched), rungs, known)
     rows, proofs = _rows(looks), looks
     if divisions.plain and may_differ(skeleton.folded):
         best, row, closer = _explore_apart(setting, skeleton, divisions.plain, rungs, best)
         if row is not None:
             rows = [*(each for each in rows if each.division != row.division), row]
-        proofs = [*closer, *(look for look in looks if look.candidate.division.in_turns)]
+        proofs = [*closer, *(look for look in looks if look.candidate.division.micro_batched)]
     if best is None:
         return Nothing(rows, proofs)
     return completed(setting, best, rows, [look.candidate.bound_s for look in proofs])
@@ -208,8 +210,8 @@ def _best_first(
     """Best first over the divisions, starting from the best plan known; what became of each, in their order."""
     arithmetic, schedule = Arithmetic(skeleton, setting.cost), setting.pins.schedule
     waiting = [begin(division, arithmetic.bound_s(division, schedule), rungs) for division in divisions]
-    is_turned = any(division.in_turns for division in divisions)
-    usual = seeds(divisions, setting.cost.cluster, skeleton.graph) if is_turned else []
+    is_split = any(division.micro_batched for division in divisions)
+    usual = seeds(divisions, setting.cost.cluster, skeleton.graph) if is_split else []
     first = {division: number for number, division in enumerate(usual)}
     closed, is_deeper = list[Look](), False
     while waiting:
@@ -219,9 +221,9 @@ def _best_first(
             closed += [close(look, best) for look in waiting]
             break
         # To look for plans where it is promising, or to prove bounds: where there are many divisions, in turn.
-        is_deeper = is_turned and not is_deeper
+        is_deeper = is_split and not is_deeper
         begun = [look for look in waiting if look.is_priced and not look.is_tried] if is_deeper else []
-        look = min(begun or waiting, key=lambda look: _turn(look, first, best))
+        look = min(begun or waiting, key=lambda look: _micro_batch(look, first, best))
         waiting.remove(look)
         is_left_out = is_late and look.is_dear and len(closed) + 1 < len(divisions)
         if is_left_out or is_near(setting, look, best) or is_reached(look.candidate.bound_s, best):
@@ -243,7 +245,7 @@ def _best_first(
     return best, sorted(closed, key=place)
 
 
-def _turn(look: Look, first: Mapping[Division, int], best: Best | None) -> tuple[float, float]:
+def _micro_batch(look: Look, first: Mapping[Division, int], best: Best | None) -> tuple[float, float]:
     """Which look is next, the least: plans of ``first``, then of divisions like the best plan's, then by bound."""
     division, bound_s = look.candidate.division, look.candidate.bound_s
     if not look.is_tried:

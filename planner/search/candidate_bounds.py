@@ -12,11 +12,11 @@ first at the bends of the ladder. Between two of them costs change evenly, and t
 memory hold for all. Where everything fits at the first step, no other is looked at: more recomputation would only take
 more time.
 
-Of a division in turns the second look bounds all its pipelines, by the problem of the average rank; the third cuts
-pipelines for what solves that, and for what solves the problem of a typical rank, and where a better plan may be left
-bounds them by their equal blocks, too (:mod:`planner.formulation.pipeline_pace`). A bound costs a fifth of a cut. Where
-memory then leaves no plan that gathers parameters once a step, or not the fastest, the same division that gathers them
-in each micro-batch is a candidate of its own.
+Of a division with micro-batches the second look bounds all its pipelines, by the problem of the average rank; the third
+cuts pipelines for what solves that, and for what solves the problem of a typical rank, and where a better plan may be
+left bounds them by their equal blocks, too (:mod:`planner.formulation.pipeline_pace`). A bound costs a fifth of a cut.
+Where memory then leaves no plan that gathers parameters once a step, or not the fastest, the same division that gathers
+them in each micro-batch is a candidate of its own.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Look:
 
     ``is_priced`` once its relaxation was, ``is_sought`` once a pipeline was looked for; ``relaxed`` solves the
     relaxation, and ``free_s`` is the bound before memory was priced in it, where it was; ``choices`` and ``step`` are
-    the best plan found there, ``evaluation`` what it costs, and ``staged`` how it runs in turns.
+    the best plan found there, ``evaluation`` what it costs, and ``staged`` how it runs micro-batched.
     """
 
     candidate: Candidate
@@ -242,19 +242,19 @@ class Look:
     @property
     def is_tried(self) -> bool:
         """Whether a plan was looked for."""
-        return self.is_sought if self.candidate.division.in_turns else self.is_priced
+        return self.is_sought if self.candidate.division.micro_batched else self.is_priced
 
     @property
     def is_done(self) -> bool:
         """Whether it was looked at as closely as can be."""
-        if self.candidate.division.in_turns:
+        if self.candidate.division.micro_batched:
             return self.is_sought
         return self.low == self.high and self.candidate.proof == "search"
 
     @property
     def is_dear(self) -> bool:
         """Whether what is left takes long: the problem is not posed yet, or there are several amounts to look at."""
-        amounts = self.high - self.low if self.is_priced and not self.candidate.division.in_turns else 0
+        amounts = self.high - self.low if self.is_priced and not self.candidate.division.micro_batched else 0
         return self.posed is None or amounts > 0
 
     @property
@@ -275,7 +275,7 @@ def look_closer(setting: Setting, skeleton: Skeleton, look: Look, best: Best | N
     if look.posed is None:
         closer = _at_work(setting, skeleton, look)
         return [closer, *_gathering_in_each(setting, look, closer)]
-    if look.candidate.division.in_turns:
+    if look.candidate.division.micro_batched:
         closer = (_for_pipeline if look.is_priced else _at_average)(setting, look, best)
         return [closer, *_gathering_in_each(setting, look, closer)]
     if not look.is_priced:
@@ -314,8 +314,8 @@ def left_behind(setting: Setting, look: Look) -> list[Look]:
 
 def _may_gather_in_each(setting: Setting, look: Look) -> bool:
     division = look.candidate.division
-    is_once = division.in_turns and division.gathers == "once" and "each" in setting.pins.gathers
-    return is_once and division.mesh.in_turns(1).size > 1
+    is_once = division.micro_batched and division.gathers == "once" and "each" in setting.pins.gathers
+    return is_once and division.mesh.micro_batched(1).size > 1
 
 
 def _in_each(look: Look, bound_s: float) -> Look:

@@ -37,7 +37,7 @@ def check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:
     )
 
 
-def check_turns(begun: list[Look]) -> None:
+def check_micro_batches(begun: list[Look]) -> None:
     """Refuse micro-batches where no division that was begun has a plan, whatever it needs of memory."""
     if begun and all(math.isinf(free_s(look)) for look in begun):
         space = min(begun, key=lambda look: look.candidate.division.mesh.size).space
@@ -140,13 +140,14 @@ def _nothing_works(setting: Setting, least: Lean, needed: int, is_open: bool) ->
     )
     recompute = "" if setting.pins.recompute in (None, "full") else "pin 'recompute' 'full', "
     leave = "" if setting.pins.activations in (None, "all") else "pin 'activations' 'all', "
-    turns = "more micro-batches" if least.best.division.mesh.micro_batches > 1 else "micro-batches"
+    micro_batches = "more micro-batches" if least.best.division.mesh.micro_batches > 1 else "micro-batches"
     return InfeasibleError(
         f"{head}: each of its {cluster.world_size} devices can use {in_all_bytes(limit)}, and the largest working set "
         f"of the leanest plan found ({least.best.division}) takes {in_all_bytes(working.bytes)}, "
         f"{in_all_bytes(excess)} too many: {working.moment} needs {in_all_bytes(working.chunk_bytes)} of parameters "
         f"and gradients at once, and {in_all_bytes(working.beside_bytes)} beside them for activations and what "
-        f"operators need. What would lower it: a smaller global batch, {turns} (pin 'micro_batches'), {recompute}"
+        f"operators need. What would lower it: a smaller global batch, {micro_batches} (pin 'micro_batches'), "
+        f"{recompute}"
         f"{leave}parameters sharded over more devices (pin 'zero' 3 or 'tensor'). What would fit: devices with "
         f"memory_bytes of at least {in_all_bytes(needed)}.",
         excess,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from planner.formulation.decisions import Skeleton
 from planner.search.branch_and_bound import Divisions, Nothing, Searched, completed, explore
 from planner.search.candidate_bounds import PROVED, Candidate, Setting
-from planner.search.infeasibility import check_turns, nothing_fits
+from planner.search.infeasibility import check_micro_batches, nothing_fits
 from planner.search.min_memory import LEANEST_S, begun, bounds_s, fastest_that_fits, is_worth, lean_plans
 from planner.search.recipes import by_recipe, freed
 from planner.search.unfolding import may_differ, together_again
@@ -65,7 +65,7 @@ def _leanest(setting: Setting, skeleton: Skeleton, nothing: Nothing) -> Searched
         InfeasibleError: none fits.
     """
     looks, usable = begun(nothing.looks), setting.cost.cluster.device.usable_bytes
-    check_turns(looks)
+    check_micro_batches(looks)
     until = min(setting.deadline, time.monotonic() + LEANEST_S)
     leans = lean_plans(setting, looks, until=until)
     best = fastest_that_fits(leans, usable)

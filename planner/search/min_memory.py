@@ -40,7 +40,7 @@ class Lean:
 
     Attributes:
         best: the plan, and what it costs by the search's reckoning.
-        needed: what a device must hold at the least, as followed; in turns, as its cut has it.
+        needed: what a device must hold at the least, as followed; with micro-batches, as its cut has it.
     """
 
     best: Best
@@ -66,8 +66,8 @@ def lean_plans(setting: Setting, looks: list[Look], known: Sequence[Lean] = (), 
 
     Of each amount of recomputation that is the lightest by the sum, and the fastest of those almost as light: what the
     lightest save, they may lose in conversions, which the sum leaves out. Most recomputation comes first, and what can
-    hardly be as lean as the leanest that is ``known`` or found is left out. Of a step in one turn with the most
-    recomputation the fastest is solved exactly where none was found yet that needs as little as its sum.
+    hardly be as lean as the leanest that is ``known`` or found is left out. Of a step without micro-batches with the
+    most recomputation the fastest is solved exactly where none was found yet that needs as little as its sum.
     """
     rungs = itertools.zip_longest(*([(look, bend) for bend in _bends(look)] for look in looks))
     steps = [(each[0], each[0].ladder.steps[each[1]]) for rung in rungs for each in rung if each is not None]
@@ -78,16 +78,16 @@ def lean_plans(setting: Setting, looks: list[Look], known: Sequence[Lean] = (), 
         if not is_worth(setting, look, leans):
             continue
         division, worth = look.candidate.division, _worth_bytes(setting, leans)
-        space = look.space.holding(division.in_flight) if division.in_turns else look.space
+        space = look.space.holding(division.in_flight) if division.micro_batched else look.space
         problem = space.problem(None, recompute)
-        is_exact = recompute is look.ladder.steps[-1] and not division.in_turns
+        is_exact = recompute is look.ladder.steps[-1] and not division.micro_batched
         slacks = () if _cannot_fit(setting, look) else SLACKS
         for choices in _light(space, problem, worth, slacks, leans if is_exact else ()):
             key = division, recompute, choices
             best = Best(look.space, choices, recompute, evaluate(problem, choices))
             if key not in seen and best.evaluation.peak_bytes <= worth:
                 seen.add(key)
-                lean = _in_turns(setting, look, best) if division.in_turns else _in_one_turn(best)
+                lean = _micro_batched(setting, look, best) if division.micro_batched else _without_micro_batches(best)
                 leans += [] if lean is None else [lean]
     return leans[len(known) :]
 
@@ -95,15 +95,17 @@ def lean_plans(setting: Setting, looks: list[Look], known: Sequence[Lean] = (), 
 def is_worth(setting: Setting, look: Look, leans: Sequence[Lean]) -> bool:
     """Whether a plan of a look may be leaner than all these, or fit.
 
-    In turns nothing is followed, so that none needs less than what all of the look's do by the sum.
+    With micro-batches nothing is followed, so that none needs less than what all of the look's do by the sum.
     """
     worth = _worth_bytes(setting, leans)
     return look.candidate.peak_bytes <= (worth * LEAST_SHARE if _is_summed(setting, look) else worth)
 
 
 def _is_summed(setting: Setting, look: Look) -> bool:
-    """Whether what plans of a look need is their sum: in turns, with model data on the device, none is followed."""
-    return look.candidate.division.in_turns and setting.training.tier == "device"
+    """Whether what plans of a look need is their sum: with micro-batches, with model data on the device, none is
+    followed.
+    """
+    return look.candidate.division.micro_batched and setting.training.tier == "device"
 
 
 def _cannot_fit(setting: Setting, look: Look) -> bool:
@@ -118,8 +120,8 @@ def _worth_bytes(setting: Setting, leans: Sequence[Lean]) -> float:
 
 
 def _bends(look: Look) -> Iterable[int]:
-    """Amounts of recomputation, most first; of a step in turns the most, since its cut says what is made again."""
-    return reversed(look.ladder.bends[-1:] if look.candidate.division.in_turns else look.ladder.bends)
+    """Amounts of recomputation, most first; of a micro-batched step the most, since its cut says what is made again."""
+    return reversed(look.ladder.bends[-1:] if look.candidate.division.micro_batched else look.ladder.bends)
 
 
 def _light(
@@ -159,12 +161,12 @@ def _with_chunks(space: Space, problem: Problem) -> Problem:
     return replace(problem, vertices=tuple(vertices))
 
 
-def _in_one_turn(best: Best) -> Lean:
+def _without_micro_batches(best: Best) -> Lean:
     assignment = assignment_of(best.space, best.choices, best.recompute)
     return Lean(best, largest_working_set(assignment, usage(assignment)))
 
 
-def _in_turns(setting: Setting, look: Look, best: Best) -> Lean | None:
+def _micro_batched(setting: Setting, look: Look, best: Best) -> Lean | None:
     """The pipeline of the choices that fits, or else the one that makes again all that can be and waits for what it
     gathers, if there is any.
     """
@@ -181,10 +183,10 @@ def _in_turns(setting: Setting, look: Look, best: Best) -> Lean | None:
 
 
 def _staged(best: Best, staged: Staged) -> Lean:
-    """The choices as they run in turns, and what a device must hold of that."""
+    """The choices as they run micro-batched, and what a device must hold of that."""
     best, space = replace(best, staged=staged, evaluation=staged.evaluation), best.space
     if space.training.tier == "device":
-        return Lean(best, WorkingSet("a step in turns", 0, staged.peak_bytes))
+        return Lean(best, WorkingSet("a micro-batched step", 0, staged.peak_bytes))
     decided = assignment_of(space, best.choices, staged.recompute(space.folded))
     return Lean(best, largest_working_set(decided, None, staged))
 

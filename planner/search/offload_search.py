@@ -13,7 +13,7 @@ from planner.base.errors import InfeasibleError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import Skeleton
-from planner.formulation.pipeline_pace import OUT_OF_TURN
+from planner.formulation.pipeline_pace import OUT_OF_ORDER
 from planner.formulation.remat.levels import ladder
 from planner.search.branch_and_bound import Divisions, Nothing, Searched, explore
 from planner.search.candidate_bounds import Best, Setting
@@ -29,15 +29,16 @@ ENDLESS = 2**50
 
 def check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
     """Refuse what plans that offload cannot be yet, and clusters that do not say where to."""
-    if pins.schedule in OUT_OF_TURN:
+    if pins.schedule in OUT_OF_ORDER:
         raise PinError(
             f"pin 'offload' is {pins.offload!r}, and pin 'schedule' {pins.schedule!r}, which leaves gradients of "
             "weights to a later action or step than their block's backward, where they could not leave the device: pin "
             "'schedule' '1f1b', 'interleaved_1f1b' or 'gpipe', or 'offload' 'none'"
         )
-    if (pipelines or pins.in_turns) and pins.update == "backward":
+    if (pipelines or pins.micro_batched) and pins.update == "backward":
         raise PinError(
-            "pin 'update' is 'backward', but a step in turns has its gradients before the loss's backward says by how "
+            "pin 'update' is 'backward', but a micro-batched step has its gradients before the loss's backward says "
+            "by how "
             "much they are scaled, so that none can be used earlier: pin 'update' 'after', or leave out pipelines, "
             "'pipeline' and 'micro_batches'"
         )
@@ -90,8 +91,8 @@ def _staying_or_leaving(setting: Setting, skeleton: Skeleton, divisions: Divisio
 
 
 def _is_short_of_room(setting: Setting, found: Searched) -> bool:
-    """Whether a plan makes anything again, or may have model data on the device; in turns also whether what moves may
-    do so for several micro-batches.
+    """Whether a plan makes anything again, or may have model data on the device; with micro-batches also whether what
+    moves may do so for several micro-batches.
     """
     if found.recomputing.recompute.without_gathering() or setting.training.tier == "either":
         return True

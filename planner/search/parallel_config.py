@@ -1,4 +1,4 @@
-"""Divisions: how the devices of a cluster and the turns of a step may be divided, before anything is laid out.
+"""Divisions: how the devices of a cluster and the micro-batches of a step may be divided, before anything is laid out.
 
 A division is a number of pipeline stages, and the mesh of each with the number of micro-batches on it. All that is
 known of it without looking is :class:`Arithmetic`: no plan computes faster than all devices at their best.
@@ -32,7 +32,7 @@ SCHEDULES = ("1f1b", "interleaved_1f1b")
 """Schedules that are tried where none is pinned."""
 VIRTUAL = (1, 2, 4, 8)
 """So many stages a rank may have where their number is not pinned."""
-MOST_TURNS = 16
+MOST_MICRO_BATCHES = 16
 """So many numbers of micro-batches are tried at most; of more divisors, those that leave ranks 1, 2, 4, ... samples."""
 
 
@@ -40,7 +40,8 @@ MOST_TURNS = 16
 class Division:
     """So many pipeline stages, each on its own ranks laid out as ``mesh``, which may have an axis of micro-batches.
 
-    In turns, ``gathers`` says when parameters are gathered, see :class:`planner.formulation.training.Training`.
+    With micro-batches, ``gathers`` says when parameters are gathered, see
+    :class:`planner.formulation.training.Training`.
     """
 
     stages: int
@@ -48,7 +49,7 @@ class Division:
     gathers: Gathers = "once"
 
     @property
-    def in_turns(self) -> bool:
+    def micro_batched(self) -> bool:
         """Whether a step is more than one forward and one backward on every rank."""
         return self.stages > 1 or self.mesh.micro_batches > 1
 
@@ -74,20 +75,22 @@ class Division:
     @cached_property
     def _measures(self) -> tuple[float, ...]:
         sizes = self.stages, self.mesh.micro_batches, self.mesh.sizes[-1]
-        return *map(math.log2, sizes), float(len(self.mesh.in_turns(1).axes))
+        return *map(math.log2, sizes), float(len(self.mesh.micro_batched(1).axes))
 
     def __str__(self) -> str:
         return sizes_text(self.sizes) + IN_EACH * (self.gathers == "each")
 
 
-def in_one_turn(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tuple[Division, ...]:
-    """Every division of one stage and one turn that the pins allow; steps of one turn have no gradient to leave."""
-    if pins.in_turns:
+def without_micro_batches(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tuple[Division, ...]:
+    """Every division of one stage and one micro-batch that the pins allow; steps of one micro-batch have no gradient to
+    leave.
+    """
+    if pins.micro_batched:
         return ()
     return tuple(Division(1, mesh) for mesh in _meshes(cluster, pins, max_axes, 1))
 
 
-def in_turns(
+def micro_batched(
     cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_axes: int, pipelines: bool = False
 ) -> tuple[Division, ...]:
     """Every other division: stages among which so many blocks can be cut, and micro-batches that divide the batch.
@@ -105,10 +108,14 @@ def in_turns(
     meshes = {stages: _meshes(cluster, pins, max_axes, stages) for stages in counts}
     for stages in [each for each in counts if samples % _data(meshes[each]) == 0] or counts:
         for mesh in meshes[stages]:
-            turned = (mesh.in_turns(turns) for turns in _turn_counts(pins, graph, mesh))
-            found += [Division(stages, each, pins.gathers[0]) for each in turned]
+            found_meshes = (
+                mesh.micro_batched(micro_batches) for micro_batches in _micro_batch_counts(pins, graph, mesh)
+            )
+            found += [Division(stages, each, pins.gathers[0]) for each in found_meshes]
     names, virtual = schedules(pins), pins.virtual_stages
-    runs = [s for s in found if s.in_turns and pipelines_of(s.stages, s.mesh.micro_batches, blocks, names, virtual)]
+    runs = [
+        s for s in found if s.micro_batched and pipelines_of(s.stages, s.mesh.micro_batches, blocks, names, virtual)
+    ]
     if not runs and pins.schedule == "2bw" and found:
         raise PinError(
             "pin 'schedule' is '2bw', which needs 2 micro-batches or more, at least as many as stages, and a block for "
@@ -125,7 +132,7 @@ def in_turns(
 
 
 def check_pinned(pins: Pins, cluster: ClusterSpec, division: Division, pipeline: Pipeline | None) -> None:
-    """Refuse a division, and how it runs if in turns, that the pins leave no room for.
+    """Refuse a division, and how it runs if with micro-batches, that the pins leave no room for.
 
     Raises:
         PinError: names the pin and what there is instead.
@@ -141,12 +148,12 @@ def check_pinned(pins: Pins, cluster: ClusterSpec, division: Division, pipeline:
     for name, pinned, found in pairs:
         if pinned not in (None, found):
             raise PinError(f"pin {name!r} is {pinned!r}, but it is {found!r}")
-    if division.in_turns and pins.tier == "device" and division.gathers not in pins.gathers:
+    if division.micro_batched and pins.tier == "device" and division.gathers not in pins.gathers:
         words = {"once": "once a step", "each": "in each micro-batch"}
         wanted, has = words[pins.gathers[0]], words[division.gathers]
         raise PinError(f"pin 'zero' is {pins.zero}, which gathers parameters {wanted}, but they are gathered {has}")
     if pins.sizes:
-        mesh, of_stage = pinned_mesh(cluster, pins.sizes, division.stages), division.mesh.in_turns(1)
+        mesh, of_stage = pinned_mesh(cluster, pins.sizes, division.stages), division.mesh.micro_batched(1)
         if (mesh.names, mesh.sizes) != (of_stage.names, of_stage.sizes):
             raise PinError(
                 f"the mesh is {Division(division.stages, of_stage)}, but what is pinned makes it "
@@ -227,7 +234,7 @@ def batch_of(graph: Graph) -> int:
     return math.gcd(*(shape[0] for shape in shapes if shape and shape[0] > 1))
 
 
-def _turn_counts(pins: Pins, graph: Graph, mesh: Mesh) -> list[int]:
+def _micro_batch_counts(pins: Pins, graph: Graph, mesh: Mesh) -> list[int]:
     """Numbers of micro-batches that the pins allow, each of which the ranks pinned to share it divide among them."""
     batch, ranks = batch_of(graph) or 1, _data([mesh])
     if pins.micro_batches is not None:
@@ -245,12 +252,12 @@ def _turn_counts(pins: Pins, graph: Graph, mesh: Mesh) -> list[int]:
             )
         return [pins.micro_batches]
     found = [n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or batch // n % ranks == 0)]
-    if len(found) > MOST_TURNS:
-        found = _some_turn_counts(found, batch, mesh)[:MOST_TURNS]
+    if len(found) > MOST_MICRO_BATCHES:
+        found = _some_micro_batch_counts(found, batch, mesh)[:MOST_MICRO_BATCHES]
     return found
 
 
-def _some_turn_counts(counts: list[int], batch: int, mesh: Mesh) -> list[int]:
+def _some_micro_batch_counts(counts: list[int], batch: int, mesh: Mesh) -> list[int]:
     """Those of many that leave each rank of all axes, or of all but the last, 1, 2, 4, ... samples of a micro-batch; or
     powers of two, where the batch is not divided so.
     """
@@ -265,7 +272,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def seeds(divisions: tuple[Division, ...], cluster: ClusterSpec, graph: Graph) -> list[Division]:
-    """Shapes to look at first, one for each number of stages, and one of a step in one turn.
+    """Shapes to look at first, one for each number of stages, and one of a step without micro-batches.
 
     The last axis is a node or what there is of one, and micro-batches have one sample on each rank of the others. The
     first has just so many stages that the parameters of one, shared by the last axis, and their gradients take at most
@@ -275,14 +282,14 @@ def seeds(divisions: tuple[Division, ...], cluster: ClusterSpec, graph: Graph) -
     for division in divisions:
         ranks = division.mesh.size
         inner = min(ranks, cluster.spans[0])
-        turns = max(1, batch * inner // ranks)
-        axes = division.mesh.in_turns(1).axes
+        micro_batches = max(1, batch * inner // ranks)
+        axes = division.mesh.micro_batched(1).axes
         off = (
             abs(math.log(axes[-1].size / inner)),
-            abs(math.log(division.mesh.micro_batches / turns)),
+            abs(math.log(division.mesh.micro_batches / micro_batches)),
             float(len(axes)),
         )
-        key = division.stages, division.in_turns
+        key = division.stages, division.micro_batched
         if key not in found or off < found[key][0]:
             found[key] = off, division
     parameters = sum(leaf.results[0].size_bytes for leaf in graph.leaves if leaf.op == "param")

@@ -36,10 +36,10 @@ def by_recipe(setting: Setting, looks: list[Look], until: float) -> list[Look]:
 
 def _named(mesh: Mesh) -> Iterator[Mesh]:
     """A mesh with its axes named by what they are for."""
-    turns = tuple(axis for axis in mesh.axes if axis.name == MICRO)
+    micro_batches = tuple(axis for axis in mesh.axes if axis.name == MICRO)
     axes = [axis for axis in mesh.axes if axis.name != MICRO]
     for names in NAMES.get(len(axes), ()) if mesh.size > 1 else ():
-        yield Mesh((*turns, *(replace(axis, name=name) for axis, name in zip(axes, names, strict=True))))
+        yield Mesh((*micro_batches, *(replace(axis, name=name) for axis, name in zip(axes, names, strict=True))))
 
 
 def _held(setting: Setting, look: Look, mesh: Mesh) -> Look | None:

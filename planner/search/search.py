@@ -30,7 +30,7 @@ from planner.search.branch_and_bound import Divisions, Searched
 from planner.search.candidate_bounds import Progress, Setting
 from planner.search.memory_fitting import fitted, taking_room
 from planner.search.offload_search import check_offloads, elsewhere
-from planner.search.parallel_config import Division, dividing, in_one_turn, in_turns, stages_wanted
+from planner.search.parallel_config import Division, dividing, micro_batched, stages_wanted, without_micro_batches
 from planner.search.remat_selection import keeping, with_levels_between
 
 GAP = 0.001
@@ -78,7 +78,7 @@ def search(
     training = replace(training, tier=pins.tier, update=pins.update, activations=pins.activations or 0)
     if training.tier != "device":
         check_offloads(cluster, pins, pipelines)
-    plain = in_one_turn(cluster, pins, max_axes)
+    plain = without_micro_batches(cluster, pins, max_axes)
     if not pipelines and plain and (pins.schedule or pins.virtual_stages):
         raise PinError("pins 'schedule' and 'virtual_stages' are a pipeline's: pin 'pipeline' too, or search pipelines")
     if not folding and (pipelines or not plain):
@@ -87,12 +87,12 @@ def search(
         )
     folded = fold(graph) if folding else fold_off(graph)
     rules = rules_of(graph, folded)
-    turned: tuple[Division, ...] = ()
+    in_parts: tuple[Division, ...] = ()
     if pipelines or not plain:
         folded = finer(folded, rules, stages_wanted(pins))
-        turned = in_turns(cluster, pins, graph, len(folded.instances), max_axes, pipelines)
-        plain = dividing(plain, graph) if turned else plain
-    divisions = Divisions(plain, turned)
+        in_parts = micro_batched(cluster, pins, graph, len(folded.instances), max_axes, pipelines)
+        plain = dividing(plain, graph) if in_parts else plain
+    divisions = Divisions(plain, in_parts)
     folded = pinned_apart(folded, pins.zero)
     skeleton = Skeleton(folded, rules)
     skeleton.survey()
@@ -107,7 +107,7 @@ def search(
     if training.tier != "device":
         return elsewhere(setting, skeleton, divisions)
     first = setting
-    if not turned and pins.recompute is None:
+    if not in_parts and pins.recompute is None:
         first = replace(first, deadline=start + FIRST * time_limit_s)
     found = fitted(first, skeleton, divisions)
     return taking_room(setting, skeleton, divisions, found)

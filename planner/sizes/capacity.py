@@ -2,7 +2,7 @@
 
 Sizes that the decisions divide evenly come back with a period, that of the ranks they are cut over, and among these
 bytes grow with the size. The formula of the peak says where the last one that fits should be; following whole steps
-through memory, or pricing them in turns, says where it is.
+through memory, or pricing them with micro-batches, says where it is.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ as well as numbers; nothing is fitted. ``plan.at(...)`` has what seconds leave o
 was measured.
 
 Bytes leave nothing out as long as a step does the same in the same order, which other sizes change only where another
-route between two layouts becomes the cheapest. Of a step in turns, seconds are those along the path through its
+route between two layouts becomes the cheapest. Of a micro-batched step, seconds are those along the path through its
 schedule that is longest at the planned sizes; where another one becomes longer the step takes more. How often that path
 does what, and how many micro-batches are in flight, follows from the number of micro-batches for those that
-:attr:`Formulas.turns` has (:mod:`planner.solve.pipeline.growth`).
+:attr:`Formulas.valid_micro_batches` has (:mod:`planner.solve.pipeline.growth`).
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Formulas:
 
     Attributes:
         batch, sequence, micro_batches: the symbols ``b``, ``s`` and ``m``, for the *global* batch, the sequence length
-            and into how many micro-batches a step in turns cuts the batch.
+            and into how many micro-batches a micro-batched step cuts the batch.
         planned: their numbers as planned, of those that the expressions are in.
-        turns: the numbers of micro-batches for which they hold, with micro-batches as large as planned; of larger or
-            smaller ones another path through the schedule may be longer. ``None``: they are not in ``m``.
-        parameters_bytes, gradients_bytes, optimizer_bytes: held when backward is over; in turns always.
-        gathered_bytes: in turns, what parameters are gathered into for all micro-batches; in one turn they are block
-            by block, and part of the peak alone.
-        saved_bytes: activations held when forward is over; in turns those of all micro-batches in flight.
+        valid_micro_batches: the numbers of micro-batches for which they hold, with micro-batches as large as planned;
+            of larger or smaller ones another path through the schedule may be longer. ``None``: they are not in ``m``.
+        parameters_bytes, gradients_bytes, optimizer_bytes: held when backward is over; with micro-batches always.
+        gathered_bytes: with micro-batches, what parameters are gathered into for all micro-batches; without
+            micro-batches they are block by block, and part of the peak alone.
+        saved_bytes: activations held when forward is over; with micro-batches those of all micro-batches in flight.
         peak_bytes: at the fullest moment: the largest of all moments that may be it.
         flops: operations of forward and backward on one rank, those that are repeated too; of a step, all its
             micro-batches included.
@@ -101,7 +101,7 @@ class Formulas:
     optimizer_s: sympy.Expr
     bubble_s: sympy.Expr
     left_out: str = ""
-    turns: Counts | None = None
+    valid_micro_batches: Counts | None = None
 
     def check(self, micro_batches: int) -> None:
         """Refuse a number of micro-batches for which the expressions do not hold.
@@ -110,12 +110,13 @@ class Formulas:
             PlanError: says for which they do, or why they are for the planned one alone.
         """
         check_size("micro_batches", micro_batches)
-        if self.turns is None and micro_batches != self.planned.get(self.micro_batches, micro_batches):
+        if self.valid_micro_batches is None and micro_batches != self.planned.get(self.micro_batches, micro_batches):
             raise PlanError(f"these formulas hold for the planned micro-batches alone: {self.left_out}")
-        if self.turns is not None and micro_batches not in self.turns:
+        if self.valid_micro_batches is not None and micro_batches not in self.valid_micro_batches:
             raise PlanError(
-                f"these formulas hold for {self.turns} micro-batches, and not for {micro_batches}: there the longest "
-                "path through the schedule is another one; plan.at(micro_batches=...) simulates it"
+                f"these formulas hold for {self.valid_micro_batches} micro-batches, and not for "
+                f"{micro_batches}: there the longest path through the schedule is another one; "
+                "plan.at(micro_batches=...) simulates it"
             )
 
     @property
@@ -176,12 +177,12 @@ def formulas(sizes: OtherSizes) -> Formulas:
     scale, left_out = sizes.widest()
     staged = scale.restage(scale.planned)
     grown, why = (None, "") if staged is None else _growth(scale.planned, staged)
-    assignment = scale.symbolic(ClosedSpace, turns=grown is not None)
+    assignment = scale.symbolic(ClosedSpace, micro_batched=grown is not None)
     staged = scale.restage(assignment)
-    found = _in_one_turn(assignment) if staged is None else _in_turns(assignment, staged, grown)
+    found = _without_micro_batches(assignment) if staged is None else _micro_batched(assignment, staged, grown)
     peaks = undominated(map(size_formula, found.moments))
-    turns = assignment.space.mesh.micro_batches if staged is not None else 0
-    planned = scale.followed.batch, scale.followed.sequence, int(turns)
+    micro_batches = assignment.space.mesh.micro_batches if staged is not None else 0
+    planned = scale.followed.batch, scale.followed.sequence, int(micro_batches)
     symbols: Symbols = sympy.symbols("b s m", positive=True, integer=True)
 
     def of(use: str) -> sympy.Expr:
@@ -253,7 +254,7 @@ class _Grown:
     seconds: Mapping[str, float]
 
 
-def _in_one_turn(assignment: Assignment) -> _Grown:
+def _without_micro_batches(assignment: Assignment) -> _Grown:
     space, memory = assignment.space, usage(assignment)
     flops: Formula = {}
     for role, names in space.members.items():
@@ -277,9 +278,9 @@ def _by_use(storages: Iterable[Held]) -> dict[str, int]:
     return found
 
 
-def _in_turns(assignment: Assignment, staged: Staged, grown: Growth | None) -> _Grown:
-    """A step in turns: seconds and operations of its busiest rank, bytes of its fullest, along the longest path of the
-    schedule at the planned sizes.
+def _micro_batched(assignment: Assignment, staged: Staged, grown: Growth | None) -> _Grown:
+    """A micro-batched step: seconds and operations of its busiest rank, bytes of its fullest, along the longest path of
+    the schedule at the planned sizes.
 
     Args:
         grown: how the schedule grows with its micro-batches; ``None``: they stay as many.
@@ -292,9 +293,9 @@ def _in_turns(assignment: Assignment, staged: Staged, grown: Growth | None) -> _
     return _Grown(
         held,
         dict.fromkeys(moments(assignment, staged.alive, in_flight)),
-        _flops_in_turns(assignment, staged),
+        _flops_micro_batched(assignment, staged),
         collectives(recomputing, staged.cut.bounds, _late(staged, grown)),
-        _seconds_in_turns(staged, grown),
+        _seconds_micro_batched(staged, grown),
     )
 
 
@@ -315,7 +316,7 @@ def _in_flight(staged: Staged, grown: Growth | None) -> Moments:
         (
             stages,
             [
-                InFlight(tuple(along(staged.turns, *line) for line in counts), moment.added)
+                InFlight(tuple(along(staged.micro_batches, *line) for line in counts), moment.added)
                 for moment, counts in zip(moments_of, held, strict=True)
             ],
         )
@@ -325,10 +326,10 @@ def _in_flight(staged: Staged, grown: Growth | None) -> Moments:
 
 def _late(staged: Staged, grown: Growth | None) -> tuple[int, ...]:
     """As :attr:`planner.solve.pipeline.stages.Pipeline.late`, as sizes."""
-    return staged.pipeline.late if grown is None else tuple(along(staged.turns, *line) for line in grown.late)
+    return staged.pipeline.late if grown is None else tuple(along(staged.micro_batches, *line) for line in grown.late)
 
 
-def _flops_in_turns(assignment: Assignment, staged: Staged) -> Formula:
+def _flops_micro_batched(assignment: Assignment, staged: Staged) -> Formula:
     """Of the busiest rank, for all micro-batches."""
     pipeline, space = staged.pipeline, assignment.space
     total: Formula = {}
@@ -339,10 +340,10 @@ def _flops_in_turns(assignment: Assignment, staged: Staged) -> Formula:
         again = space.skeleton.again(instance.kind, level).operators if level != "none" else ()
         for at, node in enumerate(instance.block.nodes):
             total = added(total, _flops(assignment, node, 1, int(at in again)))
-    return by_size(total, staged.turns)
+    return by_size(total, staged.micro_batches)
 
 
-def _seconds_in_turns(staged: Staged, grown: Growth | None) -> dict[str, float]:
+def _seconds_micro_batched(staged: Staged, grown: Growth | None) -> dict[str, float]:
     """By use, of the busiest rank; its waiting is what the longest path and the rank last done take more."""
     work, sends = _path(staged, grown)
     step_s = max(map(sum, staged.once_s))
@@ -361,8 +362,8 @@ def _seconds_in_turns(staged: Staged, grown: Growth | None) -> dict[str, float]:
 def _path(staged: Staged, grown: Growth | None) -> tuple[list[list[int]], list[int]]:
     """How often the longest path does the forward, input and weight part of each stage, and takes each way between."""
     if grown is not None:
-        work = [[along(staged.turns, *line) for line in lines] for lines in grown.work]
-        return work, [along(staged.turns, *line) for line in grown.sends]
+        work = [[along(staged.micro_batches, *line) for line in lines] for lines in grown.work]
+        return work, [along(staged.micro_batches, *line) for line in grown.sends]
     p = staged.pipeline
     _, path = critical(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, staged.times.of_stages)
     return path.work.astype(int).tolist(), path.sends.astype(int).tolist()

@@ -23,9 +23,18 @@ from functools import cached_property
 from planner.analysis.memory import usage
 from planner.analysis.pipeline.rank_memory import moments
 from planner.analysis.pipeline.staged import Staged
-from planner.analysis.prediction import Prediction, predict, predict_in_turns
+from planner.analysis.prediction import Prediction, predict, predict_micro_batched
 from planner.base.errors import PlanError
-from planner.base.symbolic_int import Size, at_sizes, batch_of, describe, quotient, sequence_of, terms_of, turns_of
+from planner.base.symbolic_int import (
+    Size,
+    at_sizes,
+    batch_of,
+    describe,
+    micro_batches_of,
+    quotient,
+    sequence_of,
+    terms_of,
+)
 from planner.formulation.assignment import Assignment
 from planner.formulation.decisions import Role, Skeleton
 from planner.formulation.search_space import Space
@@ -67,11 +76,11 @@ class Scale:
     Args:
         assignment: as planned.
         batch, sequence: what is to change.
-        restage: how decisions run in turns, if they do.
+        restage: how decisions run micro-batched, if they do.
 
     Attributes:
         planned: the assignment that is scaled.
-        restage: how decisions run in turns, if they do.
+        restage: how decisions run micro-batched, if they do.
         followed: how its sizes move.
         divisions: sizes that must be multiples, for the decisions to hold.
 
@@ -175,10 +184,10 @@ class Scale:
         axes = self.planned.space.mesh.axes
         for dim, parts in enumerate(self.followed.dims[ref]):
             ranks: dict[int, int] = {}
-            names, turns = [], {}
+            names, micro_batches = [], {}
             for kind, axis in zip(layout, axes, strict=True):
                 if isinstance(kind, Shard) and kind.dim == dim:
-                    turns.update({kind.outer: axis.size} if axis.name == MICRO else {})
+                    micro_batches.update({kind.outer: axis.size} if axis.name == MICRO else {})
                     ranks[kind.outer] = ranks.get(kind.outer, 1) * axis.size
                     names.append(axis.name)
             outers = sorted(ranks)
@@ -191,11 +200,11 @@ class Scale:
                         f"this plan's cost cannot be followed to other sizes: in {where}, {describe(following)} is cut "
                         f"into {describe(outer)} strips"
                     )
-                if (isinstance(length, Size) or outer in turns) and ranks[outer] > 1:
+                if (isinstance(length, Size) or outer in micro_batches) and ranks[outer] > 1:
                     of = f"ranks of the {' and '.join(name for name in names if name != MICRO)} axis"
                     sharing = of if MICRO not in names else f"parts (micro-batches x {of})"
                     sharing = "micro-batches" if names == [MICRO] else sharing
-                    yield Division.of(length, ranks[outer], f"{sharing}, in {where}", turns.get(outer, 1))
+                    yield Division.of(length, ranks[outer], f"{sharing}, in {where}", micro_batches.get(outer, 1))
 
     # ---- at other sizes ----
 
@@ -212,7 +221,7 @@ class Scale:
         """
         self.check(batch, sequence, micro_batches)
         space = self.planned.space
-        mesh = space.mesh if micro_batches is None else space.mesh.in_turns(micro_batches)
+        mesh = space.mesh if micro_batches is None else space.mesh.micro_batched(micro_batches)
 
         def moved(number: int) -> int:
             return at_sizes(number, batch, sequence)
@@ -257,7 +266,7 @@ class Scale:
 
         Raises:
             PlanError: names the size, and the axis that does not divide it or what leaves nothing of it; or this is a
-                step in one turn, or becomes one.
+                step without micro-batches, or becomes one.
         """
         planned = self.planned.space.mesh.micro_batches
         if micro_batches is not None and micro_batches != planned and 1 in (micro_batches, planned):
@@ -296,14 +305,14 @@ class Scale:
         """Whether everything that is cut evenly can be."""
         return all(at_sizes(each.size, batch, sequence) % each.number == 0 for each in self.divisions)
 
-    def symbolic(self, kind: type[Space] = Space, *, turns: bool = False) -> Assignment:
+    def symbolic(self, kind: type[Space] = Space, *, micro_batched: bool = False) -> Assignment:
         """The decisions as planned, at sizes that know how they move, in a space of some kind.
 
         Args:
-            turns: whether the number of micro-batches moves, too.
+            micro_batched: whether the number of micro-batches moves, too.
         """
         batch, sequence = self.followed.batch, self.followed.sequence
-        micro_batches = turns_of(self.planned.space.mesh.micro_batches) if turns else None
+        micro_batches = micro_batches_of(self.planned.space.mesh.micro_batches) if micro_batched else None
         sizes = batch_of(batch) if batch else 0, sequence_of(sequence) if sequence else 0
         return self.assignment(*sizes, kind, micro_batches)
 
@@ -321,7 +330,7 @@ class Scale:
         assignment = self.assignment(batch, sequence, micro_batches=micro_batches)
         staged = self.restage(assignment)
         if staged is not None:
-            return predict_in_turns(assignment, staged)
+            return predict_micro_batched(assignment, staged)
         found = predict(assignment, 0.0)
         return replace(found, step_time_s=sum(found.time_s.values()))
 
@@ -337,7 +346,7 @@ class OtherSizes:
 
     Args:
         assignment: the decisions.
-        restage: how they run in turns at whatever sizes, if they do.
+        restage: how they run micro-batched at whatever sizes, if they do.
     """
 
     def __init__(self, assignment: Assignment, restage: Restage):

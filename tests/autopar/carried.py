@@ -176,7 +176,9 @@ def is_bit_equal(name: str, document: dict[str, Any]) -> None:
 
 
 def adds_up_as_without(name: str, document: dict[str, Any], plain: dict[str, Any]) -> None:
-    """Gradients in turns are those of the same turns without offload, to the bit; a tied parameter's to rounding."""
+    """Gradients with micro-batches are those of the same micro-batches without offload, to the bit; a tied parameter's
+    to rounding.
+    """
     model, batch = model_of(name, torch.float32)
     plan = Plan.from_dict(document)
     offloaded, _ = parallel(copy.deepcopy(model), plan, batch)
@@ -317,8 +319,8 @@ def runs_in_eval(name: str, document: dict[str, Any]) -> None:
     assert carrier.arena.high_water_bytes <= carrier.arena.budget_bytes
 
 
-def goes_on_in_turns(document: dict[str, Any]) -> None:
-    """What may come between and beside steps in turns; each computes what the original computes."""
+def goes_on_micro_batched(document: dict[str, Any]) -> None:
+    """What may come between and beside micro-batched steps; each computes what the original computes."""
     model, batch = model_of("mlp")
     pmodel, carrier = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
     batches = [another("mlp", seed) for seed in range(3)]

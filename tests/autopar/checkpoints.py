@@ -225,7 +225,8 @@ def save_small(path: str, value: float, wait: bool = True) -> Any:
 
 
 def survives_kills(path: str) -> list[float]:
-    """The value that is loaded after a kill at each moment of a save that replaces 1 by 2, in turns at once or beside.
+    """The value that is loaded after a kill at each moment of a save that replaces 1 by 2, with micro-batches at once
+    or beside.
 
     For a process that has no threads, since a process that is forked to be killed has but one of them.
     """

@@ -55,7 +55,7 @@ class InFlight:
         return len(+self._things)
 
     def _forward(self, stage: Stage, *args: Any) -> Any:
-        key = stage.number, self._step.turns.now
+        key = stage.number, self._step.micro_batches.now
         used = stage.parameters if stage.gather is None else stage.gather.graph.output_node().args[0]
         first = len(used) + len(stage.leaves)  # type: ignore[arg-type]
         for value in args[first : first + len(stage.received)]:

@@ -22,8 +22,8 @@ from tests.autopar.models import MODELS
 
 
 def draws_as_without(name: str, document: dict[str, Any], plain: dict[str, Any], autocast: bool) -> None:
-    """With dropout gradients are those without offload, to the bit, also in bfloat16 under autocast; in turns a tied
-    parameter's to rounding.
+    """With dropout gradients are those without offload, to the bit, also in bfloat16 under autocast; with micro-batches
+    a tied parameter's to rounding.
     """
     model, batch = MODELS[name].build()
     plan = Plan.from_dict(document)

@@ -236,7 +236,7 @@ def trains_alike(name: str, document: Mapping[str, Any]) -> float:
 
 
 @exact()
-def trains_in_turns(name: str, document: Mapping[str, Any]) -> float:
+def trains_micro_batched(name: str, document: Mapping[str, Any]) -> float:
     """A pipeline as :func:`trains_alike`: each rank has its stages' parameters, all have the loss and the norm."""
     model, batch = model_of(name), batch_of(name)
     pmodel = parallel(model, document, batch)

@@ -51,8 +51,8 @@ def test_training_steps_match_the_original(nccl):
         torch.testing.assert_close(value, original.state_dict()[name].cpu(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("offload, turns", [("host", 1), ("auto", 1), ("host", 2), ("auto", 2)])
-def test_model_data_on_the_host_trains_alike_within_the_budget(nccl, offload, turns):
+@pytest.mark.parametrize("offload, micro_batches", [("host", 1), ("auto", 1), ("host", 2), ("auto", 2)])
+def test_model_data_on_the_host_trains_alike_within_the_budget(nccl, offload, micro_batches):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     import autopar
@@ -70,7 +70,7 @@ def test_model_data_on_the_host_trains_alike_within_the_budget(nccl, offload, tu
     data_bytes = 16 * sum(p.numel() for p in model.parameters())
     device = spec.device.model_copy(update={"memory_bytes": data_bytes // 2})
     cluster = spec.model_copy(update={"device": device})
-    pin = {"offload": offload, "micro_batches": turns}
+    pin = {"offload": offload, "micro_batches": micro_batches}
     pmodel = autopar.parallelize(model, cluster, example_kwargs=batch, pin=pin)
     assert pmodel.carrier is not None
     assert all(p.device.type == "cpu" for p in pmodel.parameters()) == (offload == "host")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.analysis.pipeline.staged import Staged
-from planner.analysis.prediction import predict, predict_in_turns
+from planner.analysis.prediction import predict, predict_micro_batched
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
@@ -81,7 +81,7 @@ def written(
     staged: Staged | None = None,
 ) -> Plan:
     """An assignment as a plan."""
-    predicted = predict(assignment, time_s) if staged is None else predict_in_turns(assignment, staged)
+    predicted = predict(assignment, time_s) if staged is None else predict_micro_batched(assignment, staged)
     seconds = {"capture": 1.0, "fold": 0.25, "solve": 0.5}
     facts = model_facts(assignment.space.graph, "ResidualMLP")
     return describe(

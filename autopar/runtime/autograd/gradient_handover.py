@@ -1,4 +1,4 @@
-"""Hand over: what a step in turns returns, whose backward gives the gradients that the step found.
+"""Hand over: what a micro-batched step returns, whose backward gives the gradients that the step found.
 
 By how much the loss is scaled is known only when backward is called, so a step assumes a scale, and what differs is put
 right here: a loss scale keeps small gradients of half precision from vanishing.
@@ -64,7 +64,7 @@ class _HandOver(torch.autograd.Function):
         found, ctx.gradients = ctx.gradients, None
         if found is None:
             raise RuntimeError(
-                "the gradients of a step in turns were handed over before: call loss.backward() once a step"
+                "the gradients of a micro-batched step were handed over before: call loss.backward() once a step"
             )
         ctx.called(grad)
         scale = grad / ctx.seed.to(grad)

@@ -14,7 +14,15 @@ from spmd_types import I, R, V
 from torch import Tensor
 from torch._ops import OpOverload
 
-from autopar.runtime.spmd.rank_index import Groups, GroupsOrTurns, among_ranks, as_invariant, as_partial, first, ranks
+from autopar.runtime.spmd.rank_index import (
+    Groups,
+    GroupsOrMicroBatches,
+    among_ranks,
+    as_invariant,
+    as_partial,
+    first,
+    ranks,
+)
 
 NONE, MEAN = 0, 1
 
@@ -27,7 +35,7 @@ def cross_entropy_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     *,
-    token_groups: GroupsOrTurns = (),
+    token_groups: GroupsOrMicroBatches = (),
     vocab_groups: Groups = (),
     count: Tensor | None = None,
 ) -> Tensor:
@@ -41,7 +49,7 @@ def cross_entropy_loss(
         reduction, ignore_index, label_smoothing: as in the operator.
         token_groups: the mesh axes that shard ``t`` or ``d1..``, in any order.
         vocab_groups: the mesh axes that shard ``v``, major first.
-        count: :func:`token_count` of this rank's tokens of all turns, where ``token_groups`` has turns.
+        count: :func:`token_count` of this rank's tokens of all micro-batches, where ``token_groups`` has micro-batches.
 
     Returns:
         The loss ``[]``, ``P`` on ``token_groups``, ``I`` on ``vocab_groups``; ``[t, d1..]`` without a reduction.
@@ -76,7 +84,7 @@ def nll_loss(
     reduction: int = MEAN,
     ignore_index: int = -100,
     *,
-    token_groups: GroupsOrTurns = (),
+    token_groups: GroupsOrMicroBatches = (),
     count: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``op``, one of the ``aten.nll_loss*`` family, over the tokens of every rank.
@@ -101,7 +109,9 @@ def nll_loss(
     return loss, as_partial(total, token_groups)
 
 
-def partial_mean(op: OpOverload[..., Any], *args: Any, contracted_groups: GroupsOrTurns = (), **kwargs: Any) -> Tensor:
+def partial_mean(
+    op: OpOverload[..., Any], *args: Any, contracted_groups: GroupsOrMicroBatches = (), **kwargs: Any
+) -> Tensor:
     """``op``, a mean (or a loss with a ``reduction``), over slices of equal size: this rank's term of the global mean.
 
     Args:
@@ -118,7 +128,7 @@ def partial_mean(op: OpOverload[..., Any], *args: Any, contracted_groups: Groups
     return _share_of_mean(op(*args, **kwargs), bound.get("reduction", MEAN), contracted_groups)
 
 
-def _share_of_mean(loss: Tensor, reduction: Any, groups: GroupsOrTurns) -> Tensor:
+def _share_of_mean(loss: Tensor, reduction: Any, groups: GroupsOrMicroBatches) -> Tensor:
     if reduction == NONE or not groups:
         return loss
     return as_partial(loss / ranks(groups) if reduction == MEAN else loss, groups)
@@ -131,7 +141,7 @@ def _reduce(
     reduction: int,
     ignore_index: int,
     dtype: torch.dtype,
-    token_groups: GroupsOrTurns,
+    token_groups: GroupsOrMicroBatches,
     vocab_groups: Groups,
     count: Tensor | None,
 ) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from autopar.runtime.layers.attention import attention
-from autopar.runtime.spmd.rank_index import GroupsOrTurns
+from autopar.runtime.spmd.rank_index import GroupsOrMicroBatches
 from autopar.runtime.spmd.run_state import RunState
 
 
-def draw(op: OpOverload[..., Any], state: RunState, varying: GroupsOrTurns, *args: Any, **kwargs: Any) -> Any:
+def draw(op: OpOverload[..., Any], state: RunState, varying: GroupsOrMicroBatches, *args: Any, **kwargs: Any) -> Any:
     """``op``, drawing alike on ranks that hold the same data and differently over ``varying``."""
     with state.random.region(varying):
         return op(*args, **kwargs)
@@ -23,7 +23,7 @@ def draw(op: OpOverload[..., Any], state: RunState, varying: GroupsOrTurns, *arg
 
 def draw_attention(
     state: RunState,
-    varying: GroupsOrTurns,
+    varying: GroupsOrMicroBatches,
     query: Tensor,
     key: Tensor,
     value: Tensor,

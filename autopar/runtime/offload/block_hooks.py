@@ -123,7 +123,7 @@ def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple
         TimetableError: they cannot be on the device now, or not within the budget.
     """
     carrier.enter(number, is_backward=False)
-    if carrier.is_in_turns and not is_before(number):
+    if carrier.is_micro_batched and not is_before(number):
         return carrier.adding(number)
     return _Entering.apply(carrier, number, *parts) if parts else ()
 

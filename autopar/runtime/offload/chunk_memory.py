@@ -219,7 +219,7 @@ class Parameters(Chunk):
 
     Attributes:
         here: their memory on the device, empty while they are away; the same from the first time that they come.
-        leaves: the parameters there by name, the same ones from then on; in turns gradients add up in them.
+        leaves: the parameters there by name, the same ones from then on; with micro-batches gradients add up in them.
         kept: the parameters at home, by name.
     """
 
@@ -260,7 +260,7 @@ class Parameters(Chunk):
 
 
 class Homes:
-    """Memories at home in which chunks take turns: gradients that are used as they arrive, and what blocks save.
+    """Memories at home in which chunks take turnS: gradients that are used as they arrive, and what blocks save.
 
     Args:
         sizes: bytes of each, falling.
@@ -363,8 +363,8 @@ class Gradients(Chunk):
 
 
 class Sums(Gradients):
-    """The gradients of a chunk in turns: the sums of several backwards, on the device the ``.grad`` of its parameters
-    there. What has left for its home before the last of them comes back for the next.
+    """The gradients of a chunk with micro-batches: the sums of several backwards, on the device the ``.grad`` of its
+    parameters there. What has left for its home before the last of them comes back for the next.
 
     Args:
         parameters: the chunk of which they are.

@@ -1,8 +1,8 @@
 """Carrier: moves chunks between the host and the device as a timetable says, while the program runs.
 
 It is told when the program, and then backward, enters a block (:mod:`autopar.runtime.offload.block_hooks`), and does
-what stands in the timetable on entering that moment. A step in turns (:mod:`autopar.runtime.pipeline.executor`) says
-for which micro-batch.
+what stands in the timetable on entering that moment. A micro-batched step (:mod:`autopar.runtime.pipeline.executor`)
+says for which micro-batch.
 
 A step that goes another way than the timetable (backward of two calls, a second backward) is carried on demand until
 the next call: each block's chunks are fetched as it is entered. That is slower, and said once.
@@ -29,7 +29,7 @@ from autopar.runtime.offload.activations import Activations
 from autopar.runtime.offload.chunk_memory import Arena, Chunk, Gradients, Homes, Link, Parameters, Sums
 from autopar.runtime.offload.early_update import AFTER, Updates, let_go, may_update
 from planner.analysis.memory.storages import BEFORE
-from planner.analysis.offload.chunks import of_turn, shared
+from planner.analysis.offload.chunks import of_micro_batch, shared
 from planner.base.errors import InputError, TimetableError
 from planner.solve.transfers import Timetable
 
@@ -115,14 +115,14 @@ class Carrier:
         moments: the names of the moments of each block's forward and backward, by its number.
         device: where the program computes.
         disk: where parameters and gradients are at home, if not in the host's memory.
-        is_in_turns: whether a step is several micro-batches, whose gradients are added up.
+        is_micro_batched: whether a step is several micro-batches, whose gradients are added up.
         saved: what leaves between forward and backward.
-        homes: bytes of the memories at home in which that takes turns, falling.
+        homes: bytes of the memories at home in which that takes turnS, falling.
 
     Attributes:
         arena: what the device may hold of chunks.
         bytes_moved: of the last whole step, by direction.
-        micro_batch: the one that is computed of a step in turns.
+        micro_batch: the one that is computed of a micro-batched step.
         token: while the program runs, what every block takes as it is left, so that backward comes to parameters last.
     """
 
@@ -133,13 +133,13 @@ class Carrier:
         moments: Mapping[int, tuple[str, str]],
         device: torch.device,
         disk: Disk | None = None,
-        is_in_turns: bool = False,
+        is_micro_batched: bool = False,
         saved: Sequence[CarriedSaved] = (),
         homes: Sequence[int] = (),
     ):
         self.table, self.arena, self.link = table, Arena(table.budget_bytes), Link(device, disk)
         self.bytes_moved: dict[str, int] = {}
-        self.is_in_turns, self.micro_batch = is_in_turns, 0 if is_in_turns else None
+        self.is_micro_batched, self.micro_batch = is_micro_batched, 0 if is_micro_batched else None
         self._moments = moments
         self._parameters = {
             each.name: Parameters(each.name, each.bytes, each.starts, device, self.arena, self.link) for each in carried
@@ -195,7 +195,7 @@ class Carrier:
         if carried.gradients is not None and chunk.kept.keys() == carried.starts.keys():
             like = {each: chunk.kept[each] for each in carried.trained}
             gradients: Gradients
-            if self.is_in_turns:
+            if self.is_micro_batched:
                 gradients = Sums(carried.gradients, like, chunk, self.arena, self.link)
             else:
                 homes = self._shared if carried.gradients in self._sharing else None
@@ -247,8 +247,8 @@ class Carrier:
         for item, _ in self.table.trace.used[place]:
             self._chunks[item.name].check_present(moment.name)
 
-    def turn_to(self, micro_batch: int) -> None:
-        """A step in turns goes on with this micro-batch; what the one before still held for backward stays."""
+    def go_on_with(self, micro_batch: int) -> None:
+        """A micro-batched step goes on with this micro-batch; what the one before still held for backward stays."""
         self.micro_batch = micro_batch
         self._held.clear()
 
@@ -258,7 +258,7 @@ class Carrier:
 
     def _moment(self, number: int, is_backward: bool) -> str:
         """The name of the moment in which a block is entered."""
-        return of_turn(self._moments[number][is_backward], self.micro_batch)
+        return of_micro_batch(self._moments[number][is_backward], self.micro_batch)
 
     def _begin(self) -> None:
         """A step begins: as the one before ended, or with the timetable's beginning."""
@@ -281,7 +281,7 @@ class Carrier:
     def _begin_backward(self) -> None:
         """Forget what a backward made that broke off, at the beginning of the next one, which makes it again."""
         backward = torch._C._current_graph_task_id()
-        if not self.is_in_turns and backward != self._backward:
+        if not self.is_micro_batched and backward != self._backward:
             self._backward = backward
             for gradients in self._gradients.values():
                 gradients.forget()
@@ -432,7 +432,7 @@ class Carrier:
         return tuple(value for each in self._blocks[number] for value in self._parameters[each.name].values())
 
     def adding(self, number: int) -> tuple[Tensor, ...]:
-        """The same in turns, where backward adds up their gradients as soon as it has made them."""
+        """The same with micro-batches, where backward adds up their gradients as soon as it has made them."""
         found = (leaf for each in self._blocks[number] for leaf in self._parameters[each.name].leaves.items())
         return tuple(leaf.requires_grad_(self._given[name].requires_grad) for name, leaf in found)
 
@@ -478,7 +478,7 @@ class Carrier:
             self.updates.finish()
         return found
 
-    def end_turns(self) -> dict[str, Tensor]:
+    def end_micro_batches(self) -> dict[str, Tensor]:
         """All micro-batches are undone: the sums of their gradients, at home, by name."""
         self._follow(len(self.table.entries) - 1)
         self.bytes_moved = dict(self.link.bytes_moved)

@@ -1,4 +1,4 @@
-"""Step: a step in turns, forward and backward of every micro-batch in the order of a schedule.
+"""Step: a micro-batched step, forward and backward of every micro-batch in the order of a schedule.
 
 A pipeline is only full if the backward of one micro-batch runs beside the forward of another. So all of it happens when
 the model is called, and ``loss.backward()`` hands the gradients over
@@ -28,13 +28,14 @@ from autopar.runtime.pipeline.outputs import Leaving, Outputs
 from autopar.runtime.pipeline.p2p import Mail, Messages
 from autopar.runtime.pipeline.stage import Stage, programs_in
 from autopar.runtime.pipeline.trace import Recorder
-from autopar.runtime.spmd.micro_batch import Turns
+from autopar.runtime.spmd.micro_batch import MicroBatches
 from autopar.runtime.spmd.run_state import RunState
 from planner.base.errors import InputError
 from planner.solve.pipeline.schedule import Action, is_left_over
 
 _NO_LOSS = (
-    "a step in turns finds the gradients of one loss, the first scalar that the model returns, and backward was asked "
+    "a micro-batched step finds the gradients of one loss, the first scalar that the model returns, and backward was "
+    "asked "
     "for those of another output: detach it, or add it to the loss inside the model or in loss_fn"
 )
 _FROZEN = (
@@ -72,14 +73,16 @@ class Tie:
 
 
 class Step:
-    """Runs a step's actions; takes the leaves of the model and returns its outputs, as a program of one turn does.
+    """Runs a step's actions; takes the leaves of the model and returns its outputs, as a program of one micro-batch
+    does.
 
     Args:
         stages: those of this process.
         actions: its actions in order; where a step takes over backwards from the one before, those of micro-batches
             below 0.
         leaves: the names of all leaves, in the order in which they are given.
-        turned: the leaves of which a turn takes a part -> the dim along which turns lie behind one another.
+        split_leaves: the leaves of which a micro-batch takes a part -> the dim along which micro-batches lie behind one
+            another.
         outputs: the outputs of the model.
         loss: the position of the output that backward starts at, if there is one.
         draws: how often each stage of the model draws random numbers for a micro-batch.
@@ -102,10 +105,10 @@ class Step:
         actions: Sequence[Action],
         *,
         leaves: Sequence[str],
-        turned: Mapping[str, int],
+        split_leaves: Mapping[str, int],
         outputs: Sequence[Leaving],
         loss: int | None,
-        turns: Turns,
+        micro_batches: MicroBatches,
         state: RunState,
         mail: Mail,
         draws: Sequence[int],
@@ -119,8 +122,14 @@ class Step:
         self.stages = {stage.number: stage for stage in stages}
         self.first = [action for action in actions if not is_left_over(action)]
         self.overlaps = len(self.first) < len(actions)
-        self.actions, self.leaves, self.turned, self.outputs, self.loss = actions, leaves, turned, outputs, loss
-        self.turns, self.state, self.mail, self.draws = turns, state, mail, draws
+        self.actions, self.leaves, self.split_leaves, self.outputs, self.loss = (
+            actions,
+            leaves,
+            split_leaves,
+            outputs,
+            loss,
+        )
+        self.micro_batches, self.state, self.mail, self.draws = micro_batches, state, mail, draws
         self.trained, self.ties, self.trainers = trained, ties, trainers
         self.recorder, self.seed, self.carrier = recorder, torch.ones(()), carrier
         self.carried = carried or {}
@@ -147,9 +156,9 @@ class Step:
 
     @property
     def share_of_loss(self) -> float:
-        """The gradient of what one turn gives to the loss."""
+        """The gradient of what one micro-batch gives to the loss."""
         assert self.loss is not None
-        return 1.0 if self.outputs[self.loss].summed else 1 / self.turns.count
+        return 1.0 if self.outputs[self.loss].summed else 1 / self.micro_batches.count
 
     def __call__(self, *leaves: Tensor) -> tuple[Tensor | None, ...]:
         """Outputs in order; ``None`` for those, the loss excepted, that other processes have."""
@@ -157,7 +166,7 @@ class Step:
         trains = torch.is_grad_enabled() and self.trained
         if trains and self.loss is None:
             raise InputError(
-                "a step in turns runs its own backward, so the model must return its loss, or be given a loss_fn; "
+                "a micro-batched step runs its own backward, so the model must return its loss, or be given a loss_fn; "
                 "to run it forward only, call it under torch.no_grad()"
             )
         before = None
@@ -237,7 +246,7 @@ class _Run:
         before: the step whose last backwards this one does.
         seed: the scale of the loss that its backwards assume.
         local: the leaves, apart from what made them.
-        turned: of those of which a turn takes a part, the parts.
+        split_leaves: of those of which a micro-batch takes a part, the parts.
         made, used: of each stage, the parameters as ``gather`` gives them: what the gradients go back through, and the
             same apart, where they add up.
         alive: of a stage and a micro-batch in flight: what came in (if what blocks save may leave, only where its
@@ -249,14 +258,16 @@ class _Run:
     def __init__(self, step: Step, given: Mapping[str, Tensor], trains: bool, before: _Run | None):
         self.step, self.trains, self.before, self.seed = step, trains, before, step.seed
         self.local = {name: leaf.detach().requires_grad_(leaf.requires_grad and trains) for name, leaf in given.items()}
-        self.turned = {name: self.local[name].chunk(step.turns.count, dim) for name, dim in step.turned.items()}
+        self.split_leaves = {
+            name: self.local[name].chunk(step.micro_batches.count, dim) for name, dim in step.split_leaves.items()
+        }
         self.used: dict[int, tuple[Tensor, ...]] = {}
         self.made: dict[int, tuple[Tensor, ...]] = {}
         self.counts: dict[int, tuple[Tensor, ...]] = {}
         self.alive: dict[tuple[int, int], _InFlight] = {} if before is None else before.alive
         self.messages: Messages = {}
         self.later: dict[tuple[int, int], Later] = {}
-        self.outputs = Outputs(step.outputs, step.turns.count)
+        self.outputs = Outputs(step.outputs, step.micro_batches.count)
         self.started = step.state.random.calls
 
     def forward_and_backward(self) -> None:
@@ -271,8 +282,8 @@ class _Run:
             self.counts[number] = self._counted(stage)
         self.step.recorder.end()
         try:
-            for number, kind, turn in self.step.first if self.before is None else self.step.actions:
-                self._act(self.step.stages[number], kind, turn)
+            for number, kind, micro_batch in self.step.first if self.before is None else self.step.actions:
+                self._act(self.step.stages[number], kind, micro_batch)
         finally:
             self.step.state.random.calls = self.started + sum(self.step.draws)
             torch.clear_autocast_cache()  # of the used parameters, which are others in every step
@@ -282,27 +293,27 @@ class _Run:
         if self.trains and complete is not None:
             self.step.recorder.begin("reduce")
             if self.step.carrier is not None:
-                for name, gradient in self.step.carrier.end_turns().items():
+                for name, gradient in self.step.carrier.end_micro_batches().items():
                     self.local[self.step.carried[name]].grad = gradient
             complete._spread()
             self.step.recorder.end()
         self.step.recorder.close()
 
-    def _act(self, stage: Stage, kind: str, turn: int) -> None:
+    def _act(self, stage: Stage, kind: str, micro_batch: int) -> None:
         if kind != "F" and not self.trains:
             return
-        action = Action(stage.number, kind, turn)
-        self.step.turns.now = turn % self.step.turns.count
+        action = Action(stage.number, kind, micro_batch)
+        self.step.micro_batches.now = micro_batch % self.step.micro_batches.count
         if self.step.carrier is not None:
-            self.step.carrier.turn_to(self.step.turns.now)
+            self.step.carrier.go_on_with(self.step.micro_batches.now)
         self.step.recorder.begin(kind, action)
         try:
             if kind == "F":
-                self._forward(stage, turn)
+                self._forward(stage, micro_batch)
             elif kind == "W":
-                self._backward_of_weights(stage, turn)
+                self._backward_of_weights(stage, micro_batch)
             else:
-                self._backward(stage, turn, split=kind == "I")
+                self._backward(stage, micro_batch, split=kind == "I")
         except Exception as error:
             add_note(error, f"on rank {dist.get_rank()}, in action {action}: {_written(action)}")
             raise
@@ -312,18 +323,21 @@ class _Run:
         if stage.count is None:
             return ()
         found = []
-        for turn in range(self.step.turns.count):
-            self.step.turns.now = turn
-            found.append(stage.count(*self._leaves(stage, turn)))
+        for micro_batch in range(self.step.micro_batches.count):
+            self.step.micro_batches.now = micro_batch
+            found.append(stage.count(*self._leaves(stage, micro_batch)))
         return tuple(torch.stack(each).sum(0) for each in zip(*found, strict=True))
 
-    def _leaves(self, stage: Stage, turn: int) -> list[Tensor]:
-        return [self.turned[name][turn] if name in self.turned else self.local[name] for name in stage.leaves]
+    def _leaves(self, stage: Stage, micro_batch: int) -> list[Tensor]:
+        return [
+            self.split_leaves[name][micro_batch] if name in self.split_leaves else self.local[name]
+            for name in stage.leaves
+        ]
 
-    def _forward(self, stage: Stage, turn: int) -> None:
+    def _forward(self, stage: Stage, micro_batch: int) -> None:
         received: list[Tensor] = []
         if stage.number:
-            received = self.step.mail.take((stage.number, "F", turn))
+            received = self.step.mail.take((stage.number, "F", micro_batch))
             self.step.recorder.arrived()
             wanted = zip(received, stage.received, strict=True)
             received = [t.detach().requires_grad_(self.trains and passed.differentiable) for t, passed in wanted]
@@ -335,32 +349,32 @@ class _Run:
             received = [_Arriving.apply(gate, end, t) if t.requires_grad else t for t, end in pairs]
         counts = self.counts[stage.number]
         self.step.state.random.calls = self.started + sum(self.step.draws[: stage.number])
-        results = stage.program(*self.used[stage.number], *self._leaves(stage, turn), *received, *counts)
+        results = stage.program(*self.used[stage.number], *self._leaves(stage, micro_batch), *received, *counts)
         sent, leaving = results[: len(stage.sent)], results[len(stage.sent) :]
         if stage.number + 1 < len(self.step.draws):
             sent = [value.to(form.dtype) for value, form in zip(sent, stage.sent, strict=True)]
             self.step.recorder.made()
-            self.step.mail.put((stage.number + 1, "F", turn), [value.detach() for value in sent])
+            self.step.mail.put((stage.number + 1, "F", micro_batch), [value.detach() for value in sent])
         roots = []
         for position, value in zip(stage.outputs, leaving, strict=True):
-            self.outputs.put(position, value, turn)
+            self.outputs.put(position, value, micro_batch)
             if position == self.step.loss:
                 roots.append(value)
         if self.step.carrier is not None:
             torch.clear_autocast_cache()  # which would hold all parameters on the device, cast, until the step is over
         if self.trains:
             ends = [_edge(value) for value, form in zip(sent, stage.sent, strict=True) if form.differentiable]
-            self.alive[stage.number, turn] = inputs, ends, roots
+            self.alive[stage.number, micro_batch] = inputs, ends, roots
 
-    def _backward(self, stage: Stage, turn: int, split: bool) -> None:
+    def _backward(self, stage: Stage, micro_batch: int, split: bool) -> None:
         """Backward of one micro-batch; ``split``: gradients of weights later, where something waits for the others."""
-        received, ends, roots = self.alive.pop((stage.number, turn))
+        received, ends, roots = self.alive.pop((stage.number, micro_batch))
         came: list[Tensor] = []
         if stage.number + 1 < len(self.step.draws):
-            came = self.step.mail.take((stage.number, "B", turn))
+            came = self.step.mail.take((stage.number, "B", micro_batch))
             self.step.recorder.arrived()
         pairs = [(edge, grad) for edge, grad in zip(ends, came, strict=True) if edge is not None]
-        run = self if turn >= 0 or self.before is None else self.before
+        run = self if micro_batch >= 0 or self.before is None else self.before
         seed = self.step.share_of_loss * run.seed
         pairs += [(edge, seed.to(loss)) for loss in roots if (edge := _edge(loss)) is not None]
         inputs = [t for t, passed in zip(received, stage.received, strict=True) if passed.differentiable]
@@ -372,18 +386,18 @@ class _Run:
                     weights = tuple(t for t in self.used[stage.number] if t.requires_grad)
                     leaves = [t for t in inputs if isinstance(t, Tensor)]
                     found, later = backward_of_inputs(tuple(pairs), leaves, weights)
-                    self.later[stage.number, turn] = later
+                    self.later[stage.number, micro_batch] = later
                 else:
                     torch.autograd.backward(starts, gradients)
                     found = tuple(t.grad for t in inputs)
         if stage.number:
             back = [_zeros_like(t) if grad is None else grad for t, grad in zip(inputs, found, strict=True)]
             self.step.recorder.made()
-            self.step.mail.put((stage.number - 1, "B", turn), back)
+            self.step.mail.put((stage.number - 1, "B", micro_batch), back)
 
-    def _backward_of_weights(self, stage: Stage, turn: int) -> None:
+    def _backward_of_weights(self, stage: Stage, micro_batch: int) -> None:
         """What a split backward left over."""
-        later = self.later.pop((stage.number, turn), None)
+        later = self.later.pop((stage.number, micro_batch), None)
         if later is not None and later.weights:
             with torch.autocast(later.weights[0].device.type, enabled=False):
                 later.run()
@@ -412,11 +426,13 @@ class _Run:
 
     def leave(self) -> _Run:
         """What the next step needs of this one, whose micro-batches it counts below 0."""
-        count = self.step.turns.count
+        count = self.step.micro_batches.count
         self.before = None
-        self.alive = {(stage, turn - count): held for (stage, turn), held in self.alive.items()}
-        self.messages = {(stage, kind, turn - count): sent for (stage, kind, turn), sent in self.messages.items()}
-        self.turned.clear()
+        self.alive = {(stage, micro_batch - count): held for (stage, micro_batch), held in self.alive.items()}
+        self.messages = {
+            (stage, kind, micro_batch - count): sent for (stage, kind, micro_batch), sent in self.messages.items()
+        }
+        self.split_leaves.clear()
         self.counts.clear()
         self.outputs = Outputs(self.step.outputs, count)
         return self
@@ -428,7 +444,7 @@ class _Run:
         return {name for name in names if memory_of(self.local[name]) in taken}
 
     def results(self) -> list[Any]:
-        """The outputs, turns put together."""
+        """The outputs, micro-batches put together."""
         found: list[Any] = []
         for position, leaving in enumerate(self.step.outputs):
             whole = self.outputs.get(position)

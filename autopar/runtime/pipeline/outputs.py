@@ -1,4 +1,4 @@
-"""Outputs: what the model returns of a step in turns, put together while micro-batches run."""
+"""Outputs: what the model returns of a micro-batched step, put together while micro-batches run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Leaving:
-    """An output of the model over turns.
+    """An output of the model over micro-batches.
 
     Attributes:
         dim: the dim along which micro-batches lie behind one another; ``None``: there is none.
-        summed: whether what turns give are terms of a sum.
+        summed: whether what micro-batches give are terms of a sum.
         stage: where it is made.
         dtype: planned.
         differentiable: whether the model's own has a gradient.
@@ -33,15 +33,15 @@ class Outputs:
 
     Args:
         leaving: the outputs of the model.
-        turns: the number of micro-batches.
+        micro_batches: the number of micro-batches.
     """
 
-    def __init__(self, leaving: Sequence[Leaving], turns: int):
-        self.leaving, self.turns = leaving, turns
+    def __init__(self, leaving: Sequence[Leaving], micro_batches: int):
+        self.leaving, self.micro_batches = leaving, micro_batches
         self._made: dict[int, Tensor] = {}
         self._terms: dict[int, list[Tensor]] = {}
 
-    def put(self, position: int, value: Tensor, turn: int) -> None:
+    def put(self, position: int, value: Tensor, micro_batch: int) -> None:
         """Take what one micro-batch gives of an output."""
         dim = self.leaving[position].dim
         if self.leaving[position].summed:
@@ -50,9 +50,9 @@ class Outputs:
             self._made.setdefault(position, value.detach())
         else:
             if position not in self._made:
-                shape = [size * self.turns if at == dim else size for at, size in enumerate(value.shape)]
+                shape = [size * self.micro_batches if at == dim else size for at, size in enumerate(value.shape)]
                 self._made[position] = value.new_empty(shape)
-            self._made[position].chunk(self.turns, dim)[turn].copy_(value.detach())
+            self._made[position].chunk(self.micro_batches, dim)[micro_batch].copy_(value.detach())
 
     def get(self, position: int) -> Tensor | None:
         """The output of the whole batch; ``None``: it is made elsewhere."""

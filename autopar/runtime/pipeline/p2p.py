@@ -210,13 +210,14 @@ class Between:
     @contextlib.contextmanager
     def _naming(self, other: int, message: Message) -> Iterator[None]:
         """Say with whom a message was exchanged when that fails."""
-        stage, kind, turn = message
+        stage, kind, micro_batch = message
         try:
             yield
         except RuntimeError as error:
             what, rank = "values" if kind == "F" else "gradients", self.pipeline.global_rank(other)
             raise RuntimeError(
-                f"{what} of micro-batch {turn} for stage {stage}: rank {rank} (number {other} of the pipeline) has gone"
+                f"{what} of micro-batch {micro_batch} for stage {stage}: rank {rank} (number {other} of the pipeline) "
+                "has gone"
                 f" or does not answer: {error}"
             ) from error
 

@@ -1,7 +1,7 @@
 """Trace: what each rank of a pipeline was seen to do in the last step, and when.
 
-Every step in turns is recorded, which takes a few readings of a clock per action: the host's, or on a GPU events of the
-stream. Clocks are compared only when somebody asks.
+Every micro-batched step is recorded, which takes a few readings of a clock per action: the host's, or on a GPU events
+of the stream. Clocks are compared only when somebody asks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Turns as a program sees them: what stands for the axis of micro-batches where another axis has a process group."""
+"""Micro-batches as a program sees them: what stands for the axis of micro-batches where another axis has a process
+group.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Turns:
+class MicroBatches:
     """The micro-batches of a step.
 
     Attributes:
@@ -22,12 +24,13 @@ class Turns:
         return self.count
 
 
-def of_this_turn(value: Tensor, turns: Turns, dim: int | None = None) -> Tensor:
-    """What the present turn has of a value that is the same in all.
+def of_this_micro_batch(value: Tensor, micro_batches: MicroBatches, dim: int | None = None) -> Tensor:
+    """What the present micro-batch has of a value that is the same in all.
 
     Args:
-        dim: cut into as many parts as there are turns; ``None``: the value is a term of a sum, added in the first turn.
+        dim: cut into as many parts as there are micro-batches; ``None``: the value is a term of a sum, added in the
+            first micro-batch.
     """
     if dim is not None:
-        return value.chunk(turns.count, dim)[turns.now]
-    return value if turns.now == 0 else torch.zeros_like(value)
+        return value.chunk(micro_batches.count, dim)[micro_batches.now]
+    return value if micro_batches.now == 0 else torch.zeros_like(value)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.distributed._local_tensor import enabled_local_tensor_mode
 
-from autopar.runtime.spmd.micro_batch import Turns
-from autopar.runtime.spmd.rank_index import GroupsOrTurns, coordinate
+from autopar.runtime.spmd.micro_batch import MicroBatches
+from autopar.runtime.spmd.rank_index import GroupsOrMicroBatches, coordinate
 
 _SEEDS = 2**62
 _STRIDE = 0x9E3779B9  # odd, so that coordinates keep seeds apart modulo 2**32, all that CPU generators use
@@ -37,10 +37,10 @@ class RandomState:
         self.now: int | None = None
         self._recording: list[int] | None = None
         self._replay: Iterator[tuple[int, int]] | None = None
-        self._coordinates: dict[tuple[GroupsOrTurns, tuple[int, ...]], int] = {}
+        self._coordinates: dict[tuple[GroupsOrMicroBatches, tuple[int, ...]], int] = {}
 
     @contextlib.contextmanager
-    def region(self, groups: GroupsOrTurns = ()) -> Iterator[None]:
+    def region(self, groups: GroupsOrMicroBatches = ()) -> Iterator[None]:
         """Draw as the holder of this rank's slice over ``groups``; ranks that differ elsewhere draw the same."""
         self.now, seed = self._next(groups)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -51,7 +51,7 @@ class RandomState:
         finally:
             self.now = None
 
-    def _next(self, groups: GroupsOrTurns) -> tuple[int | None, int]:
+    def _next(self, groups: GroupsOrMicroBatches) -> tuple[int | None, int]:
         """The number in the recording, if there is one, and the seed of the region that begins."""
         if self._replay is not None:
             return next(self._replay)
@@ -80,11 +80,11 @@ class RandomState:
         finally:
             self._replay = before
 
-    def _coordinate(self, groups: GroupsOrTurns) -> int:
-        turns = tuple(group.now for group in groups if isinstance(group, Turns))
-        if (groups, turns) not in self._coordinates:
-            self._coordinates[groups, turns] = coordinate(groups) if groups else 0
-        return self._coordinates[groups, turns]
+    def _coordinate(self, groups: GroupsOrMicroBatches) -> int:
+        micro_batches = tuple(group.now for group in groups if isinstance(group, MicroBatches))
+        if (groups, micro_batches) not in self._coordinates:
+            self._coordinates[groups, micro_batches] = coordinate(groups) if groups else 0
+        return self._coordinates[groups, micro_batches]
 
 
 @contextlib.contextmanager

@@ -11,20 +11,20 @@ from spmd_types import I, P, R, S, V
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from autopar.runtime.spmd.micro_batch import Turns
+from autopar.runtime.spmd.micro_batch import MicroBatches
 
 Groups = tuple[ProcessGroup, ...]
 """Mesh axes."""
-GroupsOrTurns = tuple[ProcessGroup | Turns, ...]
+GroupsOrMicroBatches = tuple[ProcessGroup | MicroBatches, ...]
 """Mesh axes, the one of micro-batches perhaps among them."""
 
 
-def ranks(groups: GroupsOrTurns) -> int:
-    """How many ranks, or turns, share a dim that is sharded over ``groups``."""
+def ranks(groups: GroupsOrMicroBatches) -> int:
+    """How many ranks, or micro-batches, share a dim that is sharded over ``groups``."""
     return math.prod(group.size() for group in groups)
 
 
-def cut(index: Tensor, groups: GroupsOrTurns, strips: Sequence[int] = (), like: Tensor | None = None) -> Tensor:
+def cut(index: Tensor, groups: GroupsOrMicroBatches, strips: Sequence[int] = (), like: Tensor | None = None) -> Tensor:
     """This rank's part of ``index[n]``, equal on every rank before.
 
     Args:
@@ -39,7 +39,7 @@ def cut(index: Tensor, groups: GroupsOrTurns, strips: Sequence[int] = (), like: 
     """
     with spmd.no_typecheck():
         for group, count in zip(groups, strips or (1,) * len(groups), strict=True):
-            if isinstance(group, Turns):
+            if isinstance(group, MicroBatches):
                 index = index.view(count, group.count, -1)[:, group.now].flatten()
             else:
                 index = spmd.shard(index.view(count, -1), group, src=R, dst=S(1)).flatten()
@@ -56,18 +56,18 @@ def first(length: int, groups: Groups, device: torch.device) -> Tensor:
         return cut(torch.arange(0, length, length // ranks(groups), device=device), groups).squeeze(0)
 
 
-def coordinate(groups: GroupsOrTurns) -> int:
+def coordinate(groups: GroupsOrMicroBatches) -> int:
     """This rank's number among the ranks of ``groups``, the first group being the major one."""
     with torch.device("cpu"):
         return cut(torch.arange(ranks(groups)), groups).item()  # type: ignore[return-value]
 
 
-def among_ranks(groups: GroupsOrTurns) -> Groups:
-    """The axes that are no turns."""
-    return tuple(group for group in groups if not isinstance(group, Turns))
+def among_ranks(groups: GroupsOrMicroBatches) -> Groups:
+    """The axes that are no micro-batches."""
+    return tuple(group for group in groups if not isinstance(group, MicroBatches))
 
 
-def as_partial(tensor: Tensor, groups: GroupsOrTurns) -> Tensor:
+def as_partial(tensor: Tensor, groups: GroupsOrMicroBatches) -> Tensor:
     """Say that the ranks of ``groups`` hold terms of a sum."""
     for group in among_ranks(groups):
         tensor = spmd.reinterpret(tensor, group, src=V, dst=P)

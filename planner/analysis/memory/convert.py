@@ -20,7 +20,7 @@ def convert(walk: Walk, value: Value, tensor: TensorType, route: Route, ref: Ref
         if walk.mesh.axes[step.axis].size == 1:
             continue
         if walk.mesh.axes[step.axis].name == MICRO:
-            value = _of_this_turn(walk, value, tensor, step, f"{walk.called(ref)} as {step.dst}")
+            value = _of_this_micro_batch(walk, value, tensor, step, f"{walk.called(ref)} as {step.dst}")
             continue
         following = _take_step(walk, value, tensor, step, f"{walk.called(ref)} as {step.dst}", gathered)
         if walk.frame is not None and following.storage is not value.storage:
@@ -32,8 +32,8 @@ def convert(walk: Walk, value: Value, tensor: TensorType, route: Route, ref: Ref
     return value
 
 
-def _of_this_turn(walk: Walk, value: Value, tensor: TensorType, step: Step, name: str) -> Value:
-    """A held value as one turn sees it, a part of what is the same in all or the value itself, in its memory."""
+def _of_this_micro_batch(walk: Walk, value: Value, tensor: TensorType, step: Step, name: str) -> Value:
+    """A held value as one micro-batch sees it, a part of what is the same in all or the value itself, in its memory."""
     size = local_bytes(tensor, step.after, walk.mesh)
     if value.made is None or size == value.bytes:
         return replace(value, bytes=size)

@@ -25,7 +25,7 @@ from planner.ir.graph import Ref
 
 
 def usage(assignment: Assignment, blocks: range | None = None) -> Usage:
-    """Follow one training step of an assignment on the fullest rank, in turns that of one micro-batch.
+    """Follow one training step of an assignment on the fullest rank, with micro-batches that of one micro-batch.
 
     Args:
         blocks: the numbers of those of a stage, which takes values from the stage before and hands others on; left out:

@@ -55,7 +55,8 @@ class Fullest:
 
     Attributes:
         bytes: alive then.
-        at: what runs then; in turns also how many micro-batches are in flight, and on which rank of the pipeline.
+        at: what runs then; with micro-batches also how many micro-batches are in flight, and on which rank of the
+            pipeline.
         alive: every storage then, largest first; together they are :attr:`bytes`.
     """
 

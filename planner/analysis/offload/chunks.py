@@ -122,7 +122,7 @@ def moments_of(assignment: Assignment, stages: int = 1) -> dict[int, tuple[str, 
     return {**ends, **{n: (f"forward {name}", f"backward {name}") for n, name in called.items()}}
 
 
-def of_turn(moment: str, micro_batch: int | None) -> str:
+def of_micro_batch(moment: str, micro_batch: int | None) -> str:
     """The name of a moment of one micro-batch; ``None``: a step has but one."""
     return moment if micro_batch is None else f"{moment}, micro-batch {micro_batch}"
 
@@ -143,7 +143,7 @@ def updated_early(assignment: Assignment, chunks: Iterable[Chunk]) -> list[Chunk
 
 
 def shared(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Bytes of the memories at home in which gradients of such sizes take turns that are used as they arrive.
+    """Bytes of the memories at home in which gradients of such sizes take turnS that are used as they arrive.
 
     One is used by the host and another one filled, while a third waits for the host; each gradient has one that is
     large enough.
@@ -152,7 +152,7 @@ def shared(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def moving_bytes(assignment: Assignment, chunks: Collection[Chunk]) -> int:
-    """What chunks that move take at home: :func:`home_bytes`, but gradients that are used as they arrive take turns."""
+    """What chunks that move take at home: :func:`home_bytes`, but gradients that are used as they arrive take turnS."""
     early = [chunk.gradient_bytes for chunk in updated_early(assignment, chunks)]
     return home_bytes(assignment, chunks) - sum(early) + sum(shared(early))
 

@@ -4,8 +4,8 @@ The step of every rank is a trace of chunks (:mod:`planner.analysis.offload.step
 moves when. Where the plan says *auto*, as many chunks stay on the device as make the step shortest, of a few counts
 that are tried.
 
-In turns each rank of a pipeline has a timetable of its own. What it waits for in the forwards, and in the backwards,
-of a stage is part of what the stage takes for each micro-batch, and the schedule is simulated with that.
+With micro-batches each rank of a pipeline has a timetable of its own. What it waits for in the forwards, and in the
+backwards, of a stage is part of what the stage takes for each micro-batch, and the schedule is simulated with that.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def saved_bytes(table: Timetable) -> int:
 
 
 def saved_homes(table: Timetable) -> tuple[int, ...]:
-    """Bytes of the memories at home in which what blocks save takes turns, falling.
+    """Bytes of the memories at home in which what blocks save takes turnS, falling.
 
     Each is of one size; an item has one of its own size from its eviction until it is dropped for the last time. So
     micro-batches that are not in flight together share theirs.
@@ -213,7 +213,9 @@ def largest_working_set(assignment: Assignment, memory: Usage | None, staged: St
 
 
 def holds_all(assignment: Assignment, staged: Staged) -> bool:
-    """Whether the devices of a step in turns have room for all that moves at once, so that it moves once a step."""
+    """Whether the devices of a micro-batched step have room for all that moves at once, so that it moves once a
+    step.
+    """
     traces = [(step.trace(), _budget_bytes(step)) for step in _steps(assignment, None, 0.0, staged)]
     return all(
         max(moment.other_bytes for moment in trace.moments) + sum(item.bytes for item in trace.items) <= budget_bytes
@@ -228,7 +230,8 @@ def _where(step: RankStep, moment: str) -> str:
 
 
 def stages_followed(assignment: Assignment, memory: Usage | None, staged: Staged | None) -> list[Usage]:
-    """What every stage holds in a forward and a backward of a micro-batch; of a step in one turn what it holds.
+    """What every stage holds in a forward and a backward of a micro-batch; of a step without micro-batches what it
+    holds.
 
     Args:
         memory, staged: as in :func:`offloaded`.
@@ -259,9 +262,9 @@ def offloaded(
     """The timetables of a step, one for each rank of the pipeline, and what is predicted of the step that obeys them.
 
     Args:
-        memory: what the step holds besides chunks and gradients; not needed in turns.
+        memory: what the step holds besides chunks and gradients; not needed with micro-batches.
         prediction: of the step, as if nothing stayed and nothing were moved beside computing.
-        staged: how it runs in turns, if it does; the assignment recomputes as it says.
+        staged: how it runs micro-batched, if it does; the assignment recomputes as it says.
 
     Raises:
         InfeasibleError: the host's memory, or the disk, does not hold the model's data.
@@ -279,20 +282,22 @@ def offloaded(
         largest=(),
     )
     if staged is not None:
-        return tuple(way.table for way in ways), _in_turns(found, staged, ways)
+        return tuple(way.table for way in ways), _micro_batched(found, staged, ways)
     (way,) = ways
     update_s, waits_s = way.exposed_s
     time_s = {**prediction.time_s, "optimizer": update_s, "offload": waits_s}
     return (way.table,), replace(found, step_time_s=way.step_s, time_s=time_s)
 
 
-def _in_turns(prediction: Prediction, staged: Staged, ways: Sequence[_Way]) -> Prediction:
-    """The prediction of a step in turns whose stages take what they wait for, too, on the average of micro-batches."""
-    assert prediction.turns is not None
-    turns, forward_s, input_s = (
+def _micro_batched(prediction: Prediction, staged: Staged, ways: Sequence[_Way]) -> Prediction:
+    """The prediction of a micro-batched step whose stages take what they wait for, too, on the average of
+    micro-batches.
+    """
+    assert prediction.micro_batch_times is not None
+    micro_batches, forward_s, input_s = (
         staged.pipeline.micro_batches,
-        [*prediction.turns.forward_s],
-        [*prediction.turns.input_s],
+        [*prediction.micro_batch_times.forward_s],
+        [*prediction.micro_batch_times.input_s],
     )
     once_s, exposed_s = [], []
     for way in ways:
@@ -304,8 +309,10 @@ def _in_turns(prediction: Prediction, staged: Staged, ways: Sequence[_Way]) -> P
                 once_s[-1] += seconds
                 continue
             stage, direction = way_of[name]
-            (forward_s if direction == "forward" else input_s)[stage] += seconds / turns
-    times = replace(prediction.turns, forward_s=tuple(forward_s), input_s=tuple(input_s), update_s=tuple(once_s))
+            (forward_s if direction == "forward" else input_s)[stage] += seconds / micro_batches
+    times = replace(
+        prediction.micro_batch_times, forward_s=tuple(forward_s), input_s=tuple(input_s), update_s=tuple(once_s)
+    )
     step_s = times.step_s(staged.pipeline)
     busy = max(range(len(ways)), key=lambda rank: ways[rank].computing_s + ways[rank].update_s + exposed_s[rank])
     time_s: Mapping[str, float] = {
@@ -314,10 +321,10 @@ def _in_turns(prediction: Prediction, staged: Staged, ways: Sequence[_Way]) -> P
         "offload": exposed_s[busy],
     }
     time_s = {**time_s, "bubble": step_s - math.fsum(seconds for use, seconds in time_s.items() if use != "bubble")}
-    return replace(prediction, step_time_s=step_s, time_s=time_s, turns=times)
+    return replace(prediction, step_time_s=step_s, time_s=time_s, micro_batch_times=times)
 
 
 def offloaded_s(assignment: Assignment, memory: Usage) -> float:
-    """Seconds of the step of :func:`offloaded`, in one turn."""
+    """Seconds of the step of :func:`offloaded`, without micro-batches."""
     _, predicted = offloaded(assignment, memory, predict(assignment, 0.0, memory))
     return predicted.step_time_s

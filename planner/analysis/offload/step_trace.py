@@ -4,9 +4,9 @@ A chunk is an item of the trace, fetched for forward, and again for backward whe
 memory there; its gradients are another, made by backward and evicted. The host then updates all of them at once, or
 each chunk when the block is undone that it entered by, beside what the device goes on with.
 
-A step in turns is the actions of its schedule one after another: a micro-batch's forward, or backward, of the blocks
-of a stage. The first backward of a block makes its gradients, and the others add to them; where they have left the
-device meanwhile, they come back for it.
+A micro-batched step is the actions of its schedule one after another: a micro-batch's forward, or backward, of the
+blocks of a stage. The first backward of a block makes its gradients, and the others add to them; where they have left
+the device meanwhile, they come back for it.
 
 What blocks save for backward may be items, too, where the plan lets it leave: made in forward, read in backward; of
 each micro-batch others.
@@ -30,7 +30,7 @@ from planner.analysis.offload.chunks import (
     gradients,
     home_bytes,
     moments_of,
-    of_turn,
+    of_micro_batch,
     parameters,
     saved_item,
     undone,
@@ -55,8 +55,8 @@ from planner.solve.transfers import Item, Link, Moment, Timetable, Trace, Use, s
 UPDATE, UPDATE_THERE = "update", "update what stays"
 OUTPUTS = "outputs"
 """The moment in which those of all micro-batches are put together."""
-ONE_TURN = (Action(0, "F", 0), Action(0, "B", 0))
-"""The actions of a step in one turn."""
+ONE_MICRO_BATCH = (Action(0, "F", 0), Action(0, "B", 0))
+"""The actions of a step without micro-batches."""
 
 Way = tuple[int, Direction]
 """A stage and a direction."""
@@ -68,9 +68,9 @@ class RankStep:
 
     Attributes:
         usages: what a forward and a backward of each of its stages hold besides chunks and gradients.
-        on_device_s: seconds that blocks take of the device in one turn, all together; they are shared out by what each
-            takes. In turns the stages' chain has them.
-        staged: how it runs in turns, if it does.
+        on_device_s: seconds that blocks take of the device without micro-batches, all together; they are shared out by
+            what each takes. With micro-batches the stages' chain has them.
+        staged: how it runs micro-batched, if it does.
         rank: of the pipeline.
     """
 
@@ -89,7 +89,7 @@ class RankStep:
     def actions(self) -> tuple[Action, ...]:
         """What is done, in order."""
         if self.staged is None:
-            return ONE_TURN
+            return ONE_MICRO_BATCH
         pipeline = self.staged.pipeline
         found = schedule(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
         return found.rows[self.rank]
@@ -135,8 +135,8 @@ class RankStep:
                         made.append(Use(name, "rw" if made else "w"))
                 if action.kind != "F" and number in early:
                     moments.append(Moment(update(early[number]), self.update_s(early[number], "host"), on="host"))
-        if self.staged is not None:  # beside all turns' what they are put together into
-            moments.append(Moment(OUTPUTS, 0.0, self._left_bytes(2 * self._turns) + held))
+        if self.staged is not None:  # beside all micro-batches' what they are put together into
+            moments.append(Moment(OUTPUTS, 0.0, self._left_bytes(2 * self._micro_batches) + held))
         if any(chunk.gradient_bytes for chunk in stays):
             moments.append(Moment(UPDATE_THERE, sum(self.update_s(chunk, "device") for chunk in stays), held))
         if moves:
@@ -162,7 +162,7 @@ class RankStep:
             for saved in self.usages[there.stage].saved:
                 back = (Use(self._called(number, again)) for number in reversed(saved.savers))
                 uses = (Use(self._called(saved.left, there), "w"), *back)
-                name = of_turn(saved_item(self.assignment, saved), self._turn(there))
+                name = of_micro_batch(saved_item(self.assignment, saved), self._micro_batch(there))
                 found.append(Item(name, saved.bytes, uses))
         return found
 
@@ -180,9 +180,9 @@ class RankStep:
 
     def _called(self, number: int, action: Action) -> str:
         name = self._names[number][action.kind != "F"]
-        return of_turn(name, self._turn(action))
+        return of_micro_batch(name, self._micro_batch(action))
 
-    def _turn(self, action: Action) -> int | None:
+    def _micro_batch(self, action: Action) -> int | None:
         """The micro-batch of an action, where a step has several."""
         return None if self.staged is None else action.micro_batch
 
@@ -225,7 +225,9 @@ class RankStep:
     # ---- what is beside chunks ---------------------------------------------------------------------------------
 
     def _moment(self, name: str, number: int, action: Action, others: int, is_again: bool) -> Moment:
-        """A block in an action; ``others``: what is there of other turns; ``is_again``: other backwards came before."""
+        """A block in an action; ``others``: what is there of other micro-batches; ``is_again``: other backwards came
+        before.
+        """
         direction: Direction = "forward" if action.kind == "F" else "backward"
         followed = self.usages[action.stage].by_block.get((direction, max(number, BEFORE)))
         beside = (followed or 0) + others
@@ -237,7 +239,7 @@ class RankStep:
         return Moment(name, self._seconds.get((direction, number), 0.0), beside)
 
     @property
-    def _turns(self) -> int:
+    def _micro_batches(self) -> int:
         return sum(action.kind == "F" for action in self.actions) // len(self.blocks)
 
     @cached_property
@@ -247,11 +249,13 @@ class RankStep:
             return [0 for _ in self.actions]
         found, alive, done = [], set[tuple[int, int]](), 0
         leaves = sum(usage.leaf_bytes for usage in self.usages.values()) + self._passing_bytes
-        for stage, kind, turn in self.actions:
+        for stage, kind, micro_batch in self.actions:
             done += kind == "F" and stage == max(self.blocks)
-            others = sum(self.usages[other].saved_bytes for other, each in alive if (other, each) != (stage, turn))
+            others = sum(
+                self.usages[other].saved_bytes for other, each in alive if (other, each) != (stage, micro_batch)
+            )
             found.append(others + leaves - self.usages[stage].leaf_bytes + self._left_bytes(done))
-            (alive.add if kind == "F" else alive.discard)((stage, turn))
+            (alive.add if kind == "F" else alive.discard)((stage, micro_batch))
         return found
 
     @property

@@ -1,7 +1,7 @@
 """Brought: the parameters that a block takes gathered for a micro-batch, and what else is there while it works.
 
-``(Assignment, block) -> bytes``. Of a step in turns: what is held from forward to backward beside activations, and what
-is there only while a block runs or is undone. Parameters that are gathered once a step are held throughout, see
+``(Assignment, block) -> bytes``. Of a micro-batched step: what is held from forward to backward beside activations, and
+what is there only while a block runs or is undone. Parameters that are gathered once a step are held throughout, see
 :mod:`planner.analysis.pipeline.leaf_memory`.
 """
 

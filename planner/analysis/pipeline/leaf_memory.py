@@ -1,4 +1,4 @@
-"""Leaves: what a rank holds of parameters, buffers, inputs and outputs in a step in turns, one by one, and when.
+"""Leaves: what a rank holds of parameters, buffers, inputs and outputs in a micro-batched step, one by one, and when.
 
 ``(Assignment, block) -> bytes``. A leaf is held with the first block that reads it: as it is stored, with the
 optimizer's state; in the layout in which operators use it, where it is gathered once a step; and as often as the
@@ -214,13 +214,19 @@ class Leaves:
             terms: how many of these are there; left out: all.
         """
         made, found = set(self.space.folded.instances[number].block.outputs), Counter[str]()
-        turns = self.mesh.micro_batches
+        micro_batches = self.mesh.micro_batches
         for position, ref in enumerate(self.space.leaving):
             if ref in made:
                 layout = self.assignment.output_layout(position)
-                first = self.assignment.delivered(ref)[0] if turns > 1 else layout[0]
+                first = self.assignment.delivered(ref)[0] if micro_batches > 1 else layout[0]
                 size = local_bytes(self.graph.type_of(ref), (first, *layout[1:]), self.mesh)
-                times = (turns if terms is None else terms) if first == P else turns if isinstance(first, Shard) else 1
+                times = (
+                    (micro_batches if terms is None else terms)
+                    if first == P
+                    else micro_batches
+                    if isinstance(first, Shard)
+                    else 1
+                )
                 found[ref.node] += size * times
         return dict(found)
 

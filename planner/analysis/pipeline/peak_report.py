@@ -1,6 +1,6 @@
-"""Fullest: what is alive on the fullest rank of a step in turns, at its fullest moment, tensor by tensor.
+"""Fullest: what is alive on the fullest rank of a micro-batched step, at its fullest moment, tensor by tensor.
 
-``(Assignment, Staged) -> Fullest``. What a step in turns holds is added up, not followed
+``(Assignment, Staged) -> Fullest``. What a micro-batched step holds is added up, not followed
 (:mod:`planner.analysis.pipeline.rank_memory`); here every term of that sum has its name, so that together they are the
 peak: leaves, what each block saved of every micro-batch in flight, and what the block that needs most has while it runs
 or is undone.
@@ -35,7 +35,7 @@ Moment = tuple[str, list[Held]]
 """What runs, and what is alive then beside what is held and saved."""
 
 
-def fullest_in_turns(assignment: Assignment, staged: Staged) -> Fullest:
+def fullest_micro_batched(assignment: Assignment, staged: Staged) -> Fullest:
     """What is alive at the peak of the fullest rank.
 
     Args:

@@ -1,4 +1,4 @@
-"""Alive: what each rank of a pipeline holds in a step in turns, term by term.
+"""Alive: what each rank of a pipeline holds in a micro-batched step, term by term.
 
 ``(links, Pipeline, Cut) -> bytes of every rank at its fullest``. While a rank computes it holds, all at once:
 

@@ -1,4 +1,4 @@
-"""Turns: the best pipeline found for a chain of blocks, and all that a step of it takes.
+"""Micro-batches: the best pipeline found for a chain of blocks, and all that a step of it takes.
 
 :func:`stage` tries the schedules and has :mod:`planner.solve.pipeline.partition` cut the chain
 (:mod:`planner.analysis.pipeline.chain`) for the best of them. What happens once a step is left to the end of it: it is
@@ -36,12 +36,12 @@ TRIES = 8
 
 
 WORKS = ("compute", "recompute", "communication", "gradients", "optimizer")
-"""What a rank does in a step in turns, by use."""
+"""What a rank does in a micro-batched step, by use."""
 
 
 @dataclass(frozen=True)
-class TurnTimes:
-    """What a step in turns is simulated from: seconds of a micro-batch by stage, and once a step by rank.
+class MicroBatchTimes:
+    """What a micro-batched step is simulated from: seconds of a micro-batch by stage, and once a step by rank.
 
     See :class:`planner.solve.pipeline.simulate.Times` and :class:`Link`.
     """
@@ -62,8 +62,8 @@ class TurnTimes:
     def step_s(self, pipeline: Pipeline) -> float:
         """Seconds of the simulated schedule, and what happens once on the rank that takes longest."""
         p = pipeline
-        turns_s = simulated_s(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, self.of_stages)
-        return turns_s + self.once_s
+        micro_batches_s = simulated_s(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, self.of_stages)
+        return micro_batches_s + self.once_s
 
     @property
     def once_s(self) -> float:
@@ -86,7 +86,7 @@ class Staged:
     Attributes:
         links: the chain, block by block.
         step_s: the simulated schedule and what happens once a step.
-        turns: the number of micro-batches, where that is to move a size (:mod:`planner.base.symbolic_int`).
+        micro_batches: the number of micro-batches, where that is to move a size (:mod:`planner.base.symbolic_int`).
         waits: whether each micro-batch waits for what it gathers where it is used, and nothing is gathered ahead.
     """
 
@@ -94,7 +94,7 @@ class Staged:
     links: tuple[Link, ...]
     cut: Cut
     step_s: float
-    turns: int = 0
+    micro_batches: int = 0
     waits: bool = False
 
     @cached_property
@@ -118,7 +118,7 @@ class Staged:
 
     @property
     def evaluation(self) -> Evaluation:
-        """What it takes, as of a plan in one turn; nothing of its communication is told apart."""
+        """What it takes, as of a plan without micro-batches; nothing of its communication is told apart."""
         return Evaluation(self.step_s, 0.0, self.peak_bytes, True)
 
     @property
@@ -147,13 +147,13 @@ class Staged:
     @cached_property
     def _seconds(self) -> list[list[float]]:
         """Seconds of the step [rank][use], uses as in :data:`WORKS`."""
-        turns = self.turns or self.pipeline.micro_batches
+        micro_batches = self.micro_batches or self.pipeline.micro_batches
         found = [[0.0, 0.0, *once] for once in self.once_s]
         for stage, link, way in placed(self.links, self.cut):
             block, rank = link.block, found[self.pipeline.placed[stage]]
-            rank[0] += turns * (block.forward_s + block.input_s + block.weight_s - link.communication_s)
-            rank[1] += turns * (block.savings[way].recompute_s - link.gathered_s[way])
-            rank[2] += turns * (link.communication_s + link.gathered_s[way])
+            rank[0] += micro_batches * (block.forward_s + block.input_s + block.weight_s - link.communication_s)
+            rank[1] += micro_batches * (block.savings[way].recompute_s - link.gathered_s[way])
+            rank[2] += micro_batches * (link.communication_s + link.gathered_s[way])
         return found
 
     @cached_property
@@ -162,16 +162,16 @@ class Staged:
         return _once_s(self.links, self.pipeline, self.cut.bounds)
 
     @cached_property
-    def times(self) -> TurnTimes:
+    def times(self) -> MicroBatchTimes:
         """What the step is simulated from."""
         found = stage_times(chain_of(self.links), self.cut.bounds, self.cut.savings)
         stages = (found.forward_s, found.input_s, found.weight_s, found.send_s)
         once = zip(*self.once_s, strict=True)
-        return TurnTimes(*(tuple(each.tolist()) for each in stages), *(tuple(map(float, each)) for each in once))
+        return MicroBatchTimes(*(tuple(each.tolist()) for each in stages), *(tuple(map(float, each)) for each in once))
 
     @property
     def bubble(self) -> float:
-        """See :meth:`TurnTimes.bubble`."""
+        """See :meth:`MicroBatchTimes.bubble`."""
         return self.times.bubble(self.pipeline.micro_batches, self.step_s)
 
     @property

@@ -145,7 +145,9 @@ def filters(
         if names[axis] in (MICRO, *BATCH, "context"):
             along = context if names[axis] == "context" else batch
             if has(node, along, batch_ranks(mesh) if names[axis] in BATCH else mesh.axes[axis].size):
-                return labelled(node, strategy, along) and (names[axis] != MICRO or all(map(_in_turns, strategy.inner)))
+                return labelled(node, strategy, along) and (
+                    names[axis] != MICRO or all(map(_micro_batched, strategy.inner))
+                )
             return not strategy.factor
         if names[axis] == "tensor":
             streams = labelled_parts(node, rules[node.name], stream) if node.name not in weighted else ()
@@ -180,7 +182,7 @@ def filters(
     return allow, allow_leaf
 
 
-def _in_turns(call: Inner) -> bool:
+def _micro_batched(call: Inner) -> bool:
     """Whether an operator can run on one micro-batch after the other: all it asks of the others is one number, such as
     how many tokens a loss is averaged over, which is known before the step.
     """

@@ -35,16 +35,17 @@ class Pins:
         sequence_parallel: on the tensor axis, keep norms and residuals sharded along the sequence, or (``False``)
             whole; ``None`` leaves it to the search.
         zero: 0 stores parameters whole on the data axis, 1, 2 and 3 sharded; on the replicate axis they are whole. With
-            1 and 2, which are one, they are held as they are used from forward to backward, in turns for all
-            micro-batches, with 3 gathered again in backward, in turns of each micro-batch. Or that by glob of module
-            path or name, of which the first that matches counts. ``None``, or no match, leaves it to the search. Where
-            no size is pinned with it, every device of a stage is on the data axis, as if ``tensor`` were pinned to 1.
+            1 and 2, which are one, they are held as they are used from forward to backward, with micro-batches for all
+            micro-batches, with 3 gathered again in backward, with micro-batches of each micro-batch. Or that by glob of
+            module path or name, of which the first that matches counts. ``None``, or no match, leaves it to the search.
+            Where no size is pinned with it, every device of a stage is on the data axis, as if ``tensor`` were pinned
+            to 1.
         recompute: what every block that repeats makes again in backward: ``none``, ``selective`` (all but contractions,
             convolutions and attention) or ``full``; ``None`` leaves it to the search.
         keep: globs of module paths whose operators' results these blocks keep all the same.
         layers: glob of module path -> {axis name: strategy}.
         stages: of the pipeline, ``pipeline`` in the user's form; ``None`` leaves it to the search, as the others do.
-        micro_batches: turns in which a step takes the global batch.
+        micro_batches: micro-batches in which a step takes the global batch.
         schedule: the pipeline's, by name; see :mod:`planner.solve.pipeline.schedule`.
         virtual_stages: stages of each rank of the pipeline, for schedules that interleave them.
         offload: where model data is at home: on the ``host``; ``auto``: there, but of some blocks on the device, of as
@@ -142,13 +143,13 @@ class Pins:
         return TIERS[self.offload or "none"]
 
     @property
-    def in_turns(self) -> bool:
+    def micro_batched(self) -> bool:
         """Whether they leave only steps of several stages, of several micro-batches, or of two versions of weights."""
         return (self.stages or 1) > 1 or (self.micro_batches or 1) > 1 or versions(self.schedule) > 1
 
     @property
     def gathers(self) -> tuple[Gathers, ...]:
-        """When a step in turns may gather parameters, first what is looked at first.
+        """When a micro-batched step may gather parameters, first what is looked at first.
 
         Raises:
             PinError: some are pinned to one of both, and some to the other.
@@ -185,13 +186,13 @@ class Pins:
             found["update"] = self.update
         if self.activations is not None:
             found["activations"] = self.activations or "none"
-        turns = {
+        micro_batches = {
             "pipeline": self.stages,
             "micro_batches": self.micro_batches,
             "schedule": self.schedule,
             "virtual_stages": self.virtual_stages,
         }
-        return {**found, **{name: value for name, value in turns.items() if value is not None}}
+        return {**found, **{name: value for name, value in micro_batches.items() if value is not None}}
 
 
 def _recompute(value: object) -> tuple[Level | None, tuple[str, ...]]:

@@ -2,7 +2,8 @@
 
 Ways are numbered as stages of ZeRO: 0 stores whole; 1, 2 and 3 store sharded, and differ in when that is gathered. How
 a parameter is stored is decided for itself, so parameters may differ in any manner. When backward gathers is decided
-for a block: all that it has gathered, or nothing, is gathered again. In turns it is decided for the whole step.
+for a block: all that it has gathered, or nothing, is gathered again. With micro-batches it is decided for the whole
+    step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Ways = frozenset[int | None]
 """Those of some parameters; ``None``: of some the search says it."""
 WAYS = (
     "parameters are stored whole (0), sharded and held from forward to backward as they are used (1 or 2), or sharded "
-    "and gathered again in backward, in turns of each micro-batch (3)"
+    "and gathered again in backward, with micro-batches of each micro-batch (3)"
 )
 
 
@@ -75,7 +76,7 @@ def ways_of(zero: Zero | None) -> Ways:
 
 
 def gathers(zero: Zero | None) -> tuple[Gathers, ...]:
-    """When a step in turns may gather parameters, first what is looked at first.
+    """When a micro-batched step may gather parameters, first what is looked at first.
 
     Raises:
         PinError: some are pinned to one of both, and some to the other.
@@ -83,7 +84,8 @@ def gathers(zero: Zero | None) -> tuple[Gathers, ...]:
     ways = ways_of(zero)
     if 3 in ways and ways & {1, 2}:
         raise PinError(
-            f"pin 'zero' is {zero}, but in turns all parameters that are sharded are gathered once a step (1, 2), or "
+            f"pin 'zero' is {zero}, but with micro-batches all parameters that are sharded are gathered once a step "
+            "(1, 2), or "
             "all in each micro-batch (3): pin one of both, and others to 0"
         )
     if 3 in ways:

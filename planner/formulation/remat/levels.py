@@ -28,7 +28,7 @@ LEVELS: tuple[Level, ...] = ("none", "gathered", "selective", "full")
 ALONE: tuple[Level, ...] = ("none", "gathered")
 """Those of blocks that do not repeat."""
 COMPUTED: tuple[Level, ...] = ("none", "selective", "full")
-"""Those that differ where parameters are gathered once a step, for all turns."""
+"""Those that differ where parameters are gathered once a step, for all micro-batches."""
 
 
 def leanest_first(level: Level) -> tuple[int, int, Kept]:
@@ -196,7 +196,7 @@ class Levels:
         return Levels(tuple(self.first[kinds[kind]] for kind in sorted(kinds)), tuple(moves))
 
     def computed(self, kind: int) -> tuple[Level, ...]:
-        """Those of a kind that differ where parameters are gathered once a step, for all turns."""
+        """Those of a kind that differ where parameters are gathered once a step, for all micro-batches."""
         return tuple(dict.fromkeys("none" if level == "gathered" else level for level in self.of(kind)))
 
 

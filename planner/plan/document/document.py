@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from planner.analysis.offload.chunks import SAVED
-from planner.analysis.pipeline.staged import TurnTimes
+from planner.analysis.pipeline.staged import MicroBatchTimes
 from planner.analysis.prediction import Prediction
 from planner.base.errors import PlanError
 from planner.cost.cluster import ClusterSpec
@@ -81,7 +81,8 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How a step runs in turns: micro-batch after micro-batch, through the stages of a pipeline if there are several.
+    """How a step runs micro-batched: micro-batch after micro-batch, through the stages of a pipeline if there are
+    several.
 
     ``schedule`` says in which order, see :mod:`planner.solve.pipeline.schedule`; each of ``ranks`` pipeline ranks,
     which are meshes of devices, has ``virtual_stages``. Stage ``s`` has the blocks from ``bounds[s]`` up to, not
@@ -117,7 +118,7 @@ class Document:
         outputs: layout of every output.
         predicted: the step's time, memory and collectives.
         search: status, bound and seconds.
-        pipeline: how a step runs in turns; ``None``: forward once, backward once.
+        pipeline: how a step runs micro-batched; ``None``: forward once, backward once.
         timetables: what a step moves between device and host, on each rank of the pipeline; empty: nothing, all model
             data is on the device.
         coverage: operators that the op table does not know -> how often they occur; they run replicated.
@@ -161,7 +162,7 @@ class Document:
 
     @property
     def gathers(self) -> Gathers:
-        """When a step in turns gathers parameters, see :class:`PipelinePlan`."""
+        """When a micro-batched step gathers parameters, see :class:`PipelinePlan`."""
         return "once" if self.pipeline is None else self.pipeline.gathers
 
     @property
@@ -201,9 +202,9 @@ class Document:
         return found.step_time_s - found.time_s["offload"] - found.time_s["optimizer"] + waits_s
 
     @property
-    def times(self) -> TurnTimes | None:
+    def times(self) -> MicroBatchTimes | None:
         """What each stage takes; ``None``: the plan does not say, or says it of other stages than it has since."""
-        times, pipeline = self.predicted.turns, self.pipeline
+        times, pipeline = self.predicted.micro_batch_times, self.pipeline
         if times is None or pipeline is None:
             return None
         counted = len(times.forward_s) == pipeline.ranks * pipeline.virtual_stages == len(times.send_s) + 1
@@ -213,14 +214,15 @@ class Document:
         """The step as it is simulated: every rank's actions, what it waits for, and what comes once a step.
 
         Raises:
-            PlanError: the plan runs in one turn, or has no :attr:`times`.
+            PlanError: the plan runs without micro-batches, or has no :attr:`times`.
             ScheduleError: it was edited, and its schedule does not exist or fit.
         """
         if self.pipeline is None:
             raise PlanError(
-                "this plan runs in one turn, forward once and backward once, so that it has no schedule to draw: "
+                "this plan runs without micro-batches, forward once and backward once, so that it has no schedule to "
+                "draw: "
                 "print(plan) says what its step takes by use and by block; plan with pipelines=True or "
-                'pin={"micro_batches": 4} for one in turns'
+                'pin={"micro_batches": 4} for one with micro-batches'
             )
         times, pipeline = self.times, self.pipeline
         if times is None:

@@ -26,7 +26,7 @@ from planner.plan.document.detail import Account, BlockDetail, LeafDetail
 from planner.plan.document.document import BlockPlan, Document, PipelinePlan, Search
 from planner.solve.transfers import Timetable
 
-FORMAT, VERSION = "autopar-plan", 2
+FORMAT, VERSION = "autopar-plan", 3
 WIDTH = 110
 FIELDS = (
     *("format", "version", "model", "cluster", "optimizer_bytes_per_element", "pipeline", "timetable", "mesh", "pin"),
@@ -50,7 +50,7 @@ class Model(Facts, Mode):
 
 
 class Gathering(TypedDict, total=False):
-    """When a candidate in turns gathers parameters."""
+    """When a micro-batched candidate gathers parameters."""
 
     gathers: Gathers
 
@@ -122,23 +122,34 @@ def decode(data: Any) -> dict[str, Any]:
     """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError('this is no autopar plan: it lacks "format": "autopar-plan"')
-    if data.get("version") != VERSION:
+    if data.get("version") not in (2, VERSION):
         raise PlanError(
-            f"the plan is of version {data.get('version')!r}, this autopar reads version {VERSION}: plan again"
+            f"the plan is of version {data.get('version')!r}, this autopar reads versions 2 and {VERSION}: plan again"
         )
+    if data["version"] == 2:
+        data = _of_version_2(data)
     for name in data:
         if name not in FIELDS:
             raise PlanError(f"a plan has no field {name!r}: remove it; {nearest(str(name), FIELDS)}")
     return _read_document(data)
 
 
+def _of_version_2(data: dict[str, Any]) -> dict[str, Any]:
+    """A document of version 2 in today's words: the times of a micro-batched step were called ``turns``."""
+    predicted = data.get("predicted")
+    if not isinstance(predicted, dict) or "turns" not in predicted:
+        return data
+    renamed = {"micro_batch_times" if name == "turns" else name: value for name, value in predicted.items()}
+    return {**data, "predicted": renamed}
+
+
 def _prediction(predicted: Prediction) -> dict[str, Any]:
-    """A prediction as JSON; only a step in turns has its times, and only a pipeline exchanges."""
+    """A prediction as JSON; only a micro-batched step has its times, and only a pipeline exchanges."""
     found = {field.name: getattr(predicted, field.name) for field in fields(predicted)}
     found["collectives"] = _calls(predicted.collectives)
     found["exchanges"] = [{**_sparse(each), "calls": count} for each, count in predicted.exchanges]
-    found["turns"] = None if predicted.turns is None else asdict(predicted.turns)
-    return {name: value for name, value in found.items() if value or name not in ("exchanges", "turns")}
+    found["micro_batch_times"] = None if predicted.micro_batch_times is None else asdict(predicted.micro_batch_times)
+    return {name: value for name, value in found.items() if value or name not in ("exchanges", "micro_batch_times")}
 
 
 def _pipeline(pipeline: PipelinePlan) -> dict[str, Any]:

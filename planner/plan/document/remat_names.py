@@ -37,11 +37,11 @@ class Stated:
 
     @classmethod
     def of(cls, assignment: Assignment, staged: Staged | None = None) -> Stated:
-        """Those of an assignment; ``staged``: how it runs in turns."""
+        """Those of an assignment; ``staged``: how it runs micro-batched."""
         space, found = assignment.space, []
-        turned = None if staged is None else staged.recompute(space.folded)
+        micro_batched = None if staged is None else staged.recompute(space.folded)
         for kind in range(len(space.folded.kinds)):
-            both = (*assignment.recompute.levels(kind), *(() if turned is None else turned.levels(kind)))
+            both = (*assignment.recompute.levels(kind), *(() if micro_batched is None else micro_batched.levels(kind)))
             found.append(tuple(sorted({level for level, _ in both}, key=leanest_first)))
         return cls(space, tuple(found))
 
@@ -114,7 +114,7 @@ def read_amounts(plan: Document, space: Space) -> tuple[Amount, ...]:
 
 
 def read_by_number(plan: Document, space: Space) -> tuple[Level, ...]:
-    """The level of every block of the chain that a plan in turns cuts.
+    """The level of every block of the chain that a micro-batched plan cuts.
 
     Raises:
         PlanError: a level that there is not, or that keeps what the block does not make; a block that cannot recompute.

@@ -242,7 +242,8 @@ def explain(
     remark = ""
     if document.pipeline is not None:
         remark = (
-            "This plan runs in turns (micro-batches, or the stages of a pipeline): figures of operators are those of "
+            "This plan runs micro-batched (micro-batches, or the stages of a pipeline): figures of operators are "
+            "those of "
             "one micro-batch, and what the next best would cost is not worked out."
         )
     elif document.assignment is not None:

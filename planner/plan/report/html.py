@@ -34,8 +34,8 @@ from planner.plan.report.summary import (
     candidate_cells,
     candidate_name,
     counted,
-    in_turns,
     is_notable,
+    micro_batched,
     offloads,
     op_calls,
     pinned,
@@ -130,15 +130,14 @@ def _note(document: Document) -> str:
 def _mesh(document: Document) -> str:
     chips = enumerate(document.sizes.items())
     axes = "".join(f'<span class="chip a{i % 3}">{escape(name)} {size}</span> ' for i, (name, size) in chips)
-    turns = "" if document.pipeline is None else f"<p>{escape(in_turns(document))}</p>"
+    micro_batches = "" if document.pipeline is None else f"<p>{escape(micro_batched(document))}</p>"
     moves = f"<p>offload: {escape(offloads(document))}</p>" if document.timetables else ""
     if document.pipeline is not None and document.pipeline.ranks > 1:
-        turns += "".join(f"<p>stage {escape(own)}: {escape(text)}</p>" for own, text in stages(document))
+        micro_batches += "".join(f"<p>stage {escape(own)}: {escape(text)}</p>" for own, text in stages(document))
     links = "".join(f"<li>{escape(line)}</li>" for line in _links(document.cluster))
-    drawing = _drawing(document.mesh.in_turns(1), document.cluster.spans[0])
-    return (
-        f'<div class="card"><h2>Mesh</h2>{drawing}<div>{axes}</div>{turns}{moves}<ul class="links">{links}</ul></div>'
-    )
+    drawing = _drawing(document.mesh.micro_batched(1), document.cluster.spans[0])
+    told = f"{micro_batches}{moves}"
+    return f'<div class="card"><h2>Mesh</h2>{drawing}<div>{axes}</div>{told}<ul class="links">{links}</ul></div>'
 
 
 def _links(cluster: ClusterSpec) -> list[str]:
@@ -246,7 +245,7 @@ def _fullest(document: Document) -> str:
 
 
 def _timeline(document: Document) -> str:
-    """The schedule, where the step runs in turns; of a plan that was edited, why there is none."""
+    """The schedule, where the step runs micro-batched; of a plan that was edited, why there is none."""
     if document.pipeline is None:
         return ""
     try:

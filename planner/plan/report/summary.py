@@ -73,13 +73,13 @@ def blocks(document: Document) -> list[BlockSummary]:
     """The distinct blocks in execution order; without details where the plan holds none."""
     details = document.account.blocks or (BlockDetail(),) * len(document.blocks)
     exposed, ranks = _exposed(document), 1 if document.pipeline is None else document.pipeline.ranks
-    turns = document.mesh.micro_batches
+    micro_batches = document.mesh.micro_batches
     found = []
     for plan, detail in zip(document.blocks, details, strict=True):
         ops, moves = detail.ops.values(), [m for op in detail.ops.values() for m in (*op.before, *op.after)]
-        compute = turns * sum(op.forward_s + op.backward_s for op in ops) * plan.count / ranks
+        compute = micro_batches * sum(op.forward_s + op.backward_s for op in ops) * plan.count / ranks
         moved, gradients = (seconds / ranks for seconds in _moved_s(document, moves, exposed))
-        communication = turns * sum(op.inner_s for op in ops) * plan.count / ranks + moved
+        communication = micro_batches * sum(op.inner_s for op in ops) * plan.count / ranks + moved
         share = (compute + communication + gradients) / (document.predicted.step_time_s or 1.0)
         saved = sum(op.saved_bytes for op in ops) * plan.count
         found.append(BlockSummary(plan, detail, compute, communication, gradients, saved, share))
@@ -229,8 +229,10 @@ def offloads(document: Document) -> str:
     data = (
         [f"parameters, gradients and optimizer state of {_chunks(document, chunks)} at home {home}"] if chunks else []
     )
-    turns = "" if document.pipeline is None else "forwards of "
-    data += [f"activations of {left} of {saved} {turns}blocks {home} between forward and backward"] if saved else []
+    micro_batches = "" if document.pipeline is None else "forwards of "
+    data += (
+        [f"activations of {left} of {saved} {micro_batches}blocks {home} between forward and backward"] if saved else []
+    )
     if not data:
         return "nothing: all model data stays on the device"
     return f"{'; '.join(data)}; a step fetches {in_bytes(sizes['fetch'])} and evicts {in_bytes(sizes['evict'])}{early}"
@@ -247,22 +249,22 @@ def _chunks(document: Document, sizes: Sequence[int]) -> str:
     return f"{len(sizes)} chunks ({told} of parameters{wasted})"
 
 
-def in_turns(document: Document) -> str:
-    """How a step runs in turns: the schedule, the cut, and what is made again."""
-    pipeline, turns = document.pipeline, document.mesh.micro_batches
+def micro_batched(document: Document) -> str:
+    """How a step runs micro-batched: the schedule, the cut, and what is made again."""
+    pipeline, micro_batches = document.pipeline, document.mesh.micro_batches
     assert pipeline is not None
-    parts = [f"{turns} micro-batch{'es' * (turns != 1)}"]
+    parts = [f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"]
     if pipeline.ranks > 1:
         each = f" of {pipeline.virtual_stages} stages" if pipeline.virtual_stages > 1 else ""
         sizes = [high - low for low, high in pairwise(pipeline.bounds)]
         blocks_ = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
         parts.append(f"{pipeline.ranks} pipeline ranks{each}, {pipeline.schedule}, {blocks_} blocks a stage")
     if document.times is not None:
-        bubble = document.times.bubble(turns, document.predicted.step_time_s)
+        bubble = document.times.bubble(micro_batches, document.predicted.step_time_s)
         parts.append(f"bubble {bubble * 100:.1f} % of all ranks' time")
     if versions(pipeline.schedule) > 1:
         parts.append("this changes training: an update takes the gradient of the batch before, found one update ago")
-    if pipeline.gathers == "each" and document.mesh.in_turns(1).size > 1:
+    if pipeline.gathers == "each" and document.mesh.micro_batched(1).size > 1:
         ahead = ", none ahead" * pipeline.waits
         parts.append(f"parameters gathered and gradients reduced in each micro-batch{ahead}")
     found = [f"{len(numbers)} {again(level)}" for level, numbers in pipeline.recompute.items() if level != "gathered"]

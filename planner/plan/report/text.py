@@ -24,8 +24,8 @@ from planner.plan.report.summary import (
     candidate_cells,
     candidate_name,
     counted,
-    in_turns,
     is_notable,
+    micro_batched,
     offloads,
     op_calls,
     pinned,
@@ -72,7 +72,7 @@ def _head(document: Document) -> str:
     rows = [
         ("mesh", sizes_text(document.sizes)),
         *([("pinned", in_paragraph(pins))] if pins else []),
-        *([("turns", in_paragraph(in_turns(document)))] if document.pipeline is not None else []),
+        *([("batches", in_paragraph(micro_batched(document)))] if document.pipeline is not None else []),
         *(_stages(document) if document.pipeline is not None and document.pipeline.ranks > 1 else []),
         *([("offload", in_paragraph(offloads(document)))] if document.timetables else []),
         ("step", in_seconds(predicted.step_time_s)),

@@ -63,12 +63,12 @@ class WhyNot:
         mesh: of the best plan around the recipe; empty if there is none.
         extra_s, extra_bytes: what that plan takes more than the plan; infinite and 0 if there is none.
         uses_s, uses_bytes: the same by use, see :class:`planner.analysis.prediction.Prediction`; what does not differ
-        is left out. blocks: the same by distinct block. Empty where one of both runs in turns: there the busiest rank
-        decides, and
+        is left out. blocks: the same by distinct block. Empty where one of both runs micro-batched: there the busiest
+        rank decides, and
             not every block is on it.
         proven: whether both plans are proven to be the best.
         pinned: what the plan was pinned to that the recipe does not pin alike, but for sizes of axes that agree.
-        looked: whether the plan's search looked at steps in turns; or that plan takes one turn.
+        looked: whether the plan's search looked at micro-batched steps; or that plan takes one micro-batch.
         conflict: why there is none.
     """
 
@@ -185,7 +185,7 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
         blocks=blocks,
         proven=found.status == "optimal" and plan.search.status == "optimal",
         pinned=_pinned_otherwise(plan.pin, Pins.parse(pinned).to_dict(), found.best.division.sizes),
-        looked=not space.in_turns or plan.assignment.space.in_turns or _saw_turns(plan),
+        looked=not space.micro_batched or plan.assignment.space.micro_batched or _saw_micro_batches(plan),
     )
 
 
@@ -195,7 +195,7 @@ def _pinned_otherwise(pin: Mapping[str, Any], recipe: Mapping[str, Any], sizes: 
     return {name: value for name, value in found.items() if name not in sizes or sizes[name] != value}
 
 
-def _saw_turns(plan: Document) -> bool:
+def _saw_micro_batches(plan: Document) -> bool:
     """Whether any candidate of the plan's search has stages or micro-batches."""
     return any(set(each["mesh"]) & {"pipeline", MICRO} for each in plan.search.candidates)
 

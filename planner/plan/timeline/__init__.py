@@ -1,4 +1,4 @@
-"""Timeline: a step in turns as it is predicted or was observed, as a picture, as text and as a trace."""
+"""Timeline: a micro-batched step as it is predicted or was observed, as a picture, as text and as a trace."""
 
 from __future__ import annotations
 

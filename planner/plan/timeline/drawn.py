@@ -21,7 +21,7 @@ from planner.solve.pipeline.simulate import Simulated
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StepTimeline(Step):
-    """A step in turns. A notebook shows the picture, ``print`` a drawing in characters."""
+    """A micro-batched step. A notebook shows the picture, ``print`` a drawing in characters."""
 
     def __repr__(self) -> str:
         return f"<StepTimeline: {self.title}>"

@@ -45,7 +45,7 @@ class Event:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Step:
-    """A step in turns on the ranks of a pipeline.
+    """A micro-batched step on the ranks of a pipeline.
 
     Attributes:
         what: ``predicted`` or ``observed``.

@@ -233,7 +233,7 @@ def at(model: Model, moments: Collection[int]) -> Model:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Turns the columns of a model into one sum that bounds the step time, if the assignment fits.
+    """Micro-batches the columns of a model into one sum that bounds the step time, if the assignment fits.
 
     ``price`` is seconds per byte of what is held and the largest transient, beyond the limit; ``prices`` is seconds per
     byte of what is held and alive beyond its room, by moment. ``columns`` (one per cost column) include both for what

@@ -1,6 +1,6 @@
 """Turn an assignment of a model into a better one that fits, region by region.
 
-Two ways take turns. Freely: every region takes what is best under the prices of bytes, and a moment that stays over
+Two ways take turnS. Freely: every region takes what is best under the prices of bytes, and a moment that stays over
 its room becomes dearer, until the whole fits. Strictly: from an assignment that fits, a region's new choices are taken
 only if the whole still fits and is faster; prices then merely guide what is tried.
 """
@@ -89,9 +89,9 @@ class Neighbourhood:
         for number, region in enumerate(self._regions(self.near(weights.columns), size)):
             if time.monotonic() > deadline:
                 return
-            turn = number % len(guides)
-            near = self.near(guides[turn].columns)
-            self._take(solve_region(near, singles[turn], region, self.assignment), strictly=True)
+            micro_batch = number % len(guides)
+            near = self.near(guides[micro_batch].columns)
+            self._take(solve_region(near, singles[micro_batch], region, self.assignment), strictly=True)
 
     def _regions(self, near: Near, size: int) -> list[list[int]]:
         """Regions that cover all vertices."""

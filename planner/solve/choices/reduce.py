@@ -64,11 +64,11 @@ class _Work:
         self._original = list(model.original)
         self._rooms = model.rooms.copy()
         self._shapes: dict[int, tuple[Floats, _Shape]] = {}  # pairs often share their costs
-        self._turned: dict[int, tuple[Floats, Floats]] = {}
+        self._transposed: dict[int, tuple[Floats, Floats]] = {}
         self._moved: dict[tuple[int, bytes], tuple[Floats, Floats]] = {}
         self._near: list[dict[int, Floats]] = [{} for _ in model.singles]
         for (tail, head), costs in model.pairs.items():
-            self._near[tail][head], self._near[head][tail] = costs, self._turn(costs)
+            self._near[tail][head], self._near[head][tail] = costs, self._micro_batch(costs)
         self._alive = dict.fromkeys(range(len(model.singles)))
         self._settled: list[Settled] = []
         self._pairs_to_see = dict.fromkeys(reversed(model.pairs))
@@ -137,12 +137,12 @@ class _Work:
             found = self._shapes[id(costs)] = costs, _shape(costs)
         return found[1]
 
-    def _turn(self, costs: Floats) -> Floats:
+    def _micro_batch(self, costs: Floats) -> Floats:
         """The costs seen from the other end."""
-        if id(costs) not in self._turned:
-            turned = costs.transpose(1, 0, 2)
-            self._turned[id(costs)], self._turned[id(turned)] = (costs, turned), (turned, costs)
-        return self._turned[id(costs)][1]
+        if id(costs) not in self._transposed:
+            transposed = costs.transpose(1, 0, 2)
+            self._transposed[id(costs)], self._transposed[id(transposed)] = (costs, transposed), (transposed, costs)
+        return self._transposed[id(costs)][1]
 
     def _rows(self, costs: Floats, rows: Ints | Mask) -> Floats:
         """Costs of these choices only, or in this order."""
@@ -159,8 +159,8 @@ class _Work:
     def _link(self, v: int, u: int, costs: Floats) -> None:
         """Set the costs of a pair."""
         if v > u:
-            v, u, costs = u, v, self._turn(costs)
-        self._near[v][u], self._near[u][v] = costs, self._turn(costs)
+            v, u, costs = u, v, self._micro_batch(costs)
+        self._near[v][u], self._near[u][v] = costs, self._micro_batch(costs)
         self._pairs_to_see[v, u] = None
         self._touch(v, u)
 

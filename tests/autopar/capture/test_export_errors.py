@@ -109,7 +109,7 @@ def test_code_that_needs_values_is_named_with_its_module_and_the_way_out(
     inputs = (None, {"x": X}, lambda outputs, batch: outputs) if with_loss else ((X,),)
     error, text = message(Stack(compute), *inputs)
     assert isinstance(error, CaptureError)
-    for part in ["Stack cannot be captured", "test_failure.py:", line, "module layers.0 (Layer)", *parts]:
+    for part in ["Stack cannot be captured", "test_export_errors.py:", line, "module layers.0 (Layer)", *parts]:
         assert part in text
     assert "_WithLoss" not in text and "module.layers" not in text
     assert not caplog.records and capfd.readouterr() == ("", "")
@@ -156,7 +156,7 @@ def test_a_model_that_fails_on_its_inputs_fails_in_its_own_words(
 def test_a_loss_that_misses_an_entry_of_the_batch_is_shown_with_its_line() -> None:
     error, text = message(nn.Linear(8, 8), None, {"input": X}, lambda outputs, batch: (outputs - batch["target"]).sum())
     assert isinstance(error, InputError)
-    for part in ["Linear fails", "KeyError: 'target'", "test_failure.py:", 'batch["target"]']:
+    for part in ["Linear fails", "KeyError: 'target'", "test_export_errors.py:", 'batch["target"]']:
         assert part in text
 
 

@@ -95,8 +95,8 @@ def test_plans_a_function(tmp_path: Path) -> None:
     assert html.read_text().lstrip().lower().startswith("<!doctype html")
 
 
-def test_a_plan_in_turns_is_drawn_and_written_as_a_trace(tmp_path: Path, plan_file: Path) -> None:
-    out, traces = tmp_path / "turns.json", [tmp_path / "planned.json", tmp_path / "shown.json"]
+def test_a_plan_micro_batched_is_drawn_and_written_as_a_trace(tmp_path: Path, plan_file: Path) -> None:
+    out, traces = tmp_path / "micro_batches.json", [tmp_path / "planned.json", tmp_path / "shown.json"]
     words = ("-c", "local:1", "--pin", "micro_batches=4", "--out", out, "--trace", traces[0])
     result = invoke("plan", f"{HERE}:small", *words)
     assert result.exit_code == 0, result.output
@@ -105,7 +105,7 @@ def test_a_plan_in_turns_is_drawn_and_written_as_a_trace(tmp_path: Path, plan_fi
     assert result.stdout == f"{Plan.load(out).timeline()}\n" and "rank 0" in result.stdout
     assert traces[0].read_text() == traces[1].read_text()
     refused = invoke("show", plan_file, "--timeline")
-    assert refused.exit_code == 2 and "this plan runs in one turn" in refused.output
+    assert refused.exit_code == 2 and "this plan runs without micro-batches" in refused.output
 
 
 def test_plans_a_function_whose_inputs_are_given() -> None:

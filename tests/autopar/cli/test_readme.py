@@ -61,7 +61,9 @@ def test_every_pin_and_preset_is_listed_and_no_other() -> None:
     assert listed == set(str(caught.value).partition("known: ")[2].split(", "))
     presets = re.search(r"The presets are (.*?)\.", USING, flags=re.DOTALL)
     assert presets is not None
-    assert set(re.findall(r"`([\w-]+)`", presets[1])) == {p.stem for p in (ROOT / "planner" / "presets").glob("*.yaml")}
+    assert set(re.findall(r"`([\w-]+)`", presets[1])) == {
+        p.stem for p in (ROOT / "planner" / "cost" / "presets").glob("*.yaml")
+    }
 
 
 class Classifier(torch.nn.Module):

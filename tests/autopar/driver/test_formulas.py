@@ -114,7 +114,7 @@ def test_what_the_search_picks_itself(name):
     [("llama", {"recompute": "full"}), ("shared-layers", {"recompute": "full"}), ("llama", {"zero": 3})],
     ids=str,
 )
-def test_formulas_in_turns(name, more):
+def test_formulas_micro_batched(name, more):
     plan = planned(name, {"pipeline": 2, "micro_batches": 2, "data": 2, "schedule": "1f1b", **more})
     formulas, there = plan.formulas, plan.at(**LARGER)
     numbers = {formulas.batch: LARGER["batch"], formulas.sequence: LARGER["sequence"], formulas.micro_batches: 2}

@@ -63,7 +63,7 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
 ]
 
 
-TURNS: list[tuple[str, dict[str, Any], int]] = [
+MICRO_BATCHED_PLANS: list[tuple[str, dict[str, Any], int]] = [
     ("gpt2", {"micro_batches": 2, "data": 2}, 2),
     ("gpt2", {"micro_batches": 4, "pipeline": 2, "tensor": 2, "schedule": "1f1b"}, 4),
     ("llama", {"micro_batches": 4, "data": 2, "zero": 3, "recompute": "none"}, 2),
@@ -97,10 +97,10 @@ def test_trains_as_the_original(pool: LocalProcesses, model: str, pin: dict[str,
     assert len(set(losses)) == 1
 
 
-@pytest.mark.parametrize("model, pin, ranks", TURNS, ids=name_of)
-def test_trains_in_turns(pool: LocalProcesses, model: str, pin: dict[str, Any], ranks: int) -> None:
+@pytest.mark.parametrize("model, pin, ranks", MICRO_BATCHED_PLANS, ids=name_of)
+def test_trains_micro_batched(pool: LocalProcesses, model: str, pin: dict[str, Any], ranks: int) -> None:
     document = workers.plan_exactly(model, pin, ranks)
-    losses = pool.run(workers.trains_in_turns, model, document, ranks=ranks)
+    losses = pool.run(workers.trains_micro_batched, model, document, ranks=ranks)
     assert len(set(losses)) == 1
 
 

@@ -315,7 +315,7 @@ def test_gradients_are_the_functions_own() -> None:
 
 
 @pytest.mark.parametrize("pin", [{"data": 2, "recompute": "full"}, {"pipeline": 2, "micro_batches": 2}], ids=str)
-def test_it_is_run_again_and_in_turns(pin: dict[str, object]) -> None:
+def test_it_is_run_again_and_micro_batched(pin: dict[str, object]) -> None:
     model, batch = net("root")
     verify(model, ClusterSpec.local(2), example_kwargs=batch, pin=pin)
 

@@ -130,13 +130,13 @@ def planned(stages: int, pin: tuple[tuple[str, Any], ...] = ()) -> tuple[Any, ..
 @contextlib.contextmanager
 def built(stages: int) -> Iterator[ParallelModule]:
     """All stages in this process, each on one rank."""
-    ref, assignment, in_turns = planned(stages)
+    ref, assignment, micro_batched = planned(stages)
     full = {**dict(ref.model.named_parameters()), **ref.traced.captured.constants}
     with exact(), fake_process_group(1):
-        mesh = device_mesh(assignment.space.mesh.in_turns(1), "cpu")
+        mesh = device_mesh(assignment.space.mesh.micro_batched(1), "cpu")
         yield build(
             ref.model, ref.traced.captured, assignment, mesh, 0,
-            lambda leaf: full[leaf.name].detach().clone(), 0, in_turns,
+            lambda leaf: full[leaf.name].detach().clone(), 0, micro_batched,
         )  # fmt: skip
 
 
@@ -220,7 +220,7 @@ def test_loaded_and_copied_modules_begin_anew() -> None:
 
 
 def test_verify_holds_a_step_to_the_one_before() -> None:
-    ref, assignment, in_turns = planned(2, (("data", 2), ("zero", 3), ("recompute", "full")))
-    found = simulate(ref, assignment, 0, in_turns)
+    ref, assignment, micro_batched = planned(2, (("data", 2), ("zero", 3), ("recompute", "full")))
+    found = simulate(ref, assignment, 0, micro_batched)
     assert found.worst[0] <= 1e-10 and not found.miscounted
     assert len(found.gradients) == len(ref.gradients)

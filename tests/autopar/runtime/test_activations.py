@@ -92,25 +92,25 @@ def test_the_device_holds_what_was_planned(pool: LocalProcesses, name: str, pin:
         assert planned * 0.85 <= seen <= planned * 1.03
 
 
-def test_steps_in_turns_go_on(pool: LocalProcesses) -> None:
+def test_steps_micro_batched_go_on(pool: LocalProcesses) -> None:
     """And none of them takes more memory at home than was planned."""
     plan = tight(carried.plan_of("mlp", {"activations": "all", "micro_batches": 4}, 1))
     assert leaving(plan)
     pool.run(saved.takes_no_more_of_the_host, plan.to_dict(), ranks=1)
-    pool.run(carried.goes_on_in_turns, plan.to_dict(), ranks=1)
+    pool.run(carried.goes_on_micro_batched, plan.to_dict(), ranks=1)
 
 
 @pytest.mark.parametrize(
-    "name, autocast, turns",
+    "name, autocast, micro-batches",
     [("gpt2", False, {}), ("functional-gpt", True, {}), ("gpt2", False, {"micro_batches": 2})],
     ids=str,
 )
 def test_dropout_and_autocast_compute_the_same_bits(
-    pool: LocalProcesses, name: str, autocast: bool, turns: dict[str, int]
+    pool: LocalProcesses, name: str, autocast: bool, micro_batches: dict[str, int]
 ) -> None:
     model, batch = MODELS[name].build()
     cluster = ClusterSpec.local(1, "1 GiB", cores=2, host_memory_bytes="1 GiB")
-    pins: list[dict[str, Any]] = [{"offload": "host", "activations": "all", **turns}, turns]
+    pins: list[dict[str, Any]] = [{"offload": "host", "activations": "all", **micro_batches}, micro_batches]
     moving, plain = (autopar.plan(model, cluster, example_kwargs=batch, pin=pin) for pin in pins)
     moving = tight(moving)
     assert leaving(moving)

@@ -213,7 +213,7 @@ def test_gathers_are_a_block_ahead_and_gradients_are_reduced_beside_the_next_blo
     "pin", [{}, {"pipeline": 2}, {"pipeline": 2, "schedule": "zero_bubble", "virtual_stages": 1}], ids=str
 )
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_in_turns_gathers_are_a_block_ahead_within_an_action(
+def test_micro_batched_gathers_are_a_block_ahead_within_an_action(
     calls: Calls, recompute: str, pin: Mapping[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In forward, and in backward of blocks that gather again; nothing is on its way from one action to another."""
@@ -221,14 +221,14 @@ def test_in_turns_gathers_are_a_block_ahead_within_an_action(
     model, x = Residuals(layers=2 * LAYERS), torch.randn(4, WIDTH)
     traced, acts, do = trace(model, (x,)), list[tuple[Action, int]](), _Run._act
 
-    def act(run: _Run, stage: Stage, kind: str, turn: int) -> None:
-        acts.append((Action(stage.number, kind, turn), len(calls)))
-        do(run, stage, kind, turn)
+    def act(run: _Run, stage: Stage, kind: str, micro_batch: int) -> None:
+        acts.append((Action(stage.number, kind, micro_batch), len(calls)))
+        do(run, stage, kind, micro_batch)
 
     monkeypatch.setattr(_Run, "_act", act)
     plan = planned(model, x, data=2, zero=3, micro_batches=2, recompute=recompute, **{"schedule": "1f1b", **pin})
-    assignment, in_turns = staged(plan, assign(traced, plan))
-    with Simulation(model, traced.captured, assignment, 0, in_turns) as simulation:
+    assignment, micro_batched = staged(plan, assign(traced, plan))
+    with Simulation(model, traced.captured, assignment, 0, micro_batched) as simulation:
         (inputs,) = simulation.inputs((x,), {})[0]
         for _ in range(2):
             calls.clear()
@@ -247,7 +247,7 @@ def test_in_turns_gathers_are_a_block_ahead_within_an_action(
         assert len(calls) == 2 * sum(call.startswith("gather") for call in calls) >= 2 * 2 * LAYERS
 
 
-def test_in_turns_a_plan_that_waits_gathers_nothing_ahead(calls: Calls) -> None:
+def test_micro_batched_a_plan_that_waits_gathers_nothing_ahead(calls: Calls) -> None:
     torch.manual_seed(0)
     ref = reference(Residuals(), (torch.randn(4, WIDTH),))
     pins = Pins.parse({"data": 2, "zero": 3, "micro_batches": 2, "recompute": "full"})
@@ -255,12 +255,12 @@ def test_in_turns_a_plan_that_waits_gathers_nothing_ahead(calls: Calls) -> None:
     data = plan.to_dict()
     waiting = Plan.from_dict({**data, "pipeline": {**data["pipeline"], "waits": True}})
     for each in (plan, waiting):
-        assignment, in_turns = staged(each, assign(ref.traced, each))
+        assignment, micro_batched = staged(each, assign(ref.traced, each))
         calls.clear()
-        assert simulate(ref, assignment, 0, in_turns).worst[0] <= 1e-10
+        assert simulate(ref, assignment, 0, micro_batched).worst[0] <= 1e-10
         gathers = [call for call in calls if "gather" in call]
-        in_turn = [name for call in gathers if not call.startswith("wait") for name in (call, f"wait {call}")]
-        assert (gathers == in_turn) == (each is waiting)
+        in_micro_batch = [name for call in gathers if not call.startswith("wait") for name in (call, f"wait {call}")]
+        assert (gathers == in_micro_batch) == (each is waiting)
 
 
 def one_ahead(gathers: list[str]) -> list[str]:
@@ -311,8 +311,8 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(calls: Calls, pin: Mappin
     torch.manual_seed(0)
     model, x = Residuals(), torch.randn(4, WIDTH)
     traced, plan = trace(model, (x,)), planned(model, x, data=2, zero=3, **pin)
-    assignment, in_turns = staged(plan, assign(traced, plan))
-    with Simulation(model, traced.captured, assignment, 0, in_turns) as simulation:
+    assignment, micro_batched = staged(plan, assign(traced, plan))
+    with Simulation(model, traced.captured, assignment, 0, micro_batched) as simulation:
         module, (inputs,) = simulation.module, simulation.inputs((x,), {})[0]
 
         def gradients() -> list[Tensor]:
@@ -343,7 +343,7 @@ def test_a_forward_that_failed_holds_no_gathered_memory(
     """Not until garbage is collected either."""
     model, x = Residuals(), torch.randn(4, WIDTH)
     traced, plan = trace(model, (x,)), planned(model, x, data=2, zero=3, recompute=recompute, **pin)
-    assignment, in_turns = staged(plan, assign(traced, plan))
+    assignment, micro_batched = staged(plan, assign(traced, plan))
     alive: weakref.WeakSet[object] = weakref.WeakSet()
 
     class Watched(prefetch_gather.Gathering):
@@ -352,7 +352,7 @@ def test_a_forward_that_failed_holds_no_gathered_memory(
             super().start()
 
     monkeypatch.setattr(parameters, "Gathering", Watched)
-    with Simulation(model, traced.captured, assignment, 0, in_turns) as simulation:
+    with Simulation(model, traced.captured, assignment, 0, micro_batched) as simulation:
         (inputs,) = simulation.inputs((x,), {})[0]
         gc.collect()
         gc.disable()
@@ -369,7 +369,7 @@ def test_a_forward_that_failed_holds_no_gathered_memory(
             gc.enable()
 
 
-IN_TURNS: Mapping[str, object] = {"micro_batches": 2, "recompute": "full"}
+MICRO_BATCHED: Mapping[str, object] = {"micro_batches": 2, "recompute": "full"}
 
 
 @pytest.mark.parametrize(
@@ -378,8 +378,8 @@ IN_TURNS: Mapping[str, object] = {"micro_batches": 2, "recompute": "full"}
         {},
         {"recompute": "full"},
         {"replicate": 2},
-        IN_TURNS,
-        {**IN_TURNS, "pipeline": 2, "schedule": "zero_bubble"},
+        MICRO_BATCHED,
+        {**MICRO_BATCHED, "pipeline": 2, "schedule": "zero_bubble"},
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import Traced, trace
-from autopar.emit.build import InTurns, build
+from autopar.emit.build import MicroBatched, build
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pipeline.executor import Step
 from autopar.runtime.pipeline.p2p import Message, Within
@@ -50,25 +50,27 @@ def chain() -> tuple[nn.Module, Traced]:
 
 
 @functools.cache
-def decided(turns: int) -> tuple[Assignment, InTurns]:
+def decided(micro_batches: int) -> tuple[Assignment, MicroBatched]:
     _, traced = chain()
-    plan = plan_traced(traced, workers.cluster_of(2), Pins.parse({"pipeline": 2, "micro_batches": turns}), Training())
-    assignment, in_turns = staged(plan, assign(traced, plan))
-    assert in_turns is not None and len(assignment.space.folded.instances) >= LAYERS
-    return assignment, in_turns
+    plan = plan_traced(
+        traced, workers.cluster_of(2), Pins.parse({"pipeline": 2, "micro_batches": micro_batches}), Training()
+    )
+    assignment, micro_batched = staged(plan, assign(traced, plan))
+    assert micro_batched is not None and len(assignment.space.folded.instances) >= LAYERS
+    return assignment, micro_batched
 
 
 @contextlib.contextmanager
-def running(name: str, ranks: int, turns: int) -> Iterator[tuple[ParallelModule, Step, Schedule]]:
+def running(name: str, ranks: int, micro_batches: int) -> Iterator[tuple[ParallelModule, Step, Schedule]]:
     """The chain in stages of about as many blocks, all in this process, each on one rank."""
     model, traced = chain()
-    assignment, in_turns = decided(turns)
-    order, blocks = schedule(name, ranks, turns, VIRTUAL[name]), len(assignment.space.folded.instances)
+    assignment, micro_batched = decided(micro_batches)
+    order, blocks = schedule(name, ranks, micro_batches, VIRTUAL[name]), len(assignment.space.folded.instances)
     bounds = tuple(blocks * stage // order.stages for stage in range(order.stages + 1))
     whole = dict(model.named_parameters())
     with fake_process_group(1):
-        mesh = device_mesh(assignment.space.mesh.in_turns(1), "cpu")
-        found = replace(in_turns, schedule=order, bounds=bounds)
+        mesh = device_mesh(assignment.space.mesh.micro_batched(1), "cpu")
+        found = replace(micro_batched, schedule=order, bounds=bounds)
         module = build(
             model, traced.captured, assignment, mesh, 0, lambda leaf: whole[leaf.name].detach().clone(), 0, found
         )
@@ -79,14 +81,14 @@ def running(name: str, ranks: int, turns: int) -> Iterator[tuple[ParallelModule,
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", VIRTUAL)
 def test_as_many_as_the_schedule_says(name: str, ranks: int) -> None:
-    for turns in (1, 4, 7) if name != "2bw" else (4, 7):
-        with running(name, ranks, turns) as (module, step, order):
+    for micro_batches in (1, 4, 7) if name != "2bw" else (4, 7):
+        with running(name, ranks, micro_batches) as (module, step, order):
             watch = InFlight(step, order.rank_of)
             for _ in range(1 + order.overlaps):
                 loss = module(torch.randn(BATCH, 4))
                 assert watch.now == sum(action.micro_batch < 0 for action in order.actions)
                 loss.backward()
-        assert tuple(map(watch.fullest, range(ranks))) == order.held, turns
+        assert tuple(map(watch.fullest, range(ranks))) == order.held, micro_batches
 
 
 class Copying(Within):

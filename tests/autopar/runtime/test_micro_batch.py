@@ -1,4 +1,6 @@
-"""Steps in turns: micro-batches and pipelines, all stages in one process, against the original on the global batch."""
+"""Micro-batched steps: micro-batches and pipelines, all stages in one process, against the original on the global
+batch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import autopar
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import trace
 from autopar.emit.block_program import Body
-from autopar.emit.build import InTurns
+from autopar.emit.build import MicroBatched
 from autopar.runtime.pipeline.executor import Step, _Run
 from autopar.verification.float64 import exact
 from autopar.verification.simulator import Simulation
@@ -61,47 +63,49 @@ def original(name: str) -> Reference:
 
 @pytest.mark.parametrize("name, pin, ranks", CASES, ids=name_of)
 def test_a_step_is_the_original_s(name: str, pin: dict[str, Any], ranks: int) -> None:
-    ref, assignment, in_turns = in_turns_of(name, pin, ranks)
-    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, in_turns) as simulation:
+    ref, assignment, micro_batched = micro_batched_of(name, pin, ranks)
+    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, micro_batched) as simulation:
         found = observed_step(ref, assignment, simulation)
     assert found.worst[0] <= 1e-10, found.worst
     assert len(found.gradients) == len(ref.gradients)
     assert not found.miscounted
-    assert typecheck(ref.traced.captured, assignment, in_turns).operators > 0
+    assert typecheck(ref.traced.captured, assignment, micro_batched).operators > 0
 
 
-def in_turns_of(name: str, pin: dict[str, Any], ranks: int) -> tuple[Reference, Assignment, InTurns]:
+def micro_batched_of(name: str, pin: dict[str, Any], ranks: int) -> tuple[Reference, Assignment, MicroBatched]:
     ref = original(name)
     plan = plan_traced(ref.traced, workers.cluster_of(ranks), Pins.parse(pin), Training())
-    assignment, in_turns = staged(plan, assign(ref.traced, plan))
-    assert in_turns is not None
-    return ref, assignment, in_turns
+    assignment, micro_batched = staged(plan, assign(ref.traced, plan))
+    assert micro_batched is not None
+    return ref, assignment, micro_batched
 
 
 def test_a_gradient_that_nobody_sums_is_caught_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    ref, assignment, in_turns = in_turns_of("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 0}, 4)
+    ref, assignment, micro_batched = micro_batched_of(
+        "gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 0}, 4
+    )
     monkeypatch.setattr(Body, "brought", lambda self, values, steps, *_: values)
     with pytest.raises(VerificationError, match=r"use it: on axis 'data' it has type .*I, the plan says .*R"):
-        typecheck(ref.traced.captured, assignment, in_turns)
+        typecheck(ref.traced.captured, assignment, micro_batched)
 
 
 def test_tokens_are_counted_over_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each micro-batch ignores another number of tokens: with the mean of their means the loss is another."""
-    ref, assignment, in_turns = in_turns_of("llama", {"micro_batches": 4, "data": 2}, 2)
+    ref, assignment, micro_batched = micro_batched_of("llama", {"micro_batches": 4, "data": 2}, 2)
     assert len({int((rows != -100).sum()) for rows in ref.kwargs["target"].chunk(4)}) > 1
-    monkeypatch.setattr(_Run, "_counted", lambda self, stage: (torch.tensor(self.step.turns.count),))
-    assert simulate(ref, assignment, 0, in_turns).worst[0] > 1e-3
+    monkeypatch.setattr(_Run, "_counted", lambda self, stage: (torch.tensor(self.step.micro_batches.count),))
+    assert simulate(ref, assignment, 0, micro_batched).worst[0] > 1e-3
 
 
 def test_a_step_needs_a_loss() -> None:
     model, kwargs = workers.model_of("gpt2"), {"input_ids": workers.batch_of("gpt2")["input_ids"]}
-    for turns in ({"pin": {"micro_batches": 2}}, {"pipelines": True}):
+    for micro_batches in ({"pin": {"micro_batches": 2}}, {"pipelines": True}):
         with pytest.raises(InputError, match=r"must return its loss .* loss_fn: .* forward only, call model\.eval\(\)"):
-            autopar.plan(model, workers.cluster_of(2), example_kwargs=kwargs, **turns)
+            autopar.plan(model, workers.cluster_of(2), example_kwargs=kwargs, **micro_batches)
     ref = reference(model.eval(), None, kwargs)
     plan = plan_traced(ref.traced, workers.cluster_of(2), Pins.parse({"micro_batches": 2}), Training())
-    assignment, in_turns = staged(plan, assign(ref.traced, plan))
-    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, in_turns) as simulation:
+    assignment, micro_batched = staged(plan, assign(ref.traced, plan))
+    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, micro_batched) as simulation:
         args, inputs = simulation.inputs((), ref.kwargs)
         with pytest.raises(InputError, match="must return its loss"):
             simulation.module(*args, **inputs)
@@ -115,8 +119,10 @@ def test_a_step_needs_a_loss() -> None:
 @pytest.mark.parametrize("kind, said", [("F", "forward"), ("B", "backward")])
 def test_an_error_in_a_stage_says_where(kind: str, said: str) -> None:
     """An operator of the second stage fails on the second micro-batch."""
-    ref, assignment, in_turns = in_turns_of("gpt2", {"micro_batches": 2, "pipeline": 2, "schedule": "gpipe"}, 2)
-    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, in_turns) as simulation:
+    ref, assignment, micro_batched = micro_batched_of(
+        "gpt2", {"micro_batches": 2, "pipeline": 2, "schedule": "gpipe"}, 2
+    )
+    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, micro_batched) as simulation:
         step = simulation.module.program
         assert isinstance(step, Step)
         stage, calls = step.stages[1], itertools.count()
@@ -138,8 +144,8 @@ def test_an_error_in_a_stage_says_where(kind: str, said: str) -> None:
 
 
 def test_a_loss_is_handed_over_once_and_scaled() -> None:
-    ref, assignment, in_turns = in_turns_of("llama", {"micro_batches": 2, "pipeline": 2}, 2)
-    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, in_turns) as simulation:
+    ref, assignment, micro_batched = micro_batched_of("llama", {"micro_batches": 2, "pipeline": 2}, 2)
+    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, micro_batched) as simulation:
         args, kwargs = simulation.inputs(ref.args, ref.kwargs)
         loss = simulation.module(*args, **kwargs)
         (loss * 4).backward(retain_graph=True)
@@ -160,10 +166,10 @@ def test_a_scale_keeps_small_gradients_of_half_precision() -> None:
     batch, scale = {"input": torch.randn(8, 16)}, 2.0**16
     traced = trace(model, None, batch, lambda out, kwargs: out.float().pow(2).mean() * 1e-7)
     plan = plan_traced(traced, workers.cluster_of(1), Pins.parse({"micro_batches": 2}), Training())
-    assignment, in_turns = staged(plan, assign(traced, plan))
+    assignment, micro_batched = staged(plan, assign(traced, plan))
     (model(**batch).pow(2).mean() * 1e-7).backward()
     expected, found = model[0].weight.grad, []
-    with Simulation(model, traced.captured, assignment, 0, in_turns) as simulation:
+    with Simulation(model, traced.captured, assignment, 0, micro_batched) as simulation:
         args, kwargs = simulation.inputs((), batch)
         for _ in range(2):
             simulation.module.zero_grad()

@@ -136,16 +136,16 @@ def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
     pool.run(carried.goes_other_ways, "mlp", document, ranks=2)
 
 
-def test_steps_in_turns_go_on(pool: LocalProcesses) -> None:
+def test_steps_micro_batched_go_on(pool: LocalProcesses) -> None:
     plan = carried.plan_of("mlp", {"micro_batches": 4}, 1)
     assert plan.timetable is not None
     table = fewest_bytes(plan.timetable.trace, max(plan.timetable.trace.needed_bytes))
     assert any("gradients" in name for entry in table.entries for name in entry.fetch)  # sums leave and come back
-    pool.run(carried.goes_on_in_turns, replace(plan, timetables=(table,)).to_dict(), ranks=1)
+    pool.run(carried.goes_on_micro_batched, replace(plan, timetables=(table,)).to_dict(), ranks=1)
 
 
 @pytest.mark.parametrize("pin, ranks", [({"data": 2, "zero": 3, "micro_batches": 2}, 2), ({"pipeline": 2}, 2)], ids=str)
-def test_a_plan_in_turns_is_verified(pin: dict[str, Any], ranks: int) -> None:
+def test_a_plan_micro_batched_is_verified(pin: dict[str, Any], ranks: int) -> None:
     model, batch = carried.model_of("mlp")
     assert autopar.verify(model, carried.plan_of("mlp", pin, ranks), example_kwargs=batch)
 
@@ -168,7 +168,7 @@ def test_one_rank_computes_the_same_bits(pool: LocalProcesses, name: str, pin: d
     pool.run(carried.is_bit_equal, name, plan.to_dict(), ranks=1)
 
 
-def test_turns_add_up_the_same_bits(pool: LocalProcesses) -> None:
+def test_micro_batches_add_up_the_same_bits(pool: LocalProcesses) -> None:
     model, batch = carried.model_of("gpt2", torch.float32)
     cluster = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")
     pins: list[dict[str, Any]] = [{"micro_batches": 2, "offload": "host"}, {"micro_batches": 2}]
@@ -259,7 +259,7 @@ def test_parameters_come_and_go() -> None:
     assert made.arena.high_water_bytes == 128 and made.arena.held_bytes == 0
 
 
-def test_gradients_take_turns_in_memories_at_home() -> None:
+def test_gradients_take_micro_batches_in_memories_at_home() -> None:
     """The smallest that is free, once what holds one is over, and none where somebody keeps them all."""
     held: list[torch.Tensor] = []
 
@@ -321,12 +321,14 @@ def test_a_device_that_runs_full_loses_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(made.values()[0], torch.arange(8.0)) and made.arena.held_bytes == 128
 
 
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_gradients_that_could_not_move_are_where_they_were(monkeypatch: pytest.MonkeyPatch, in_turns: bool) -> None:
+@pytest.mark.parametrize("micro_batched", [False, True])
+def test_gradients_that_could_not_move_are_where_they_were(
+    monkeypatch: pytest.MonkeyPatch, micro_batched: bool
+) -> None:
     """The disk fails each time once; what is made then adds up to what had arrived."""
     parameters = chunk()
     parameters.act("fetch", "forward")
-    kind = functools.partial(Sums, parameters=parameters) if in_turns else Gradients
+    kind = functools.partial(Sums, parameters=parameters) if micro_batched else Gradients
     made = kind("gradients a", parameters.kept, arena=Arena(1024), link=parameters.link)
 
     def acts(action: str) -> None:
@@ -339,7 +341,7 @@ def test_gradients_that_could_not_move_are_where_they_were(monkeypatch: pytest.M
             assert (made.state, made.is_empty, [*made._arriving]) == (state, was_empty, arrived)
         made.act(action, "backward")
 
-    again = ("fetch", "fetched") if in_turns else ("make",)  # sums come back for what is added to them
+    again = ("fetch", "fetched") if micro_batched else ("make",)  # sums come back for what is added to them
     for grad, actions in ((1.0, ("make",)), (2.0, again)):
         for action in actions:
             acts(action)

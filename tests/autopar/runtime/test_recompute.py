@@ -382,11 +382,11 @@ def test_autocast_of_forward_holds_when_values_are_made_again() -> None:
 def test_a_value_that_lies_otherwise_in_memory_is_an_error() -> None:
     x, weight = inputs()
 
-    def turned(x: Tensor, weight: Tensor) -> Any:
+    def transposed(x: Tensor, weight: Tensor) -> Any:
         hidden = torch.tanh(x)
         return hidden.t().contiguous().t(), hidden @ weight
 
-    loss = recompute(program_of(block), program_of(turned), x, weight)
+    loss = recompute(program_of(block), program_of(transposed), x, weight)
     with pytest.raises(RuntimeError, match=r"made again with size, strides and offset .*\(1, 64\).* in forward"):
         loss.backward()
 

@@ -54,17 +54,19 @@ def test_both_parts_are_one_backward(name: str, by_edge: bool) -> None:
         assert mine is None or (theirs.grad is not None and torch.allclose(mine, theirs.grad, rtol=1e-12, atol=1e-14))
 
 
-def test_weights_add_up_over_turns() -> None:
+def test_weights_add_up_over_micro_batches() -> None:
     x, a, b, c = leaves()
     kept = []
-    for turn in range(3):
-        outputs = MODELS["a weight twice"](x * (turn + 1), a, b, c)
+    for micro_batch in range(3):
+        outputs = MODELS["a weight twice"](x * (micro_batch + 1), a, b, c)
         start = tuple((t, torch.ones_like(t)) for t in outputs)
         kept.append(backward_of_inputs(start, [x], [a, b, c])[1])
     for later in reversed(kept):
         later.run()
     whole = leaves()
-    sum(MODELS["a weight twice"](whole[0] * (turn + 1), *whole[1:])[0].sum() for turn in range(3)).backward()  # type: ignore[union-attr]
+    sum(
+        MODELS["a weight twice"](whole[0] * (micro_batch + 1), *whole[1:])[0].sum() for micro_batch in range(3)
+    ).backward()  # type: ignore[union-attr]
     for mine, theirs in zip((a, b, c), whole[1:], strict=True):
         assert mine.grad is not None and theirs.grad is not None
         assert torch.allclose(mine.grad, theirs.grad, rtol=1e-12)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autopar.driver.plan import plan_traced
 from autopar.driver.trace import trace
-from benchmarks import memory_turns
+from benchmarks import memory_micro_batched
 from benchmarks.memory import observed_peak
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
@@ -153,7 +153,7 @@ def test_the_predicted_peak_of_parameters_gathered_in_each_micro_batch_is_the_ob
     for zero, level in ((2, "none"), (3, "none"), (3, "full")):
         pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": zero, "recompute": level})
         plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
-        observed[zero, level] = memory_turns.observed_peak(model, traced, plan)
+        observed[zero, level] = memory_micro_batched.observed_peak(model, traced, plan)
         if zero == 3:
             assert 0.99 <= plan.predicted.peak_bytes / observed[zero, level] <= 1 + above
     assert observed[3, "full"] < observed[3, "none"] < observed[2, "none"]
@@ -180,7 +180,7 @@ def test_no_rank_of_a_pipeline_takes_more_than_predicted(name: str) -> None:
     traced = trace(model, None, batch)
     for pin in PIPELINES:
         plan = plan_traced(traced, ClusterSpec.local(2 * pin.get("tensor", 1)), Pins.parse(pin), Training())
-        observed = max(memory_turns.observed_peak(model, traced, plan, rank) for rank in range(2))
+        observed = max(memory_micro_batched.observed_peak(model, traced, plan, rank) for rank in range(2))
         assert 0.98 <= plan.predicted.peak_bytes / observed <= (1.15 if pin["schedule"] == "1f1b" else 1.25), pin
 
 
@@ -217,7 +217,7 @@ def test_what_norms_keep_stays_where_blocks_recompute() -> None:
     traced = trace(model, None, batch)
     pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": 0, "recompute": "full"})
     plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
-    observed = memory_turns.observed_peak(model, traced, plan)
+    observed = memory_micro_batched.observed_peak(model, traced, plan)
     assert 0.99 <= plan.predicted.peak_bytes / observed <= 1.05
 
 
@@ -229,7 +229,7 @@ def test_a_tied_embedding_that_is_stored_whole_waits_for_its_second_gradient(lay
     traced = trace(model, None, batch)
     pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": {"embed*": 0, "layers.*": layers}})
     plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
-    observed = memory_turns.observed_peak(model, traced, plan)
+    observed = memory_micro_batched.observed_peak(model, traced, plan)
     assert 0.99 <= plan.predicted.peak_bytes / observed <= 1.06
 
 
@@ -241,7 +241,9 @@ def test_gradients_that_are_summed_once_a_step_are_there_twice_then(name: str, e
     pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": 0, "recompute": "none"})
     plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
     assert plan.predicted.fullest_at == "reducing gradients"
-    assert plan.predicted.peak_bytes == pytest.approx(memory_turns.observed_peak(model, traced, plan), rel=error)
+    assert plan.predicted.peak_bytes == pytest.approx(
+        memory_micro_batched.observed_peak(model, traced, plan), rel=error
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,5 +261,7 @@ def test_gradients_count_from_when_they_are_there(name: str, pin: dict[str, Any]
     traced = trace(model, None, batch)
     pins = Pins.parse({**pin, "micro_batches": 4, "recompute": "none"})
     plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
-    observed = max(memory_turns.observed_peak(model, traced, plan, rank) for rank in range(pin.get("pipeline", 1)))
+    observed = max(
+        memory_micro_batched.observed_peak(model, traced, plan, rank) for rank in range(pin.get("pipeline", 1))
+    )
     assert 0.999 <= plan.predicted.peak_bytes / observed <= most

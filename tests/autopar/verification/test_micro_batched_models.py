@@ -1,4 +1,4 @@
-"""Steps in turns of many kinds of models, all stages in one process, against the original on the global batch.
+"""Micro-batched steps of many kinds of models, all stages in one process, against the original on the global batch.
 
 The table of cases covers models, losses and outputs by schedules, numbers of stages and micro-batches, and what they
 are composed with; each model is captured once.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import Traced, trace
-from autopar.emit.build import InTurns
+from autopar.emit.build import MicroBatched
 from autopar.measure.local_processes import LocalProcesses
 from autopar.verification.float64 import exact
 from autopar.verification.simulator import Simulation
@@ -300,7 +300,7 @@ def planned(name: str, pin: Pin, training: bool = True) -> tuple[Reference, Plan
     return ref, plan_traced(ref.traced, workers.cluster_of(ranks), Pins.parse(pin), Training())
 
 
-def in_turns(name: str, pin: Pin, training: bool = True) -> tuple[Reference, Assignment, InTurns]:
+def micro_batched(name: str, pin: Pin, training: bool = True) -> tuple[Reference, Assignment, MicroBatched]:
     ref, plan = planned(name, pin, training)
     assignment, found = staged(plan, assign(ref.traced, plan))
     assert found is not None
@@ -351,15 +351,15 @@ def name_of(value: object) -> str:
 
 def check(name: str, pin: Pin, training: bool = True) -> float:
     """Returns the largest relative error of any output or gradient."""
-    ref, assignment, found_turns = in_turns(name, pin, training)
-    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, found_turns) as simulation:
+    ref, assignment, found_micro_batches = micro_batched(name, pin, training)
+    with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, found_micro_batches) as simulation:
         found = observed_step(ref, assignment, simulation)
         names = set(simulation.module.state_dict())
     assert found.worst[0] <= 1e-10, found.worst
     assert found.gradients.keys() == ref.gradients.keys()
     assert not found.miscounted
     assert names == set(ref.model.state_dict())
-    assert typecheck(ref.traced.captured, assignment, found_turns).operators > 0
+    assert typecheck(ref.traced.captured, assignment, found_micro_batches).operators > 0
     return found.worst[0]
 
 
@@ -442,7 +442,7 @@ REFUSED: list[tuple[str, Pin, str]] = [
 @pytest.mark.parametrize("name, pin, message", REFUSED, ids=name_of)
 def test_what_cannot_be_is_refused(name: str, pin: Pin, message: str) -> None:
     def refused() -> None:
-        ref, assignment, found = in_turns(name, pin)
+        ref, assignment, found = micro_batched(name, pin)
         typecheck(ref.traced.captured, assignment, found)
 
     with pytest.raises((PinError, PlanError), match=message):
@@ -474,7 +474,7 @@ def test_wrong_cuts_in_a_plan_are_refused(stages: list[str], message: str) -> No
 
 
 def test_a_batch_of_another_size_is_refused() -> None:
-    ref, assignment, found = in_turns("mean", pinned(2, 4, "1f1b"))
+    ref, assignment, found = micro_batched("mean", pinned(2, 4, "1f1b"))
     with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, found) as simulation:
         args, kwargs = simulation.inputs(ref.args, ref.kwargs)
         with pytest.raises(InputError, match=r"shape \(14, 4\), but this rank's part was planned as \(28, 4\)"):
@@ -483,7 +483,7 @@ def test_a_batch_of_another_size_is_refused() -> None:
 
 def test_gradients_of_other_outputs_are_refused() -> None:
     """They would be lost without a word: the step has been backward when the model returns."""
-    ref, assignment, found = in_turns("apart", pinned(2, 2, "1f1b"))
+    ref, assignment, found = micro_batched("apart", pinned(2, 2, "1f1b"))
     with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, found) as simulation:
         args, kwargs = simulation.inputs(ref.args, ref.kwargs)
         for combine in (lambda out: out["loss"] + out["early"], lambda out: out["early"]):

@@ -117,15 +117,15 @@ def test_a_count_is_of_the_first_blocks() -> None:
         roomy(activations=6)
 
 
-@pytest.mark.parametrize("turns", [{}, {"micro_batches": 2}], ids=str)
+@pytest.mark.parametrize("micro_batches", [{}, {"micro_batches": 2}], ids=str)
 def test_a_count_beyond_the_blocks_is_refused_before_the_search(
-    turns: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    micro_batches: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("planner.search.offload_search.fitted", None)
     with pytest.raises(PinError, match=r"pin 'activations' is 99, but the model has 6 blocks: pin that many at most"):
-        roomy(activations=99, **turns)
+        roomy(activations=99, **micro_batches)
     with pytest.raises(TypeError):  # what is in range is searched
-        roomy(activations=6, **turns)
+        roomy(activations=6, **micro_batches)
 
 
 def needed(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""What is alive at the peak of a step in turns, tensor by tensor; all of it together is the peak."""
+"""What is alive at the peak of a micro-batched step, tensor by tensor; all of it together is the peak."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planner.analysis.memory.storages import Fullest
-from planner.analysis.pipeline.peak_report import NEXT, SECOND, fullest_in_turns
+from planner.analysis.pipeline.peak_report import NEXT, SECOND, fullest_micro_batched
 from planner.base.errors import PlanError
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decision_names import called
@@ -37,7 +37,7 @@ def fullest_of(graph: Graph, pin: dict[str, Any], memory: str = "1 GiB") -> Full
     """Of the plan that the search finds; what is alive is checked to add up."""
     found = search(graph, cluster(4, memory), Pins.parse(pin), Training())
     assert found.staged is not None
-    fullest = fullest_in_turns(found.assignment, found.staged)
+    fullest = fullest_micro_batched(found.assignment, found.staged)
     assert fullest.bytes == sum(held.all_bytes for held in fullest.alive) == found.staged.peak_bytes
     assert fullest.by_use() == found.staged.memory_bytes
     assert [held.all_bytes for held in fullest.alive] == sorted((h.all_bytes for h in fullest.alive), reverse=True)
@@ -148,7 +148,7 @@ def test_what_the_next_block_of_a_stage_gathers_is_on_its_way(recompute: str) ->
     "pin", [{"pipeline": 2, "micro_batches": 8, "tensor": 2, "schedule": "1f1b"}, {"data": 4}], ids=str
 )
 def test_plans_say_what_is_alive(pin: dict[str, Any]) -> None:
-    """In one turn and in several: the plan, its file, its report, its timeline, and explanations."""
+    """Without micro-batches and in several: the plan, its file, its report, its timeline, and explanations."""
     plan = plan_of(GRAPH, cluster(4), pin)
     predicted, fullest = plan.predicted, plan.fullest
     assert (fullest.bytes, fullest.at) == (predicted.peak_bytes, predicted.fullest_at)

@@ -1,4 +1,6 @@
-"""What blocks save in turns: an item for each micro-batch, what stages keep, memories at home, and what is refused."""
+"""What blocks save with micro-batches: an item for each micro-batch, what stages keep, memories at home, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from planner.analysis.memory import usage
-from planner.analysis.offload.chunks import SAVED, chunks_of, home_bytes, of_turn
+from planner.analysis.offload.chunks import SAVED, chunks_of, home_bytes, of_micro_batch
 from planner.analysis.offload.step_timing import saved_bytes, saved_homes
 from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes
@@ -23,12 +25,12 @@ from tests.planner.search.test_offload_micro_batched import decided, offload
 
 WIDE, NARROW = 64 * 4 * 128 * 4 // 4, 64 * 128 * 4 // 4
 """Bytes of a layer's hidden values in one of four micro-batches, and of what it adds them to."""
-TURNS = range(4)
+MICRO_BATCHED_PLANS = range(4)
 ALL, NONE = {"activations": "all"}, {"activations": "none"}
 
 
-def turned(spec: ClusterSpec | None = None, **pin: Any) -> Plan:
-    """A plan in four turns of which anything may leave, and nothing is made again."""
+def micro_batched(spec: ClusterSpec | None = None, **pin: Any) -> Plan:
+    """A plan in four micro-batches of which anything may leave, and nothing is made again."""
     wanted = {"activations": "all", "recompute": "none", "micro_batches": 4, **pin}
     return offload(spec=spec or cluster(devices=pin.get("pipeline", 1)), **wanted)
 
@@ -39,9 +41,9 @@ def tight(plan: Plan) -> Plan:
     return replace(plan, timetables=tuple(tables))
 
 
-def saved_in(table: Timetable, turn: int) -> dict[str, int]:
+def saved_in(table: Timetable, micro_batch: int) -> dict[str, int]:
     """Bytes of what is saved in a micro-batch, by name without that."""
-    ending = of_turn("", turn)
+    ending = of_micro_batch("", micro_batch)
     items = [item for item in table.trace.items if item.name.startswith(SAVED) and item.name.endswith(ending)]
     return {item.name.removesuffix(ending): item.bytes for item in items}
 
@@ -51,17 +53,20 @@ def leaving(table: Timetable) -> list[str]:
 
 
 def test_each_micro_batch_has_items_of_its_own_counted_by_hand() -> None:
-    """A quarter of what a layer saves in one turn: what enters it and its relu's result."""
-    (table,) = turned().timetables
+    """A quarter of what a layer saves without micro-batches: what enters it and its relu's result."""
+    (table,) = micro_batched().timetables
     layers = {f"saved {number + 1} layers.{number}": NARROW + WIDE for number in range(4)}
-    for turn in TURNS:
-        assert saved_in(table, turn) == {**layers, "saved 5 head": NARROW}
-        uses = table.trace.item[of_turn("saved 2 layers.1", turn)].uses
-        assert uses == (Use(of_turn("forward 2 layers.1", turn), "w"), Use(of_turn("backward 2 layers.1", turn)))
+    for micro_batch in MICRO_BATCHED_PLANS:
+        assert saved_in(table, micro_batch) == {**layers, "saved 5 head": NARROW}
+        uses = table.trace.item[of_micro_batch("saved 2 layers.1", micro_batch)].uses
+        assert uses == (
+            Use(of_micro_batch("forward 2 layers.1", micro_batch), "w"),
+            Use(of_micro_batch("backward 2 layers.1", micro_batch)),
+        )
 
 
 def test_what_a_stage_takes_leaves_after_its_last_block() -> None:
-    first, last = turned(pipeline=2, schedule="gpipe").timetables
+    first, last = micro_batched(pipeline=2, schedule="gpipe").timetables
     assert saved_in(first, 3) == {f"saved {at + 1} layers.{at}": NARROW + WIDE for at in (0, 1)}
     layers = {"saved 3 layers.2": WIDE, "saved 4 layers.3": NARROW + WIDE}
     wanted = {**layers, "saved 5 head of 3": NARROW, "saved 5 head": NARROW}
@@ -70,28 +75,31 @@ def test_what_a_stage_takes_leaves_after_its_last_block() -> None:
 
 def test_what_others_in_flight_have_saved_is_not_beside() -> None:
     """But for what stays: the first stage's input is no one's, and what it hands on is in no block's hands."""
-    plan, still = (turned(pipeline=2, schedule="gpipe", activations=which) for which in ("all", "none"))
+    plan, still = (micro_batched(pipeline=2, schedule="gpipe", activations=which) for which in ("all", "none"))
     assert plan.pipeline is not None and still.pipeline is not None and plan.pipeline.bounds == still.pipeline.bounds
     for rank, table in enumerate(plan.timetables):
         blocks = range(*plan.pipeline.bounds[rank : rank + 2])
         moved, held = (usage(decided(each), blocks) for each in (plan, still))
         assert held.saved_bytes - moved.saved_bytes == sum(saved_in(table, 0).values()) > 0
         beside = {moment.name: moment.other_bytes for moment in table.trace.moments}
-        each = [beside[of_turn(f"forward {blocks.start + 1} layers.{blocks.start}", turn)] for turn in TURNS]
+        each = [
+            beside[of_micro_batch(f"forward {blocks.start + 1} layers.{blocks.start}", micro_batch)]
+            for micro_batch in MICRO_BATCHED_PLANS
+        ]
         loss = 4 * rank
         assert [more - before for before, more in pairwise(each)] == [moved.saved_bytes + loss] * 3
 
 
 def test_micro_batches_that_are_not_in_flight_together_share_memory_at_home() -> None:
-    (table,) = tight(turned()).timetables
+    (table,) = tight(micro_batched()).timetables
     assert len(leaving(table)) == 3 * 3  # the first micro-batch adds no gradients, and has room
     assert saved_homes(table) == (NARROW + WIDE,) * 3
     assert saved_bytes(table) == 3 * (NARROW + WIDE)
-    flushed = tight(turned(pipeline=2, schedule="gpipe")).timetables
+    flushed = tight(micro_batched(pipeline=2, schedule="gpipe")).timetables
     for each in flushed:  # all of them are in flight
         assert sorted(saved_homes(each)) == sorted(each.trace.item[name].bytes for name in leaving(each))
-    in_turn = tight(turned(pipeline=2, schedule="1f1b")).timetables
-    assert 0 < sum(map(saved_bytes, in_turn)) < sum(map(saved_bytes, flushed))
+    in_micro_batch = tight(micro_batched(pipeline=2, schedule="1f1b")).timetables
+    assert 0 < sum(map(saved_bytes, in_micro_batch)) < sum(map(saved_bytes, flushed))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -149,27 +157,27 @@ def test_devices_too_small_for_all_that_is_saved_are_enough_where_it_leaves(name
 
 
 def test_a_count_is_of_the_first_blocks_of_each_stage() -> None:
-    first, last = turned(pipeline=2, activations=1, schedule="1f1b").timetables
+    first, last = micro_batched(pipeline=2, activations=1, schedule="1f1b").timetables
     assert [*saved_in(first, 1)] == ["saved 1 layers.0"] and [*saved_in(last, 1)] == ["saved 3 layers.2"]
     with pytest.raises(PinError, match=r"'activations' is 4, but 3 blocks of a stage save .*: pin that many, or 'all'"):
-        turned(pipeline=2, activations=4, schedule="1f1b")
+        micro_batched(pipeline=2, activations=4, schedule="1f1b")
     with pytest.raises(PinError, match=r"'activations' is 6, but 5 blocks save"):
-        turned(activations=6)
+        micro_batched(activations=6)
 
 
 def test_a_host_too_small_for_what_leaves_is_refused_with_its_numbers() -> None:
-    spec = with_usable(cluster(), max(turned().timetables[0].trace.needed_bytes))
-    plan = turned(spec)
+    spec = with_usable(cluster(), max(micro_batched().timetables[0].trace.needed_bytes))
+    plan = micro_batched(spec)
     more, data = saved_bytes(plan.timetables[0]), home_bytes(decided(plan), chunks_of(decided(plan)))
     assert more and spec.host is not None
     for missing in (0, 1000):
         host = spec.host.model_copy(update={"memory_bytes": data + more - missing})
         small = spec.model_copy(update={"host": host})
         if not missing:
-            assert turned(small).timetables == plan.timetables
+            assert micro_batched(small).timetables == plan.timetables
             continue
         with pytest.raises(InfeasibleError) as caught:
-            turned(small)
+            micro_batched(small)
         assert caught.value.excess_bytes == missing
         assert f"{in_all_bytes(data)}, of activations that leave {in_all_bytes(more)} more" in str(caught.value)
 

@@ -51,12 +51,18 @@ def tapped() -> Graph:
 
 
 def space_of(  # type: ignore[no-untyped-def]
-    which: str, spec, stages: int, turns: int, schedule: str | None = None, gathers: Gathers = "once", **sizes: int
+    which: str,
+    spec,
+    stages: int,
+    micro_batches: int,
+    schedule: str | None = None,
+    gathers: Gathers = "once",
+    **sizes: int,
 ) -> Space:
     graph, folded, rules = model(which)
-    mesh = Mesh.of(**sizes).in_turns(turns)
+    mesh = Mesh.of(**sizes).micro_batched(micro_batches)
     kept = filters(Pins(), graph, rules, mesh)
-    pace = pace_of(stages, turns, schedule)
+    pace = pace_of(stages, micro_batches, schedule)
     return Space(folded, mesh, CostModel(spec), Training(gathers=gathers), rules, *kept, pace=pace)
 
 
@@ -78,13 +84,13 @@ def assignments(space: Space, rng: random.Random, count: int) -> list[tuple[tupl
 
 
 @pytest.mark.parametrize("which", ["residual", "chain", "tapped"])
-@pytest.mark.parametrize("turns, gathers", [(1, "once"), (4, "once"), (4, "each")])
-def test_the_chain_adds_up_to_the_problem(which: str, turns: int, gathers: Gathers) -> None:
+@pytest.mark.parametrize("micro_batches, gathers", [(1, "once"), (4, "once"), (4, "each")])
+def test_the_chain_adds_up_to_the_problem(which: str, micro_batches: int, gathers: Gathers) -> None:
     """Over gloo nothing hides communication, so that seconds and bytes of one stage are sums over blocks."""
-    rng = random.Random(f"{which} {turns}")
+    rng = random.Random(f"{which} {micro_batches}")
     for _ in range(4):
         spec = random_cluster(rng, (4,)).model_copy(update={"backend": "gloo"})
-        space = space_of(which, spec, 1, turns, gathers=gathers, outer=2, inner=2)
+        space = space_of(which, spec, 1, micro_batches, gathers=gathers, outer=2, inner=2)
         for _, assignment in assignments(space, rng, 4):
             links = links_of(assignment, named(space.folded, COMPUTED, ("none",)))
             for number, level in enumerate(COMPUTED):
@@ -97,13 +103,13 @@ def test_the_chain_adds_up_to_the_problem(which: str, turns: int, gathers: Gathe
                     for block, way in ((link.block, way) for link, way in zip(links, ways, strict=True))
                 )
                 once_s = math.fsum(link.once_s for link in links)
-                if turns > 1 or level == "none":  # one turn gathers parameters again, several do not
-                    assert turns * work_s + once_s == pytest.approx(whole.time_s, rel=1e-9)
+                if micro_batches > 1 or level == "none":  # one micro-batch gathers parameters again, several do not
+                    assert micro_batches * work_s + once_s == pytest.approx(whole.time_s, rel=1e-9)
                 if level == "none" and space.brings_once:  # else gradients are counted beside their buckets, too
                     blocks = [link.block for link in links]
                     held = sum(b.held_bytes + b.gradient_bytes + b.savings[0].saved_bytes for b in blocks)
                     held -= sum(space.own_bytes(node, assignment.choice(node)) for node in space.graph.operators)
-                    more = sum(inputs_beside(assignment)) if turns > 1 else 0
+                    more = sum(inputs_beside(assignment)) if micro_batches > 1 else 0
                     leaves = Leaves(assignment, 1)
                     more += sum(sum(leaves.outputs(number).values()) for number in range(len(links)))
                     assert held + max(link.working_bytes[0] for link in links) == whole.peak_bytes + more
@@ -127,7 +133,7 @@ def inputs_beside(assignment: Assignment) -> list[int]:
 
 
 @pytest.mark.parametrize("which", ["residual", "chain"])
-def test_gradients_are_summed_over_turns_before_they_are_reduced(which: str) -> None:
+def test_gradients_are_summed_over_micro_batches_before_they_are_reduced(which: str) -> None:
     """And the sum takes its share of every micro-batch, which no communication hides behind."""
     rng, reduced = random.Random(which), 0
     for _ in range(4):
@@ -153,33 +159,35 @@ def test_gradients_are_summed_over_turns_before_they_are_reduced(which: str) -> 
 
 
 @pytest.mark.parametrize("which", ["residual", "chain"])
-@pytest.mark.parametrize("stages, turns", [(1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8)])
+@pytest.mark.parametrize("stages, micro_batches", [(1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8)])
 @pytest.mark.parametrize("names", [("1f1b", "gpipe", "interleaved_1f1b"), ("zero_bubble", "zbv", "dualpipev")])
 @pytest.mark.parametrize("level", [None, *COMPUTED])
 def test_no_pipeline_beats_the_average_rank_or_equal_blocks(
-    which: str, stages: int, turns: int, names: tuple[str, ...], level: Level | None
+    which: str, stages: int, micro_batches: int, names: tuple[str, ...], level: Level | None
 ) -> None:
     """What the search counts on as lower bounds: for every assignment, schedule, limit of memory and pinned level."""
-    rng = random.Random(f"{which} {stages} {turns}")
+    rng = random.Random(f"{which} {stages} {micro_batches}")
     seen = 0
     ways: tuple[Gathers, ...] = ("once", "each", "once")
     for gathers in ways:
         spec = random_cluster(rng, (2, 4))
-        space = space_of(which, spec, stages, turns, names[0], gathers, all=8 // stages)
+        space = space_of(which, spec, stages, micro_batches, names[0], gathers, all=8 // stages)
         levels = named(space.folded, LEVELS if level is None else (level,))
         if level is None:
             levels = with_levels_between(levels, space.skeleton, space.cost)
         steps = ladder(space.folded, levels)
         least, *more = steps.between(0, len(steps.steps) - 1)
         bound = space.problem(None, least, more)
-        packed = bound if turns < stages else packing(space).problem(None, least, more)
+        packed = bound if micro_batches < stages else packing(space).problem(None, least, more)
         for choices, assignment in assignments(space, rng, 3):
             links, below = links_of(assignment, levels), evaluate(bound, choices)
             least_s = max(below.time_s, evaluate(packed, choices).time_s)
-            free = stage(links, pipelines_of(stages, turns, len(links), names), None)
+            free = stage(links, pipelines_of(stages, micro_batches, len(links), names), None)
             assert free is not None
             for share in (1.0, 0.8, 0.6):
-                found = stage(links, pipelines_of(stages, turns, len(links), names), int(free.peak_bytes * share))
+                found = stage(
+                    links, pipelines_of(stages, micro_batches, len(links), names), int(free.peak_bytes * share)
+                )
                 if found is not None:
                     seen += 1
                     assert least_s <= found.step_s * (1 + 1e-9)
@@ -208,25 +216,27 @@ def test_equal_blocks_are_counted_alike_folded_and_unfolded(gathers: Gathers) ->
 
 @pytest.mark.parametrize("waiting", [False, True])
 def test_no_way_to_share_blocks_out_is_shorter_than_what_they_are_packed_into(waiting: bool) -> None:
-    for ranks, turns, count, first in itertools.product((2, 3), (3, 5), (2, 3, 6), (0, 1)):
+    for ranks, micro_batches, count, first in itertools.product((2, 3), (3, 5), (2, 3, 6), (0, 1)):
         blocks = frozenset(range(first, first + count))
         waits = [len(blocks.intersection(range(rank))) if waiting else 0 for rank in range(ranks)]
         shares = (each for each in itertools.product(range(count + 1), repeat=ranks) if sum(each) == count)
-        ways = [[(own * turns + wait, own) for own, wait in zip(each, waits, strict=True) if own] for each in shares]
-        packed = pack(Pace(ranks, turns, turns / ranks, (0.5,) * waiting), blocks)
+        ways = [
+            [(own * micro_batches + wait, own) for own, wait in zip(each, waits, strict=True) if own] for each in shares
+        ]
+        packed = pack(Pace(ranks, micro_batches, micro_batches / ranks, (0.5,) * waiting), blocks)
         assert packed.most == min(max(rank[0] for rank in way) for way in ways)
         for way in ways:
-            assert any(length >= packed.most and own * turns >= packed.own for length, own in way)
+            assert any(length >= packed.most and own * micro_batches >= packed.own for length, own in way)
             assert max(own for _, own in way) >= packed.blocks
             assert any(length >= packed.most and own >= packed.blocks for length, own in way)
 
 
-def test_a_step_in_turns_holds_less_and_starts_more() -> None:
+def test_a_step_micro_batched_holds_less_and_starts_more() -> None:
     peaks = []
-    for turns in (1, 4, 16):
-        space = space_of("residual", cluster(1), 1, turns, all=1)
+    for micro_batches in (1, 4, 16):
+        space = space_of("residual", cluster(1), 1, micro_batches, all=1)
         links = links_of(assignments(space, random.Random(0), 1)[0][1], named(space.folded))
-        found = stage(links, pipelines_of(1, turns, len(links)), None)
+        found = stage(links, pipelines_of(1, micro_batches, len(links)), None)
         assert found is not None
         peaks.append(found.memory_bytes["activations"])
         assert found.time_s["bubble"] == pytest.approx(0.0)

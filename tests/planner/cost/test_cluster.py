@@ -156,7 +156,7 @@ def test_products_of_float32_run_as_they_are_told_to() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_number_of_a_preset_has_a_source(name: str) -> None:
     """A comment on its line, on the line above, or on that of the peaks for all of them."""
-    lines = resources.files("planner").joinpath(f"presets/{name}.yaml").read_text().splitlines()
+    lines = resources.files("planner").joinpath(f"cost/presets/{name}.yaml").read_text().splitlines()
     for above, line in itertools.pairwise(lines):
         key, _, value = line.partition("#")[0].strip(" -").partition(":")
         is_peak = line.startswith("    ") and key.startswith(("float", "tfloat", "bfloat"))

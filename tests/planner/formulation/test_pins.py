@@ -126,8 +126,8 @@ def test_a_size_that_does_not_divide_is_named(graph: Graph, devices: int, pin: d
 def test_pins_come_back_as_the_user_wrote_them() -> None:
     pin = {"data": 2, "tensor": 2, "sequence_parallel": False, "zero": 3, "layers": {"head": {"tensor": "k"}}}
     assert Pins.parse(pin).to_dict() == pin
-    turns = {"pipeline": 4, "micro_batches": 8, "schedule": "interleaved_1f1b", "virtual_stages": 2}
-    assert Pins.parse(turns).to_dict() == turns
+    micro_batches = {"pipeline": 4, "micro_batches": 8, "schedule": "interleaved_1f1b", "virtual_stages": 2}
+    assert Pins.parse(micro_batches).to_dict() == micro_batches
     assert Pins.parse({"offload": "host"}).to_dict() == {"offload": "host"}
     early = {"offload": "host", "update": "backward"}
     assert Pins.parse(early).to_dict() == early
@@ -156,11 +156,11 @@ def test_pins_come_back_as_the_user_wrote_them() -> None:
             False,
             r"'update' is 'backward', but .*: pin 'update' 'after', or leave",
         ),
-        ({"update": "backward"}, True, r"'update' is 'backward', but a step in turns .* leave out pipelines"),
+        ({"update": "backward"}, True, r"'update' is 'backward', but a micro-batched step .* leave out pipelines"),
     ],
     ids=str,
 )
-def test_what_steps_in_turns_cannot_do_with_model_data_on_the_host(
+def test_what_steps_micro_batched_cannot_do_with_model_data_on_the_host(
     pin: dict[str, Any], pipelines: bool, said: str
 ) -> None:
     spec = ClusterSpec.local(2, "1 GiB", cores=2, host_memory_bytes="1 GiB")

@@ -189,7 +189,7 @@ def test_parameters_that_one_call_brings_pay_for_one_call_together(source, kind,
 
 
 @pytest.mark.parametrize("gathers", ["each", "once"])
-def test_in_turns_gathers_of_each_micro_batch_alone_run_beside_computing(gathers):
+def test_micro_batched_gathers_of_each_micro_batch_alone_run_beside_computing(gathers):
     """Their gradients are waited for, and so is all that is done once a step."""
     graph, cost, axis = residual_mlp(), CostModel(measured_cluster()), Mesh.of(data=4).axes[0]
     spaces = (

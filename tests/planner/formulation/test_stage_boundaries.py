@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planner.analysis.pipeline.staged import Staged, price
-from planner.analysis.prediction import predict_in_turns
+from planner.analysis.prediction import predict_micro_batched
 from planner.cost.model import CostModel
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.stage_boundaries import Exchange, crossing
@@ -26,7 +26,7 @@ from planner.search.branch_and_bound import Searched
 from planner.search.search import search
 from tests.planner.plans import cluster, residual_mlp
 
-BATCH, WIDTH, LAYERS, TURNS = 64, 256, 6, 8
+BATCH, WIDTH, LAYERS, MICRO_BATCHED_PLANS = 64, 256, 6, 8
 
 
 def skipping() -> Graph:
@@ -54,10 +54,10 @@ def searched(graph: Graph, pin: dict[str, Any], ranks: int) -> tuple[Searched, S
 
 
 def planned(graph: Graph, pin: dict[str, Any], ranks: int) -> Plan:
-    found, in_turns = searched(graph, pin, ranks)
-    predicted = predict_in_turns(found.assignment, in_turns)
+    found, micro_batched = searched(graph, pin, ranks)
+    predicted = predict_micro_batched(found.assignment, micro_batched)
     looked = Search(found.status, found.gap, found.seconds)
-    return describe(found.assignment, model_facts(graph, "MLP"), pin, predicted, looked, in_turns)
+    return describe(found.assignment, model_facts(graph, "MLP"), pin, predicted, looked, micro_batched)
 
 
 def test_what_later_blocks_read_crosses_all_between() -> None:
@@ -72,15 +72,23 @@ def test_what_later_blocks_read_crosses_all_between() -> None:
 
 @pytest.mark.parametrize("schedule, ranks", [("1f1b", (0, 1, 2, 3)), ("zbv", (0, 1, 1, 0))])
 def test_values_gradients_the_loss_and_ties(schedule: str, ranks: tuple[int, ...]) -> None:
-    pin = {"pipeline": len(set(ranks)), "data": 2, "micro_batches": TURNS, "schedule": schedule, "zero": 0}
+    pin = {
+        "pipeline": len(set(ranks)),
+        "data": 2,
+        "micro_batches": MICRO_BATCHED_PLANS,
+        "schedule": schedule,
+        "zero": 0,
+    }
     plan = planned(skipping(), pin, 2 * len(set(ranks)))
-    rows = BATCH // TURNS // 2
+    rows = BATCH // MICRO_BATCHED_PLANS // 2
     expected = Counter[Exchange]()
     for boundary, (here, there) in enumerate(pairwise(ranks)):
         if here != there:
             both = Exchange("send", (here, there), rows * WIDTH * 4, "forward", boundary)
-            expected[both] = expected[replace(both, ranks=(there, here), phase="backward")] = 2 * TURNS
-            expected[Exchange("send", (here, there), rows * WIDTH, "forward", boundary)] = TURNS  # the mask
+            expected[both] = expected[replace(both, ranks=(there, here), phase="backward")] = 2 * MICRO_BATCHED_PLANS
+            expected[Exchange("send", (here, there), rows * WIDTH, "forward", boundary)] = (
+                MICRO_BATCHED_PLANS  # the mask
+            )
     everybody = tuple(sorted(set(ranks)))
     expected[Exchange("broadcast", everybody, 16, "forward")] = 1
     if ranks[0] != ranks[-1]:
@@ -93,7 +101,7 @@ def test_values_gradients_the_loss_and_ties(schedule: str, ranks: tuple[int, ...
 
 
 def test_all_that_read_a_parameter_hold_update_and_sum_it() -> None:
-    pin = {"pipeline": 4, "micro_batches": TURNS, "schedule": "1f1b", "zero": 0}
+    pin = {"pipeline": 4, "micro_batches": MICRO_BATCHED_PLANS, "schedule": "1f1b", "zero": 0}
     _, found = searched(skipping(), pin, 4)
     alone = price([replace(link, shared=()) for link in found.links], found.pipeline, found.cut)
     size = WIDTH * WIDTH * 4
@@ -114,12 +122,15 @@ def test_all_that_read_a_parameter_hold_update_and_sum_it() -> None:
 
 
 def test_exchanges_are_read_and_shown() -> None:
-    plan = planned(skipping(), {"pipeline": 2, "micro_batches": TURNS, "schedule": "1f1b"}, 2)
+    plan = planned(skipping(), {"pipeline": 2, "micro_batches": MICRO_BATCHED_PLANS, "schedule": "1f1b"}, 2)
     again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert again.predicted.exchanges == plan.predicted.exchanges
     calls = {(call.kind, call.phase): count for call, count in plan.predicted.calls if call.axis == "pipeline"}
     assert calls[("broadcast", "forward")] == calls[("all_reduce", "backward")] == 2  # both ranks
-    assert calls[("send", "backward")] == 2 * TURNS
+    assert calls[("send", "backward")] == 2 * MICRO_BATCHED_PLANS
     row = next(line for line in text(plan).splitlines() if line.startswith("  forward") and "send" in line)
-    assert row.split()[2:4] == ["pipeline", str(3 * TURNS)]
-    assert "exchanges" not in planned(skipping(), {"pipeline": 1, "micro_batches": TURNS}, 2).to_dict()["predicted"]
+    assert row.split()[2:4] == ["pipeline", str(3 * MICRO_BATCHED_PLANS)]
+    assert (
+        "exchanges"
+        not in planned(skipping(), {"pipeline": 1, "micro_batches": MICRO_BATCHED_PLANS}, 2).to_dict()["predicted"]
+    )

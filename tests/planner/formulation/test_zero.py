@@ -86,10 +86,12 @@ def test_the_report_says_where_there_is_nothing_to_store_on(devices: int, pin: d
     assert told in unwrapped(plan) and told in unescape(plan.to_html())
 
 
-@pytest.mark.parametrize("turns", [{}, {"micro_batches": 2}, {"micro_batches": 2, "pipeline": 2}], ids=str)
+@pytest.mark.parametrize("micro_batches", [{}, {"micro_batches": 2}, {"micro_batches": 2, "pipeline": 2}], ids=str)
 @pytest.mark.parametrize("way", [0, 1, 2, 3])
-def test_one_way_for_all_is_the_same_however_it_is_written(way: int, turns: dict[str, int]) -> None:
-    plans = [plan_of(GRAPH, pin={"zero": zero, **turns}) for zero in (way, {"*": way}, {"layers.*": way, "*": way})]
+def test_one_way_for_all_is_the_same_however_it_is_written(way: int, micro_batches: dict[str, int]) -> None:
+    plans = [
+        plan_of(GRAPH, pin={"zero": zero, **micro_batches}) for zero in (way, {"*": way}, {"layers.*": way, "*": way})
+    ]
     for plan in plans[1:]:
         assert (plan.blocks, plan.parameters, plan.pipeline) == (
             plans[0].blocks, plans[0].parameters, plans[0].pipeline
@@ -106,9 +108,9 @@ def test_what_matches_nothing_is_left_to_the_search() -> None:
     assert {UP[0], DOWN[0]} <= sharded(tight) <= {*ALL} - {*HEAD}
 
 
-@pytest.mark.parametrize("turns", [{}, {"micro_batches": 2}, {"micro_batches": 2, "pipeline": 2}], ids=str)
-def test_equal_blocks_may_be_pinned_apart(turns: dict[str, int]) -> None:
-    plan = plan_of(GRAPH, pin={"zero": {"layers.0.*": 0, "layers.1.*": 0, "layers.*": 3, "*": 0}, **turns})
+@pytest.mark.parametrize("micro_batches", [{}, {"micro_batches": 2}, {"micro_batches": 2, "pipeline": 2}], ids=str)
+def test_equal_blocks_may_be_pinned_apart(micro_batches: dict[str, int]) -> None:
+    plan = plan_of(GRAPH, pin={"zero": {"layers.0.*": 0, "layers.1.*": 0, "layers.*": 3, "*": 0}, **micro_batches})
     assert sharded(plan) == {f"{name} #2" for name in (*UP, *DOWN)}
     assert [plan.account.leaves[name].stands_for for name in (UP[0], f"{UP[0]} #2")] == ["0-1", "2-3"]
     assert Plan.from_dict(plan.to_dict()) == plan
@@ -131,7 +133,7 @@ def test_an_equal_block_that_is_pinned_apart_from_all_others_recomputes_nothing(
     }
 
 
-def test_in_turns_one_way_is_left_to_gather() -> None:
+def test_micro_batched_one_way_is_left_to_gather() -> None:
     gathers = {
         str(zero): Pins.parse({"data": 2, "micro_batches": 2, "zero": zero}).gathers
         for zero in ({"stem": 0}, {"stem": 0, "layers.*": 2}, {"layers.*": 3}, {"*": 0})
@@ -142,7 +144,7 @@ def test_in_turns_one_way_is_left_to_gather() -> None:
         assert plan.gathers == at and sharded(plan) == {*UP, *DOWN}
     mixed = {"stem": 2, "layers.*": 3}
     with pytest.raises(
-        PinError, match=r"in turns all parameters that are sharded are gathered once a step \(1, 2\), or"
+        PinError, match=r"with micro-batches all parameters that are sharded are gathered once a step \(1, 2\), or"
     ):
         plan_of(GRAPH, pin={"data": 4, "micro_batches": 2, "zero": mixed})
     assert Pins.parse({"micro_batches": 2, "zero": mixed, "offload": "host"}).gathers == ("each",)

@@ -16,14 +16,14 @@ from tests.planner.plans import cluster, plan_of, residual_mlp
 from tests.planner.search.test_offload import offload
 
 PLANS: dict[str, Callable[[], Plan]] = {
-    "one turn": lambda: plan_of(residual_mlp(), pin={"data": 2, "tensor": 2}),
+    "one micro-batch": lambda: plan_of(residual_mlp(), pin={"data": 2, "tensor": 2}),
     "searched": lambda: plan_of(residual_mlp()),
     "pipeline": lambda: plan_of(
         residual_mlp(layers=4), cluster(4), {"pipeline": 2, "micro_batches": 2, "data": 2, "recompute": "full"}
     ),
     "offload": lambda: offload(),
 }
-MAY_BE_NULL = {"step_time_s", "bound_s", "time_limit_s", "turns", "boundary"}
+MAY_BE_NULL = {"step_time_s", "bound_s", "time_limit_s", "micro_batch_times", "boundary"}
 JARGON = re.compile(r"NoneType|object|argument|unsupported|subscript|iterable|attribute|operand type|unpack|<class|__")
 Path = tuple[str | int, ...]
 

@@ -338,7 +338,7 @@ def test_a_truncated_file_is_refused(share: float, plan: Plan, tmp_path: Path) -
         (b"[]", "no autopar plan"),
         (b"{}", "no autopar plan"),
         (b"\xff\xfe\x00", "not text"),
-        (b'{"format": "autopar-plan", "version": 99}', "version 99, this autopar reads version 2"),
+        (b'{"format": "autopar-plan", "version": 99}', "version 99, this autopar reads versions 2 and 3"),
         (b'{"format": "autopar-plan"}', "version None"),
     ],
 )

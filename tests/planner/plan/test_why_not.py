@@ -85,15 +85,15 @@ def test_what_is_alive_at_the_peak_belongs_to_the_block_that_made_it_or_alone_re
     assert extra["stem"] == state * 3 // 4 - x * 3 // 4 + x // 4
 
 
-def test_plans_in_turns_differ_by_use():
-    turned = plan_of(GRAPH, pin={"pipeline": 2, "micro_batches": 4})
-    there, back = plan().why_not({"pipeline": 2, "micro_batches": 4}), turned.why_not({"tensor": 4})
+def test_plans_micro_batched_differ_by_use():
+    micro_batched = plan_of(GRAPH, pin={"pipeline": 2, "micro_batches": 4})
+    there, back = plan().why_not({"pipeline": 2, "micro_batches": 4}), micro_batched.why_not({"tensor": 4})
     for answer in (there, back):
         assert not answer.blocks
         assert sum(answer.uses_s.values()) == pytest.approx(answer.extra_s)
         assert sum(answer.uses_bytes.values()) == answer.extra_bytes
         assert "bubble" in str(answer) and "parameters" in str(answer) and "by block" not in str(answer)
-    assert there.uses_s["bubble"] == turned.predicted.time_s["bubble"] == -back.uses_s["bubble"]
+    assert there.uses_s["bubble"] == micro_batched.predicted.time_s["bubble"] == -back.uses_s["bubble"]
 
 
 def test_a_size_that_does_not_divide_is_to_blame_alone():

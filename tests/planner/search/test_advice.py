@@ -47,10 +47,12 @@ def least(devices: int, pin: dict[str, Any]) -> int:
 def test_what_one_device_is_advised_fits_when_it_is_planned() -> None:
     memory, host = least(1, {}) * 9 // 10, 2**30
     text = refusal(on(1, memory, host), {})
-    turns = re.search(r"taking the batch in turns \(.*: pin (\{.*?\}) too, or pipelines=True\)", text)
+    micro_batches = re.search(
+        r"cutting the batch into micro-batches \(.*: pin (\{.*?\}) too, or pipelines=True\)", text
+    )
     batch, devices = re.search(r"a global batch of (\d+);", text), re.search(r"(\d+) devices like these\.$", text)
-    assert turns is not None and batch is not None and devices is not None
-    assert planned(on(1, memory), json.loads(turns[1])).staged is not None
+    assert micro_batches is not None and batch is not None and devices is not None
+    assert planned(on(1, memory), json.loads(micro_batches[1])).staged is not None
     assert 'pin {"offload": "host"}' in text and planned(on(1, memory, host), {"offload": "host"})
     assert 0 < int(batch[1]) < BATCH and planned(on(1, memory), {}, int(batch[1]))
     with pytest.raises(InfeasibleError):
@@ -67,8 +69,8 @@ def test_more_devices_are_not_advised_where_each_holds_all_parameters() -> None:
         with pytest.raises(InfeasibleError):
             planned(on(devices, memory), {"zero": 0})
     assert re.search(r"leaving out pins 'zero' \(\w+ \d", text) and planned(on(4, memory), {})
-    turns = re.search(r"taking the batch in turns \(pipeline .*: pin (\{.*?\}) too", text)
-    assert turns is not None and planned(on(4, memory), {"zero": 0, **json.loads(turns[1])})
+    micro_batches = re.search(r"cutting the batch into micro-batches \(pipeline .*: pin (\{.*?\}) too", text)
+    assert micro_batches is not None and planned(on(4, memory), {"zero": 0, **json.loads(micro_batches[1])})
 
 
 @pytest.mark.parametrize(
@@ -92,11 +94,11 @@ def test_more_micro_batches_than_are_pinned_are_advised() -> None:
         planned(on(2, memory), pin)
 
 
-def test_turns_are_not_advised_where_the_model_cannot_be_run_so() -> None:
+def test_micro_batches_are_not_advised_where_the_model_cannot_be_run_so() -> None:
     memory = least(1, {}) * 9 // 10
-    assert "in turns" in refusal(on(1, memory), {})
-    assert "in turns" not in refusal(on(1, memory), {}, runs_in_turns=lambda: False)
-    assert "in turns" not in refusal(on(1, memory), {}, folding=False)
+    assert "into micro-batches" in refusal(on(1, memory), {})
+    assert "into micro-batches" not in refusal(on(1, memory), {}, runs_micro_batched=lambda: False)
+    assert "into micro-batches" not in refusal(on(1, memory), {}, folding=False)
 
 
 def test_no_time_is_spent_on_advice_beyond_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

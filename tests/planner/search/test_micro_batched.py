@@ -1,4 +1,4 @@
-"""Plans in turns: micro-batches and pipelines as the search finds them, as documents, and what they refuse."""
+"""Micro-batched plans: micro-batches and pipelines as the search finds them, as documents, and what they refuse."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import pytest
 
-from planner.analysis.pipeline.peak_report import fullest_in_turns
-from planner.analysis.prediction import predict_in_turns
+from planner.analysis.pipeline.peak_report import fullest_micro_batched
+from planner.analysis.prediction import predict_micro_batched
 from planner.base.errors import InfeasibleError, InputError, PinError, PlanError, ScheduleError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
@@ -36,7 +36,7 @@ from planner.plan.timeline import bubble_of
 from planner.search.block_splitting import finer
 from planner.search.branch_and_bound import Searched
 from planner.search.candidate_bounds import Setting, begin, left_behind
-from planner.search.parallel_config import Division, in_turns
+from planner.search.parallel_config import Division, micro_batched
 from planner.search.search import search
 from planner.solve.choices import lower_bounds
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
@@ -54,7 +54,7 @@ def planned(pin: str = "{}") -> Plan:
     spec, pins = cluster(8), json.loads(pin)
     found = searched(spec, pins)
     assert found.staged is not None
-    predicted = predict_in_turns(found.assignment, found.staged)
+    predicted = predict_micro_batched(found.assignment, found.staged)
     facts = tuple(candidate.facts() for candidate in found.candidates if candidate.proof != "arithmetic")
     looked = Search(found.status, found.gap, found.seconds, facts, len(found.candidates) - len(facts))
     return describe(found.assignment, model_facts(GRAPH, "MLP"), pins, predicted, looked, found.staged)
@@ -159,7 +159,7 @@ def test_a_plan_draws_the_step_that_it_predicts(tmp_path: Path) -> None:
 def test_a_plan_that_has_no_timeline_says_why() -> None:
     plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
     document = plan.to_dict()
-    del document["predicted"]["turns"]
+    del document["predicted"]["micro_batch_times"]
     old = Plan.from_dict(document)
     with pytest.raises(PlanError, match=r"does not say what its stages take.*autopar\.evaluate"):
         old.timeline()
@@ -172,7 +172,7 @@ def test_a_plan_that_has_no_timeline_says_why() -> None:
     assert "no schedule &#x27;1f2b&#x27;" in misnamed.to_html()
     with pytest.raises(ScheduleError, match="no schedule '1f2b'"):
         misnamed.timeline()
-    with pytest.raises(PlanError, match=r"one turn.*print\(plan\)"):
+    with pytest.raises(PlanError, match=r"without micro-batches.*print\(plan\)"):
         plan_of(GRAPH, cluster(8)).timeline()
 
 
@@ -269,7 +269,7 @@ def test_a_pipeline_that_does_not_fit_says_by_how_much() -> None:
         searched(cluster(8, memory="1 MiB"), {"pipeline": 4, "micro_batches": 8})
 
 
-def test_recipes_are_compared_with_plans_in_turns() -> None:
+def test_recipes_are_compared_with_plans_micro_batched() -> None:
     plan = planned('{"pipeline": 4, "micro_batches": 8, "data": 2}')
     told = plan.why_not({"pipeline": 2, "micro_batches": 8, "data": 4})
     there = planned('{"pipeline": 2, "micro_batches": 8, "data": 4}').predicted
@@ -282,7 +282,7 @@ def test_recipes_are_compared_with_plans_in_turns() -> None:
     assert plan_of(residual_mlp(), cluster(2), {"data": 2}).why_not({"pipeline": 2}).mesh.startswith("pipeline 2 x")
 
 
-def test_the_report_tells_a_rank_from_a_moment_and_turns_from_ranks() -> None:
+def test_the_report_tells_a_rank_from_a_moment_and_micro_batches_from_ranks() -> None:
     plan = planned('{"pipeline": 4, "micro_batches": 8, "tensor": 2}')
     assert (
         "in flight in its 2 stages together, on pipeline rank" in str(plan) and "\nwith ," not in plan.predicted.fullest
@@ -315,11 +315,11 @@ def test_what_mixes_samples_has_no_plan_in_micro_batches(centred: bool) -> None:
     nodes.append(Node("loss", "aten.mean.default", (("self", Ref(nodes[-1].name)), ("dtype", None)), (scalar,)))
     graph = Graph(tuple(nodes), (Ref("loss"),))
     folded, rules = fold(graph), rules_of(graph)
-    for turns in (1, 4):
-        mesh = Mesh.of(all=2).in_turns(turns)
+    for micro_batches in (1, 4):
+        mesh = Mesh.of(all=2).micro_batched(micro_batches)
         kept = filters(Pins(), graph, rules, mesh)
         space = Space(folded, mesh, CostModel(cluster(2)), Training(), rules, *kept)
-        assert math.isinf(lower_bounds(space.problem(None)).time_s) == (centred and turns > 1)
+        assert math.isinf(lower_bounds(space.problem(None)).time_s) == (centred and micro_batches > 1)
 
 
 def test_2bw_is_planned_by_name_and_says_that_it_changes_training() -> None:
@@ -368,18 +368,20 @@ def test_2bw_that_gathers_in_each_micro_batch_holds_two_versions_as_stored() -> 
     assert (come["gradients"], come["gathered"]) == (stored, 0)
 
 
-@pytest.mark.parametrize("turns, stages", [(2, 4), (1, 1)])
-def test_2bw_needs_as_many_micro_batches_as_stages(turns: int, stages: int) -> None:
-    with pytest.raises(PinError, match=f"at most {turns} micro-batches, at least {stages} stages, and 8 blocks"):
-        searched(cluster(8), {"schedule": "2bw", "pipeline": stages, "micro_batches": turns})
+@pytest.mark.parametrize("micro_batches, stages", [(2, 4), (1, 1)])
+def test_2bw_needs_as_many_micro_batches_as_stages(micro_batches: int, stages: int) -> None:
+    with pytest.raises(
+        PinError, match=f"at most {micro_batches} micro-batches, at least {stages} stages, and 8 blocks"
+    ):
+        searched(cluster(8), {"schedule": "2bw", "pipeline": stages, "micro_batches": micro_batches})
 
 
 def test_shapes_are_every_division() -> None:
-    divisions = in_turns(cluster(8), Pins(), GRAPH, len(fold(GRAPH).instances), 2)
+    divisions = micro_batched(cluster(8), Pins(), GRAPH, len(fold(GRAPH).instances), 2)
     assert len(set(divisions)) == len(divisions)
     assert {division.stages for division in divisions} == {1, 2, 4, 8}
     assert {division.mesh.micro_batches for division in divisions} == {1, 2, 4, 8, 16, 32, 64}
-    assert all(division.stages * division.mesh.size == 8 and division.in_turns for division in divisions)
+    assert all(division.stages * division.mesh.size == 8 and division.micro_batched for division in divisions)
     near = min(divisions, key=lambda division: division.distance(Division(2, divisions[-1].mesh)))
     assert near.distance(near) == 0
 
@@ -387,9 +389,11 @@ def test_shapes_are_every_division() -> None:
 def test_of_many_divisors_of_a_batch_those_that_the_ranks_share_evenly() -> None:
     """1536 GPUs and a batch of 2304 = 9 * 256, as in Megatron's run of 145 billion parameters."""
     ids = Node("ids", "input", (), (TensorType((2304, 8), "int64"),), target="ids")
-    divisions = in_turns(ClusterSpec.preset("dgx-a100", devices=1536), Pins(), Graph((ids,), (Ref("ids"),)), 8, 2)
-    turns = {each.mesh.micro_batches for each in divisions if each.stages == 8 and each.mesh.sizes[-2:] == (24, 8)}
-    assert turns == {1, 3, 6, 12, 24, 48, 96}
+    divisions = micro_batched(ClusterSpec.preset("dgx-a100", devices=1536), Pins(), Graph((ids,), (Ref("ids"),)), 8, 2)
+    micro_batches = {
+        each.mesh.micro_batches for each in divisions if each.stages == 8 and each.mesh.sizes[-2:] == (24, 8)
+    }
+    assert micro_batches == {1, 3, 6, 12, 24, 48, 96}
 
 
 def test_a_schedule_needs_a_pipeline() -> None:
@@ -459,7 +463,7 @@ def test_nothing_is_gathered_ahead_where_memory_has_no_room_for_it() -> None:
     assert tight.staged is not None and tight.staged.waits
     assert tight.evaluation.peak_bytes == roomy.evaluation.peak_bytes - coming_bytes
     assert tight.evaluation.time_s == roomy.evaluation.time_s
-    fullest = fullest_in_turns(tight.assignment, tight.staged)
+    fullest = fullest_micro_batched(tight.assignment, tight.staged)
     assert fullest.bytes == sum(held.all_bytes for held in fullest.alive) == tight.evaluation.peak_bytes
     assert not any("on its way" in held.name for held in fullest.alive)
     with pytest.raises(InfeasibleError) as refused:
@@ -576,5 +580,5 @@ def test_a_pinned_pipeline_whose_stages_cut_across_nodes_is_planned() -> None:
     free, named = (
         search(graph, spec, Pins.parse(pin), Training()) for pin in ({"pipeline": 2}, {"pipeline": 2, "data": 3})
     )
-    assert free.best.division.stages == 2 and free.best.division.mesh.in_turns(1).size == 3
+    assert free.best.division.stages == 2 and free.best.division.mesh.micro_batched(1).size == 3
     assert free.evaluation.time_s <= named.evaluation.time_s * (1 + 1e-9)

@@ -22,7 +22,7 @@ from planner.search.search import search
 from tests.planner.plans import residual_mlp
 
 PINS = ({}, {"offload": "host"}, {"offload": "auto", "recompute": "full"}, {"recompute": "none"}, {"zero": 3})
-IN_TURNS = {"pipeline": 2, "micro_batches": 4}
+MICRO_BATCHED = {"pipeline": 2, "micro_batches": 4}
 
 
 def searched(graph: Graph, memory: int, pin: dict[str, Any], devices: int = 1) -> Searched:
@@ -69,7 +69,7 @@ def test_every_budget_from_what_is_said_to_do_on_plans_and_none_below(layers: in
     st.sampled_from((2, 4)),
     st.sampled_from((8, 12)),
     st.sampled_from((4, 8)),
-    st.sampled_from((*PINS, IN_TURNS)),
+    st.sampled_from((*PINS, MICRO_BATCHED)),
     st.floats(1.0, 1.5),
 )
 @settings(max_examples=6, deadline=None)
@@ -122,7 +122,7 @@ def test_where_all_that_is_met_converts_much_what_is_nearly_as_light_is_solved()
     assert at_least(graph, 1, {}, 8) < 1.1 * at_least(graph, 1, {"data": 4, "tensor": 2}, 8)
 
 
-def test_recipes_are_tried_in_turns_too() -> None:
+def test_recipes_are_tried_micro_batched_too() -> None:
     """Their cuts, too, need what the sum leaves out: without them 688 kB are said to do, with them 671."""
     graph, pin = residual_mlp(layers=4, width=64, batch=32), {"micro_batches": 4}
     assert at_least(graph, 1, pin, 4) <= at_least(graph, 1, {**pin, "tensor": 4}, 4)

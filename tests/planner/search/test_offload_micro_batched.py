@@ -1,4 +1,4 @@
-"""Offload in turns: what a step of several micro-batches moves and predicts, and what is refused."""
+"""Micro-batched offload: what a step of several micro-batches moves and predicts, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planner.analysis.memory import usage
-from planner.analysis.offload.chunks import chunks_of, gradients, of_turn, parameters
+from planner.analysis.offload.chunks import chunks_of, gradients, of_micro_batch, parameters
 from planner.base.errors import InfeasibleError, PinError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
@@ -29,7 +29,7 @@ GRAPH = residual_mlp(layers=4, width=128, batch=64)
 
 
 def offload(graph: Graph = GRAPH, spec: ClusterSpec | None = None, **pin: Any) -> Plan:
-    """A plan in turns with model data on the host, as :func:`autopar.plan` makes it."""
+    """A micro-batched plan with model data on the host, as :func:`autopar.plan` makes it."""
     pins = Pins.parse({"offload": "host", **pin})
     found = search(graph, spec or cluster("2 MiB"), pins, Training())
     assert found.staged is not None
@@ -70,12 +70,14 @@ def test_each_micro_batch_goes_there_and_back(plans: Callable[[str], Plan]) -> N
     plan = plans("tight")
     assert plan.timetable is not None
     names = [moment.name for moment in plan.timetable.trace.moments]
-    turns = [[name for name in names if name.endswith(f"micro-batch {turn}")] for turn in range(4)]
-    assert names == [*(name for each in turns for name in each), "outputs", "update"]
-    for turn, each in enumerate(turns):
+    micro_batches = [
+        [name for name in names if name.endswith(f"micro-batch {micro_batch}")] for micro_batch in range(4)
+    ]
+    assert names == [*(name for each in micro_batches for name in each), "outputs", "update"]
+    for micro_batch, each in enumerate(micro_batches):
         there, back = each[: len(each) // 2], each[len(each) // 2 :]
         assert [name.replace("forward", "backward") for name in reversed(there)] == back
-        assert [name.replace(f"micro-batch {turn}", "micro-batch 0") for name in each] == turns[0]
+        assert [name.replace(f"micro-batch {micro_batch}", "micro-batch 0") for name in each] == micro_batches[0]
 
 
 def test_candidates_say_as_the_plan_does_that_parameters_come_for_each_micro_batch(
@@ -90,12 +92,12 @@ def test_candidates_say_as_the_plan_does_that_parameters_come_for_each_micro_bat
 def test_the_first_backward_makes_gradients_and_others_add_to_them(plans: Callable[[str], Plan], name: str) -> None:
     plan = plans(name)
     assert plan.timetable is not None
-    trace, turns = plan.timetable.trace, plan.mesh.micro_batches
+    trace, micro_batches = plan.timetable.trace, plan.mesh.micro_batches
     for chunk in chunks_of(decided(plan)):
         *made, last = trace.item[gradients(chunk)].uses
-        assert [use.access for use in made] == ["w", *["rw"] * (turns - 1)]
+        assert [use.access for use in made] == ["w", *["rw"] * (micro_batches - 1)]
         assert last == Use("update")
-        wanted = {of_turn("end", turn) for turn in range(turns)}
+        wanted = {of_micro_batch("end", micro_batch) for micro_batch in range(micro_batches)}
         if chunk.is_before:
             assert {use.moment for use in made} == wanted
         assert trace.item[parameters(chunk)].uses[-1] == Use("update", "rw")
@@ -113,8 +115,8 @@ def test_a_later_backward_holds_what_it_adds(plans: Callable[[str], Plan]) -> No
     }
     loss = 4
     for name, size in largest.items():
-        each = [beside[of_turn(f"backward {name}", turn)] for turn in range(4)]
-        assert [more - each[0] for more in each] == [0, *(size + turn * loss for turn in (1, 2, 3))]
+        each = [beside[of_micro_batch(f"backward {name}", micro_batch)] for micro_batch in range(4)]
+        assert [more - each[0] for more in each] == [0, *(size + micro_batch * loss for micro_batch in (1, 2, 3))]
 
 
 @pytest.mark.parametrize("name", [*PLANS])
@@ -164,7 +166,7 @@ def test_what_several_stages_of_a_rank_read_enters_before_each(plans: Callable[[
         names = {moment.name for moment in table.trace.moments}
         for stage in range(4):
             reads = stage in (0, 3)  # the stem and the head
-            assert (of_turn(f"begin stage {stage}", 0) in names) == (reads and stage % 2 == rank)
+            assert (of_micro_batch(f"begin stage {stage}", 0) in names) == (reads and stage % 2 == rank)
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -208,7 +210,7 @@ def test_with_room_for_all_each_moves_once_a_step_and_else_more_often(plans: Cal
 
 def test_the_report_says_how_it_runs_and_what_moves(plans: Callable[[str], Plan]) -> None:
     text = unwrapped(plans("tight"))
-    assert re.search(r"turns +4 micro-batches", text)
+    assert re.search(r"batches +4 micro-batches", text)
     assert re.search(
         r"offload +parameters, gradients .* of 6 chunks \(.* none of it padding\) at home on the host;",
         text,
@@ -219,7 +221,7 @@ def test_the_report_says_how_it_runs_and_what_moves(plans: Callable[[str], Plan]
 
 def test_gathering_comes_with_every_micro_batch() -> None:
     graph, spec = residual_mlp(layers=2, width=32, batch=32), cluster(devices=2)
-    few, many = (offload(graph, spec, data=2, zero=3, micro_batches=turns) for turns in (2, 4))
+    few, many = (offload(graph, spec, data=2, zero=3, micro_batches=micro_batches) for micro_batches in (2, 4))
     counts = [sum(times for _, times in plan.predicted.collectives) for plan in (few, many)]
     gathers = [
         sum(times for call, times in plan.predicted.collectives if call.kind == "all_gather") for plan in (few, many)
@@ -234,7 +236,7 @@ def test_blocks_that_gather_again_say_so(plans: Callable[[str], Plan]) -> None:
 
 
 def test_what_is_followed_is_one_micro_batch() -> None:
-    """Activations of a step in four turns are a quarter of those in one."""
+    """Activations of a step in four micro-batches are a quarter of those in one."""
     pin = {"offload": "host", "recompute": "none"}
     whole = search(GRAPH, cluster(), Pins.parse(pin), Training())
     parts = search(GRAPH, cluster(), Pins.parse({**pin, "micro_batches": 4}), Training())
@@ -265,8 +267,8 @@ def test_a_budget_below_a_rank_s_working_set_names_the_rank() -> None:
         offload(residual_mlp(layers=2, width=64, batch=32), cluster("120 KiB", devices=2), pipeline=2, micro_batches=2)
 
 
-def test_an_update_in_backward_is_refused_in_turns() -> None:
-    with pytest.raises(PinError, match=r"'update' is 'backward', but a step in turns .*: pin 'update' 'after'"):
+def test_an_update_in_backward_is_refused_micro_batched() -> None:
+    with pytest.raises(PinError, match=r"'update' is 'backward', but a micro-batched step .*: pin 'update' 'after'"):
         offload(micro_batches=2, update="backward")
 
 

@@ -49,14 +49,14 @@ def test_no_cut_of_an_attention_takes_less(
 
 
 @pytest.mark.parametrize("which", ["residual", "chain"])
-@pytest.mark.parametrize("stages, turns", [(1, 1), (1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8)])
+@pytest.mark.parametrize("stages, micro_batches", [(1, 1), (1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8)])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_no_assignment_beats_the_arithmetic(which: str, stages: int, turns: int, schedule: str) -> None:
-    rng = random.Random(f"{which} {stages} {turns}")
+def test_no_assignment_beats_the_arithmetic(which: str, stages: int, micro_batches: int, schedule: str) -> None:
+    rng = random.Random(f"{which} {stages} {micro_batches}")
     for _ in range(3):
         spec = random_cluster(rng, (2, 4))
-        space = space_of(which, spec, stages, turns, schedule, all=8 // stages)
-        division = Division(stages, Mesh.of(all=8 // stages).in_turns(turns))
+        space = space_of(which, spec, stages, micro_batches, schedule, all=8 // stages)
+        division = Division(stages, Mesh.of(all=8 // stages).micro_batched(micro_batches))
         bound_s = Arithmetic(space.skeleton, space.cost).bound_s(division, schedule)
         assert bound_s > 0
         steps = ladder(space.folded, named(space.folded)).steps

@@ -1,4 +1,4 @@
-"""Filling: in turns, plans of growing memory are no slower, and use what memory there is."""
+"""Filling: with micro-batches, plans of growing memory are no slower, and use what memory there is."""
 
 from __future__ import annotations
 

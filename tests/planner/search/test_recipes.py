@@ -51,7 +51,7 @@ def test_a_recipe_decides_the_same_where_no_axis_has_its_name(monkeypatch: pytes
         assert usage(assignment_of(free.space, free.choices, free.recompute)).peak_bytes == lean.bytes
 
 
-def test_recipes_in_turns_stay_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_micro_batched_stay_micro_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     setting, looks = looked(monkeypatch, 4, {"pipeline": 2, "micro_batches": 4})
     held = by_recipe(setting, looks, math.inf)
     assert {look.candidate.division.mesh.names for look in held} == {("micro", "tensor"), ("micro", "data")}

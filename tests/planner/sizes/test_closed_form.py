@@ -13,10 +13,10 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.analysis.prediction import Prediction, predict_in_turns
+from planner.analysis.prediction import Prediction, predict_micro_batched
 from planner.base.errors import PlanError
 from planner.base.symbolic_float import growing, largest
-from planner.base.symbolic_int import along, at_sizes, batch_of, describe, quotient, sequence_of, turns_of
+from planner.base.symbolic_int import along, at_sizes, batch_of, describe, micro_batches_of, quotient, sequence_of
 from planner.formulation.search_space import rules_of
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.plan.document.fingerprint import model_facts
@@ -63,14 +63,14 @@ def test_sizes_are_equal_if_they_grow_alike():
 
 
 def test_any_size_is_cut_into_micro_batches():
-    turns = turns_of(4)
-    part = BATCH * 4 * LENGTH // turns
+    micro_batches = micro_batches_of(4)
+    part = BATCH * 4 * LENGTH // micro_batches
     assert int(part) == 60 and describe(part) == "4 * batch * sequence / micro-batches"
-    assert part * turns == 4 * BATCH * LENGTH and 8 // turns * turns == 8
-    assert int(along(turns, 3, 2)) == 11 and along(turns, 3, 2) == 2 * turns + 3
+    assert part * micro_batches == 4 * BATCH * LENGTH and 8 // micro_batches * micro_batches == 8
+    assert int(along(micro_batches, 3, 2)) == 11 and along(micro_batches, 3, 2) == 2 * micro_batches + 3
     seconds = largest([growing(1.0, 2.0, BATCH), growing(0.0, 1.0, LENGTH)])
-    again = seconds * turns / turns
-    assert float(seconds * turns) == 4 * float(seconds) and again.formula == seconds.formula
+    again = seconds * micro_batches / micro_batches
+    assert float(seconds * micro_batches) == 4 * float(seconds) and again.formula == seconds.formula
 
 
 def test_what_is_not_always_a_multiple_is_not_divided():
@@ -300,14 +300,14 @@ def _planned(batch: int, pin: tuple[tuple[str, Any], ...], memory: str) -> Plan:
     return plan_of(residual_mlp(batch=batch), cluster(4, memory), dict(pin))
 
 
-TURNS: list[dict[str, Any]] = [
+MICRO_BATCHED_PLANS: list[dict[str, Any]] = [
     {"micro_batches": 4, "data": 2, "tensor": 2},
     {"pipeline": 2, "micro_batches": 8, "data": 2, "recompute": "full"},
     {"pipeline": 4, "micro_batches": 4, "schedule": "gpipe"},
 ]
 
 
-@pytest.mark.parametrize("pin", PINS + TURNS, ids=str)
+@pytest.mark.parametrize("pin", PINS + MICRO_BATCHED_PLANS, ids=str)
 def test_as_planned_is_what_was_planned(pin):
     plan = mlp_plan(pin=pin)
     for again in (plan.at(), plan.at(batch=512)):
@@ -315,10 +315,12 @@ def test_as_planned_is_what_was_planned(pin):
         assert again.peak_bytes == plan.predicted.peak_bytes
         assert again.memory_bytes == plan.predicted.memory_bytes
         assert again.collectives == plan.predicted.collectives
-        assert again.exchanges == plan.predicted.exchanges and again.turns == plan.predicted.turns
+        assert (
+            again.exchanges == plan.predicted.exchanges and again.micro_batch_times == plan.predicted.micro_batch_times
+        )
 
 
-@pytest.mark.parametrize("pin", PINS[1:] + TURNS, ids=str)
+@pytest.mark.parametrize("pin", PINS[1:] + MICRO_BATCHED_PLANS, ids=str)
 def test_another_batch_costs_what_the_same_recipe_costs_there(pin):
     """Under a pin that decides everything, planning for the other batch takes the same decisions."""
     small, large = mlp_plan(64, pin), mlp_plan(512, pin)
@@ -356,8 +358,8 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("pin", TURNS + SCHEDULES, ids=str)
-def test_formulas_of_a_step_in_turns(pin):
+@pytest.mark.parametrize("pin", MICRO_BATCHED_PLANS + SCHEDULES, ids=str)
+def test_formulas_of_a_step_micro_batched(pin):
     plan = mlp_plan(pin=pin)
     found = plan.formulas
     as_planned = {found.micro_batches: pin["micro_batches"]}
@@ -396,10 +398,10 @@ def there_planned(plan: Plan, pin: dict[str, Any], count: int, batch: int = 512)
     assignment = restore(renamed, space, model_facts(graph, "ResidualMLP"))
     staged = restage(plan, assignment)
     assert staged is not None
-    return predict_in_turns(assignment, staged)
+    return predict_micro_batched(assignment, staged)
 
 
-@pytest.mark.parametrize("pin", TURNS + SCHEDULES + IN_EACH, ids=str)
+@pytest.mark.parametrize("pin", MICRO_BATCHED_PLANS + SCHEDULES + IN_EACH, ids=str)
 def test_another_number_of_micro_batches_costs_what_it_costs_there(pin):
     """To the last bit: seconds, bytes, what is alive, calls and exchanges."""
     plan = mlp_plan(pin=pin)
@@ -408,15 +410,15 @@ def test_another_number_of_micro_batches_costs_what_it_costs_there(pin):
     assert plan.at(micro_batches=16, batch=1024) == there_planned(plan, pin, 16, 1024)
 
 
-@pytest.mark.parametrize("pin", TURNS + SCHEDULES + IN_EACH, ids=str)
+@pytest.mark.parametrize("pin", MICRO_BATCHED_PLANS + SCHEDULES + IN_EACH, ids=str)
 def test_formulas_in_micro_batches(pin):
     """As planned in size, every count that the formulas are said to hold for is what planning there predicts."""
     plan = mlp_plan(pin=pin)
     found, size = plan.formulas, 512 // pin["micro_batches"]
     assert found.planned == {found.batch: 512, found.micro_batches: pin["micro_batches"]}
-    assert found.turns is not None and pin["micro_batches"] in found.turns
-    counts = [count for count in range(2, 25) if count in found.turns]
-    assert len(counts) >= 8 and found.turns.most is None
+    assert found.valid_micro_batches is not None and pin["micro_batches"] in found.valid_micro_batches
+    counts = [count for count in range(2, 25) if count in found.valid_micro_batches]
+    assert len(counts) >= 8 and found.valid_micro_batches.most is None
     for count in counts[:3] + counts[-1:]:
         sizes = {found.batch: size * count, found.micro_batches: count}
         there = plan.at(batch=size * count, micro_batches=count)
@@ -449,7 +451,7 @@ def agree(found: Formulas, sizes: dict[Any, int], there: Prediction, planned: Pr
 
 def test_micro_batches_that_formulas_do_not_hold_for():
     found = mlp_plan(pin={"pipeline": 4, "micro_batches": 16, "schedule": "zero_bubble"}).formulas
-    assert str(found.turns) == "4, 5, ..."
+    assert str(found.valid_micro_batches) == "4, 5, ..."
     found.check(100)
     with pytest.raises(PlanError, match=r"hold for 4, 5, \.\.\. micro-batches, and not for 2: .* simulates it"):
         found.check(2)
@@ -458,7 +460,7 @@ def test_micro_batches_that_formulas_do_not_hold_for():
         ({"pipeline": 2, "micro_batches": 5, "schedule": "interleaved_1f1b"}, "does not grow evenly"),
     ):
         plan = plan_of(residual_mlp(batch=320), cluster(4), pin)
-        assert plan.formulas.turns is None and why in plan.formulas.left_out
+        assert plan.formulas.valid_micro_batches is None and why in plan.formulas.left_out
         assert plan.formulas.micro_batches not in plan.formulas.step_time_s.free_symbols
         with pytest.raises(PlanError, match=f"for the planned micro-batches alone: .*{why}"):
             plan.formulas.check(8)
@@ -488,16 +490,19 @@ def test_wrong_micro_batches(pin, count, why):
         mlp_plan(pin=pin).at(micro_batches=count)
 
 
-def test_formulas_of_turns_worked_out_by_hand():
+def test_formulas_of_micro_batches_worked_out_by_hand():
     """Micro-batches of one rank: it does what it did with the whole batch, and waits for nobody."""
     alone = {"micro_batches": 8}
-    whole, turns = plan_of(residual_mlp(), cluster(1)).formulas, plan_of(residual_mlp(), cluster(1), alone).formulas
-    assert sympy.expand(whole.flops - turns.flops) == 0
-    assert turns.bubble_s == 0
-    m, b = turns.micro_batches, turns.batch
+    whole, micro_batches = (
+        plan_of(residual_mlp(), cluster(1)).formulas,
+        plan_of(residual_mlp(), cluster(1), alone).formulas,
+    )
+    assert sympy.expand(whole.flops - micro_batches.flops) == 0
+    assert micro_batches.bubble_s == 0
+    m, b = micro_batches.micro_batches, micro_batches.batch
     # The inputs of all, what one micro-batch saved before the head, which is undone by then, and the loss of each.
-    assert turns.saved_bytes == 1024 * b + 15360 * b / m + 4 * m
-    assert turns.parameters_bytes == whole.parameters_bytes
+    assert micro_batches.saved_bytes == 1024 * b + 15360 * b / m + 4 * m
+    assert micro_batches.parameters_bytes == whole.parameters_bytes
 
 
 def test_formulas_worked_out_by_hand():
@@ -531,7 +536,7 @@ def test_formulas_in_a_notebook():
 # ---- the largest that fits -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pin", PINS + TURNS, ids=str)
+@pytest.mark.parametrize("pin", PINS + MICRO_BATCHED_PLANS, ids=str)
 def test_the_largest_batch_is_the_last_that_fits(pin):
     plan = mlp_plan(pin=pin, memory="48 MiB")
     limit, found = plan.cluster.device.usable_bytes, plan.max_batch()

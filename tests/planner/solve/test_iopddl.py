@@ -226,7 +226,7 @@ def test_what_native_code_prints_is_not_among_the_answer(tmp_path: Path) -> None
         "    ctypes.CDLL(None).puts(b'tmpSolver.run();')\n"
         "    return solve(*given, **named)\n"
         "front.solve = loud\n"
-        "runpy.run_module('planner.solve.choices', run_name='__main__')\n"
+        "runpy.run_module('planner.solve', run_name='__main__')\n"
     )
     path = write(tmp_path, SMALL)
     done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -1,8 +1,8 @@
-"""Predicted against observed memory of steps in turns, stage by stage.
+"""Predicted against observed memory of micro-batched steps, stage by stage.
 
-Every model of the zoo that is trained in turns, under several plans: each rank of the pipeline in turn takes two steps
-of AdamW and then another while what is alive is counted, in a process group that moves no data. Observed is the fullest
-rank's peak; predicted is what the plan says. ``python -m benchmarks memory`` runs this too.
+Every model of the zoo that is trained with micro-batches, under several plans: each rank of the pipeline in turn takes
+two steps of AdamW and then another while what is alive is counted, in a process group that moves no data. Observed is
+the fullest rank's peak; predicted is what the plan says. ``python -m benchmarks memory`` runs this too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def compare() -> list[Compared]:
             try:
                 plan = plan_traced(traced, ClusterSpec.local(ranks), Pins.parse(pins), Training())
             except AutoparError:
-                continue  # no step in turns, or no block that recomputes
+                continue  # no micro-batched step, or no block that recomputes
             seen = max(observed_peak(model, traced, plan, rank) for rank in range(pins.get("pipeline", 1)))
             text = ", ".join(f"{key} {value}" for key, value in pins.items())
             found.append(Compared(name, text, plan.predicted.peak_bytes, seen))
@@ -63,10 +63,10 @@ def compare() -> list[Compared]:
 
 
 def observed_peak(model: torch.nn.Module, traced: Traced, plan: Plan, rank: int = 0) -> int:
-    """Peak bytes of a step of a plan in turns on one rank of its pipeline, the first of its stage."""
-    assignment, in_turns = staged(plan, assign(traced, plan))
-    assert in_turns is not None
-    mesh, stages = assignment.space.mesh.in_turns(1), in_turns.schedule.ranks
+    """Peak bytes of a step of a micro-batched plan on one rank of its pipeline, the first of its stage."""
+    assignment, micro_batched = staged(plan, assign(traced, plan))
+    assert micro_batched is not None
+    mesh, stages = assignment.space.mesh.micro_batched(1), micro_batched.schedule.ranks
 
     def part(leaf: LeafSpec) -> Tensor:
         shape = local_shape(leaf.shape, leaf.layout, mesh.sizes)
@@ -75,8 +75,8 @@ def observed_peak(model: torch.nn.Module, traced: Traced, plan: Plan, rank: int 
 
     with fake_process_group(mesh.size * stages, rank * mesh.size):
         made, pipeline = pipeline_mesh(mesh, "cpu", stages)
-        in_turns = replace(in_turns, pipeline=pipeline)
-        pmodel = build(model, traced.captured, assignment, made, 0, part, 0, in_turns)
+        micro_batched = replace(micro_batched, pipeline=pipeline)
+        pmodel = build(model, traced.captured, assignment, made, 0, part, 0, micro_batched)
         optimizer = pmodel.optimizer(torch.optim.AdamW)
         leaves = {leaf.name: part(leaf) for leaf in pmodel.interface.leaves if leaf.kind == "input"}
         with LiveBytes([*held_tensors(pmodel, optimizer), *leaves.values()]) as live:

@@ -1,8 +1,8 @@
-"""The zoo in turns: models of all kinds in 2 and 4 stages under every schedule, against the original in float64.
+"""The micro-batched zoo: models of all kinds in 2 and 4 stages under every schedule, against the original in float64.
 
-``python -m benchmarks.zoo_turns [MODEL ...]`` prints progress and writes ``results/zoo_turns.md`` and
-``results/zoo_turns.json``. One step of each cell runs with all ranks in one process; then every model is trained for
-three steps, clipped, on 4 and on 8 gloo processes.
+``python -m benchmarks.zoo_micro_batched [MODEL ...]`` prints progress and writes ``results/zoo_micro_batched.md`` and
+``results/zoo_micro_batched.json``. One step of each cell runs with all ranks in one process; then every model is
+trained for three steps, clipped, on 4 and on 8 gloo processes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(models: Sequence[str]) -> int:
             "programs are type-checked, and collectives counted, as well. With *processes*: the largest error of any "
             f"loss or weight in three steps of AdamW with clipping, on so many gloo processes. {said}"
         )
-        record.write("zoo_turns", "The zoo in turns", notes, table(rows), rows, facts)
+        record.write("zoo_micro_batched", "The micro-batched zoo", notes, table(rows), rows, facts)
     print(said)
     return sum(row["status"] == "FAILED" for row in rows)
 
