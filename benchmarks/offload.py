@@ -1,7 +1,7 @@
 """Offload: a GPT that trains on devices of ever less memory, beside the same one on a device that holds it all; without
 micro-batches, and in micro-batches.
 
-One process, whose device is a budget of host memory. Steps of all plans take turnS, so that what disturbs one disturbs
+One process, whose device is a budget of host memory. Steps of all plans take turns, so that what disturbs one disturbs
 all; nothing moves beside computing there, so that ratios show what moving costs where nothing hides it.
 """
 

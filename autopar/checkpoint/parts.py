@@ -108,7 +108,7 @@ def _runs(indices: slice | Tensor) -> list[tuple[int, int, int]]:
 def pieces(parts: Mapping[str, Part], piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[str, Box, Tensor]]:
     """What this rank writes, so that ranks that hold the same write about equally much of it.
 
-    All of them go through their tensors in one order, the largest first, and take turnS with the pieces.
+    All of them go through their tensors in one order, the largest first, and take turns with the pieces.
 
     Returns:
         (name, box, values of the box) of every piece.

@@ -4,7 +4,7 @@ Every division of the cluster that the pins allow (:mod:`planner.search.parallel
 bound on the step time of all its plans, with any amount of recomputation. The candidate of least bound is looked at
 next, always more closely (:mod:`planner.search.candidate_bounds`), until its plan is found or its bound reaches the
 best plan known; then every other bound does too, and nothing better can exist. Where there are many, usual shapes and
-those near the best plan's come first, and a look at a candidate that was begun takes turnS with a look at any: there
+those near the best plan's come first, and a look at a candidate that was begun takes turns with a look at any: there
 may not be time for all.
 """
 

@@ -1,7 +1,7 @@
 """Activations: chunks of what blocks save for backward, which may leave the device after forward.
 
 On the device a chunk is the storages that autograd saved, or others like them when it has come back; at home it is one
-memory, of those in which all chunks take turnS. What backward asks for is made a tensor of its storage again
+memory, of those in which all chunks take turns. What backward asks for is made a tensor of its storage again
 (:class:`autopar.runtime.autograd.saved_handle.Held`).
 
 The step after, or a backward that does not follow the timetable, may find some of it still asked for: then what is not

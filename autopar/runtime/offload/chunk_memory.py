@@ -260,7 +260,7 @@ class Parameters(Chunk):
 
 
 class Homes:
-    """Memories at home in which chunks take turnS: gradients that are used as they arrive, and what blocks save.
+    """Memories at home in which chunks take turns: gradients that are used as they arrive, and what blocks save.
 
     Args:
         sizes: bytes of each, falling.

@@ -117,7 +117,7 @@ class Carrier:
         disk: where parameters and gradients are at home, if not in the host's memory.
         is_micro_batched: whether a step is several micro-batches, whose gradients are added up.
         saved: what leaves between forward and backward.
-        homes: bytes of the memories at home in which that takes turnS, falling.
+        homes: bytes of the memories at home in which that takes turns, falling.
 
     Attributes:
         arena: what the device may hold of chunks.

@@ -143,7 +143,7 @@ def updated_early(assignment: Assignment, chunks: Iterable[Chunk]) -> list[Chunk
 
 
 def shared(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Bytes of the memories at home in which gradients of such sizes take turnS that are used as they arrive.
+    """Bytes of the memories at home in which gradients of such sizes take turns that are used as they arrive.
 
     One is used by the host and another one filled, while a third waits for the host; each gradient has one that is
     large enough.
@@ -152,7 +152,7 @@ def shared(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def moving_bytes(assignment: Assignment, chunks: Collection[Chunk]) -> int:
-    """What chunks that move take at home: :func:`home_bytes`, but gradients that are used as they arrive take turnS."""
+    """What chunks that move take at home: :func:`home_bytes`, but gradients that are used as they arrive take turns."""
     early = [chunk.gradient_bytes for chunk in updated_early(assignment, chunks)]
     return home_bytes(assignment, chunks) - sum(early) + sum(shared(early))
 

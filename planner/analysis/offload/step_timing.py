@@ -157,7 +157,7 @@ def saved_bytes(table: Timetable) -> int:
 
 
 def saved_homes(table: Timetable) -> tuple[int, ...]:
-    """Bytes of the memories at home in which what blocks save takes turnS, falling.
+    """Bytes of the memories at home in which what blocks save takes turns, falling.
 
     Each is of one size; an item has one of its own size from its eviction until it is dropped for the last time. So
     micro-batches that are not in flight together share theirs.

@@ -1,6 +1,6 @@
 """Turn an assignment of a model into a better one that fits, region by region.
 
-Two ways take turnS. Freely: every region takes what is best under the prices of bytes, and a moment that stays over
+Two ways take turns. Freely: every region takes what is best under the prices of bytes, and a moment that stays over
 its room becomes dearer, until the whole fits. Strictly: from an assignment that fits, a region's new choices are taken
 only if the whole still fits and is faster; prices then merely guide what is tried.
 """

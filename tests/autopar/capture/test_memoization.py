@@ -637,7 +637,7 @@ def given(change: Callable[[Any], object], make: Make) -> Make:
     return made
 
 
-def turnS_into(model: Any, number: int) -> None:
+def turns_into(model: Any, number: int) -> None:
     """And back again: what class an object is of is not undone."""
     if number > 4:
         model.layers[5].act.__class__ = nn.Sigmoid if number == 5 else nn.ReLU
@@ -756,7 +756,7 @@ BETWEEN: dict[str, tuple[Make, int]] = {
     "a mark on an input": (own_layers(marks, with_mark, N), 3),
     "two modules of a layer": (given(two_linears, between(swaps, lambda s, x: s.other(plain(s, x)))), 3),
     "two names in a layer": (given(two_vectors, between(renames, lambda s, x: s.linear(x) * s.first + s.second)), 3),
-    "the class of an inner module": (between(turnS_into, plain), 3),
+    "the class of an inner module": (between(turns_into, plain), 3),
     "the class of a shared object": (
         held_as(lambda it: it, Scaling, between(sets_its_class, scaled(lambda s: s.shared.factor))),
         2,
