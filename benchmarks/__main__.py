@@ -416,7 +416,7 @@ def offloads() -> None:
     notes = (
         f"A GPT of {offload.SHAPE} with {found[0].data_bytes / 2**20:.0f} MiB of parameters, gradients and Adam's "
         "moments in float32, one CPU process whose device is a budget of host memory, "
-        f"{offload.ROUNDS} steps of each with micro-batches, medians without the first two. Nothing hides what is "
+        f"{offload.ROUNDS} steps of each with micro-batches, medians without the first two. NothingFits hides what is "
         "moved here: "
         "copies take the core that computes. *Taken* is the most that chunks and what is beside them took. Ratios are "
         "to the same micro-batches on a device that holds all; a device that is left out is too small for them."

@@ -113,28 +113,28 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class Free:
-    """What search finds where the division is its own choice, or one of those that the run's software had.
+    """What search finds where the configuration is its own choice, or one of those that the run's software had.
 
     Attributes:
         pinned: all that is, in words.
-        step_s: predicted for its plan, of the shape ``division``.
-        place: of the published configuration among all divisions of which search has a plan, by predicted step.
-        planned, divisions: how many have a plan, the published configuration with them, and how many there are.
+        step_s: predicted for its plan, of the shape ``config``.
+        place: of the published configuration among all configurations of which search has a plan, by predicted step.
+        planned, configs: how many have a plan, the published configuration with them, and how many there are.
     """
 
     pinned: str
     step_s: float
-    division: str
+    config: str
     place: int
     planned: int
-    divisions: int
+    configs: int
 
     def told(self, published_s: float) -> str:
         """In words, beside what is predicted for the published configuration."""
         given = f"with {self.pinned} " if self.pinned else ""
         return (
-            f"{given}{self.step_s:.2f} s: {self.division}; the published one is number {self.place} of {self.planned} "
-            f"with a plan ({self.divisions} in all), {published_s / self.step_s:.2f} x"
+            f"{given}{self.step_s:.2f} s: {self.config}; the published one is number {self.place} of {self.planned} "
+            f"with a plan ({self.configs} in all), {published_s / self.step_s:.2f} x"
         )
 
 
@@ -287,7 +287,7 @@ def _free(run: Run, traced: Traced, cluster: ClusterSpec, training: Training, pi
     return Free(
         _told(pin),
         found.evaluation.time_s,
-        str(found.best.division),
+        str(found.best.config),
         1 + sum(seconds < run.predicted_s for seconds in planned),
         1 + len(planned),
         len(candidates),
@@ -316,10 +316,10 @@ def _among(run: Run, traced: Traced, cluster: ClusterSpec, batch: int) -> Free:
             continue
         planned.append((found.evaluation.time_s, _told(sizes), (pipeline, tensor)))
     step_s, best, _ = min(planned)
-    faster = {division for each_s, _, division in planned if each_s < run.predicted_s * (1 - PROVED)}
+    faster = {config for each_s, _, config in planned if each_s < run.predicted_s * (1 - PROVED)}
     place = 1 + len(faster - {(run.pin["pipeline"], run.pin["tensor"])})
     told = f"{_told(fixed)}, whole sequences, tensor at most {TENSOR[-1]} and of each division the best micro-batches"
-    return Free(told, step_s, best, place, len({division for *_, division in planned}), len(tried))
+    return Free(told, step_s, best, place, len({config for *_, config in planned}), len(tried))
 
 
 def _told(pin: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Arguments: what the words of the command line mean: clusters, pins, models and their inputs.
 
-Nothing here needs torch, so that wrong words are refused at once; :mod:`autopar.cli.model_loading` loads the models.
+NothingFits here needs torch, so that wrong words are refused at once; :mod:`autopar.cli.model_loading` loads the
+models.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
-checkpoints = typer.Typer(no_args_is_help=True, help="Look at a checkpoint, or take its model out.")
+checkpoints = typer.Typer(no_args_is_help=True, help="Branch at a checkpoint, or take its model out.")
 app.add_typer(checkpoints, name="checkpoint")
 
 Model = Annotated[

@@ -17,7 +17,7 @@ from typing import Any
 
 from planner.formulation.assignment import Assignment
 from planner.formulation.decisions import Role, Skeleton
-from planner.formulation.remat.levels import Recompute, apart
+from planner.formulation.remat.levels import Recompute, unfolded
 from planner.formulation.resharding import ConversionTable
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
@@ -97,11 +97,9 @@ def certify(assignment: Assignment, bound_s: float) -> Certificate:
     values = (Ref(node.name, i) for node in space.graph.nodes for i in range(len(node.results)))
     delivered = frozenset(ref for ref in values if space.relay_of(ref) is not None)
     instances = relabel(space.folded, range(len(space.folded.instances)))
-    recompute = apart(assignment.recompute, space.skeleton.numbers)
-    unfolded, decisions, edges = _price(assignment, Skeleton(instances, space.rules, delivered), recompute)
-    return Certificate(
-        folded.time_s, folded.peak_bytes, unfolded.time_s, unfolded.peak_bytes, decisions, edges, bound_s
-    )
+    recompute = unfolded(assignment.recompute, space.skeleton.numbers)
+    apart, decisions, edges = _price(assignment, Skeleton(instances, space.rules, delivered), recompute)
+    return Certificate(folded.time_s, folded.peak_bytes, apart.time_s, apart.peak_bytes, decisions, edges, bound_s)
 
 
 def of_part(

@@ -118,10 +118,10 @@ def _micro_batched(request: Request, found: Found) -> Iterator[str]:
         plan = found(pipelines=True)
         if plan is None or plan.staged is None:
             return
-        stages, micro_batches = plan.best.division.stages, plan.best.division.mesh.micro_batches
+        stages, micro_batches = plan.best.config.stages, plan.best.config.mesh.micro_batches
         pinned = {**({"pipeline": stages} if stages > 1 else {}), "micro_batches": micro_batches}
         pin = f"pin {json.dumps(pinned)} too, or pipelines=True"
-        yield f"cutting the batch into micro-batches ({plan.best.division}: {pin})"
+        yield f"cutting the batch into micro-batches ({plan.best.config}: {pin})"
 
 
 def _with_fewer_pins(pins: Pins, found: Found) -> Iterator[str]:
@@ -134,7 +134,7 @@ def _with_fewer_pins(pins: Pins, found: Found) -> Iterator[str]:
                 {"tensor"} if pins.zero is not None and pins.sizes == {"tensor": 1} else set()
             )  # by ``Pins.parse``
             names = [name for name in pins.to_dict() if name not in {*kept.to_dict(), *implied}]
-            yield f"leaving out pins {', '.join(map(repr, names))} ({plan.best.division})"
+            yield f"leaving out pins {', '.join(map(repr, names))} ({plan.best.config})"
 
 
 def _on_the_host(request: Request, found: Found) -> Iterator[str]:

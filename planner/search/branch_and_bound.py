@@ -1,8 +1,8 @@
-"""Explore: the best plan within a limit to memory, over all divisions of the cluster, and what is proved of it.
+"""Explore: the best plan within a limit to memory, over all configurations of the cluster, and what is proved of it.
 
-Every division of the cluster that the pins allow (:mod:`planner.search.parallel_config`) is a candidate with a lower
-bound on the step time of all its plans, with any amount of recomputation. The candidate of least bound is looked at
-next, always more closely (:mod:`planner.search.candidate_bounds`), until its plan is found or its bound reaches the
+Every configuration of the cluster that the pins allow (:mod:`planner.search.parallel_config`) is a candidate with a
+lower bound on the step time of all its plans, with any amount of recomputation. The candidate of least bound is looked
+at next, always more closely (:mod:`planner.search.candidate_bounds`), until its plan is found or its bound reaches the
 best plan known; then every other bound does too, and nothing better can exist. Where there are many, usual shapes and
 those near the best plan's come first, and a look at a candidate that was begun takes turns with a look at any: there
 may not be time for all.
@@ -24,37 +24,39 @@ from planner.analysis.prediction import Prediction, predict, predict_micro_batch
 from planner.base.formatting import in_seconds
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.decisions import Skeleton
-from planner.formulation.remat.levels import Ladder, ladder
+from planner.formulation.remat.levels import ParetoFrontier, pareto_frontier
 from planner.search.candidate_bounds import (
     PROVED,
-    Best,
+    Branch,
     Candidate,
-    Look,
-    Setting,
+    Incumbent,
+    SearchContext,
     begin,
     better,
     close,
+    evaluate_branch,
     is_near,
     is_reached,
     left_behind,
-    look_closer,
 )
 from planner.search.infeasibility import check_divisible
-from planner.search.parallel_config import Arithmetic, Division, seeds
-from planner.search.pipeline_refinement import filled
-from planner.search.unfolding import apart, may_differ, together_again
+from planner.search.parallel_config import Arithmetic, ParallelConfig, seeds
+from planner.search.pipeline_refinement import refined
+from planner.search.unfolding import may_differ, refolded, unfolded
 from planner.solve.problem import Evaluation
 from planner.solve.transfers import Timetable
 
 NEAR = 2.0
-"""Shapes at most so many doublings from the best plan's are looked at before others; see :meth:`Division.distance`."""
+"""Shapes at most so many doublings from the best plan's are looked at before others; see
+:meth:`ParallelConfig.distance`.
+"""
 
 
-class Divisions(NamedTuple):
-    """What is looked at: divisions without micro-batches, and others."""
+class ParallelConfigs(NamedTuple):
+    """What is looked at: configurations without micro-batches, and others."""
 
-    plain: tuple[Division, ...]
-    micro_batched: tuple[Division, ...]
+    plain: tuple[ParallelConfig, ...]
+    micro_batched: tuple[ParallelConfig, ...]
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,13 @@ class Searched:
     Attributes:
         best: the best plan.
         candidates: every mesh, best first; what is only bounded stands at its bound.
-        status, gap: ``optimal`` with gap 0 when every candidate was solved or bounded away, among plans that
-            decide equal blocks alike where the model has more than :data:`APART_OPERATORS` operators.
+        status, gap: ``optimal`` with gap 0 when every candidate was solved or pruned, among plans that
+            decide equal blocks alike where the model has more than :data:`UNFOLDED_OPERATORS` operators.
         seconds: by step: ``fold``, ``build``, ``solve``.
         memory: of the plan followed statement by statement; ``None`` with micro-batches.
     """
 
-    best: Best
+    best: Incumbent
     candidates: tuple[Candidate, ...]
     status: str
     gap: float
@@ -137,42 +139,42 @@ class Searched:
         if self.staged is not None:  # stage by stage, by whoever asks
             return self
         memory = memory or usage(self.assignment)
-        division, peak_bytes = Division(1, self.assignment.space.mesh), memory.peak_bytes
-        rows = [replace(row, peak_bytes=peak_bytes) if row.division == division else row for row in self.candidates]
+        config, peak_bytes = ParallelConfig(1, self.assignment.space.mesh), memory.peak_bytes
+        rows = [replace(row, peak_bytes=peak_bytes) if row.config == config else row for row in self.candidates]
         return replace(self, candidates=tuple(rows), memory=memory)
 
 
 @dataclass(frozen=True)
-class Nothing:
+class NothingFits:
     """No plan within the setting's memory: what became of every division, and the looks that prove it."""
 
     rows: list[Candidate]
-    looks: list[Look]
+    branches: list[Branch]
 
 
-def explore(
-    setting: Setting, skeleton: Skeleton, divisions: Divisions, known: Best | None = None
-) -> Searched | Nothing:
+def branch_and_bound(
+    context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs, known: Incumbent | None = None
+) -> Searched | NothingFits:
     """The fastest plan within the setting's memory, over all divisions; ``known`` if none is faster."""
-    rungs = ladder(skeleton.folded, setting.levels)
-    best, looks = _best_first(setting, skeleton, (*divisions.plain, *divisions.micro_batched), rungs, known)
-    rows, proofs = _rows(looks), looks
-    if divisions.plain and may_differ(skeleton.folded):
-        best, row, closer = _explore_apart(setting, skeleton, divisions.plain, rungs, best)
+    frontier = pareto_frontier(skeleton.folded, context.levels)
+    best, branches = _best_first(context, skeleton, (*configs.plain, *configs.micro_batched), frontier, known)
+    rows, proofs = _rows(branches), branches
+    if configs.plain and may_differ(skeleton.folded):
+        best, row, closer = _branch_and_bound_unfolded(context, skeleton, configs.plain, frontier, best)
         if row is not None:
-            rows = [*(each for each in rows if each.division != row.division), row]
-        proofs = [*closer, *(look for look in looks if look.candidate.division.micro_batched)]
+            rows = [*(each for each in rows if each.config != row.config), row]
+        proofs = [*closer, *(branch for branch in branches if branch.candidate.config.micro_batched)]
     if best is None:
-        return Nothing(rows, proofs)
-    return completed(setting, best, rows, [look.candidate.bound_s for look in proofs])
+        return NothingFits(rows, proofs)
+    return completed(context, best, rows, [branch.candidate.bound_s for branch in proofs])
 
 
-def completed(setting: Setting, best: Best, rows: list[Candidate], bounds: Iterable[float]) -> Searched:
+def completed(context: SearchContext, best: Incumbent, rows: list[Candidate], bounds: Iterable[float]) -> Searched:
     """The result, with a bound for the plans of every candidate."""
     bound_s = min(bounds)
     if best.staged is not None:
-        best = filled(setting, best, bound_s)
-        rows = [row.having(best.evaluation) if row.division == best.division else row for row in rows]
+        best = refined(context, best, bound_s)
+        rows = [row.having(best.evaluation) if row.config == best.config else row for row in rows]
     time_s = best.evaluation.time_s
     bound_s = min(time_s, bound_s)
     gap = (time_s - bound_s) / time_s if time_s else 0.0
@@ -182,94 +184,102 @@ def completed(setting: Setting, best: Best, rows: list[Candidate], bounds: Itera
         tuple(rows),
         "optimal" if gap <= PROVED else "feasible",
         gap if gap > PROVED else 0.0,
-        setting.seconds,
+        context.seconds,
     )
 
 
-def _explore_apart(
-    setting: Setting, skeleton: Skeleton, plain: tuple[Division, ...], rungs: Ladder, alike: Best | None
-) -> tuple[Best | None, Candidate | None, list[Look]]:
+def _branch_and_bound_unfolded(
+    context: SearchContext,
+    skeleton: Skeleton,
+    plain: tuple[ParallelConfig, ...],
+    frontier: ParetoFrontier,
+    alike: Incumbent | None,
+) -> tuple[Incumbent | None, Candidate | None, list[Branch]]:
     """The best plan where equal blocks may differ, what became of its division if it is better than the best known,
     and what became of all.
     """
-    best, looks = _best_first(setting, apart(skeleton), plain, rungs.apart(skeleton.numbers), alike)
+    best, branches = _best_first(context, unfolded(skeleton), plain, frontier.unfolded(skeleton.numbers), alike)
     if best is None or best is alike:
-        return best, None, looks
+        return best, None, branches
     before = time.monotonic()
-    best = together_again(setting, skeleton.folded, best)
-    found, division = best.evaluation, best.division
-    bound_s = next(look.candidate.bound_s for look in looks if look.candidate.division == division)
+    best = refolded(context, skeleton.folded, best)
+    found, config = best.evaluation, best.config
+    bound_s = next(branch.candidate.bound_s for branch in branches if branch.candidate.config == config)
     status = "optimal" if found.time_s - bound_s <= PROVED * found.time_s else "feasible"
-    setting.took("solve", before)
-    return best, Candidate(division, status, found.time_s, bound_s, found.peak_bytes), looks
+    context.took("solve", before)
+    return best, Candidate(config, status, found.time_s, bound_s, found.peak_bytes), branches
 
 
 def _best_first(
-    setting: Setting, skeleton: Skeleton, divisions: tuple[Division, ...], rungs: Ladder, best: Best | None
-) -> tuple[Best | None, list[Look]]:
-    """Best first over the divisions, starting from the best plan known; what became of each, in their order."""
-    arithmetic, schedule = Arithmetic(skeleton, setting.cost), setting.pins.schedule
-    waiting = [begin(division, arithmetic.bound_s(division, schedule), rungs) for division in divisions]
-    is_split = any(division.micro_batched for division in divisions)
-    usual = seeds(divisions, setting.cost.cluster, skeleton.graph) if is_split else []
-    first = {division: number for number, division in enumerate(usual)}
-    closed, is_deeper = list[Look](), False
+    context: SearchContext,
+    skeleton: Skeleton,
+    configs: tuple[ParallelConfig, ...],
+    frontier: ParetoFrontier,
+    best: Incumbent | None,
+) -> tuple[Incumbent | None, list[Branch]]:
+    """Incumbent first over the divisions, starting from the best plan known; what became of each, in their order."""
+    arithmetic, schedule = Arithmetic(skeleton, context.cost), context.pins.schedule
+    waiting = [begin(config, arithmetic.bound_s(config, schedule), frontier) for config in configs]
+    is_split = any(config.micro_batched for config in configs)
+    usual = seeds(configs, context.cost.cluster, skeleton.graph) if is_split else []
+    first = {config: number for number, config in enumerate(usual)}
+    closed, is_deeper = list[Branch](), False
     while waiting:
-        is_late = setting.is_late()
+        is_late = context.is_late()
         if best is not None and is_late:
-            waiting += [other for look in waiting for other in left_behind(setting, look)]
-            closed += [close(look, best) for look in waiting]
+            waiting += [other for branch in waiting for other in left_behind(context, branch)]
+            closed += [close(branch, best) for branch in waiting]
             break
         # To look for plans where it is promising, or to prove bounds: where there are many divisions, in turn.
         is_deeper = is_split and not is_deeper
-        begun = [look for look in waiting if look.is_priced and not look.is_tried] if is_deeper else []
-        look = min(begun or waiting, key=lambda look: _micro_batch(look, first, best))
-        waiting.remove(look)
-        is_left_out = is_late and look.is_dear and len(closed) + 1 < len(divisions)
-        if is_left_out or is_near(setting, look, best) or is_reached(look.candidate.bound_s, best):
-            closed.append(close(look, best))
-            waiting += left_behind(setting, look)
+        begun = [branch for branch in waiting if branch.is_priced and not branch.is_tried] if is_deeper else []
+        branch = min(begun or waiting, key=lambda branch: _micro_batch(branch, first, best))
+        waiting.remove(branch)
+        is_left_out = is_late and branch.is_expensive and len(closed) + 1 < len(configs)
+        if is_left_out or is_near(context, branch, best) or is_reached(branch.candidate.bound_s, best):
+            closed.append(close(branch, best))
+            waiting += left_behind(context, branch)
             continue
-        for each in look_closer(setting, skeleton, look, best):
+        for each in evaluate_branch(context, skeleton, branch, best):
             known, best = best, better(best, each)
             if best is not None and best is not known:
-                setting.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.division}, the best so far")
+                context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")
             (closed if each.is_done else waiting).append(each)
-    check_divisible(setting, skeleton.graph, closed)
-    order = {(each.stages, each.mesh): number for number, each in enumerate(divisions)}
+    check_divisible(context, skeleton.graph, closed)
+    order = {(each.stages, each.mesh): number for number, each in enumerate(configs)}
 
-    def place(look: Look) -> tuple[int, bool, int]:
-        division = look.candidate.division
-        return order[division.stages, division.mesh], division.gathers == "each", look.low
+    def place(branch: Branch) -> tuple[int, bool, int]:
+        config = branch.candidate.config
+        return order[config.stages, config.mesh], config.gathers == "each", branch.low
 
     return best, sorted(closed, key=place)
 
 
-def _micro_batch(look: Look, first: Mapping[Division, int], best: Best | None) -> tuple[float, float]:
+def _micro_batch(branch: Branch, first: Mapping[ParallelConfig, int], best: Incumbent | None) -> tuple[float, float]:
     """Which look is next, the least: plans of ``first``, then of divisions like the best plan's, then by bound."""
-    division, bound_s = look.candidate.division, look.candidate.bound_s
-    if not look.is_tried:
-        for wanted in (division, replace(division, gathers="once"))[: 1 + (best is None)]:
+    config, bound_s = branch.candidate.config, branch.candidate.bound_s
+    if not branch.is_tried:
+        for wanted in (config, replace(config, gathers="once"))[: 1 + (best is None)]:
             if wanted in first:
                 return -1, first[wanted]
-    if look.is_tried or best is None:
+    if branch.is_tried or best is None:
         return NEAR + 1, bound_s
-    return min(division.distance(best.division), NEAR + 1), bound_s
+    return min(config.distance(best.config), NEAR + 1), bound_s
 
 
-def _rows(looks: list[Look]) -> list[Candidate]:
+def _rows(branches: list[Branch]) -> list[Candidate]:
     """What became of every division, whatever its recomputation."""
-    found: dict[Division, list[Candidate]] = {}
-    for look in looks:
-        found.setdefault(look.candidate.division, []).append(look.candidate)
+    found: dict[ParallelConfig, list[Candidate]] = {}
+    for branch in branches:
+        found.setdefault(branch.candidate.config, []).append(branch.candidate)
     return [_joined(each) for each in found.values()]
 
 
-def _joined(looks: list[Candidate]) -> Candidate:
+def _joined(branches: list[Candidate]) -> Candidate:
     """One candidate of the looks at parts of it."""
-    best, open_ = min(looks, key=lambda each: each.objective_s), min(looks, key=lambda each: each.bound_s)
-    peak_bytes = best.peak_bytes if math.isfinite(best.objective_s) else min(each.peak_bytes for each in looks)
+    best, open_ = min(branches, key=lambda each: each.objective_s), min(branches, key=lambda each: each.bound_s)
+    peak_bytes = best.peak_bytes if math.isfinite(best.objective_s) else min(each.peak_bytes for each in branches)
     status = best.status if math.isfinite(best.objective_s) else open_.status
-    if status == "optimal" and open_.bound_s < best.objective_s * (1 - PROVED) and open_.status != "bounded away":
+    if status == "optimal" and open_.bound_s < best.objective_s * (1 - PROVED) and open_.status != "pruned":
         status = "feasible"
-    return Candidate(best.division, status, best.objective_s, open_.bound_s, peak_bytes, open_.proof)
+    return Candidate(best.config, status, best.objective_s, open_.bound_s, peak_bytes, open_.proof)

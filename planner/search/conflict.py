@@ -39,8 +39,8 @@ class Conflict:
             Sizes are one limit, the mesh: without one of them it is another.
         reason: what goes wrong under just these.
         relax: the smallest sets of limits without which the recipe has a plan; each was planned.
-        excess_bytes: what the leanest plan under just these limits needs beyond a device's memory; 0 if memory is none
-            of them.
+        excess_bytes: what the minimum-memory plan under just these limits needs beyond a device's memory; 0 if memory
+            is none of them.
     """
 
     limits: tuple[str, ...]

@@ -14,19 +14,21 @@ from planner.formulation.strategies import Choice
 from planner.ir.graph import Graph, Node
 from planner.ops import OPS
 from planner.ops.function import reason
-from planner.search.candidate_bounds import Look, Setting
-from planner.search.min_memory import Lean, free_s
+from planner.search.candidate_bounds import Branch, SearchContext
+from planner.search.min_memory import MinMemoryPlan, free_s
 from planner.solve.problem import Edge
 
 
-def check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:
+def check_divisible(context: SearchContext, graph: Graph, branches: list[Branch]) -> None:
     """Refuse a number of devices among which nothing of the model can be divided: each would do all the work."""
-    cluster = setting.cost.cluster
-    if cluster.world_size == 1 or setting.pins.sizes:
+    cluster = context.cost.cluster
+    if cluster.world_size == 1 or context.pins.sizes:
         return
-    if any(look.posed is None or look.space.stages > 1 for look in looks):  # stages divide the blocks among them
+    if any(
+        branch.formulated is None or branch.space.stages > 1 for branch in branches
+    ):  # stages divide the blocks among them
         return
-    choices = (option for look in looks for options in look.space.options.values() for option in options)
+    choices = (option for branch in branches for options in branch.space.options.values() for option in options)
     if any(isinstance(choice, Choice) and any(s.factor for s in choice.axes) for choice in choices):
         return
     sizes = sorted({size for node in graph.nodes for t in node.results for size in t.shape if size > 1})
@@ -37,10 +39,10 @@ def check_divisible(setting: Setting, graph: Graph, looks: list[Look]) -> None:
     )
 
 
-def check_micro_batches(begun: list[Look]) -> None:
-    """Refuse micro-batches where no division that was begun has a plan, whatever it needs of memory."""
-    if begun and all(math.isinf(free_s(look)) for look in begun):
-        space = min(begun, key=lambda look: look.candidate.division.mesh.size).space
+def check_micro_batches(begun: list[Branch]) -> None:
+    """Refuse micro-batches where no configuration that was begun has a plan, whatever it needs of memory."""
+    if begun and all(math.isinf(free_s(branch)) for branch in begun):
+        space = min(begun, key=lambda branch: branch.candidate.config.mesh.size).space
         raise PinError(
             f"no micro-batches can be cut from this model's batch: {_forbids(space)}, or pin 'micro_batches' 1"
         )
@@ -91,27 +93,30 @@ def _first_to_forbid(space: Space) -> Node | None:
     return space.graph.by_name[min(names, key=position.__getitem__)] if names else None
 
 
-def nothing_fits(setting: Setting, graph: Graph, looks: list[Look], leans: list[Lean]) -> InfeasibleError:
-    """The error that says by how much the leanest plan exceeds what a device can use, and what would fit."""
-    cluster = setting.cost.cluster
-    if not leans:
+def nothing_fits(
+    context: SearchContext, graph: Graph, branches: list[Branch], minimal: list[MinMemoryPlan]
+) -> InfeasibleError:
+    """The error that says by how much the minimum-memory plan exceeds what a device can use, and what would fit."""
+    cluster = context.cost.cluster
+    if not minimal:
         return InfeasibleError(
             f"no plan for {cluster.name!r} was found before the time limit: give a longer time_limit_s, or pin "
             "decisions to narrow the search",
             0,
         )
-    limit, least = cluster.device.usable_bytes, min(leans, key=lambda lean: lean.bytes)
-    excess, division = least.bytes - limit, least.best.division
+    limit, least = cluster.device.usable_bytes, min(minimal, key=lambda lean: lean.bytes)
+    excess, config = least.bytes - limit, least.best.config
     needed = math.ceil(least.bytes / (1 - cluster.device.reserve_fraction))
-    is_open = any(math.isfinite(look.candidate.bound_s) for look in looks)
-    if setting.training.tier != "device":
-        return _nothing_works(setting, least, needed, is_open)
+    is_open = any(math.isfinite(branch.candidate.bound_s) for branch in branches)
+    if context.training.tier != "device":
+        return _nothing_works(context, least, needed, is_open)
     if is_open:
-        is_late = setting.is_late()
+        is_late = context.is_late()
         when, longer = " before the time limit" * is_late, "Give a longer time_limit_s, or pin" if is_late else "Pin"
         return InfeasibleError(
-            f"no plan that fits {cluster.name!r} was found{when}, but none was ruled out either: the leanest one seen "
-            f"({division}) needs {in_all_bytes(least.bytes)} of {in_all_bytes(limit)}. {longer} decisions to narrow "
+            f"no plan that fits {cluster.name!r} was found{when}, but none was ruled out either: the minimum-memory "
+            "one seen "
+            f"({config}) needs {in_all_bytes(least.bytes)} of {in_all_bytes(limit)}. {longer} decisions to narrow "
             "the search.",
             excess,
         )
@@ -119,31 +124,31 @@ def nothing_fits(setting: Setting, graph: Graph, looks: list[Look], leans: list[
     params = sum(t.size_bytes for t in held)
     return InfeasibleError(
         f"no plan that fits {cluster.name!r} was found: each of its {cluster.world_size} devices can use "
-        f"{in_all_bytes(limit)}, and the leanest plan found ({division}) needs {in_all_bytes(least.bytes)}, "
+        f"{in_all_bytes(limit)}, and the minimum-memory plan found ({config}) needs {in_all_bytes(least.bytes)}, "
         f"{in_all_bytes(excess)} too many (the parameters alone are {in_bytes(params)} in all, "
-        f"{setting.training.optimizer_bytes_per_element} bytes more per element for the optimizer). What would fit: "
+        f"{context.training.optimizer_bytes_per_element} bytes more per element for the optimizer). What would fit: "
         f"devices with memory_bytes of at least {in_all_bytes(needed)}.",
         excess,
     )
 
 
-def _nothing_works(setting: Setting, least: Lean, needed: int, is_open: bool) -> InfeasibleError:
+def _nothing_works(context: SearchContext, least: MinMemoryPlan, needed: int, is_open: bool) -> InfeasibleError:
     """The same of plans with model data on the host: what a device must hold is the largest working set."""
-    cluster, working = setting.cost.cluster, least.needed
+    cluster, working = context.cost.cluster, least.needed
     limit = cluster.device.usable_bytes
     excess = working.bytes - limit
     head = (
-        f"no plan that fits {cluster.name!r} was found{' before the time limit' * setting.is_late()}, but none was "
+        f"no plan that fits {cluster.name!r} was found{' before the time limit' * context.is_late()}, but none was "
         "ruled out either"
         if is_open
         else f"no plan with model data on the host fits {cluster.name!r}"
     )
-    recompute = "" if setting.pins.recompute in (None, "full") else "pin 'recompute' 'full', "
-    leave = "" if setting.pins.activations in (None, "all") else "pin 'activations' 'all', "
-    micro_batches = "more micro-batches" if least.best.division.mesh.micro_batches > 1 else "micro-batches"
+    recompute = "" if context.pins.recompute in (None, "full") else "pin 'recompute' 'full', "
+    leave = "" if context.pins.activations in (None, "all") else "pin 'activations' 'all', "
+    micro_batches = "more micro-batches" if least.best.config.mesh.micro_batches > 1 else "micro-batches"
     return InfeasibleError(
         f"{head}: each of its {cluster.world_size} devices can use {in_all_bytes(limit)}, and the largest working set "
-        f"of the leanest plan found ({least.best.division}) takes {in_all_bytes(working.bytes)}, "
+        f"of the minimum-memory plan found ({least.best.config}) takes {in_all_bytes(working.bytes)}, "
         f"{in_all_bytes(excess)} too many: {working.moment} needs {in_all_bytes(working.chunk_bytes)} of parameters "
         f"and gradients at once, and {in_all_bytes(working.beside_bytes)} beside them for activations and what "
         f"operators need. What would lower it: a smaller global batch, {micro_batches} (pin 'micro_batches'), "

@@ -10,36 +10,36 @@ import time
 from dataclasses import replace
 
 from planner.formulation.decisions import Skeleton
-from planner.search.branch_and_bound import Divisions, Nothing, Searched, completed, explore
-from planner.search.candidate_bounds import PROVED, Candidate, Setting
+from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound, completed
+from planner.search.candidate_bounds import PROVED, Candidate, SearchContext
 from planner.search.infeasibility import check_micro_batches, nothing_fits
-from planner.search.min_memory import LEANEST_S, begun, bounds_s, fastest_that_fits, is_worth, lean_plans
+from planner.search.min_memory import MIN_MEMORY_S, begun, bounds_s, fastest_that_fits, is_worth, min_memory_plans
 from planner.search.recipes import by_recipe, freed
-from planner.search.unfolding import may_differ, together_again
+from planner.search.unfolding import may_differ, refolded
 from planner.solve.choices import lower_bounds
 from planner.solve.problem import most_bytes
 
-LEAST_ROOM = 0.02
+LEAST_HEADROOM = 0.02
 """Part of a device's memory that a plan may leave empty without another search for one that takes it."""
 TRIES = 2
 """So many limits are tried between one at which a plan was found that does not fit and one at which none was."""
 
 
-def fitted(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Searched:
+def memory_feasible(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs) -> Searched:
     """The fastest plan within the setting's memory that fits when it is followed.
 
     The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed. Then it
     searches again with a lower limit. What that excludes may fit, so that only what the first search proved is proved.
-    Where it leaves nothing, the leanest plans are followed.
+    Where it leaves nothing, the minimum-memory plans are followed.
     """
-    usable, tries, bound_s = setting.cost.cluster.device.usable_bytes, TRIES, math.inf
-    nothing: Nothing | None = None
+    usable, tries, bound_s = context.cost.cluster.device.usable_bytes, TRIES, math.inf
+    nothing: NothingFits | None = None
     below, above = -math.inf, math.inf  # limits at which nothing was found, and from which on all that was does not fit
     while True:
-        found = explore(setting, skeleton, divisions)
-        if isinstance(found, Nothing):
-            nothing, below = found, setting.limit_bytes
-        elif found.staged is not None and setting.training.tier == "device":
+        found = branch_and_bound(context, skeleton, configs)
+        if isinstance(found, NothingFits):
+            nothing, below = found, context.limit_bytes
+        elif found.staged is not None and context.training.tier == "device":
             return found if math.isinf(bound_s) else found.above(bound_s)
         else:
             followed = found.followed()
@@ -49,69 +49,69 @@ def fitted(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Search
                 return followed.above(bound_s)
             above = found.evaluation.peak_bytes
             # In steps of the excess, past the limits at which the search would find the same plan again.
-            limit = setting.limit_bytes - (1 + (setting.limit_bytes - above) // excess) * excess
+            limit = context.limit_bytes - (1 + (context.limit_bytes - above) // excess) * excess
         if nothing is not None:  # the step was too long
-            if math.isinf(above) or not tries or above - below <= 1 or setting.is_late():
-                return _leanest(setting, skeleton, nothing)
+            if math.isinf(above) or not tries or above - below <= 1 or context.is_late():
+                return _min_memory(context, skeleton, nothing)
             tries, limit = tries - 1, math.floor((below + above) / 2)
-        setting = replace(setting, spare_bytes=usable - limit)
+        context = replace(context, spare_bytes=usable - limit)
 
 
-def _leanest(setting: Setting, skeleton: Skeleton, nothing: Nothing) -> Searched:
-    """Of the leanest plans the fastest that fits when it is followed; where none does, of those of recipes.
+def _min_memory(context: SearchContext, skeleton: Skeleton, nothing: NothingFits) -> Searched:
+    """Of the minimum-memory plans the fastest that fits when it is followed; where none does, of those of recipes.
 
     Raises:
         PinError: there are no plans at all, whatever they need.
         InfeasibleError: none fits.
     """
-    looks, usable = begun(nothing.looks), setting.cost.cluster.device.usable_bytes
-    check_micro_batches(looks)
-    until = min(setting.deadline, time.monotonic() + LEANEST_S)
-    leans = lean_plans(setting, looks, until=until)
-    best = fastest_that_fits(leans, usable)
+    branches, usable = begun(nothing.branches), context.cost.cluster.device.usable_bytes
+    check_micro_batches(branches)
+    until = min(context.deadline, time.monotonic() + MIN_MEMORY_S)
+    minimal = min_memory_plans(context, branches, until=until)
+    best = fastest_that_fits(minimal, usable)
     if best is None:
-        worth = [look for look in looks if is_worth(setting, look, leans)]
-        leans += lean_plans(setting, by_recipe(setting, worth, until), leans, until)
-        best = fastest_that_fits(leans, usable)
-        best = None if best is None else freed(best, looks)
+        worth = [branch for branch in branches if is_worth(context, branch, minimal)]
+        minimal += min_memory_plans(context, by_recipe(context, worth, until), minimal, until)
+        best = fastest_that_fits(minimal, usable)
+        best = None if best is None else freed(best, branches)
     if best is None:
-        raise nothing_fits(setting, skeleton.graph, nothing.looks, leans)
+        raise nothing_fits(context, skeleton.graph, nothing.branches, minimal)
     if best.staged is None and may_differ(skeleton.folded):
-        best = together_again(setting, skeleton.folded, best)
-    bounds = bounds_s(nothing.looks)
-    row = Candidate(best.division, "feasible", math.inf, bounds[best.division], 0, "relaxation")
-    others = (each for each in nothing.rows if each.division != best.division)
-    found = completed(setting, best, [row.costing(best.evaluation), *others], bounds.values())
+        best = refolded(context, skeleton.folded, best)
+    bounds = bounds_s(nothing.branches)
+    row = Candidate(best.config, "feasible", math.inf, bounds[best.config], 0, "relaxation")
+    others = (each for each in nothing.rows if each.config != best.config)
+    found = completed(context, best, [row.costing(best.evaluation), *others], bounds.values())
     return found.followed()
 
 
-def _wants_no_more(setting: Setting, found: Searched) -> bool:
+def _wants_no_more(context: SearchContext, found: Searched) -> bool:
     """Whether a plan is proved, and no faster on its mesh if there were no limit to memory."""
-    if found.gap > setting.gap:
+    if found.gap > context.gap:
         return False
     problem = found.best.space.problem(None)
-    if most_bytes(problem) <= setting.limit_bytes:
+    if most_bytes(problem) <= context.limit_bytes:
         return True
-    return found.evaluation.time_s * (1 - max(setting.gap, PROVED)) <= lower_bounds(problem).time_s
+    return found.evaluation.time_s * (1 - max(context.gap, PROVED)) <= lower_bounds(problem).time_s
 
 
-def taking_room(setting: Setting, skeleton: Skeleton, divisions: Divisions, found: Searched) -> Searched:
+def using_headroom(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs, found: Searched) -> Searched:
     """The plan found, or a faster one that fits only when it is followed.
 
     The search adds up bytes that are not all alive at once. Where memory is short, the plan followed leaves
     room, and the search goes on with so much more memory: a sum and what it is off by change little from plan to plan.
     So it does where the first part of the time did not do for the proof.
     """
-    usable = setting.cost.cluster.device.usable_bytes
-    if found.staged is not None or setting.pins.recompute is not None or _wants_no_more(setting, found):
+    usable = context.cost.cluster.device.usable_bytes
+    if found.staged is not None or context.pins.recompute is not None or _wants_no_more(context, found):
         return found
     room = usable - found.peak_bytes
     for _ in range(TRIES):
-        if room < LEAST_ROOM * usable or setting.is_late():
+        if room < LEAST_HEADROOM * usable or context.is_late():
             break
         limit = found.evaluation.peak_bytes + room
-        more = explore(replace(setting, spare_bytes=usable - limit), skeleton, divisions, found.best)
-        if isinstance(more, Nothing):
+        more = branch_and_bound(replace(context, spare_bytes=usable - limit), skeleton, configs, found.best)
+        if isinstance(more, NothingFits):
             break
         if more.best is found.best:  # none is faster, with more memory even
             proves_more = limit >= usable and more.gap < found.gap

@@ -1,4 +1,5 @@
-"""Lean: the plans of a search that need least memory, followed, for when none fits by the search's own reckoning.
+"""MinMemoryPlan: the plans of a search that need least memory, followed, for when none fits by the search's own
+reckoning.
 
 The search adds up bytes that are not all alive at once, so that a plan may fit although its sum does not.
 """
@@ -19,13 +20,13 @@ from planner.analysis.pipeline.staged import QUICK, THOROUGH, Staged, stage, wai
 from planner.formulation.assignment import assignment_of
 from planner.formulation.resharding import local_bytes
 from planner.formulation.search_space import Space
-from planner.search.candidate_bounds import Best, Look, Setting
-from planner.search.parallel_config import Division
+from planner.search.candidate_bounds import Branch, Incumbent, SearchContext
+from planner.search.parallel_config import ParallelConfig
 from planner.solve.choices import almost_lightest, lower_bounds, solve
 from planner.solve.problem import Problem, evaluate
 
-LEANEST_S = 10.0
-"""How long plans that need little are looked for when nothing fits; the leanest found is told."""
+MIN_MEMORY_S = 10.0
+"""How long plans that need little are looked for when nothing fits; the least found is told."""
 SLACKS = (1.02, 1.05, 1.15)
 """What is almost as lean counts so many times as much."""
 EXACT_S = 5.0
@@ -35,7 +36,7 @@ LEAST_SHARE = 0.75
 
 
 @dataclass(frozen=True)
-class Lean:
+class MinMemoryPlan:
     """A plan that needs little memory.
 
     Attributes:
@@ -43,7 +44,7 @@ class Lean:
         needed: what a device must hold at the least, as followed; with micro-batches, as its cut has it.
     """
 
-    best: Best
+    best: Incumbent
     needed: WorkingSet
 
     @property
@@ -52,86 +53,94 @@ class Lean:
         return self.needed.bytes
 
 
-def begun(looks: list[Look]) -> list[Look]:
-    """A look at each division that was begun, in the order of what they need at least."""
-    found: dict[Division, Look] = {}
-    for look in sorted(looks, key=lambda look: look.candidate.peak_bytes):
-        if look.posed is not None:
-            found.setdefault(look.candidate.division, look)
+def begun(branches: list[Branch]) -> list[Branch]:
+    """A look at each configuration that was begun, in the order of what they need at least."""
+    found: dict[ParallelConfig, Branch] = {}
+    for branch in sorted(branches, key=lambda branch: branch.candidate.peak_bytes):
+        if branch.formulated is not None:
+            found.setdefault(branch.candidate.config, branch)
     return list(found.values())
 
 
-def lean_plans(setting: Setting, looks: list[Look], known: Sequence[Lean] = (), until: float = math.inf) -> list[Lean]:
-    """Lean plans of looks at different divisions, the same whatever the memory limit unless time runs short.
+def min_memory_plans(
+    context: SearchContext, branches: list[Branch], known: Sequence[MinMemoryPlan] = (), until: float = math.inf
+) -> list[MinMemoryPlan]:
+    """Minimum-memory plans of looks at different divisions, the same whatever the memory limit unless time runs short.
 
     Of each amount of recomputation that is the lightest by the sum, and the fastest of those almost as light: what the
     lightest save, they may lose in conversions, which the sum leaves out. Most recomputation comes first, and what can
-    hardly be as lean as the leanest that is ``known`` or found is left out. Of a step without micro-batches with the
-    most recomputation the fastest is solved exactly where none was found yet that needs as little as its sum.
+    hardly be as lean as the leanest that is ``known`` or found is left out. Of a step without micro-batches with
+    the most recomputation the fastest is solved exactly where none was found yet that needs as little as its sum.
     """
-    rungs = itertools.zip_longest(*([(look, bend) for bend in _bends(look)] for look in looks))
-    steps = [(each[0], each[0].ladder.steps[each[1]]) for rung in rungs for each in rung if each is not None]
-    leans, seen = [*known], set[object]()
-    for look, recompute in steps:
-        if leans and time.monotonic() > until:
+    frontier = itertools.zip_longest(*([(branch, bend) for bend in _breakpoints(branch)] for branch in branches))
+    steps = [
+        (each[0], each[0].pareto_frontier.steps[each[1]]) for rung in frontier for each in rung if each is not None
+    ]
+    minimal, seen = [*known], set[object]()
+    for branch, recompute in steps:
+        if minimal and time.monotonic() > until:
             break
-        if not is_worth(setting, look, leans):
+        if not is_worth(context, branch, minimal):
             continue
-        division, worth = look.candidate.division, _worth_bytes(setting, leans)
-        space = look.space.holding(division.in_flight) if division.micro_batched else look.space
+        config, worth = branch.candidate.config, _worth_bytes(context, minimal)
+        space = branch.space.holding(config.in_flight) if config.micro_batched else branch.space
         problem = space.problem(None, recompute)
-        is_exact = recompute is look.ladder.steps[-1] and not division.micro_batched
-        slacks = () if _cannot_fit(setting, look) else SLACKS
-        for choices in _light(space, problem, worth, slacks, leans if is_exact else ()):
-            key = division, recompute, choices
-            best = Best(look.space, choices, recompute, evaluate(problem, choices))
+        is_exact = recompute is branch.pareto_frontier.steps[-1] and not config.micro_batched
+        slacks = () if _cannot_fit(context, branch) else SLACKS
+        for choices in _light(space, problem, worth, slacks, minimal if is_exact else ()):
+            key = config, recompute, choices
+            best = Incumbent(branch.space, choices, recompute, evaluate(problem, choices))
             if key not in seen and best.evaluation.peak_bytes <= worth:
                 seen.add(key)
-                lean = _micro_batched(setting, look, best) if division.micro_batched else _without_micro_batches(best)
-                leans += [] if lean is None else [lean]
-    return leans[len(known) :]
+                lean = _micro_batched(context, branch, best) if config.micro_batched else _without_micro_batches(best)
+                minimal += [] if lean is None else [lean]
+    return minimal[len(known) :]
 
 
-def is_worth(setting: Setting, look: Look, leans: Sequence[Lean]) -> bool:
+def is_worth(context: SearchContext, branch: Branch, minimal: Sequence[MinMemoryPlan]) -> bool:
     """Whether a plan of a look may be leaner than all these, or fit.
 
     With micro-batches nothing is followed, so that none needs less than what all of the look's do by the sum.
     """
-    worth = _worth_bytes(setting, leans)
-    return look.candidate.peak_bytes <= (worth * LEAST_SHARE if _is_summed(setting, look) else worth)
+    worth = _worth_bytes(context, minimal)
+    return branch.candidate.peak_bytes <= (worth * LEAST_SHARE if _is_summed(context, branch) else worth)
 
 
-def _is_summed(setting: Setting, look: Look) -> bool:
+def _is_summed(context: SearchContext, branch: Branch) -> bool:
     """Whether what plans of a look need is their sum: with micro-batches, with model data on the device, none is
     followed.
     """
-    return look.candidate.division.micro_batched and setting.training.tier == "device"
+    return branch.candidate.config.micro_batched and context.training.tier == "device"
 
 
-def _cannot_fit(setting: Setting, look: Look) -> bool:
+def _cannot_fit(context: SearchContext, branch: Branch) -> bool:
     """Whether no plan of a look fits, without following any."""
-    return _is_summed(setting, look) and look.candidate.peak_bytes > setting.cost.cluster.device.usable_bytes
+    return _is_summed(context, branch) and branch.candidate.peak_bytes > context.cost.cluster.device.usable_bytes
 
 
-def _worth_bytes(setting: Setting, leans: Sequence[Lean]) -> float:
-    """What needs more than this by the search's sum is hardly as lean as the leanest plan, nor fits."""
-    least = min((lean.bytes for lean in leans), default=math.inf)
-    return max(least, setting.cost.cluster.device.usable_bytes) / LEAST_SHARE
+def _worth_bytes(context: SearchContext, minimal: Sequence[MinMemoryPlan]) -> float:
+    """What needs more than this by the search's sum is hardly as lean as the minimum-memory plan, nor fits."""
+    least = min((lean.bytes for lean in minimal), default=math.inf)
+    return max(least, context.cost.cluster.device.usable_bytes) / LEAST_SHARE
 
 
-def _bends(look: Look) -> Iterable[int]:
+def _breakpoints(branch: Branch) -> Iterable[int]:
     """Amounts of recomputation, most first; of a micro-batched step the most, since its cut says what is made again."""
-    return reversed(look.ladder.bends[-1:] if look.candidate.division.micro_batched else look.ladder.bends)
+    return reversed(
+        branch.pareto_frontier.breakpoints[-1:]
+        if branch.candidate.config.micro_batched
+        else branch.pareto_frontier.breakpoints
+    )
 
 
 def _light(
-    space: Space, problem: Problem, worth: float, slacks: Sequence[float], leans: Sequence[Lean]
+    space: Space, problem: Problem, worth: float, slacks: Sequence[float], minimal: Sequence[MinMemoryPlan]
 ) -> Iterator[tuple[int, ...]]:
     """Light assignments, if one needs no more than ``worth`` bytes by the sum, and those nearly as light.
 
     Args:
-        leans: plans found so far, those of earlier assignments too, of which one may need more than the fastest that is
-            nearly as light.
+        minimal: plans found so far, those of earlier assignments too, of which one may need more than the fastest that
+            is nearly as light.
     """
     for counting in dict.fromkeys((problem, _with_chunks(space, problem))):
         light = almost_lightest(counting, slacks, worth if counting is problem else math.inf)
@@ -139,7 +148,7 @@ def _light(
             return
         yield from light
         limit_bytes = math.ceil(SLACKS[0] * evaluate(counting, light[0]).peak_bytes)
-        if leans and limit_bytes < min(lean.bytes for lean in leans):
+        if minimal and limit_bytes < min(lean.bytes for lean in minimal):
             choices = solve(replace(counting, limit_bytes=limit_bytes), time_limit_s=EXACT_S).choices
             yield from [choices] if choices else []
 
@@ -161,19 +170,19 @@ def _with_chunks(space: Space, problem: Problem) -> Problem:
     return replace(problem, vertices=tuple(vertices))
 
 
-def _without_micro_batches(best: Best) -> Lean:
+def _without_micro_batches(best: Incumbent) -> MinMemoryPlan:
     assignment = assignment_of(best.space, best.choices, best.recompute)
-    return Lean(best, largest_working_set(assignment, usage(assignment)))
+    return MinMemoryPlan(best, largest_working_set(assignment, usage(assignment)))
 
 
-def _micro_batched(setting: Setting, look: Look, best: Best) -> Lean | None:
+def _micro_batched(context: SearchContext, branch: Branch, best: Incumbent) -> MinMemoryPlan | None:
     """The pipeline of the choices that fits, or else the one that makes again all that can be and waits for what it
     gathers, if there is any.
     """
-    links = setting.links(best.space, best.choices)
-    wanted, usable_bytes = setting.pipelines(best.division, len(links)), setting.cost.cluster.device.usable_bytes
+    links = context.links(best.space, best.choices)
+    wanted, usable_bytes = context.pipelines(best.config, len(links)), context.cost.cluster.device.usable_bytes
     found, ways = None, ((links, usable_bytes, THOROUGH), ([link.leanest for link in links], None, QUICK))
-    for chain, limit_bytes, effort in ways[_cannot_fit(setting, look) :]:
+    for chain, limit_bytes, effort in ways[_cannot_fit(context, branch) :]:
         staged = stage(chain, wanted, limit_bytes, effort=effort)
         if staged is not None:
             found = _staged(best, staged if limit_bytes is not None else waiting(staged))
@@ -182,33 +191,35 @@ def _micro_batched(setting: Setting, look: Look, best: Best) -> Lean | None:
     return found
 
 
-def _staged(best: Best, staged: Staged) -> Lean:
+def _staged(best: Incumbent, staged: Staged) -> MinMemoryPlan:
     """The choices as they run micro-batched, and what a device must hold of that."""
     best, space = replace(best, staged=staged, evaluation=staged.evaluation), best.space
     if space.training.tier == "device":
-        return Lean(best, WorkingSet("a micro-batched step", 0, staged.peak_bytes))
+        return MinMemoryPlan(best, WorkingSet("a micro-batched step", 0, staged.peak_bytes))
     decided = assignment_of(space, best.choices, staged.recompute(space.folded))
-    return Lean(best, largest_working_set(decided, None, staged))
+    return MinMemoryPlan(best, largest_working_set(decided, None, staged))
 
 
-def fastest_that_fits(leans: list[Lean], usable_bytes: int) -> Best | None:
+def fastest_that_fits(minimal: list[MinMemoryPlan], usable_bytes: int) -> Incumbent | None:
     """The fastest of the plans whose followed need a device has room for."""
-    fitting = [lean.best for lean in leans if lean.bytes <= usable_bytes and math.isfinite(lean.best.evaluation.time_s)]
+    fitting = [
+        lean.best for lean in minimal if lean.bytes <= usable_bytes and math.isfinite(lean.best.evaluation.time_s)
+    ]
     return min(fitting, key=lambda best: best.evaluation.time_s, default=None)
 
 
-def bounds_s(looks: list[Look]) -> dict[Division, float]:
+def bounds_s(branches: list[Branch]) -> dict[ParallelConfig, float]:
     """Seconds that plans of each division take at least, however much memory there is."""
-    found: dict[Division, float] = {}
-    for look in looks:
-        division = look.candidate.division
-        if look.posed is None:
-            found.setdefault(division, look.candidate.bound_s)
-        elif division not in found:
-            found[division] = free_s(look)
+    found: dict[ParallelConfig, float] = {}
+    for branch in branches:
+        config = branch.candidate.config
+        if branch.formulated is None:
+            found.setdefault(config, branch.candidate.bound_s)
+        elif config not in found:
+            found[config] = free_s(branch)
     return found
 
 
-def free_s(look: Look) -> float:
+def free_s(branch: Branch) -> float:
     """Seconds that plans of a look that was begun take at least, however much memory there is; infinite: none runs."""
-    return lower_bounds(look.space.problem(None, look.ladder.steps[0])).time_s
+    return lower_bounds(branch.space.problem(None, branch.pareto_frontier.steps[0])).time_s

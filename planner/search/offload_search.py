@@ -14,10 +14,10 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import Skeleton
 from planner.formulation.pipeline_pace import OUT_OF_ORDER
-from planner.formulation.remat.levels import ladder
-from planner.search.branch_and_bound import Divisions, Nothing, Searched, explore
-from planner.search.candidate_bounds import Best, Setting
-from planner.search.memory_fitting import fitted
+from planner.formulation.remat.levels import pareto_frontier
+from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound
+from planner.search.candidate_bounds import Incumbent, SearchContext
+from planner.search.memory_fitting import memory_feasible
 from planner.search.remat_amount import fastest_amount
 from planner.solve.problem import evaluate
 
@@ -45,42 +45,42 @@ def check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
     cluster.home(pins.tier == "disk")
 
 
-def elsewhere(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Searched:
+def search_offload(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs) -> Searched:
     """The fastest plan with model data elsewhere, whether what blocks save leaves or stays."""
-    if setting.pins.activations is None:
-        return _staying_or_leaving(setting, skeleton, divisions)
-    _check_blocks(setting.pins, len(skeleton.folded.instances))
-    found = _planned(setting, skeleton, divisions)
-    _check_leaving(found, setting.pins)
+    if context.pins.activations is None:
+        return _staying_or_leaving(context, skeleton, configs)
+    _check_blocks(context.pins, len(skeleton.folded.instances))
+    found = _planned(context, skeleton, configs)
+    _check_leaving(found, context.pins)
     return found
 
 
-def _planned(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Searched:
+def _planned(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs) -> Searched:
     """The fastest plan that fits with model data elsewhere, by what the timetable says of a few."""
-    found = fitted(_with_room(setting), skeleton, divisions)
-    if setting.training.activations and found.staged is None:
-        return _with_amount(setting, skeleton, found)
-    if setting.training.activations or setting.training.tier != "either":
+    found = memory_feasible(_with_room(context), skeleton, configs)
+    if context.training.activations and found.staged is None:
+        return _with_amount(context, skeleton, found)
+    if context.training.activations or context.training.tier != "either":
         return found
-    return _leaving_room(setting, skeleton, divisions, found)
+    return _leaving_room(context, skeleton, configs, found)
 
 
-def _staying_or_leaving(setting: Setting, skeleton: Skeleton, divisions: Divisions) -> Searched:
+def _staying_or_leaving(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs) -> Searched:
     """The faster plan of that in which what blocks save stays on the device and that in which it may leave.
 
     Where all of it fits that is not looked for, unless model data may take its room.
     """
     stays: Searched | None = None
     try:
-        stays = _planned(setting, skeleton, divisions)
+        stays = _planned(context, skeleton, configs)
     except InfeasibleError:
-        if setting.is_late():
+        if context.is_late():
             raise
-    if stays is not None and (setting.is_late() or not _is_short_of_room(setting, stays)):
+    if stays is not None and (context.is_late() or not _is_short_of_room(context, stays)):
         return stays
-    setting = replace(setting, training=replace(setting.training, activations="all"))
+    context = replace(context, training=replace(context.training, activations="all"))
     try:
-        leaves = _planned(setting, skeleton, divisions)
+        leaves = _planned(context, skeleton, configs)
     except InfeasibleError:
         if stays is None:
             raise
@@ -90,49 +90,49 @@ def _staying_or_leaving(setting: Setting, skeleton: Skeleton, divisions: Divisio
     return stays.above(min(stays.bound_s, leaves.bound_s))
 
 
-def _is_short_of_room(setting: Setting, found: Searched) -> bool:
+def _is_short_of_room(context: SearchContext, found: Searched) -> bool:
     """Whether a plan makes anything again, or may have model data on the device; with micro-batches also whether what
     moves may do so for several micro-batches.
     """
-    if found.recomputing.recompute.without_gathering() or setting.training.tier == "either":
+    if found.recomputing.recompute.without_gathering() or context.training.tier == "either":
         return True
     return found.staged is not None and not holds_all(found.recomputing, found.staged)
 
 
-def _with_amount(setting: Setting, skeleton: Skeleton, found: Searched) -> Searched:
+def _with_amount(context: SearchContext, skeleton: Skeleton, found: Searched) -> Searched:
     """The same layouts with the amount of recomputation of the shortest step, as timetables say."""
     space, choices = found.best.space, found.best.choices
     kinds = {instance.kind: kind for instance, (kind, _) in zip(space.folded.instances, skeleton.numbers, strict=True)}
-    tried = fastest_amount(space, choices, ladder(space.folded, setting.levels.of_kinds(kinds)).steps)
+    tried = fastest_amount(space, choices, pareto_frontier(space.folded, context.levels.of_kinds(kinds)).steps)
     if tried is None:
         return found
     recompute, memory = tried
-    best = Best(space, choices, recompute, evaluate(space.problem(None, recompute), choices))
-    rows = [row.costing(best.evaluation) if row.division == best.division else row for row in found.candidates]
+    best = Incumbent(space, choices, recompute, evaluate(space.problem(None, recompute), choices))
+    rows = [row.costing(best.evaluation) if row.config == best.config else row for row in found.candidates]
     plan = replace(found, best=best, candidates=tuple(rows), status="optimal", gap=0.0)
     return plan.followed(memory).above(found.bound_s)
 
 
-def _with_room(setting: Setting) -> Setting:
+def _with_room(context: SearchContext) -> SearchContext:
     """The setting; with all the memory there is where what is saved may leave, since to the search it stays."""
-    if not setting.training.activations:
-        return setting
-    return replace(setting, spare_bytes=setting.cost.cluster.device.usable_bytes - ENDLESS)
+    if not context.training.activations:
+        return context
+    return replace(context, spare_bytes=context.cost.cluster.device.usable_bytes - ENDLESS)
 
 
-def _leaving_room(setting: Setting, skeleton: Skeleton, divisions: Divisions, found: Searched) -> Searched:
+def _leaving_room(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs, found: Searched) -> Searched:
     """Of plans that leave ever more memory to model data the one of the shortest step, with what then stays.
 
     The search reckons as if nothing stayed, so that it makes nothing again that fits. What it makes again leaves room,
     and what stays there is updated on the device.
     """
-    tried, usable = [found], setting.cost.cluster.device.usable_bytes
+    tried, usable = [found], context.cost.cluster.device.usable_bytes
     most_bytes = found.working_set().beside_bytes if found.memory is None else found.memory.peak_bytes
     for share in ROOM:
-        if setting.is_late():
+        if context.is_late():
             break
-        leaner = explore(replace(setting, spare_bytes=usable - int(share * most_bytes)), skeleton, divisions)
-        if isinstance(leaner, Nothing):
+        leaner = branch_and_bound(replace(context, spare_bytes=usable - int(share * most_bytes)), skeleton, configs)
+        if isinstance(leaner, NothingFits):
             break
         leaner = leaner.followed()
         if leaner.working_set().bytes <= usable:

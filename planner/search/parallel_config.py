@@ -1,6 +1,7 @@
-"""Divisions: how the devices of a cluster and the micro-batches of a step may be divided, before anything is laid out.
+"""ParallelConfigs: how the devices of a cluster and the micro-batches of a step may be divided, before anything is laid
+out.
 
-A division is a number of pipeline stages, and the mesh of each with the number of micro-batches on it. All that is
+A configuration is a number of pipeline stages, and the mesh of each with the number of micro-batches on it. All that is
 known of it without looking is :class:`Arithmetic`: no plan computes faster than all devices at their best.
 """
 
@@ -37,7 +38,7 @@ MOST_MICRO_BATCHES = 16
 
 
 @dataclass(frozen=True)
-class Division:
+class ParallelConfig:
     """So many pipeline stages, each on its own ranks laid out as ``mesh``, which may have an axis of micro-batches.
 
     With micro-batches, ``gathers`` says when parameters are gathered, see
@@ -68,7 +69,7 @@ class Division:
         stages = {"pipeline": self.stages} if self.stages > 1 else {}
         return {**stages, **dict(zip(self.mesh.names, self.mesh.sizes, strict=True))}
 
-    def distance(self, other: Division) -> float:
+    def distance(self, other: ParallelConfig) -> float:
         """How far another one is: doublings of stages, micro-batches and the last axis, and an axis more or less."""
         return sum(abs(mine - theirs) for mine, theirs in zip(self._measures, other._measures, strict=True))
 
@@ -81,18 +82,18 @@ class Division:
         return sizes_text(self.sizes) + IN_EACH * (self.gathers == "each")
 
 
-def without_micro_batches(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tuple[Division, ...]:
-    """Every division of one stage and one micro-batch that the pins allow; steps of one micro-batch have no gradient to
-    leave.
+def without_micro_batches(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tuple[ParallelConfig, ...]:
+    """Every configuration of one stage and one micro-batch that the pins allow; steps of one micro-batch have no
+    gradient to leave.
     """
     if pins.micro_batched:
         return ()
-    return tuple(Division(1, mesh) for mesh in _meshes(cluster, pins, max_axes, 1))
+    return tuple(ParallelConfig(1, mesh) for mesh in _meshes(cluster, pins, max_axes, 1))
 
 
 def micro_batched(
     cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_axes: int, pipelines: bool = False
-) -> tuple[Division, ...]:
+) -> tuple[ParallelConfig, ...]:
     """Every other division: stages among which so many blocks can be cut, and micro-batches that divide the batch.
 
     Of those whose parameters may be gathered once a step and in each micro-batch, the former.
@@ -111,7 +112,7 @@ def micro_batched(
             found_meshes = (
                 mesh.micro_batched(micro_batches) for micro_batches in _micro_batch_counts(pins, graph, mesh)
             )
-            found += [Division(stages, each, pins.gathers[0]) for each in found_meshes]
+            found += [ParallelConfig(stages, each, pins.gathers[0]) for each in found_meshes]
     names, virtual = schedules(pins), pins.virtual_stages
     runs = [
         s for s in found if s.micro_batched and pipelines_of(s.stages, s.mesh.micro_batches, blocks, names, virtual)
@@ -131,39 +132,39 @@ def micro_batched(
     return tuple(runs)
 
 
-def check_pinned(pins: Pins, cluster: ClusterSpec, division: Division, pipeline: Pipeline | None) -> None:
+def check_pinned(pins: Pins, cluster: ClusterSpec, config: ParallelConfig, pipeline: Pipeline | None) -> None:
     """Refuse a division, and how it runs if with micro-batches, that the pins leave no room for.
 
     Raises:
         PinError: names the pin and what there is instead.
     """
     pairs: list[tuple[str, object, object]] = [
-        ("pipeline", pins.stages, division.stages),
-        ("micro_batches", pins.micro_batches, division.mesh.micro_batches),
+        ("pipeline", pins.stages, config.stages),
+        ("micro_batches", pins.micro_batches, config.mesh.micro_batches),
     ]
-    if division.stages > 1 or pins.schedule == "2bw":  # one stage has no other schedule, whatever is pinned
+    if config.stages > 1 or pins.schedule == "2bw":  # one stage has no other schedule, whatever is pinned
         pairs.append(("schedule", pins.schedule, None if pipeline is None else pipeline.schedule))
-    if division.stages > 1:
+    if config.stages > 1:
         pairs.append(("virtual_stages", pins.virtual_stages, None if pipeline is None else pipeline.virtual_stages))
     for name, pinned, found in pairs:
         if pinned not in (None, found):
             raise PinError(f"pin {name!r} is {pinned!r}, but it is {found!r}")
-    if division.micro_batched and pins.tier == "device" and division.gathers not in pins.gathers:
+    if config.micro_batched and pins.tier == "device" and config.gathers not in pins.gathers:
         words = {"once": "once a step", "each": "in each micro-batch"}
-        wanted, has = words[pins.gathers[0]], words[division.gathers]
+        wanted, has = words[pins.gathers[0]], words[config.gathers]
         raise PinError(f"pin 'zero' is {pins.zero}, which gathers parameters {wanted}, but they are gathered {has}")
     if pins.sizes:
-        mesh, of_stage = pinned_mesh(cluster, pins.sizes, division.stages), division.mesh.micro_batched(1)
+        mesh, of_stage = pinned_mesh(cluster, pins.sizes, config.stages), config.mesh.micro_batched(1)
         if (mesh.names, mesh.sizes) != (of_stage.names, of_stage.sizes):
             raise PinError(
-                f"the mesh is {Division(division.stages, of_stage)}, but what is pinned makes it "
-                f"{Division(division.stages, mesh)}"
+                f"the mesh is {ParallelConfig(config.stages, of_stage)}, but what is pinned makes it "
+                f"{ParallelConfig(config.stages, mesh)}"
             )
 
 
-def dividing(divisions: Iterable[Division], graph: Graph) -> tuple[Division, ...]:
+def dividing(configs: Iterable[ParallelConfig], graph: Graph) -> tuple[ParallelConfig, ...]:
     """Those whose axes for the batch, as far as they are pinned, divide it."""
-    return tuple(each for each in divisions if batch_of(graph) % _data([each.mesh]) == 0)
+    return tuple(each for each in configs if batch_of(graph) % _data([each.mesh]) == 0)
 
 
 def _data(meshes: Iterable[Mesh]) -> int:
@@ -271,27 +272,27 @@ def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def seeds(divisions: tuple[Division, ...], cluster: ClusterSpec, graph: Graph) -> list[Division]:
+def seeds(configs: tuple[ParallelConfig, ...], cluster: ClusterSpec, graph: Graph) -> list[ParallelConfig]:
     """Shapes to look at first, one for each number of stages, and one of a step without micro-batches.
 
     The last axis is a node or what there is of one, and micro-batches have one sample on each rank of the others. The
     first has just so many stages that the parameters of one, shared by the last axis, and their gradients take at most
     half of the memory; then those with fewer or more.
     """
-    batch, found = batch_of(graph) or 1, dict[tuple[int, bool], tuple[tuple[float, ...], Division]]()
-    for division in divisions:
-        ranks = division.mesh.size
+    batch, found = batch_of(graph) or 1, dict[tuple[int, bool], tuple[tuple[float, ...], ParallelConfig]]()
+    for config in configs:
+        ranks = config.mesh.size
         inner = min(ranks, cluster.spans[0])
         micro_batches = max(1, batch * inner // ranks)
-        axes = division.mesh.micro_batched(1).axes
+        axes = config.mesh.micro_batched(1).axes
         off = (
             abs(math.log(axes[-1].size / inner)),
-            abs(math.log(division.mesh.micro_batches / micro_batches)),
+            abs(math.log(config.mesh.micro_batches / micro_batches)),
             float(len(axes)),
         )
-        key = division.stages, division.micro_batched
+        key = config.stages, config.micro_batched
         if key not in found or off < found[key][0]:
-            found[key] = off, division
+            found[key] = off, config
     parameters = sum(leaf.results[0].size_bytes for leaf in graph.leaves if leaf.op == "param")
     enough = max(1.0, 4 * parameters / cluster.spans[0] / max(1, cluster.device.usable_bytes))
     order = sorted(found, key=lambda key: (abs(math.log2(key[0] / enough) - 0.5), *key))
@@ -318,9 +319,9 @@ class Arithmetic:
                 self._of[kind] += Least(work_s / cost.cluster.world_size, runs * start_s)
         self._step = sum((self._of[kind] for kind in self._kinds), Least())
 
-    def bound_s(self, division: Division, schedule: str | None = None) -> float:
+    def bound_s(self, config: ParallelConfig, schedule: str | None = None) -> float:
         """Seconds of a step at least, at the pace of the average rank or of equal blocks."""
-        pace = division.pace(schedule)
+        pace = config.pace(schedule)
         packed = packing(pace, self._skeleton)
         return max(self._at(each) for each in (pace, packed) if each is not None)
 

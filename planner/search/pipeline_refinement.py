@@ -12,10 +12,10 @@ import time
 from dataclasses import replace
 
 from planner.analysis.pipeline.staged import THOROUGH, stage
-from planner.formulation.remat.levels import NOTHING, ladder
+from planner.formulation.remat.levels import NOTHING, pareto_frontier
 from planner.formulation.search_space import Space
-from planner.search.candidate_bounds import Best, Setting
-from planner.search.parallel_config import Division
+from planner.search.candidate_bounds import Incumbent, SearchContext
+from planner.search.parallel_config import ParallelConfig
 from planner.solve.choices import corners, solve
 from planner.solve.problem import evaluate, most_bytes
 
@@ -25,40 +25,40 @@ LOWER = (0, 1, 2, 4, 8, 16)
 """So many powers below the limit are tried, until one fits, since a rank may hold more than the typical one."""
 
 
-def filled(setting: Setting, best: Best, bound_s: float) -> Best:
+def refined(context: SearchContext, best: Incumbent, bound_s: float) -> Incumbent:
     """The plan cut with more effort, or a faster one of its division, whenever parameters are gathered.
 
     None is looked for where no plan is faster than ``bound_s`` by more than the gap, or where everything fits.
     """
-    before, division = time.monotonic(), best.division
-    best = _cut_well(setting, best)
-    for each in (replace(division, gathers="once"), replace(division, gathers="each")):
-        space = setting.posed.get(each)
-        if space is not None and best.evaluation.time_s * (1 - setting.gap) > bound_s:
-            best = _fuller(setting, space, each, best)
-    setting.took("solve", before)
+    before, config = time.monotonic(), best.config
+    best = _cut_well(context, best)
+    for each in (replace(config, gathers="once"), replace(config, gathers="each")):
+        space = context.formulated.get(each)
+        if space is not None and best.evaluation.time_s * (1 - context.gap) > bound_s:
+            best = _refine(context, space, each, best)
+    context.took("solve", before)
     return best
 
 
-def _fuller(setting: Setting, space: Space, division: Division, best: Best) -> Best:
+def _refine(context: SearchContext, space: Space, config: ParallelConfig, best: Incumbent) -> Incumbent:
     """The best plan, or a faster one of a space."""
-    rungs, held = ladder(space.folded, setting.levels), space.holding(division.in_flight)
-    problem = held.problem(None, rungs.steps[0])
-    if most_bytes(problem) <= setting.limit_bytes:
+    frontier, held = pareto_frontier(space.folded, context.levels), space.holding(config.in_flight)
+    problem = held.problem(None, frontier.steps[0])
+    if most_bytes(problem) <= context.limit_bytes:
         return best
     for choices in corners(problem):
-        if evaluate(problem, choices).time_s < best.evaluation.time_s and not setting.is_late():
-            best = _faster(best, _cut(setting, space, division, choices))
-    highest = math.floor(math.log(max(1, setting.limit_bytes), STEP))
-    for step in dict.fromkeys((rungs.steps[0], rungs.steps[-1])):
+        if evaluate(problem, choices).time_s < best.evaluation.time_s and not context.is_late():
+            best = _faster(best, _cut(context, space, config, choices))
+    highest = math.floor(math.log(max(1, context.limit_bytes), STEP))
+    for step in dict.fromkeys((frontier.steps[0], frontier.steps[-1])):
         problem, tried = held.problem(None, step), set[tuple[int, ...]]()
         for lower in LOWER:
-            left_s = setting.deadline - time.monotonic()
+            left_s = context.deadline - time.monotonic()
             limited = replace(problem, limit_bytes=math.floor(STEP ** (highest - lower)))
             if left_s <= 0:
                 return best
             choices = solve(limited, time_limit_s=left_s, cutoff_s=best.evaluation.time_s, leanest=False).choices
-            cut = None if choices in tried else _cut(setting, space, division, choices)
+            cut = None if choices in tried else _cut(context, space, config, choices)
             best = _faster(best, cut)
             if cut is not None or not choices:
                 break
@@ -66,21 +66,21 @@ def _fuller(setting: Setting, space: Space, division: Division, best: Best) -> B
     return best
 
 
-def _cut(setting: Setting, space: Space, division: Division, choices: tuple[int, ...]) -> Best | None:
+def _cut(context: SearchContext, space: Space, config: ParallelConfig, choices: tuple[int, ...]) -> Incumbent | None:
     """The fastest pipeline of some choices, if one fits."""
     if not choices:
         return None
-    links = setting.links(space, choices)
-    found = stage(links, setting.pipelines(division, len(links)), setting.limit_bytes)
-    return None if found is None else Best(space, choices, NOTHING, found.evaluation, found)
+    links = context.links(space, choices)
+    found = stage(links, context.pipelines(config, len(links)), context.limit_bytes)
+    return None if found is None else Incumbent(space, choices, NOTHING, found.evaluation, found)
 
 
-def _faster(best: Best, other: Best | None) -> Best:
+def _faster(best: Incumbent, other: Incumbent | None) -> Incumbent:
     return best if other is None or other.evaluation.time_s >= best.evaluation.time_s else other
 
 
-def _cut_well(setting: Setting, best: Best) -> Best:
+def _cut_well(context: SearchContext, best: Incumbent) -> Incumbent:
     """The same decisions, cut with more effort."""
     assert best.staged is not None
-    found = stage(best.staged.links, [best.staged.pipeline], setting.limit_bytes, best.staged.step_s, THOROUGH)
+    found = stage(best.staged.links, [best.staged.pipeline], context.limit_bytes, best.staged.step_s, THOROUGH)
     return best if found is None else replace(best, staged=found, evaluation=found.evaluation)

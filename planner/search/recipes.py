@@ -13,23 +13,23 @@ from dataclasses import replace
 from planner.base.errors import PinError
 from planner.formulation.strategies import Choice
 from planner.ir.layout import MICRO, Layout, Mesh
-from planner.search.candidate_bounds import Best, Look, Setting
-from planner.search.parallel_config import Division
+from planner.search.candidate_bounds import Branch, Incumbent, SearchContext
+from planner.search.parallel_config import ParallelConfig
 
 NAMES = {1: (("tensor",), ("data",)), 2: (("data", "tensor"),)}
 """What the axes of a mesh of so many are for, major first."""
 
 
-def by_recipe(setting: Setting, looks: list[Look], until: float) -> list[Look]:
+def by_recipe(context: SearchContext, branches: list[Branch], until: float) -> list[Branch]:
     """The looks held to each recipe for their mesh, if no pin says what its axes are for; as many as time permits."""
-    if setting.pins.sizes or setting.pins.layers:
+    if context.pins.sizes or context.pins.layers:
         return []
-    found: list[Look] = []
-    for look in looks:
-        for mesh in _named(look.candidate.division.mesh):
+    found: list[Branch] = []
+    for branch in branches:
+        for mesh in _named(branch.candidate.config.mesh):
             if time.monotonic() > until:
                 return found
-            held = _held(setting, look, mesh)
+            held = _held(context, branch, mesh)
             found += [] if held is None else [held]
     return found
 
@@ -42,24 +42,26 @@ def _named(mesh: Mesh) -> Iterator[Mesh]:
         yield Mesh((*micro_batches, *(replace(axis, name=name) for axis, name in zip(axes, names, strict=True))))
 
 
-def _held(setting: Setting, look: Look, mesh: Mesh) -> Look | None:
+def _held(context: SearchContext, branch: Branch, mesh: Mesh) -> Branch | None:
     """The look held to the recipe of a named mesh; ``None`` where the recipe does not fit the model."""
-    division = replace(look.candidate.division, mesh=mesh)
+    config = replace(branch.candidate.config, mesh=mesh)
     sizes = {axis.name: axis.size for axis in mesh.axes if axis.name != MICRO}
     for sequence_parallel in (True, None) if "tensor" in sizes else (None,):
-        pins = replace(setting.pins, sizes=sizes, sequence_parallel=sequence_parallel)
+        pins = replace(context.pins, sizes=sizes, sequence_parallel=sequence_parallel)
         try:
-            space = replace(setting, pins=pins, posed={division: look.space}).pose(look.space.skeleton, division)
+            space = replace(context, pins=pins, formulated={config: branch.space}).formulate(
+                branch.space.skeleton, config
+            )
         except PinError:
             continue
-        return replace(look, candidate=replace(look.candidate, division=division), posed=space)
+        return replace(branch, candidate=replace(branch.candidate, config=config), formulated=space)
     return None
 
 
-def freed(best: Best, looks: list[Look]) -> Best:
+def freed(best: Incumbent, branches: list[Branch]) -> Incumbent:
     """The decisions of a recipe on the mesh that was held to it, whose axes are named as where none is pinned."""
     held = best.space
-    free = next(look.space for look in looks if _unnamed(look.candidate.division) == _unnamed(best.division))
+    free = next(branch.space for branch in branches if _unnamed(branch.candidate.config) == _unnamed(best.config))
     choices = []
     for role, choice in zip(held.roles, best.choices, strict=True):
         decision = _ways(held.options[role][choice])
@@ -72,6 +74,6 @@ def _ways(decision: Choice | Layout) -> object:
     return decision.axes if isinstance(decision, Choice) else decision
 
 
-def _unnamed(division: Division) -> tuple[object, ...]:
+def _unnamed(config: ParallelConfig) -> tuple[object, ...]:
     """What is equal of divisions whose axes have other names alone."""
-    return division.stages, division.gathers, *((axis.size, axis.stride) for axis in division.mesh.axes)
+    return config.stages, config.gathers, *((axis.size, axis.stride) for axis in config.mesh.axes)

@@ -1,8 +1,9 @@
 """Search: from a graph and a cluster to the best plan, with what is proved about it.
 
-Divisions of the cluster are looked at best first (:mod:`planner.search.branch_and_bound`), within a limit to a sum of
-bytes; what is found is followed, and the limit moved to what then fits (:mod:`planner.search.memory_fitting`). Where
-model data are at home elsewhere than on the device, there is more to choose (:mod:`planner.search.offload_search`).
+ParallelConfigs of the cluster are looked at best first (:mod:`planner.search.branch_and_bound`), within a limit to a
+sum of bytes; what is found is followed, and the limit moved to what then fits (:mod:`planner.search.memory_fitting`).
+Where model data are at home elsewhere than on the device, there is more to choose
+(:mod:`planner.search.offload_search`).
 
 What does not depend on the mesh is found once (:mod:`planner.formulation.decisions`). Ctrl-C ends a search with
 :class:`KeyboardInterrupt` and leaves nothing behind; to get the best plan so far instead, give a time limit.
@@ -26,11 +27,11 @@ from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph
 from planner.search.block_splitting import finer
-from planner.search.branch_and_bound import Divisions, Searched
-from planner.search.candidate_bounds import Progress, Setting
-from planner.search.memory_fitting import fitted, taking_room
-from planner.search.offload_search import check_offloads, elsewhere
-from planner.search.parallel_config import Division, dividing, micro_batched, stages_wanted, without_micro_batches
+from planner.search.branch_and_bound import ParallelConfigs, Searched
+from planner.search.candidate_bounds import Progress, SearchContext
+from planner.search.memory_fitting import memory_feasible, using_headroom
+from planner.search.offload_search import check_offloads, search_offload
+from planner.search.parallel_config import ParallelConfig, dividing, micro_batched, stages_wanted, without_micro_batches
 from planner.search.remat_selection import keeping, with_levels_between
 
 GAP = 0.001
@@ -87,12 +88,12 @@ def search(
         )
     folded = fold(graph) if folding else fold_off(graph)
     rules = rules_of(graph, folded)
-    in_parts: tuple[Division, ...] = ()
+    in_parts: tuple[ParallelConfig, ...] = ()
     if pipelines or not plain:
         folded = finer(folded, rules, stages_wanted(pins))
         in_parts = micro_batched(cluster, pins, graph, len(folded.instances), max_axes, pipelines)
         plain = dividing(plain, graph) if in_parts else plain
-    divisions = Divisions(plain, in_parts)
+    configs = ParallelConfigs(plain, in_parts)
     folded = pinned_apart(folded, pins.zero)
     skeleton = Skeleton(folded, rules)
     skeleton.survey()
@@ -102,15 +103,15 @@ def search(
         levels = with_levels_between(levels, skeleton, cost)
     elif pins.keep:
         levels = keeping(levels, skeleton, pins.keep)
-    setting = Setting(cost, training, rules, pins, levels, start + time_limit_s, progress, gap=gap)
-    setting.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
+    context = SearchContext(cost, training, rules, pins, levels, start + time_limit_s, progress, gap=gap)
+    context.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
     if training.tier != "device":
-        return elsewhere(setting, skeleton, divisions)
-    first = setting
+        return search_offload(context, skeleton, configs)
+    first = context
     if not in_parts and pins.recompute is None:
         first = replace(first, deadline=start + FIRST * time_limit_s)
-    found = fitted(first, skeleton, divisions)
-    return taking_room(setting, skeleton, divisions, found)
+    found = memory_feasible(first, skeleton, configs)
+    return using_headroom(context, skeleton, configs, found)
 
 
 def check_time_limit(seconds: float) -> None:

@@ -14,26 +14,26 @@ from planner.formulation.strategies import Choice
 from planner.ir.folding import Block, Folded, relabel
 from planner.ir.graph import Ref
 from planner.ir.layout import Layout
-from planner.search.candidate_bounds import Best, Setting
+from planner.search.candidate_bounds import Incumbent, SearchContext
 from planner.solve.problem import evaluate
 
-APART_OPERATORS = 200
+UNFOLDED_OPERATORS = 200
 """Up to so many operators a model is also decided node by node, without one decision for equal blocks."""
 
 
 def may_differ(folded: Folded) -> bool:
     """Whether the instances of a block are also tried apart: where there are some, and the whole model is small."""
     operators = sum(len(instance.block.span) for instance in folded.instances)
-    return len(folded.instances) > len(folded.kinds) and operators <= APART_OPERATORS
+    return len(folded.instances) > len(folded.kinds) and operators <= UNFOLDED_OPERATORS
 
 
-def apart(skeleton: Skeleton) -> Skeleton:
+def unfolded(skeleton: Skeleton) -> Skeleton:
     """The same graph with every block a kind of its own."""
     folded = skeleton.folded
     return Skeleton(relabel(folded, range(len(folded.instances))), skeleton.rules, like=skeleton)
 
 
-def together_again(setting: Setting, folded: Folded, best: Best) -> Best:
+def refolded(context: SearchContext, folded: Folded, best: Incumbent) -> Incumbent:
     """The same decisions with instances that decide alike folded into one kind."""
     space = best.space
     chosen = assignment_of(space, best.choices)
@@ -48,15 +48,15 @@ def together_again(setting: Setting, folded: Folded, best: Best) -> Best:
         )
         for instance in space.folded.instances
     ]
-    skeleton = Skeleton(relabel(folded, labels), setting.rules, like=space.skeleton)
-    merged = setting.pose(skeleton, best.division)
+    skeleton = Skeleton(relabel(folded, labels), context.rules, like=space.skeleton)
+    merged = context.formulate(skeleton, best.config)
     picks = []
     for role in merged.roles:
         decision = chosen.chosen.get(role) if role[0] == "output" else _decision(merged, role, chosen)
         picks.append(list(merged.options[role]).index(decision))
     recompute = together(best.recompute, [kind for kind, _ in merged.skeleton.numbers])
-    problem = merged.problem(setting.limit_bytes, recompute)
-    return Best(merged, tuple(picks), recompute, evaluate(problem, tuple(picks)))
+    problem = merged.problem(context.limit_bytes, recompute)
+    return Incumbent(merged, tuple(picks), recompute, evaluate(problem, tuple(picks)))
 
 
 def _decided(block: Block, space: Space) -> list[tuple[str, int]]:

@@ -40,7 +40,7 @@ def _largest(scale: Scale, what: str, pair: Callable[[int], tuple[int, int]], pl
     Raises:
         PlanError: no size is divided evenly, or even the smallest does not fit; says by how much.
     """
-    period = math.lcm(*(each.number for each in scale.divisions))
+    period = math.lcm(*(each.number for each in scale.divisors))
     even = [size for size in range(1, period + 1) if scale.is_even(*pair(size))]
     if not even:
         scale.check(*pair(planned))

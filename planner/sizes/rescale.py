@@ -49,7 +49,7 @@ Restage = Callable[[Assignment], Staged | None]
 
 
 @dataclass(frozen=True)
-class Division:
+class Divisibility:
     """``size`` must be a multiple of ``number``; ``by`` says what of, ``counted`` how many micro-batches are in it."""
 
     size: int
@@ -58,10 +58,10 @@ class Division:
     counted: int = 1
 
     @staticmethod
-    def of(size: int, number: int, by: str, counted: int = 1) -> Division:
+    def of(size: int, number: int, by: str, counted: int = 1) -> Divisibility:
         """Half of something must also be whole: its double is a multiple of twice the number."""
         below = math.lcm(*(value.denominator for value in terms_of(size).values()))
-        return Division(size * below, number * below, by, counted)
+        return Divisibility(size * below, number * below, by, counted)
 
     def number_in(self, micro_batches: int | None) -> int:
         """The number with so many micro-batches; ``None``: as planned."""
@@ -82,7 +82,7 @@ class Scale:
         planned: the assignment that is scaled.
         restage: how decisions run micro-batched, if they do.
         followed: how its sizes move.
-        divisions: sizes that must be multiples, for the decisions to hold.
+        divisors: sizes that must be multiples, for the decisions to hold.
 
     Raises:
         PlanError: the sizes cannot be followed; names the operator.
@@ -99,7 +99,7 @@ class Scale:
             if isinstance(part, Size)
         }
         self._chosen = {role: self._grown(role, decision) for role, decision in assignment.chosen.items()}
-        self.divisions = tuple(dict.fromkeys(self._divisions()))
+        self.divisors = tuple(dict.fromkeys(self._divisors()))
         self._known_cuts: dict[tuple[int, ...], dict[Ref, dict[int, tuple[int, ...]]]] = {}
 
     # ---- what moves ----
@@ -163,12 +163,12 @@ class Scale:
             )
         return found
 
-    def _divisions(self) -> Iterator[Division]:
+    def _divisors(self) -> Iterator[Divisibility]:
         """Every moving size that some decision, or some operator, cuts evenly."""
         space = self.planned.space
         for part, where in self._parts.items():
             if any(value.denominator > 1 for value in part.terms.values()):
-                yield Division.of(part, 1, f"equal pieces, in {where}")
+                yield Divisibility.of(part, 1, f"equal pieces, in {where}")
         for role, decision in self._chosen.items():
             if isinstance(decision, Choice):
                 node = space.graph.by_name[space.members[role][0]]
@@ -179,7 +179,7 @@ class Scale:
                 ref = _value_of(space, role)
                 yield from self._cut_by(ref, decision, space.graph.by_name[ref.node].target or ref.node)
 
-    def _cut_by(self, ref: Ref, layout: Layout, where: str) -> Iterator[Division]:
+    def _cut_by(self, ref: Ref, layout: Layout, where: str) -> Iterator[Divisibility]:
         """By the rule of :func:`planner.ir.layout.local_shape`."""
         axes = self.planned.space.mesh.axes
         for dim, parts in enumerate(self.followed.dims[ref]):
@@ -204,7 +204,7 @@ class Scale:
                     of = f"ranks of the {' and '.join(name for name in names if name != MICRO)} axis"
                     sharing = of if MICRO not in names else f"parts (micro-batches x {of})"
                     sharing = "micro-batches" if names == [MICRO] else sharing
-                    yield Division.of(length, ranks[outer], f"{sharing}, in {where}", micro_batches.get(outer, 1))
+                    yield Divisibility.of(length, ranks[outer], f"{sharing}, in {where}", micro_batches.get(outer, 1))
 
     # ---- at other sizes ----
 
@@ -288,7 +288,7 @@ class Scale:
         for part, where in self._parts.items():
             if at_sizes(part, batch, sequence) < 1:
                 return f"nothing is left of {describe(part)} in {where}: give a larger size"
-        for each in self.divisions:
+        for each in self.divisors:
             size, number = at_sizes(each.size, batch, sequence), each.number_in(micro_batches)
             if size % number:
                 what = f"{describe(each.size)} is {size}" if isinstance(each.size, Size) else f"a dim is {size}"
@@ -303,7 +303,7 @@ class Scale:
 
     def is_even(self, batch: int, sequence: int) -> bool:
         """Whether everything that is cut evenly can be."""
-        return all(at_sizes(each.size, batch, sequence) % each.number == 0 for each in self.divisions)
+        return all(at_sizes(each.size, batch, sequence) % each.number == 0 for each in self.divisors)
 
     def symbolic(self, kind: type[Space] = Space, *, micro_batched: bool = False) -> Assignment:
         """The decisions as planned, at sizes that know how they move, in a space of some kind.

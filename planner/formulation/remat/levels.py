@@ -138,7 +138,7 @@ def at_levels(folded: Folded, levels: Iterable[Level]) -> Recompute:
     return Recompute(tuple(map(Amount.at, found)))
 
 
-def apart(recompute: Recompute, numbers: Sequence[tuple[int, int]]) -> Recompute:
+def unfolded(recompute: Recompute, numbers: Sequence[tuple[int, int]]) -> Recompute:
     """The same for a folding in which every instance is a kind of its own.
 
     Args:
@@ -226,38 +226,38 @@ def used(recompute: Recompute, folded: Folded) -> Levels:
 
 
 @dataclass(frozen=True)
-class Ladder:
+class ParetoFrontier:
     """Amounts of recomputation in a row: each step takes more time than the one before, and is there to hold less.
 
     Attributes:
         steps: the amounts.
-        bends: the steps between which what is held changes evenly.
+        breakpoints: the steps between which what is held changes evenly.
     """
 
     steps: tuple[Recompute, ...]
-    bends: tuple[int, ...] = ()
+    breakpoints: tuple[int, ...] = ()
 
     def between(self, low: int, high: int) -> list[Recompute]:
         """The amounts from step ``low`` to step ``high`` between which what is held changes evenly."""
-        return [self.steps[step] for step in (low, *(bend for bend in self.bends if low < bend < high), high)]
+        return [self.steps[step] for step in (low, *(bend for bend in self.breakpoints if low < bend < high), high)]
 
-    def apart(self, numbers: Sequence[tuple[int, int]]) -> Ladder:
+    def unfolded(self, numbers: Sequence[tuple[int, int]]) -> ParetoFrontier:
         """The same for a folding in which every instance is a kind of its own; see :func:`apart`."""
-        return Ladder(tuple(apart(step, numbers) for step in self.steps), self.bends)
+        return ParetoFrontier(tuple(unfolded(step, numbers) for step in self.steps), self.breakpoints)
 
 
-def ladder(folded: Folded, levels: Levels) -> Ladder:
+def pareto_frontier(folded: Folded, levels: Levels) -> ParetoFrontier:
     """From every block at its first level, by one more instance at a time at its next one, move after move, to every
     block at its last.
     """
     sizes = [len(instances) for instances in folded.kinds]
     at = list(levels.first)
     step = [Amount.of({level: size}) for level, size in zip(at, sizes, strict=True)]
-    steps, bends = [Recompute(tuple(step))], {0}
+    steps, breakpoints = [Recompute(tuple(step))], {0}
     for kind, level in levels.moves:
         below, at[kind] = at[kind], level
-        bends |= {len(steps) - 1, len(steps)}
+        breakpoints |= {len(steps) - 1, len(steps)}
         for moved in range(1, sizes[kind] + 1):
             step[kind] = Amount.of({level: moved, below: sizes[kind] - moved})
             steps.append(Recompute(tuple(step)))
-    return Ladder(tuple(steps), tuple(sorted(bends | {len(steps) - 1})))
+    return ParetoFrontier(tuple(steps), tuple(sorted(breakpoints | {len(steps) - 1})))

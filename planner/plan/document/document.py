@@ -25,7 +25,7 @@ from planner.ir.layout import Mesh
 from planner.plan.document.account import account
 from planner.plan.document.detail import Account
 from planner.plan.timeline import StepTimeline, predicted
-from planner.search.parallel_config import Division
+from planner.search.parallel_config import ParallelConfig
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.pipeline.simulate import simulate
 from planner.solve.transfers import Timetable
@@ -153,7 +153,7 @@ class Document:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the axes by name, pipeline ranks first."""
-        return Division(1 if self.pipeline is None else self.pipeline.ranks, self.mesh).sizes
+        return ParallelConfig(1 if self.pipeline is None else self.pipeline.ranks, self.mesh).sizes
 
     @property
     def timetable(self) -> Timetable | None:

@@ -135,12 +135,22 @@ def decode(data: Any) -> dict[str, Any]:
 
 
 def _of_version_2(data: dict[str, Any]) -> dict[str, Any]:
-    """A document of version 2 in today's words: the times of a micro-batched step were called ``turns``."""
-    predicted = data.get("predicted")
-    if not isinstance(predicted, dict) or "turns" not in predicted:
-        return data
-    renamed = {"micro_batch_times" if name == "turns" else name: value for name, value in predicted.items()}
-    return {**data, "predicted": renamed}
+    """A document of version 2 in the words of version 3.
+
+    The times of a micro-batched step were called ``turns``, and pruned candidates ``bounded away``.
+    """
+    found, predicted, search = {**data}, data.get("predicted"), data.get("search")
+    if isinstance(predicted, dict) and "turns" in predicted:
+        names = {"turns": "micro_batch_times"}
+        found["predicted"] = {names.get(name, name): value for name, value in predicted.items()}
+    if isinstance(search, dict) and isinstance(search.get("candidates"), list):
+        found["search"] = {**search, "candidates": [_pruned(each) for each in search["candidates"]]}
+    return found
+
+
+def _pruned(candidate: Any) -> Any:
+    away = isinstance(candidate, dict) and candidate.get("status") == "bounded away"
+    return {**candidate, "status": "pruned"} if away else candidate
 
 
 def _prediction(predicted: Prediction) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 from planner.base.errors import PinError, PlanError
 from planner.formulation.constraints.pins import Pins
 from planner.plan.document.document import Document
-from planner.search.parallel_config import Division, check_pinned
+from planner.search.parallel_config import ParallelConfig, check_pinned
 from planner.solve.pipeline.stages import Pipeline
 
 MEND = "one of them was edited; restore it, or plan again"
@@ -49,7 +49,7 @@ def _check_pin(plan: Document, stages: int) -> None:
     if plan.pipeline is not None:
         order = Pipeline(plan.pipeline.schedule, stages, plan.mesh.micro_batches, plan.pipeline.virtual_stages)
     try:
-        check_pinned(Pins.parse(plan.pin), plan.cluster, Division(stages, plan.mesh, plan.gathers), order)
+        check_pinned(Pins.parse(plan.pin), plan.cluster, ParallelConfig(stages, plan.mesh, plan.gathers), order)
     except PinError as error:
         raise PlanError(
             f"the plan does not respect its pin {json.dumps(dict(plan.pin))}: {error}. One of them was edited: restore "

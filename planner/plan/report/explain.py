@@ -20,7 +20,7 @@ from planner.analysis.memory.storages import Fullest, Held
 from planner.base.errors import PlanError
 from planner.base.formatting import in_bytes, in_percent, in_seconds, shape_text, sizes_text
 from planner.formulation.assignment import Assignment
-from planner.formulation.decision_names import filled, role_names
+from planner.formulation.decision_names import refined, role_names
 from planner.formulation.decisions import Role
 from planner.formulation.strategies import Choice
 from planner.ir.layout import Layout
@@ -271,7 +271,7 @@ def _alive_of(
     known |= {each for leaf in _leaves(document) for each in _leaf_names(document, leaf) if _within(each, name)}
     for op in ops:
         short = op.name.rpartition(": ")[2].split(" #")[0]
-        paths = {op.detail.path, *filled(op.detail.path, op.detail.stands_for)} if op.detail is not None else set()
+        paths = {op.detail.path, *refined(op.detail.path, op.detail.stands_for)} if op.detail is not None else set()
         meant = {path for path in paths if _within(path, name)} or paths
         known.update(f"{path}: {short}" if path else short for path in meant)
     words = re.compile(rf"(^|(?<= ))({'|'.join(map(re.escape, sorted(known)))})(?![\w.:])")
@@ -287,7 +287,7 @@ def _find_ops(document: Document, name: str) -> Iterator[ExplainedOp]:
     for number, block in enumerate(document.blocks):
         for key, strategy in block.ops.items():
             detail = details[number].ops.get(key) if details else None
-            known = {detail.path, *filled(detail.path, detail.stands_for)} if detail else set()
+            known = {detail.path, *refined(detail.path, detail.stands_for)} if detail else set()
             named = key == name or f"{block.name} / {key}" == name or f"{block.name}: {key}" == name
             if named or any(_within(path, name) for path in known):
                 leaves = [document.account.leaves.get(each) for each in detail.parameters] if detail else []
@@ -298,7 +298,7 @@ def _find_ops(document: Document, name: str) -> Iterator[ExplainedOp]:
 def _leaf_names(document: Document, name: str) -> set[str]:
     """The entry's name, and the names that it stands for."""
     detail = document.account.leaves.get(name)
-    return {name, *filled(name, detail.stands_for)} if detail else {name}
+    return {name, *refined(name, detail.stands_for)} if detail else {name}
 
 
 def _within(path: str, name: str) -> bool:

@@ -150,22 +150,22 @@ def candidate_cells(candidate: Mapping[str, Any]) -> tuple[str, str]:
     seconds, bound = candidate["step_time_s"], candidate["bound_s"]
     if candidate["status"] == "infeasible" or (seconds is None and bound is None):
         return "does not fit", ""
-    if candidate["status"] in ("bounded away", "not tried", "none found") or seconds is None:
+    if candidate["status"] in ("pruned", "not tried", "none found") or seconds is None:
         return candidate["status"], f"at least {in_seconds(bound)}"
     return candidate["status"], in_seconds(seconds)
 
 
 def standing(document: Document) -> str:
-    """How many candidates there were, how many were bounded away and by what, which came next and by how much."""
+    """How many candidates there were, how many were pruned and by what, which came next and by how much."""
     candidates = document.search.candidates
-    away = Counter(c.get("proof", "search") for c in candidates if c["status"] == "bounded away")
+    away = Counter(c.get("proof", "search") for c in candidates if c["status"] == "pruned")
     fits = [c for c in candidates if c["status"] != "infeasible"]
     count = len(candidates) + document.search.unseen
     axes = "" if set(FREE_AXES).isdisjoint(document.mesh.names) else f" of up to {document.search.max_axes} axes"
     parts = [f"{count:,} mesh{'es' * (count != 1)}{axes}"]
     if away:
         proofs = ", ".join(f"{count} by {proof}" for proof, count in sorted(away.items()))
-        parts.append(f"{sum(away.values())} bounded away ({proofs})")
+        parts.append(f"{sum(away.values())} pruned ({proofs})")
     if len(fits) < len(candidates):
         parts.append(f"{len(candidates) - len(fits)} that cannot fit")
     untried = sum(c["status"] == "not tried" for c in candidates) + document.search.unseen
@@ -173,7 +173,7 @@ def standing(document: Document) -> str:
         parts.append(f"{untried:,} not tried before the time limit")
     pipelines = [c for c in fits if PIPELINE in c["mesh"] and c["status"] != "not tried"]
     if pipelines and PIPELINE not in document.sizes:
-        parts.append(f"no faster pipeline found ({len(pipelines)} looked at or bounded away)")
+        parts.append(f"no faster pipeline found ({len(pipelines)} looked at or pruned)")
     own = document.sizes, document.gathers if not document.timetables else "once"
     others = [c for c in fits if (c["mesh"], c.get("gathers", "once")) != own]
     if others:

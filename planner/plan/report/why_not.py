@@ -177,14 +177,14 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
     return WhyNot(
         pin,
         *facts,
-        mesh=str(found.best.division),
+        mesh=str(found.best.config),
         extra_s=found.evaluation.time_s - facts[0],
         extra_bytes=found.peak_bytes - facts[1],
         uses_s=_more(plan.predicted.time_s, time_s, ROUNDING * facts[0]),
         uses_bytes=_more(plan.predicted.memory_bytes, memory_bytes),
         blocks=blocks,
         proven=found.status == "optimal" and plan.search.status == "optimal",
-        pinned=_pinned_otherwise(plan.pin, Pins.parse(pinned).to_dict(), found.best.division.sizes),
+        pinned=_pinned_otherwise(plan.pin, Pins.parse(pinned).to_dict(), found.best.config.sizes),
         looked=not space.micro_batched or plan.assignment.space.micro_batched or _saw_micro_batches(plan),
     )
 

@@ -20,7 +20,7 @@ from planner.plan.timeline.shares import by_rank, shares
 from planner.plan.timeline.step import KINDS, Event, Step
 
 WIDTH, LEFT, RIGHT, TOP = 1160, 62, 10, 34
-Look = tuple[str, int]
+Branch = tuple[str, int]
 """How an event looks: its kind, and which of its rank's stages it is of, the first that forward reaches being 0."""
 BOXES = 700
 """Up to so many actions are boxes of their own."""
@@ -103,7 +103,7 @@ def _boxes(found: Step, events: Iterable[Event], y: float, high: float, scale: f
             yield f'<text class="number" x="{_short(x + wide / 2)}" y="{_short(y + high / 2 + 3.5)}">{number}</text>'
 
 
-def _look(found: Step, event: Event) -> Look:
+def _look(found: Step, event: Event) -> Branch:
     return event.kind, 0 if event.action is None else event.action.stage // found.ranks
 
 
@@ -118,7 +118,7 @@ def _told(event: Event) -> str:
 
 def _shapes(found: Step, high: float, gap: float, scale: float) -> Iterator[str]:
     """All that looks alike as one path, a little apart from the next where it is wide enough."""
-    paths: dict[Look, list[str]] = defaultdict(list)
+    paths: dict[Branch, list[str]] = defaultdict(list)
     for event in found.events:
         wide = (event.end_s - event.start_s) * scale
         if event.kind != "wait":
@@ -179,7 +179,7 @@ def _colours(found: Step) -> Iterator[str]:
         yield f".autopar-steps .{_class((kind, stage))}{{fill:{COLOURS[kind]}{shade}}}"
 
 
-def _class(each: Look) -> str:
+def _class(each: Branch) -> str:
     return f"{each[0]}{each[1] or ''}"
 
 

@@ -19,7 +19,7 @@ from planner.formulation.certificate import Decided, certify
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.pipeline_pace import Pace, pace_of, pack
-from planner.formulation.remat.levels import COMPUTED, LEVELS, NOTHING, Level, ladder, named
+from planner.formulation.remat.levels import COMPUTED, LEVELS, NOTHING, Level, named, pareto_frontier
 from planner.formulation.resharding import local_bytes
 from planner.formulation.search_space import BUCKET_BYTES, Space, rules_of
 from planner.formulation.training import Gathers, Training
@@ -94,7 +94,7 @@ def test_the_chain_adds_up_to_the_problem(which: str, micro_batches: int, gather
         for _, assignment in assignments(space, rng, 4):
             links = links_of(assignment, named(space.folded, COMPUTED, ("none",)))
             for number, level in enumerate(COMPUTED):
-                step = ladder(space.folded, named(space.folded, (level,), ("none",))).steps[0]
+                step = pareto_frontier(space.folded, named(space.folded, (level,), ("none",))).steps[0]
                 problem = Decided(assignment, space.skeleton).problem(None, step)
                 whole = evaluate(problem, (0,) * len(problem.vertices))
                 ways = [min(number, len(link.block.savings) - 1) for link in links]
@@ -175,7 +175,7 @@ def test_no_pipeline_beats_the_average_rank_or_equal_blocks(
         levels = named(space.folded, LEVELS if level is None else (level,))
         if level is None:
             levels = with_levels_between(levels, space.skeleton, space.cost)
-        steps = ladder(space.folded, levels)
+        steps = pareto_frontier(space.folded, levels)
         least, *more = steps.between(0, len(steps.steps) - 1)
         bound = space.problem(None, least, more)
         packed = bound if micro_batches < stages else packing(space).problem(None, least, more)
@@ -208,7 +208,11 @@ def packing(space: Space) -> Space:
 def test_equal_blocks_are_counted_alike_folded_and_unfolded(gathers: Gathers) -> None:
     space = packing(space_of("deep", cluster(8), 4, 8, gathers=gathers, outer=2))
     for level in (None, *COMPUTED):
-        step = NOTHING if level is None else ladder(space.folded, named(space.folded, (level,), ("none",))).steps[0]
+        step = (
+            NOTHING
+            if level is None
+            else pareto_frontier(space.folded, named(space.folded, (level,), ("none",))).steps[0]
+        )
         for _, assignment in assignments(space, random.Random(gathers), 2):
             found = certify(replace(assignment, recompute=step), 0.0)
             assert found.objective_s > 0 and found.holds

@@ -1,4 +1,4 @@
-"""What a block makes again at each level, the ladder of amounts, and their laws."""
+"""What a block makes again at each level, the frontier of amounts, and their laws."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from planner.cost.model import CostModel
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
 from planner.formulation.decisions import Skeleton
 from planner.formulation.remat.backward_slice import Again, Backward
-from planner.formulation.remat.levels import COMPUTED, LEVELS, Amount, Recompute, apart, ladder, named, together
+from planner.formulation.remat.levels import (
+    COMPUTED,
+    LEVELS,
+    Amount,
+    Recompute,
+    named,
+    pareto_frontier,
+    together,
+    unfolded,
+)
 from planner.formulation.search_space import Space, rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold
@@ -95,7 +104,7 @@ def test_what_was_drawn_is_drawn_again() -> None:
 
 
 def test_the_ladder_goes_from_nothing_to_everything() -> None:
-    steps, kinds = ladder(FOLDED, named(FOLDED)).steps, len(FOLDED.kinds)
+    steps, kinds = pareto_frontier(FOLDED, named(FOLDED)).steps, len(FOLDED.kinds)
     assert [step.amounts[LAYER] for step in steps] == [
         *([Amount()] * LAYER),
         *(Amount.of({"gathered": some}) for some in range(5)),
@@ -104,13 +113,13 @@ def test_the_ladder_goes_from_nothing_to_everything() -> None:
         *(Amount.of({"full": full, "selective": 4 - full}) for full in range(1, 5)),
     ]
     assert not steps[0] and all(steps[1:])
-    assert ladder(FOLDED, named(FOLDED, ("none",), ("none",))).steps == steps[:1]
+    assert pareto_frontier(FOLDED, named(FOLDED, ("none",), ("none",))).steps == steps[:1]
     for level, step in (("gathered", kinds + 3), ("selective", kinds + 7), ("full", -1)):
-        assert ladder(FOLDED, named(FOLDED, (level,), ("gathered",))).steps == (steps[step],)
-    assert ladder(FOLDED, named(FOLDED, LEVELS[1:], ("gathered",))).steps == steps[kinds + 3 :]
-    held = ladder(FOLDED, named(FOLDED, COMPUTED, ("none",))).steps
+        assert pareto_frontier(FOLDED, named(FOLDED, (level,), ("gathered",))).steps == (steps[step],)
+    assert pareto_frontier(FOLDED, named(FOLDED, LEVELS[1:], ("gathered",))).steps == steps[kinds + 3 :]
+    held = pareto_frontier(FOLDED, named(FOLDED, COMPUTED, ("none",))).steps
     assert len(held) == 9 and not any(amount.count("gathered") for step in held for amount in step.amounts)
-    assert len(ladder(FOLDED, named(FOLDED, ("full",))).steps) == kinds
+    assert len(pareto_frontier(FOLDED, named(FOLDED, ("full",))).steps) == kinds
 
 
 def test_levels_go_to_the_first_instances() -> None:
@@ -123,8 +132,8 @@ def test_levels_go_to_the_first_instances() -> None:
 
 def test_apart_and_together_are_inverse() -> None:
     numbers = Skeleton(FOLDED, rules_of(GRAPH)).numbers
-    for step in ladder(FOLDED, named(FOLDED)).steps:
-        single = apart(step, numbers)
+    for step in pareto_frontier(FOLDED, named(FOLDED)).steps:
+        single = unfolded(step, numbers)
         assert [single.level(i, 0) for i in range(len(numbers))] == [step.level(*number) for number in numbers]
         assert together(single, [kind for kind, _ in numbers]) == step
 
@@ -133,10 +142,13 @@ def test_every_step_takes_longer_and_bounds_hold_between() -> None:
     """The problem of several steps is below each of them, choice by choice and pair by pair."""
     spec = cluster(4)
     for mesh in candidate_meshes(spec, 2):
-        space, rungs = Space(FOLDED, mesh, CostModel(spec), Training(), rules_of(GRAPH)), ladder(FOLDED, named(FOLDED))
-        exact = [space.problem(None, step) for step in rungs.steps]
+        space, frontier = (
+            Space(FOLDED, mesh, CostModel(spec), Training(), rules_of(GRAPH)),
+            pareto_frontier(FOLDED, named(FOLDED)),
+        )
+        exact = [space.problem(None, step) for step in frontier.steps]
         for low, high in [(0, len(exact) - 1), (2, 6), (5, 5)]:
-            least, *more = rungs.between(low, high)
+            least, *more = frontier.between(low, high)
             bound = space.problem(None, least, more)
             for step in range(low, high + 1):
                 for under, over in zip(bound.vertices, exact[step].vertices, strict=True):
@@ -183,13 +195,13 @@ def test_a_pinned_level_is_planned_predicted_and_read_back(level: str) -> None:
 
 def test_the_bound_between_two_steps_holds_for_every_step_between() -> None:
     """Concave along the way: no step between is solved below the bound that its ends give."""
-    spec, rungs = cluster(4), ladder(FOLDED, named(FOLDED))
+    spec, frontier = cluster(4), pareto_frontier(FOLDED, named(FOLDED))
     bounded = 0
     for mesh in candidate_meshes(spec, 2):
         space = Space(FOLDED, mesh, CostModel(spec), Training(), rules_of(GRAPH))
         for limit in (9_000_000, 11_000_000, 13_000_000, 20_000_000):
-            for low, high in itertools.pairwise(rungs.bends):
-                problems = [space.problem(limit, rungs.steps[step]) for step in range(low, high + 1)]
+            for low, high in itertools.pairwise(frontier.breakpoints):
+                problems = [space.problem(limit, frontier.steps[step]) for step in range(low, high + 1)]
                 answers = [solve(problem, leanest=False) for problem in problems]
                 bound = lower_bound_between(problems[0], problems[-1]).time_s
                 assert all(bound <= answer.objective_s * (1 + 1e-9) for answer in answers)

@@ -10,7 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from planner.formulation.decisions import Skeleton
-from planner.formulation.remat.levels import Amount, Recompute, ladder, named
+from planner.formulation.remat.levels import Amount, Recompute, named, pareto_frontier
 from planner.ir.folding import Folded, fold, relabel
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ops import saved_places
@@ -188,8 +188,11 @@ def test_layers_that_hand_values_on_or_are_read_by_the_last(layers: int, crossin
 def test_equal_blocks_are_walked_once_for_each_way_to_find_them() -> None:
     folded = fold(residual_mlp(layers=40))
     skeleton = Skeleton(folded, {})
-    for step in ladder(folded, named(folded)).steps:
+    for step in pareto_frontier(folded, named(folded)).steps:
         skeleton.charged(step)
     assert sum(skeleton._charges._goes_on) >= 37, "one layer after another"
     # The layers at four levels, and the first of them, whose value the stem makes; the stem and the head.
-    assert len({paid for step in ladder(folded, named(folded)).steps for paid in skeleton._charges.of(step)}) <= 14
+    assert (
+        len({paid for step in pareto_frontier(folded, named(folded)).steps for paid in skeleton._charges.of(step)})
+        <= 14
+    )

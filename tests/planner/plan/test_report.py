@@ -293,5 +293,5 @@ def test_what_became_of_pipelines_is_said() -> None:
     ]
     rows = [{**row, "mesh": mesh} for row, mesh in zip((*looked_at, looked_at[0]), sizes, strict=True)]
     search = replace(plan.search, candidates=(*plan.search.candidates, *rows))
-    assert "no faster pipeline found (2 looked at or bounded away)" in standing(replace(plan, search=search))
+    assert "no faster pipeline found (2 looked at or pruned)" in standing(replace(plan, search=search))
     assert "pipeline" not in standing(plan)

@@ -23,7 +23,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.remat.levels import ladder, named
+from planner.formulation.remat.levels import named, pareto_frontier
 from planner.formulation.search_space import Space, rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold
@@ -35,8 +35,8 @@ from planner.plan.report.summary import blocks, stages
 from planner.plan.timeline import bubble_of
 from planner.search.block_splitting import finer
 from planner.search.branch_and_bound import Searched
-from planner.search.candidate_bounds import Setting, begin, left_behind
-from planner.search.parallel_config import Division, micro_batched
+from planner.search.candidate_bounds import SearchContext, begin, left_behind
+from planner.search.parallel_config import ParallelConfig, micro_batched
 from planner.search.search import search
 from planner.solve.choices import lower_bounds
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
@@ -222,11 +222,11 @@ def test_stages_whose_data_axis_does_not_divide_the_batch_are_left_out() -> None
     graph, pins = residual_mlp(layers=4, batch=12), Pins.parse({"zero": 0, "recompute": "full"})
     found = search(graph, cluster(8), pins, Training(), pipelines=True)
     sizes = {
-        tuple(candidate.division.sizes.get(name, 1) for name in ("pipeline", "data")) for candidate in found.candidates
+        tuple(candidate.config.sizes.get(name, 1) for name in ("pipeline", "data")) for candidate in found.candidates
     }
     assert sizes == {(2, 4), (4, 2)} and found.staged is not None
     pinned = search(graph, cluster(8), replace(pins, micro_batches=6), Training(), pipelines=True)
-    assert {str(candidate.division) for candidate in pinned.candidates} == {"pipeline 4 x micro 6 x data 2"}
+    assert {str(candidate.config) for candidate in pinned.candidates} == {"pipeline 4 x micro 6 x data 2"}
     with pytest.raises(PinError, match=r"'data' is 8 but input 'x' has a batch of 12"):
         search(graph, cluster(8), pins, Training())
     with pytest.raises(PinError, match=r"leave 8 ranks to 'data', which does not divide .* 12 into 6 of 2"):
@@ -236,7 +236,7 @@ def test_stages_whose_data_axis_does_not_divide_the_batch_are_left_out() -> None
 @pytest.mark.parametrize("pin", [{"pipeline": 4, "data": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
 def test_micro_batches_leave_a_sample_to_every_rank(pin: dict[str, Any]) -> None:
     found = searched(cluster(8), {**pin, "schedule": "1f1b"})
-    counts = {candidate.division.mesh.micro_batches for candidate in found.candidates}
+    counts = {candidate.config.mesh.micro_batches for candidate in found.candidates}
     assert max(counts) == 32
 
 
@@ -377,21 +377,21 @@ def test_2bw_needs_as_many_micro_batches_as_stages(micro_batches: int, stages: i
 
 
 def test_shapes_are_every_division() -> None:
-    divisions = micro_batched(cluster(8), Pins(), GRAPH, len(fold(GRAPH).instances), 2)
-    assert len(set(divisions)) == len(divisions)
-    assert {division.stages for division in divisions} == {1, 2, 4, 8}
-    assert {division.mesh.micro_batches for division in divisions} == {1, 2, 4, 8, 16, 32, 64}
-    assert all(division.stages * division.mesh.size == 8 and division.micro_batched for division in divisions)
-    near = min(divisions, key=lambda division: division.distance(Division(2, divisions[-1].mesh)))
+    configs = micro_batched(cluster(8), Pins(), GRAPH, len(fold(GRAPH).instances), 2)
+    assert len(set(configs)) == len(configs)
+    assert {config.stages for config in configs} == {1, 2, 4, 8}
+    assert {config.mesh.micro_batches for config in configs} == {1, 2, 4, 8, 16, 32, 64}
+    assert all(config.stages * config.mesh.size == 8 and config.micro_batched for config in configs)
+    near = min(configs, key=lambda config: config.distance(ParallelConfig(2, configs[-1].mesh)))
     assert near.distance(near) == 0
 
 
 def test_of_many_divisors_of_a_batch_those_that_the_ranks_share_evenly() -> None:
     """1536 GPUs and a batch of 2304 = 9 * 256, as in Megatron's run of 145 billion parameters."""
     ids = Node("ids", "input", (), (TensorType((2304, 8), "int64"),), target="ids")
-    divisions = micro_batched(ClusterSpec.preset("dgx-a100", devices=1536), Pins(), Graph((ids,), (Ref("ids"),)), 8, 2)
+    configs = micro_batched(ClusterSpec.preset("dgx-a100", devices=1536), Pins(), Graph((ids,), (Ref("ids"),)), 8, 2)
     micro_batches = {
-        each.mesh.micro_batches for each in divisions if each.stages == 8 and each.mesh.sizes[-2:] == (24, 8)
+        each.mesh.micro_batches for each in configs if each.stages == 8 and each.mesh.sizes[-2:] == (24, 8)
     }
     assert micro_batches == {1, 3, 6, 12, 24, 48, 96}
 
@@ -436,7 +436,7 @@ def test_parameters_are_gathered_in_each_micro_batch_where_memory_asks_for_it() 
     """
     pin: dict[str, Any] = {"data": 4, "micro_batches": 4}
     once, each = (searched(cluster(4), {**pin, "zero": zero}) for zero in (2, 3))
-    assert (once.best.division.gathers, each.best.division.gathers) == ("once", "each")
+    assert (once.best.config.gathers, each.best.config.gathers) == ("once", "each")
     assert once.staged is not None and each.staged is not None
     assert once.staged.memory_bytes["gathered"] > 5 * each.staged.memory_bytes["gathered"] > 0
     coming_bytes = 4 * (2 * 256 * 1024 + 256 + 1024) * 5 // 4  # of a layer, and parts of it behind one another
@@ -444,11 +444,11 @@ def test_parameters_are_gathered_in_each_micro_batch_where_memory_asks_for_it() 
     assert each.evaluation.peak_bytes - coming_bytes < 0.5 * once.evaluation.peak_bytes
     assert each.evaluation.time_s > once.evaluation.time_s
     roomy, tight = searched(cluster(4), pin), searched(cluster(4, "30 MiB"), pin)
-    assert roomy.best.division.gathers == "once" and {c.division.gathers for c in roomy.candidates} == {"once"}
+    assert roomy.best.config.gathers == "once" and {c.config.gathers for c in roomy.candidates} == {"once"}
     assert roomy.evaluation.time_s <= once.evaluation.time_s
-    assert tight.best.division.gathers == "each"
+    assert tight.best.config.gathers == "each"
     assert tight.evaluation.time_s <= each.evaluation.time_s
-    assert [(c.division.gathers, c.status) for c in tight.candidates] == [("each", "feasible"), ("once", "infeasible")]
+    assert [(c.config.gathers, c.status) for c in tight.candidates] == [("each", "feasible"), ("once", "infeasible")]
     with pytest.raises(InfeasibleError):
         searched(cluster(4, "30 MiB"), {**pin, "zero": 2})
 
@@ -535,17 +535,19 @@ def test_a_file_from_before_zero_3_meant_each_micro_batch_says_so() -> None:
 
 
 def test_a_bound_that_prices_memory_says_nothing_of_gathering_in_each_micro_batch() -> None:
-    """Where a division is left for such a bound, the same that gathers in each begins from the bound without it."""
-    folded, setting = fold(GRAPH), cast(Setting, SimpleNamespace(pins=Pins()))
-    division = Division(1, Mesh.of(micro=2, data=4))
-    look = replace(begin(division, 2.0, ladder(folded, named(folded))), is_priced=True)
-    assert left_behind(setting, look) == []
-    (other,) = left_behind(setting, replace(look, free_s=1.0))
-    assert (other.candidate.division, other.candidate.bound_s) == (replace(division, gathers="each"), 1.0)
-    for left in (replace(look, free_s=1.0, is_sought=True), replace(other, free_s=1.0)):
-        assert left_behind(setting, left) == []
-    pinned = cast(Setting, SimpleNamespace(pins=Pins.parse({"data": 4, "micro_batches": 2, "zero": 2})))
-    assert left_behind(pinned, replace(look, free_s=1.0)) == []
+    """Where a configuration is left for such a bound, the same that gathers in each begins from the bound without
+    it.
+    """
+    folded, context = fold(GRAPH), cast(SearchContext, SimpleNamespace(pins=Pins()))
+    config = ParallelConfig(1, Mesh.of(micro=2, data=4))
+    branch = replace(begin(config, 2.0, pareto_frontier(folded, named(folded))), is_priced=True)
+    assert left_behind(context, branch) == []
+    (other,) = left_behind(context, replace(branch, free_s=1.0))
+    assert (other.candidate.config, other.candidate.bound_s) == (replace(config, gathers="each"), 1.0)
+    for left in (replace(branch, free_s=1.0, is_sought=True), replace(other, free_s=1.0)):
+        assert left_behind(context, left) == []
+    pinned = cast(SearchContext, SimpleNamespace(pins=Pins.parse({"data": 4, "micro_batches": 2, "zero": 2})))
+    assert left_behind(pinned, replace(branch, free_s=1.0)) == []
 
 
 @pytest.mark.parametrize(
@@ -580,5 +582,5 @@ def test_a_pinned_pipeline_whose_stages_cut_across_nodes_is_planned() -> None:
     free, named = (
         search(graph, spec, Pins.parse(pin), Training()) for pin in ({"pipeline": 2}, {"pipeline": 2, "data": 3})
     )
-    assert free.best.division.stages == 2 and free.best.division.mesh.micro_batched(1).size == 3
+    assert free.best.config.stages == 2 and free.best.config.mesh.micro_batched(1).size == 3
     assert free.evaluation.time_s <= named.evaluation.time_s * (1 + 1e-9)

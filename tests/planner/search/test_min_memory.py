@@ -1,4 +1,6 @@
-"""Lean plans: budgets near what the leanest plan needs, where the search's own sum of bytes says that nothing fits."""
+"""Minimum-memory plans: budgets near what the minimum-memory plan needs, where the search's own sum of bytes says that
+nothing fits.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
-from planner.search.min_memory import Lean
+from planner.search.min_memory import MinMemoryPlan
 from planner.search.search import search
 from tests.planner.plans import residual_mlp
 
@@ -105,13 +107,13 @@ def test_what_less_memory_holds_is_not_ruled_out_by_what_is_proved_with_more() -
 
 
 def test_no_less_than_what_is_said_to_do_does_and_no_recipe_that_is_pinned_needs_less() -> None:
-    """A tensor parallel plan, followed, needs less than the leanest by the sum."""
+    """A tensor parallel plan, followed, needs less than the minimum-memory by the sum."""
     graph = residual_mlp(layers=1, width=32, batch=64)
     least = at_least(graph, 1, {}, 4)
     assert at_least(graph, least * 98 // 100, {}, 4) == least
     found = searched(graph, least, {}, 4)
-    assert found.best.division.mesh.names == ("all",)
-    assert [row.status for row in found.candidates if row.division == found.best.division] == ["feasible"]
+    assert found.best.config.mesh.names == ("all",)
+    assert [row.status for row in found.candidates if row.config == found.best.config] == ["feasible"]
     for pin in ({"tensor": 4}, {"data": 4}):
         assert at_least(graph, 1, {**pin, "recompute": "full"}, 4) >= least
 
@@ -129,9 +131,10 @@ def test_recipes_are_tried_micro_batched_too() -> None:
 
 
 def test_what_is_not_followed_since_it_needs_more_by_the_sum_is_no_leaner(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, followed = residual_mlp(layers=2, width=16, batch=64), list[Lean]()
+    graph, followed = residual_mlp(layers=2, width=16, batch=64), list[MinMemoryPlan]()
     monkeypatch.setattr(
-        "planner.search.min_memory.Lean", lambda *values: followed.append(Lean(*values)) or followed[-1]
+        "planner.search.min_memory.MinMemoryPlan",
+        lambda *values: followed.append(MinMemoryPlan(*values)) or followed[-1],
     )
     least = at_least(graph, 1, {}, 2)
     few = len(followed)

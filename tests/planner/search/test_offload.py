@@ -40,7 +40,7 @@ from planner.ir.layout import I
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, Search, describe, reprice
 from planner.search import memory_fitting, offload_search
-from planner.search.branch_and_bound import Searched, explore
+from planner.search.branch_and_bound import Searched, branch_and_bound
 from planner.search.search import search
 from planner.solve.transfers import Use, fewest_bytes, simulate
 from tests.planner.plans import plan_of, residual_mlp, unwrapped
@@ -480,11 +480,11 @@ def test_no_limit_is_searched_twice_where_plans_need_more_than_the_search_counts
     found: list[Any] = []
 
     def counted(*args: Any) -> Any:
-        found.append(explore(*args))
+        found.append(branch_and_bound(*args))
         return found[-1]
 
     for room in (memory_fitting, offload_search):
-        monkeypatch.setattr(room, "explore", counted)
+        monkeypatch.setattr(room, "branch_and_bound", counted)
     graph, spec = residual_mlp(layers=2, width=256, batch=8), cluster()
     still = decided(offload(graph, spec, activations="none"))
     need = largest_working_set(still, usage(still)).bytes

@@ -85,7 +85,7 @@ def test_candidates_say_as_the_plan_does_that_parameters_come_for_each_micro_bat
 ) -> None:
     found = search(GRAPH, cluster("2 MiB"), Pins.parse({"offload": "host", "micro_batches": 4}), Training())
     assert {row.facts()["gathers"] for row in found.candidates} == {plans("tight").gathers} == {"each"}
-    assert found.best.division in {row.division for row in found.candidates}
+    assert found.best.config in {row.config for row in found.candidates}
 
 
 @pytest.mark.parametrize("name", ["tight", "tied"])

@@ -24,7 +24,7 @@ from planner.formulation.certificate import certify
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import Skeleton
-from planner.formulation.remat.levels import Level, ladder, named
+from planner.formulation.remat.levels import Level, named, pareto_frontier
 from planner.formulation.search_space import Space, rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off, relabel
@@ -45,8 +45,8 @@ def only_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan is found to need more memory than the sum says, nor less."""
     nothing = SimpleNamespace(peak_at="", peak_bytes=0)
     monkeypatch.setattr("planner.search.branch_and_bound.usage", lambda assignment: nothing)
-    monkeypatch.setattr("planner.search.memory_fitting.fastest_that_fits", lambda leans, usable_bytes: None)
-    monkeypatch.setattr("planner.search.memory_fitting.LEAST_ROOM", math.inf)
+    monkeypatch.setattr("planner.search.memory_fitting.fastest_that_fits", lambda minimal, usable_bytes: None)
+    monkeypatch.setattr("planner.search.memory_fitting.LEAST_HEADROOM", math.inf)
 
 
 def random_cluster(rng: random.Random, levels: tuple[int, ...]) -> ClusterSpec:
@@ -79,7 +79,9 @@ def graph_of(layers: int, width: int, batch: int) -> Graph:
 
 @functools.cache
 def gated(width: int, batch: int) -> Graph:
-    """Three layers of ``silu(linear(x)) ** 2``: besides their input they keep two values, or the dear one, or none."""
+    """Three layers of ``silu(linear(x)) ** 2``: besides their input they keep two values, or the expensive one, or
+    none.
+    """
     nodes = [Node("x", "input", (), (TensorType((batch, width), "float32", True),), target="x")]
     value, result = Ref("x"), (TensorType((batch, width), "float32", True),)
     for i in range(3):
@@ -109,7 +111,7 @@ def problems_with_recomputation(graph: Graph, spec: ClusterSpec, limit_bytes: in
     single = relabel(folded, range(len(folded.instances)))
     spaces = [Space(single, mesh, cost, Training(), rules) for mesh in candidate_meshes(spec, max_axes=2)]
     skeleton = Skeleton(folded, rules)
-    steps = ladder(folded, with_levels_between(named(folded), skeleton, cost)).apart(skeleton.numbers).steps
+    steps = pareto_frontier(folded, with_levels_between(named(folded), skeleton, cost)).unfolded(skeleton.numbers).steps
     return [space.problem(limit_bytes, step) for space in spaces for step in steps]
 
 
@@ -185,7 +187,9 @@ def a_case(rng: random.Random, large: bool) -> tuple[Graph, ClusterSpec]:
 
 
 def limited(rng: random.Random, spec: ClusterSpec, tried: list[Problem]) -> tuple[ClusterSpec, float]:
-    """The cluster with memory between what the leanest and what the fastest plan needs, at some share of the way."""
+    """The cluster with memory between what the minimum-memory and what the fastest plan needs, at some share of the
+    way.
+    """
     least, most = least_peak_and_fastest(tried)
     share = rng.choice([0.0, 0.0, rng.random(), rng.random(), 1.0, -0.02])
     return with_memory(spec, max(1, int(least + share * (most if share < 0 else most - least)))), share

@@ -1,4 +1,4 @@
-"""What is known of a division without looking: below every way to cut the work, and every assignment."""
+"""What is known of a configuration without looking: below every way to cut the work, and every assignment."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import Attention, Kernel, Product
 from planner.cost.model import CostModel
-from planner.formulation.remat.levels import ladder, named
+from planner.formulation.remat.levels import named, pareto_frontier
 from planner.ir.layout import Mesh
-from planner.search.parallel_config import Arithmetic, Division
+from planner.search.parallel_config import Arithmetic, ParallelConfig
 from planner.solve.problem import evaluate
 from tests.planner.analysis.test_staged import assignments, space_of
 from tests.planner.search.test_optimum import random_cluster
@@ -56,10 +56,10 @@ def test_no_assignment_beats_the_arithmetic(which: str, stages: int, micro_batch
     for _ in range(3):
         spec = random_cluster(rng, (2, 4))
         space = space_of(which, spec, stages, micro_batches, schedule, all=8 // stages)
-        division = Division(stages, Mesh.of(all=8 // stages).micro_batched(micro_batches))
-        bound_s = Arithmetic(space.skeleton, space.cost).bound_s(division, schedule)
+        config = ParallelConfig(stages, Mesh.of(all=8 // stages).micro_batched(micro_batches))
+        bound_s = Arithmetic(space.skeleton, space.cost).bound_s(config, schedule)
         assert bound_s > 0
-        steps = ladder(space.folded, named(space.folded)).steps
+        steps = pareto_frontier(space.folded, named(space.folded)).steps
         bound = space.problem(None, steps[0], [steps[-1]])
         for choices, _ in assignments(space, rng, 3):
             assert bound_s <= evaluate(bound, choices).time_s * (1 + 1e-9)

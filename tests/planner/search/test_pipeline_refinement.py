@@ -26,7 +26,7 @@ def test_more_memory_gives_no_slower_step(devices: int, width: int, batch: int, 
         spec = cluster(devices, math.ceil(usable / 0.9))
         found = search(graph, spec, Pins.parse({**pin, "micro_batches": 4}), Training())
         assert found.peak_bytes <= spec.device.usable_bytes
-        (row,) = (row for row in found.candidates if row.division == found.best.division)
+        (row,) = (row for row in found.candidates if row.config == found.best.config)
         assert row.status in ("optimal", "feasible") and row.objective_s == found.evaluation.time_s
         return found
 

@@ -42,8 +42,8 @@ def by_the_sum_alone():
     nothing = SimpleNamespace(peak_at="", peak_bytes=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("planner.search.branch_and_bound.usage", lambda assignment: nothing)
-        patch.setattr("planner.search.memory_fitting.fastest_that_fits", lambda leans, usable_bytes: None)
-        patch.setattr("planner.search.memory_fitting.LEAST_ROOM", math.inf)
+        patch.setattr("planner.search.memory_fitting.fastest_that_fits", lambda minimal, usable_bytes: None)
+        patch.setattr("planner.search.memory_fitting.LEAST_HEADROOM", math.inf)
         yield
 
 
@@ -325,13 +325,13 @@ def test_a_plan_does_not_depend_on_the_time_of_day():
 
 
 def test_a_plan_that_more_memory_would_not_make_faster_is_searched_once(monkeypatch):
-    limits, once = [], planner.search.branch_and_bound.explore
+    limits, once = [], planner.search.branch_and_bound.branch_and_bound
 
-    def counted(setting, *rest):
-        limits.append(setting.limit_bytes)
-        return once(setting, *rest)
+    def counted(context, *rest):
+        limits.append(context.limit_bytes)
+        return once(context, *rest)
 
-    monkeypatch.setattr("planner.search.memory_fitting.explore", counted)
+    monkeypatch.setattr("planner.search.memory_fitting.branch_and_bound", counted)
     assert search(chain(3), cluster(4), Pins(), Training()).status == "optimal"
     assert len(limits) == 1
 
@@ -341,11 +341,11 @@ def test_what_a_search_with_less_memory_proves_is_not_said_of_all(monkeypatch):
     graph, spec = residual_mlp(1, 64, 64), local(2, "4 GiB")
     usable = int(0.95 * search(graph, spec, Pins(), Training()).evaluation.peak_bytes)
     device = spec.device.model_copy(update={"memory_bytes": usable, "reserve_fraction": 0.0})
-    first, bounds = planner.search.branch_and_bound.explore, []
+    first, bounds = planner.search.branch_and_bound.branch_and_bound, []
 
-    def noted(setting, *rest):
-        found = first(setting, *rest)
-        bounds.append((setting.limit_bytes, getattr(found, "bound_s", math.inf)))
+    def noted(context, *rest):
+        found = first(context, *rest)
+        bounds.append((context.limit_bytes, getattr(found, "bound_s", math.inf)))
         return found
 
     def needs_more(assignment):
@@ -359,7 +359,7 @@ def test_what_a_search_with_less_memory_proves_is_not_said_of_all(monkeypatch):
     def choices_of(assignment):
         return tuple(assignment.space.options[role].index(assignment.chosen[role]) for role in assignment.space.roles)
 
-    monkeypatch.setattr("planner.search.memory_fitting.explore", noted)
+    monkeypatch.setattr("planner.search.memory_fitting.branch_and_bound", noted)
     monkeypatch.setattr("planner.search.branch_and_bound.usage", needs_more)
     found = search(graph, spec.model_copy(update={"device": device}), Pins(), Training())
     assert len(bounds) > 2 and bounds[1][0] < usable
