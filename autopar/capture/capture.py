@@ -1,4 +1,4 @@
-"""Capture: from an ``nn.Module`` and example inputs to one flat ATen graph.
+"""Capture an ``nn.Module`` and example inputs as one flat ATen graph.
 
 ``torch.export`` (non-strict, on fake tensors, so nothing is computed and meta-device models work) gives
 the training graph; this module makes it flat, functional and free of assertions, and remembers how the

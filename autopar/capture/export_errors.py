@@ -1,4 +1,4 @@
-"""Failures: why a model cannot be captured, in terms of the user's code: its module, its line, the way out.
+"""Says why a model cannot be captured in terms of the user's code: its module, its line, the way out.
 
 Three kinds are told apart. The model fails on these inputs whether it is captured or not; then the inputs are to be
 mended. Its code depends on the values of tensors, which a graph does not know. Or torch cannot trace it.

@@ -1,4 +1,4 @@
-"""Lower: from a captured program to the planner's graph, the only place where the two meet.
+"""Lowers a captured program to the planner's graph; the only place where the two meet.
 
 Node names are kept, so that the rewrite finds each planner node's operator again. A body is lowered once for each
 way in which gradients reach it, whatever the number of its calls.

@@ -1,4 +1,4 @@
-"""Contents: what a checkpoint holds of a module and its optimizer, under the names of the original model.
+"""What a checkpoint holds of a module and its optimizer, under the names of the original model.
 
 Tensors are named ``model.<name>`` and ``optim.<name>.<key>``; all else (groups of parameters, numbers in an optimizer's
 state, the position in the stream of random numbers) is in an :class:`Index`. Only ``state_dict()``,

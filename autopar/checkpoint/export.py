@@ -1,4 +1,4 @@
-"""Export: a checkpoint's model as safetensors, as other programs read it, piece by piece."""
+"""Exports a checkpoint's model as safetensors, piece by piece."""
 
 from __future__ import annotations
 

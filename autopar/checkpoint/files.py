@@ -1,4 +1,4 @@
-"""Files: how a checkpoint lies on disk, how it is replaced at one stroke, and how it is checked and read.
+"""The files of a checkpoint: their format, atomic replacement, checksums, reading.
 
 ::
 

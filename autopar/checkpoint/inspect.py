@@ -1,4 +1,4 @@
-"""Inspect: what is in a checkpoint, as text."""
+"""Describes the contents of a checkpoint as text."""
 
 from __future__ import annotations
 

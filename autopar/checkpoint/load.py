@@ -1,4 +1,4 @@
-"""Load: a checkpoint into a module and an optimizer, whatever plan wrote it; all files are checked first."""
+"""Loads a checkpoint into a module and an optimizer under any plan; all files are checked first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts: what a rank holds of a tensor, as boxes of the whole.
+"""Boxes: which slices of a whole tensor a rank holds.
 
 Files hold boxes and know nothing of plans: what one plan wrote as boxes another reads as its own. A rank that holds
 strips of a dim (a fused query-key-value weight) has several boxes of it.

@@ -1,4 +1,4 @@
-"""Save: the state of a training run as of now, written at once or beside the training that goes on."""
+"""Saves the state of a training run, at once or asynchronously beside the training that goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Together: what all ranks of a module do about a checkpoint; an error on one of them is one on all."""
+"""Makes an error of one rank in a checkpoint an error on all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments: what the words of the command line mean: clusters, pins, models and their inputs.
+"""Parses what the command line names: clusters, pins, models and their inputs.
 
 NothingFits here needs torch, so that wrong words are refused at once; :mod:`autopar.cli.model_loading` loads the
 models.

@@ -1,4 +1,4 @@
-"""Named: the models that the command line names, and their inputs."""
+"""Loads the models that the command line names, and makes their inputs."""
 
 from __future__ import annotations
 

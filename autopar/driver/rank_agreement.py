@@ -1,4 +1,4 @@
-"""Alike: that every rank was given the same, before it decides which collectives follow.
+"""Checks that every rank was given the same model, plan and arguments, before collectives depend on it.
 
 What ranks do differently would hang later, or go wrong without a word where rank 0's is taken for all.
 """

@@ -1,4 +1,4 @@
-"""Body: one local program under construction, from operators and the layouts that an assignment gives them.
+"""One local program under construction: operators in the layouts that an assignment gives them.
 
 Nothing is decided here: operators run as the assignment says, and conversions are the routes it names.
 """

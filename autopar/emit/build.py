@@ -1,4 +1,4 @@
-"""Build: from a captured model and an assignment to a :class:`ParallelModule` of one rank."""
+"""Builds the :class:`ParallelModule` of one rank from a captured model and an assignment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Materialize: where each rank's part of a parameter, buffer or constant comes from.
+"""Initialises each rank's part of parameters, buffers and constants.
 
 Real tensors come from rank 0. Models on the meta device are never whole on any rank: files are read slice by slice, or
 one module after another is initialised, cut, and dropped.

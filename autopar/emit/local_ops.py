@@ -1,4 +1,4 @@
-"""Local forms: how each operator is called on one rank's parts.
+"""How each operator is called on one rank's parts.
 
 Most operators run unchanged on local tensors. The exceptions are rows of two tables: operators whose
 arguments name a size (:mod:`autopar.graph.local_arguments`), and operators whose sharding needs a runtime layer

@@ -1,4 +1,4 @@
-"""Rewrite: from a captured graph and an assignment to plain local PyTorch.
+"""Rewrites a captured graph into the local program of one rank, in plain PyTorch.
 
 One :class:`torch.fx.GraphModule` per distinct block (and entry layout, and level of recomputation), called once per
 instance by a root program. A block that recomputes has a second one, with the statements that are run again. Nothing

@@ -1,4 +1,4 @@
-"""Stages: the programs of a micro-batched step, from a captured graph, an assignment, and where its blocks are cut.
+"""The programs of a pipeline's stages, from a captured graph, an assignment and the stage boundaries.
 
 A stage converts its parameters into the layouts in which its operators use them once a step, and then runs the same
 program for one micro-batch after the other; or its blocks convert them, in each micro-batch. What leaves a stage goes

@@ -1,4 +1,4 @@
-"""Operators: what one node of a traced graph is to the planner: its arguments, the types and memory of its results."""
+"""What one node of a traced graph is to the planner: its arguments, the types and memory of its results."""
 
 from __future__ import annotations
 

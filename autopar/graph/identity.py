@@ -1,4 +1,4 @@
-"""Same: objects to compare by identity, among others that are compared by value."""
+"""Compares objects by identity where others are compared by value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interpreter: what CPython does beside our work, avoided where it takes a good part of the time."""
+"""Keeps CPython's garbage collector and stack growth from taking a good part of the planning time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walk: torch's walks over a model's modules, parameters and buffers as lists, in a fraction of the time.
+"""Lists a model's modules, parameters and buffers in torch's order, in a fraction of torch's time.
 
 Models have tens of thousands of modules, and are walked over for many reasons. Torch's own walks pass each module
 through a generator for every module above it.

@@ -1,4 +1,4 @@
-"""Programs: a captured model as a list of calls of bodies, so that what is repeated is held once.
+"""A captured model as a list of calls of block bodies, so that what repeats is held once.
 
 A :class:`Body` is a stretch of operators, a :class:`Call` one occurrence of it with values, names and a module
 path of its own. :func:`expand` writes all calls out as one fx graph; lowering works on the calls themselves.

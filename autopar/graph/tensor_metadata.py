@@ -1,4 +1,4 @@
-"""Facts: what code may ask of a tensor and get the same answer from one that stands for it."""
+"""What code may ask of a tensor and get the same answer from its proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Local processes: a few ranks on this machine over gloo, kept for several calls. For the demo and for tests.
+"""A few ranks on this machine over gloo, kept for several calls, for the demo and for tests.
+For the demo and for tests.
 
 Programs of one's own are started by ``torchrun``; this is for a parent that wants its children's results.
 """

@@ -1,4 +1,4 @@
-"""Profile: measure the machine at hand, so that plans for it are priced by what it does.
+"""Measures kernels and collectives of the machine at hand, so that its plans are priced by what it does.
 
 All ranks measure at once, because that is how they will run: local processes share cores, caches and memory. What
 is timed is what the runtime calls: torch's operators with autograd on, and the collectives of

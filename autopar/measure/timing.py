@@ -1,4 +1,4 @@
-"""Timing: the seconds that something takes in a step, on a rank that measures beside all others.
+"""Measures the seconds of a function on a rank that measures beside all others.
 
 What is computed is repeated over a stretch longer than the scheduler's time slices. Where a rank computes in one
 thread, the seconds that it computed count, times how many ranks share a core: other users of the machine do not show in

@@ -1,4 +1,4 @@
-"""Calls: count the calls that a program really makes, in the words of the plan's prediction.
+"""Counts the collectives that a program really calls, in the terms of the plan's prediction.
 
 :func:`count_collectives` counts those along the axes of a mesh, :func:`count_exchanges` what the ranks of a pipeline
 pass one another. Both work wherever torch dispatches: real process groups (gloo, nccl), and all ranks simulated in one

@@ -1,4 +1,4 @@
-"""Compare: run an emitted program operator by operator beside the captured graph, and find where they part."""
+"""Runs an emitted program operator by operator beside the captured graph, and finds where they diverge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact: a twin of a model that computes in float64 and drops nothing, so that errors stand out from rounding.
+"""Makes a float64 twin of a model without dropout, so that errors stand out from rounding.
 
 Usually the twin is captured like any model. Where the dtype decides what a model does (bfloat16 models cast to float32
 and back, which is nothing in float64), the twin has other operators than the model; then the model's own graph is run

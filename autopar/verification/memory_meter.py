@@ -1,4 +1,4 @@
-"""Meter: how many bytes of tensors are alive at the fullest moment of a stretch of code.
+"""Measures the peak bytes of live tensors over a stretch of code.
 
 What is counted are storages that torch's operators return, each once however many views it has: weights,
 gradients, optimizer state, activations and temporaries of this process. Not counted: what the allocator

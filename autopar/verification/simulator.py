@@ -1,4 +1,4 @@
-"""Simulate: every rank of a small mesh in one process, without launching anything.
+"""Simulates every rank of a small mesh in one process, without launching anything.
 
 A fake process group gives the mesh its groups; ``LocalTensorMode`` holds all ranks' tensors at once and
 carries out the collectives between them.

@@ -1,4 +1,4 @@
-"""Verify: does a plan's program compute what the model computes? Answered in one process, without a cluster.
+"""Checks in one process that a plan's program computes what the model computes.
 
 Three independent checks. The emitted program is type-checked for gradient correctness at the plan's real
 mesh size (:mod:`autopar.verification.typecheck`). It is run on every rank of a small mesh, forward and backward, in

@@ -1,4 +1,4 @@
-"""Predict: what one step of an assignment will do — every collective, and where bytes and seconds go.
+"""Predicts what one step of an assignment does: every collective, and where bytes and seconds go.
 
 The collectives are enumerated as the rewrite emits them, call by call, so that a counter around
 ``torch.distributed`` must observe exactly the same. Seconds and bytes are those of the solver's

@@ -1,4 +1,6 @@
-"""Errors that users meet. Each message names the thing, the numbers and the way out."""
+"""Errors that users meet; each message names the thing, the numbers and the way out.
+Each message names the thing, the numbers and the way out.
+"""
 
 
 class AutoparError(Exception):

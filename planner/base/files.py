@@ -1,4 +1,4 @@
-"""Files: YAML or JSON that is read, and text that is written: a reader sees the old file or the new one, whole."""
+"""Reads YAML and JSON, and writes text so that a reader sees the old file or the new one, whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words: numbers with units, and layouts, as people read them."""
+"""Formats numbers with units, and layouts, as people read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typed: JSON values as values of annotated types: what is missing, unknown or of another type is named by its place.
+"""Reads JSON into annotated types; what is missing, unknown or of another type is named by its place.
 
 Dataclasses and typed dictionaries come from objects, tuples from lists, the rest as it is. Nothing is converted: a
 document that was read is written as it was.

@@ -1,4 +1,4 @@
-"""Stdout: for what a program says, not for what libraries do."""
+"""Keeps standard output for what the program says, not for what libraries print."""
 
 from __future__ import annotations
 

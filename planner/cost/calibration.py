@@ -1,4 +1,4 @@
-"""Calibration: what was measured on one machine, as a small file, and prices interpolated from it.
+"""Calibration: what was measured on one machine, as a small file, and costs interpolated from it.
 
 ``autopar profile`` writes the file; a cluster refers to it (``calibration: file.yaml``) or holds it. Every
 measurement is taken with all ``ranks`` processes busy at once, as they are in training.

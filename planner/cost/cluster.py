@@ -1,4 +1,4 @@
-"""The cluster: what people write about their machines, turned into checked numbers in base units.
+"""The description of a cluster that people write, turned into checked numbers in base units.
 
 A :class:`ClusterSpec` is a file (YAML or JSON): one kind of device, and the levels of the network,
 innermost first. Ranks are numbered level by level, so the devices of a node are consecutive. Every

@@ -1,4 +1,4 @@
-"""Tiles: how long a matrix product takes on a GPU, from how it is cut over the multiprocessors.
+"""How long a matrix product takes on a GPU, from how it is tiled over the multiprocessors.
 
 A library computes ``y[m, n]`` in tiles, one per multiprocessor at a time, so that work comes in whole tiles and
 whole waves of them (NVIDIA, "Matrix Multiplication Background User's Guide", sections 3.3 and 3.4). A tile takes

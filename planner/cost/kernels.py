@@ -1,4 +1,4 @@
-"""Kernels: what one operator runs on one device, as far as its speed depends on more than flops and bytes.
+"""What one operator runs on one device, as far as its speed depends on more than flops and bytes.
 
 A kernel is a matrix product of some shape, a flash attention, or a *stream* of bytes through an operator of some
 family. :func:`kernel_of` names the kernel of an operator from its name and the shapes of its local operands;

@@ -1,4 +1,4 @@
-"""Assignment: a decision for every role, and what follows from it for values, parameters and blocks."""
+"""A decision for every decision variable, and what follows from it for values, parameters and blocks."""
 
 from __future__ import annotations
 

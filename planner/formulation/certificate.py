@@ -1,4 +1,4 @@
-"""Certificate: the plan's decisions priced again on the unfolded graph, every edge of it, beside the folded objective.
+"""Prices the plan's decisions again on the unfolded graph, as a check of the folded objective.
 
 Folding decides once for equal blocks and multiplies. Here nothing is folded: every operator, leaf and value of the
 graph is a decision of its own that is taken as the plan takes it, and every edge between two of them is priced. Both

@@ -1,4 +1,4 @@
-"""Names: what a decision is called in a plan — module path and operator, never an internal id.
+"""The name of a decision in a plan: module path and operator, never an internal id.
 
 ``Space -> {role: (section, name)}``. Plan files, reports and explanations all speak these names.
 """

@@ -1,4 +1,4 @@
-"""Prices: what operators and leaves of a graph cost on one rank of a mesh, for one way to run them or for all."""
+"""What operators and parameters cost on one rank of a mesh, for each way to run or store them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pace: how often a micro-batched step at least takes what one micro-batch takes in a block.
+"""Lower bounds of a pipelined step: how often it takes at least what one micro-batch takes in a block.
 
 A search knows a pipeline only by how many ranks and micro-batches it has: where it is cut is found later, for what the
 search decided. Two things hold of every cut.

@@ -1,4 +1,4 @@
-"""Conversions between layouts: which collectives turn one layout into another, and what they cost.
+"""Resharding: which collectives turn one layout into another, and what they cost.
 
 A *step* changes the local type on one mesh axis; each legal step has a fixed collective forward and a
 fixed one backward (the table :data:`STEPS`). A conversion between two layouts is the cheapest route of

@@ -1,4 +1,4 @@
-"""Exchange: what the ranks of a pipeline pass one another in a step, call by call.
+"""What the ranks of a pipeline send one another in a step, call by call.
 
 ``Assignment, where its stages are and where they are cut -> Exchanges``. Stages lie on meshes of their own, side by
 side, so that a rank has to do with those alone that hold the same part of other stages. They send values on and

@@ -1,4 +1,4 @@
-"""Strategies: every way to run each operator on a whole mesh, and every way to store each leaf.
+"""Every way to run each operator on a whole mesh, and every way to store each parameter.
 
 A :class:`Choice` fixes, for one operator, the axis strategy on each mesh axis, and with it the layout
 of every operand and result. Choices follow mechanically from the factor rules; nothing here knows an

@@ -1,4 +1,4 @@
-"""Training: what a step keeps besides the model, where, and when it brings it."""
+"""What a step keeps besides the model (gradients, optimizer state), on which tier, and when parameters are gathered."""
 
 from __future__ import annotations
 

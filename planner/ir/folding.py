@@ -1,4 +1,4 @@
-"""Fold a graph: cut it into contiguous blocks and say which of them are the same block again.
+"""Folds a graph: cuts it into contiguous blocks and says which of them are the same block again.
 
 ``Graph -> Folded``. Everything downstream decides per *distinct* block, so its work does not grow with
 depth. Repeats are found in the graph itself, whether or not modules mark them:

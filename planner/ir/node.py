@@ -1,4 +1,4 @@
-"""Nodes: what a graph consists of, each with the types of its results.
+"""Nodes of the graph, each with the types of its results.
 
 A node has an operator name, arguments by name (tensors as :class:`Ref`, everything else static), and the types of
 its results. Leaves are nodes too, with the operators ``input``, ``param``, ``buffer`` and ``const``.

@@ -1,4 +1,4 @@
-"""Columns: the nodes of a graph fact by fact, so that what is asked of all of them is asked of arrays.
+"""The nodes of a graph as columns, so that questions about all of them are array operations.
 
 Models repeat themselves: of sixty thousand nodes a hundred differ in more than names, paths and operands. These are
 held once; what is a copy of one of them becomes a :class:`Node` only when somebody asks for it.

@@ -1,4 +1,4 @@
-"""Stacks: where a graph repeats itself, whether or not modules mark it.
+"""Finds where a graph repeats itself, whether or not modules mark it.
 
 1. every node becomes a *token*: operator, static arguments, result types, and the type and role of each
    operand; two nodes have one token only if all of these are equal;

@@ -1,4 +1,4 @@
-"""Traffic: how often an operator passes over its tensors in memory, forward and backward.
+"""Memory traffic: how often an operator reads and writes its tensors, forward and backward.
 
 ``(Node, readers of its block) -> passes over each operand and result``. Forward reads operands and writes results and
 what it keeps of its own, such as dropout's mask. Backward reads the gradients of results and what was kept, and writes

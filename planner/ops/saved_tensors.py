@@ -1,4 +1,4 @@
-"""Own: what operators keep for backward of their own, besides their operands and results.
+"""What operators save for backward besides their operands and results (masks, statistics).
 
 ``(Node, bytes of its tensors) -> bytes``. A mask that dropout drew, the statistics of a norm, a log-softmax, what a
 ``torch.autograd.Function`` saves of its own. What of it an operator keeps stands in its row, see

@@ -1,4 +1,4 @@
-"""Working: the bytes that an operator needs for itself while it runs, beside what is held all the time.
+"""Workspace: the bytes that an operator needs only while it runs.
 
 ``(Node, bytes of its tensors) -> bytes``. What it saves for backward is held, and so are parameters; its other operands
 and results are not, nor are gradients. A sum over ranks is made out of place.

@@ -1,4 +1,4 @@
-"""Plans: decisions as a document that a person can read, edit, diff, and apply again.
+"""The plan: decisions as a document that a person can read, edit, diff, and apply again.
 
 A plan names everything by module path and operator, never by internal ids, and every distinct block
 once. :func:`describe` writes an assignment down; :func:`restore` turns the document back into one for

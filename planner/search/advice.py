@@ -1,4 +1,4 @@
-"""Advice: what would fit where nothing does, planned before it is said.
+"""Advice where nothing fits: what would, each proposal planned before it is said.
 
 A refusal knows how large a device must be. Whether micro-batches, a smaller batch, more devices, the host's memory or
 fewer pins would do depends on all that is pinned and on the model, so each is searched for, within some seconds

@@ -1,4 +1,4 @@
-"""Seams: where blocks are cut into smaller ones, so that a pipeline has places enough to cut between.
+"""Splits blocks into smaller ones, so that a pipeline has enough places to be cut at.
 
 ``Folded -> Folded``. Folding finds blocks by repetition alone, so that a model whose layers are all unlike is a single
 block. Where a pipeline is wanted, what does not repeat is therefore cut into pieces that each have a share of the

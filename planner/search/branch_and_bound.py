@@ -1,4 +1,5 @@
-"""Explore: the best plan within a limit to memory, over all configurations of the cluster, and what is proved of it.
+"""Best-first branch and bound over parallel configurations: the best plan within a memory limit, and what is proved of
+it.
 
 Every configuration of the cluster that the pins allow (:mod:`planner.search.parallel_config`) is a candidate with a
 lower bound on the step time of all its plans, with any amount of recomputation. The candidate of least bound is looked

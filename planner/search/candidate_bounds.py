@@ -1,4 +1,4 @@
-"""Looks: what is found of a division by looking at it, always more closely.
+"""Bounds and evaluates one candidate of the search, more closely each time.
 
 A configuration begins as a :class:`Candidate` of which only arithmetic is known. Each look at it is more expensive and
 sharper:

@@ -1,4 +1,4 @@
-"""Conflict: the smallest set of limits that leaves a pinned recipe no plan, and what to leave out instead.
+"""The smallest set of limits that leaves a pinned recipe no plan (an irreducible infeasible subset), and a way out.
 
 The limits in play are the mesh that is pinned, each other pin, and the memory of a device. Sets of them are planned,
 smallest first, until one leaves no plan, whatever else of the recipe is kept. What is said to help was planned, too.

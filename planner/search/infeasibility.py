@@ -1,4 +1,4 @@
-"""Refusal: why there is no plan, by how much it fails, and how large a device must be."""
+"""Diagnoses infeasibility: why there is no plan, by how much it fails, and how large a device must be."""
 
 from __future__ import annotations
 

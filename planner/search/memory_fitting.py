@@ -1,4 +1,4 @@
-"""Fitting: plans that fit when they are followed.
+"""Repairs plans that exceed memory when they are simulated though the search's sum fits.
 
 A search adds up bytes that are not all alive at once, and misses some; what a plan needs shows when it is followed.
 """

@@ -1,5 +1,4 @@
-"""MinMemoryPlan: the plans of a search that need least memory, followed, for when none fits by the search's own
-reckoning.
+"""The plans that need least memory, simulated, for when none fits by the search's own sum.
 
 The search adds up bytes that are not all alive at once, so that a plan may fit although its sum does not.
 """

@@ -1,4 +1,4 @@
-"""Elsewhere: plans whose model data are at home on the host or on disk.
+"""Searches plans whose model data has its home on the host or on disk.
 
 The search decides as if devices held none of them; what stays, and what blocks save and let leave, is taken from the
 timetables of a few.

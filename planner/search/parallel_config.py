@@ -1,5 +1,4 @@
-"""ParallelConfigs: how the devices of a cluster and the micro-batches of a step may be divided, before anything is laid
-out.
+"""Parallel configurations: pipeline stages, micro-batches and mesh axes, enumerated before any layout is chosen.
 
 A configuration is a number of pipeline stages, and the mesh of each with the number of micro-batches on it. All that is
 known of it without looking is :class:`Arithmetic`: no plan computes faster than all devices at their best.

@@ -1,4 +1,4 @@
-"""Filling: a micro-batched plan that uses the memory that the best plan found leaves.
+"""Refines the best pipelined plan with the memory that it leaves.
 
 While divisions are compared, few pipelines of each are cut, of what solves the problem of a typical rank at one price
 of a byte. Between two prices what is held falls at once, often by half. So of the best division more are cut at

@@ -1,4 +1,4 @@
-"""Amounts: how much a plan makes again in backward where what blocks save may leave the device instead.
+"""How much a plan recomputes where saved activations may leave the device instead.
 
 Both take the same bytes off the device: making again takes its seconds, and leaving the link's. The search prices the
 first alone; so of a plan's layouts a few amounts are tried, from the least with which a step fits to the most, each

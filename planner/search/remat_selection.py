@@ -1,4 +1,4 @@
-"""Keep: which results a block keeps for backward, in a few levels between everything and nothing.
+"""Selects which results a block saves for backward, in a few levels between all and none.
 
 Of each distinct block that repeats one result after another is given up, always the one that takes the fewest seconds
 to make again for the bytes that it leaves free: with all that must be made again to make it, and all that must be held

@@ -1,4 +1,4 @@
-"""Search: from a graph and a cluster to the best plan, with what is proved about it.
+"""From a graph and a cluster to the best plan, with what is proved about it.
 
 ParallelConfigs of the cluster are looked at best first (:mod:`planner.search.branch_and_bound`), within a limit to a
 sum of bytes; what is found is followed, and the limit moved to what then fits (:mod:`planner.search.memory_fitting`).

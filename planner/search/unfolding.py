@@ -1,4 +1,4 @@
-"""Apart: equal blocks that decide apart, where that is better.
+"""Lets equal blocks decide differently where that is better.
 
 A chain of equal layers may want to alternate (column, row, column, ...), which one decision for all of them cannot
 say. So the search also decides for every instance of a small model; instances that end up alike are one kind again.

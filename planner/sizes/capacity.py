@@ -1,4 +1,4 @@
-"""Capacity: the largest batch, or the longest sequence, at which a plan's decisions fit into memory.
+"""The largest batch, or the longest sequence, at which a plan's decisions fit into memory.
 
 Sizes that the decisions divide evenly come back with a period, that of the ranks they are cut over, and among these
 bytes grow with the size. The formula of the peak says where the last one that fits should be; following whole steps

@@ -1,4 +1,4 @@
-"""Formulas: what a plan's step takes, in closed form in the batch, the sequence length and the micro-batches.
+"""What a plan's step takes, in closed form in the batch, the sequence length and the micro-batches.
 
 The planned decisions are taken at sizes that know their formula (:mod:`planner.base.symbolic_int`) in a space whose
 times do (:mod:`planner.sizes.closed_form_costs`), so that counting bytes, calls, operations and seconds gives formulas

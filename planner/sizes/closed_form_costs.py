@@ -1,4 +1,4 @@
-"""Closed: a space whose times know their formula.
+"""A search space whose costs know their formula.
 
 Every price is that of the cost model in closed form: a roofline for every operator, the cheapest algorithm for every
 collective. What that leaves out are the tiles and waves of products and attention on GPUs, and what was measured (a

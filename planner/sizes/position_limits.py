@@ -1,4 +1,4 @@
-"""Positions: those that are counted past the end of a table, where a model would fail and no shape shows it."""
+"""Finds positions past the end of a position table, where a model would fail though all shapes agree."""
 
 from __future__ import annotations
 

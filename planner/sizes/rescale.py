@@ -1,4 +1,4 @@
-"""Scale: the decisions of a plan at another batch and sequence length, and in another number of micro-batches.
+"""A plan's decisions at another batch, sequence length and number of micro-batches.
 
 Only sizes change: every value, factor and strip of the planned graph becomes what :mod:`planner.sizes.size_propagation`
 says of it, the decisions keep their places, and the result is an assignment like any other, that is priced and followed

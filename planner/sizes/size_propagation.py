@@ -1,4 +1,4 @@
-"""Follow the batch and the sequence length through a graph: which sizes move with them, and how.
+"""Propagates the batch and the sequence length through a graph: which sizes scale with them, and how.
 
 Every dim of every value is a product of *parts*, major first: a constant, a :class:`planner.base.symbolic_int.Size`, or
 something *open*, a number that an argument brings along (``arange(128)``) and that may be any of these. Dim 0 of every

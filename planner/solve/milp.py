@@ -1,4 +1,4 @@
-"""HiGHS: how a mixed-integer program is solved, on one thread."""
+"""Solves a mixed-integer program with HiGHS, on one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assigned: buffers that a forward replaces (``self.mean = ...``), written in place instead.
+"""Turns assignments to buffers (``self.mean = ...``) into writes in place.
 
 Export follows tensors that are written in place. One that takes the place of a buffer is dropped, without a word where
 an inner module does it, and the model would run on with the old value for ever.

@@ -1,4 +1,4 @@
-"""Order: what no parameter reaches is computed in the order in which it is read.
+"""Orders what no parameter reaches (masks, positions) by its first use, so that equal blocks have equal graphs.
 
 Libraries make masks and tables of positions for every kind of layer before the first layer, and often walk a set of
 kinds to do so. In which order Python walks a set of strings differs from process to process (``PYTHONHASHSEED``), and

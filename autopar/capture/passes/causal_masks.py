@@ -1,4 +1,4 @@
-"""Masks: attention that is told by a mask what ``is_causal`` says is told by ``is_causal``.
+"""Recognises attention masks that say no more than ``is_causal=True``, and says that instead.
 
 Libraries decide between the two while a model runs, and while it is exported they cannot know that a shortcut will
 stay legal, so they write the mask out: ``[batch, 1, query, key]`` elements that take memory and time in every layer

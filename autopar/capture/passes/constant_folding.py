@@ -1,4 +1,4 @@
-"""Constants: what a captured graph computes out of nothing, worked out without its repetitions.
+"""Folds what a captured graph computes from constants alone.
 
 Models build position ids and masks from ``arange`` and ``full``, and repeat them over the batch. Here every
 value is held *compressed*: a dim along which it does not vary has size 1. Broadcasting treats such a dim like any

@@ -1,4 +1,4 @@
-"""Lookups: an index that asks for everything in order is a view.
+"""Replaces an index that asks for everything in order by a view.
 
 Libraries that write masks as functions of positions look a padding mask up at ``[arange(batch), .., arange(keys)]``.
 As a lookup it could ask for any sample, so that every rank would need the mask of the whole batch, and no

@@ -1,4 +1,4 @@
-"""Regions: what is computed under ``torch.no_grad()`` in a model that writes in place.
+"""Keeps ``torch.no_grad()`` regions of models that write in place.
 
 Torch's pass that takes writes in place out of a graph forgets where gradients were off. What such a region reads is
 therefore detached before: nothing that it makes has a gradient then, nor what it is written to.

@@ -1,4 +1,5 @@
-"""Strides: how the values of a captured graph lie in memory once it is emitted, and the copies that products make.
+"""Works out strides of emitted values, and writes the copies that matrix products make of transposed operands into the
+graph.
 
 ``aten.contiguous`` leaves the graph: how memory is ordered depends on the device that captured. What follows then lies
 otherwise, and other views have to copy; both are seen again here.

@@ -1,4 +1,4 @@
-"""Nominate: the submodules of a model that may turn out to be equal, by all that is there before they are called."""
+"""Finds submodules that may be repeats of one another, by structure and parameters alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks: nodes of our own in the graph that ``torch.export`` traces, and what tells its tracer of them.
+"""Marks the calls of repeated submodules in the graph that ``torch.export`` traces.
 
 :mod:`autopar.capture.repeats.repeats` leaves them while the model runs, :mod:`autopar.capture.flatten` takes them out.
 """

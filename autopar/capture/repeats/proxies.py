@@ -1,4 +1,4 @@
-"""Stand-ins: what the model's code holds, and what is traced in its place.
+"""Proxies that stand for tensors and modules while a repeated submodule is traced.
 
 The code holds the model's own parameters and buffers, and tokens for values that need not be computed; the functions
 that it calls are given fake tensors that the tracer knows, and what they give is translated back, so that code cannot

@@ -1,4 +1,4 @@
-"""Repeats: submodules that occur several times are traced once, and their further calls stand for copies.
+"""Traces submodules that occur several times once, and replays the trace for their further calls.
 
 Submodules of one structure (classes, names, shapes, ties) are *nominated* (:mod:`autopar.capture.repeats.candidates`);
 whether two calls are the same is then found out, not guessed, by running the code of each

@@ -1,4 +1,4 @@
-"""Following: one call of a nominated submodule, compared with what earlier calls did.
+"""Compares one call of a repeated submodule with earlier calls, and replays the trace of an equal one.
 
 While a call is traced, every torch function that its code calls is written down. A later call runs its own code, but
 the functions that it calls only have to be the next ones of what was written down, and give tokens instead of tensors.

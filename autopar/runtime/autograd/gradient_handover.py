@@ -1,4 +1,4 @@
-"""Hand over: what a micro-batched step returns, whose backward gives the gradients that the step found.
+"""The loss of a micro-batched step, whose backward hands the gradients that the step found to autograd.
 
 By how much the loss is scaled is known only when backward is called, so a step assumes a scale, and what differs is put
 right here: a loss scale keeps small gradients of half precision from vanishing.

@@ -1,4 +1,4 @@
-"""Recompute: run a block without keeping for backward what can be made again.
+"""Runs a block without saving for backward what can be recomputed (activation checkpointing).
 
 The block's program returns, beside its outputs, the values to give up and those to make them from. While it runs,
 autograd hands over every tensor that it saves; when it returns, those that lie in the memory of a value to give up are

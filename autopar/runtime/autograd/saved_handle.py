@@ -1,4 +1,4 @@
-"""Held: a tensor that is held for backward: itself, or where its memory is that has left the device."""
+"""A tensor saved for backward: itself, or a handle on its memory while that is off the device."""
 
 from __future__ import annotations
 

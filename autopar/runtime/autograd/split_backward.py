@@ -1,4 +1,4 @@
-"""Split: backward in two parts, gradients of what came in at once, gradients of weights later.
+"""Splits backward into gradients of inputs, at once, and gradients of weights, later (zero bubble).
 
 Where a way back to the inputs has side ways to weights alone, what arrives is kept. The second part runs each such node
 once more, as far as its side ways begin, and then all of these together, so that weights which were gathered in one

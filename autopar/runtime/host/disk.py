@@ -1,4 +1,4 @@
-"""Disk: memory that is files, mapped, for model data that is at home there.
+"""Memory-mapped files for model data whose home tier is the disk.
 
 A file is allocated whole before it is mapped: a disk that is full is an error then, and nothing can fail for want of
 room where memory is written. What fails later, the disk or who shortens a file, is an error where the file is used

@@ -1,4 +1,4 @@
-"""What else is known of an error, beside what it says itself."""
+"""Adds what else is known to an error's message."""
 
 from __future__ import annotations
 

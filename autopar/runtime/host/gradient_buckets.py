@@ -1,4 +1,4 @@
-"""Buckets: memory in which gradients are summed, kept on the host from one step to the next.
+"""Buckets in which gradients are summed, kept on the host from one step to the next.
 
 Torch keeps what is freed on an accelerator; on the host, large memory goes back to the system and comes again as zeroed
 pages, which costs about as much as filling it. So a sum's memory is kept there and filled again, but only where nothing

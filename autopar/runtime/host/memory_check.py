@@ -1,4 +1,4 @@
-"""Room: whether the machines that processes run on have what a plan takes of them, asked before anything is taken."""
+"""Checks that machines and GPUs have the memory that a plan takes of them, before anything is allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages: have the system bring those of mapped files, and learn where it cannot.
+"""Reads pages of mapped files ahead, and reports where the system cannot.
 
 A process that touches a page of a file which cannot be read, or not be written, is ended by the system (SIGBUS), with
 whatever it was doing. Asked for the page, the system says so instead, and what it brings is there for the next touch.

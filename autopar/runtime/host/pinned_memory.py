@@ -1,4 +1,4 @@
-"""Pinned: host memory that a GPU copies from and to beside computing.
+"""Page-locked host memory, which a GPU copies from and to while it computes.
 
 Memory that torch pins is rounded up to a power of two and takes half a second per GiB to get. This is mapped as large
 as is asked for, in pages of its own, and registered with the driver, which takes a third of that.

@@ -1,4 +1,4 @@
-"""Patience: how long a rank waits for others, in every group as long as the user said of all processes."""
+"""Gives every process group the timeout that the user gave the default one."""
 
 from __future__ import annotations
 

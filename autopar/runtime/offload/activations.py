@@ -1,4 +1,4 @@
-"""Activations: chunks of what blocks save for backward, which may leave the device after forward.
+"""Activations saved for backward, in chunks that may leave the device after forward.
 
 On the device a chunk is the storages that autograd saved, or others like them when it has come back; at home it is one
 memory, of those in which all chunks take turns. What backward asks for is made a tensor of its storage again

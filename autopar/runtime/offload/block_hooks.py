@@ -1,4 +1,4 @@
-"""Entering and leaving blocks: how parameters that move reach the program, and how their gradients leave it.
+"""Hooks around blocks: how offloaded parameters reach the program, and how their gradients leave it.
 
 The program says when it enters a block (:func:`enter_block`), which hands it the block's parameters on the device, and
 when it leaves one (:func:`leave_block`), which backward passes first. Gradients of a block's parameters leave the

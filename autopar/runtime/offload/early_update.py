@@ -1,4 +1,4 @@
-"""Updating: an optimizer that updates chunks of parameters while backward still runs.
+"""Updates chunks of parameters on the host while backward still runs.
 
 Where a plan says so, the carrier hands on a chunk's gradients as they leave the device. A thread waits until they are
 at home, steps the optimizer over this chunk's parameters and no others, and lets the gradients go. When backward is

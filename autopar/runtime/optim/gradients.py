@@ -1,4 +1,4 @@
-"""Gradients of which a rank holds some: what torch's own functions say of all of them.
+"""Norms and clipping of gradients of which a rank holds some, as torch's own functions see all of them.
 
 ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` go through the gradients that a rank has. Of a DTensor
 they know that other ranks of its mesh have other parts of it, but nothing of other stages, and the scaler asks only

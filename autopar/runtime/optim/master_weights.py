@@ -1,4 +1,4 @@
-"""Masters: what an optimizer steps in place of parameters of low precision.
+"""Master weights: float32 copies that an optimizer steps in place of parameters of low precision.
 
 A parameter in bfloat16 keeps eight bits: an update that is small beside it is lost. So an optimizer of such parameters
 steps *masters*, the same values in a wider dtype, by gradients cast to it and with its state in it, and each parameter

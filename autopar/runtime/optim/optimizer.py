@@ -1,4 +1,4 @@
-"""Optimizer: any elementwise one of torch's form, over the parameters of a parallel module.
+"""Runs any elementwise torch optimizer over the parameters of a parallel module.
 
 A rank's optimizer sees this rank's parts of parameters. That is right if the update of a part is the part of the
 update, which is not asked of the optimizer's name but of what it does (:func:`check_elementwise`).

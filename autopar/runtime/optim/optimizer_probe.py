@@ -1,4 +1,6 @@
-"""Trial: what an optimizer does is not asked of its name, but tried on small tensors. What all trials share."""
+"""Probes what an optimizer does by trying it on small tensors, instead of asking its name.
+What all trials share.
+"""
 
 from __future__ import annotations
 

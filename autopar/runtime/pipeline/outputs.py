@@ -1,4 +1,4 @@
-"""Outputs: what the model returns of a micro-batched step, put together while micro-batches run."""
+"""Joins what the model returns of each micro-batch into the outputs of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mail: how values get from one stage to the next, within a process or from rank to rank."""
+"""Sends values from one pipeline stage to the next, within a process or between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage: the programs of one stage of a micro-batched step, and what it takes and gives."""
+"""The programs of one pipeline stage, and what it takes and gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace: what each rank of a pipeline was seen to do in the last step, and when.
+"""Records what each rank of a pipeline did in the last step, and when.
 
 Every micro-batched step is recorded, which takes a few readings of a clock per action: the host's, or on a GPU events
 of the stream. Clocks are compared only when somebody asks.

@@ -1,4 +1,4 @@
-"""Gathering: a block's parameters, from every rank's parts, on their way while the block before computes.
+"""Gathers a block's parameters while the block before it computes (prefetch).
 
 Who asks for the rows of one gathering starts those of the next block: in forward those of the block after, in backward
 those of the block before, which is undone next. So a gather has all of a block's computing to hide behind, and does not

@@ -1,4 +1,4 @@
-"""Conversions between local types at run time: one call, one axis, one collective, most of them of ``spmd_types``.
+"""Resharding at run time: one call, one axis, one collective, most of them of ``spmd_types``.
 
 These are the functions that emitted programs call. Types are written as in :mod:`planner.ir.layout`; the
 strip count of a shard is the rank-local one.

@@ -1,4 +1,4 @@
-"""Run state: what an emitted program needs to know beyond its tensors."""
+"""What an emitted program needs to know beyond its tensors: train or eval mode, random state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory: what one rank holds at every moment of a training step, exactly as the emitted program allocates it.
+"""Simulates the memory of one rank through a training step, exactly as the emitted program allocates it.
 
 The program is followed statement by statement: forward, where a value lives until the last statement that reads it
 and longer where backward needs it; then backward, where autograd runs the node that was made last first, gradients

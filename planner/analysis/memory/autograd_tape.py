@@ -1,4 +1,4 @@
-"""Tape: what autograd remembers of a step, and what a block that recomputes gives up and makes again."""
+"""What autograd remembers of a step, and what a block that recomputes discards and recomputes."""
 
 from __future__ import annotations
 

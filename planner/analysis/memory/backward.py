@@ -1,4 +1,4 @@
-"""Backward: the nodes that autograd runs, the one that was made last first, and the gradients that arrive."""
+"""Simulates backward: the nodes that autograd runs, last made first, and the gradients that arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bring: parameters that are gathered, and gradients that are reduced, block by block and ahead of the next one."""
+"""Simulates parameter all-gathers and gradient reductions, block by block and prefetched."""
 
 from __future__ import annotations
 

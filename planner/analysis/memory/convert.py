@@ -1,4 +1,4 @@
-"""Convert: a value on its way from one layout to another, and what is held meanwhile."""
+"""Simulates resharding: what is held while a value goes from one layout to another."""
 
 from __future__ import annotations
 

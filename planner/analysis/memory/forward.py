@@ -1,4 +1,4 @@
-"""Forward: a block and its operators as they run: results, what backward needs of them, and what is given up."""
+"""Simulates forward: operators and blocks as they run, what they save for backward, and what is discarded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers: which blocks read a parameter, and whose memory a value is in."""
+"""Which blocks read a parameter, and whose memory a value is in."""
 
 from __future__ import annotations
 

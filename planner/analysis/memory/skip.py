@@ -1,4 +1,4 @@
-"""Skip: instances that do what others do, which stand for them."""
+"""Fast-forwards over block instances that do what others did."""
 
 from __future__ import annotations
 

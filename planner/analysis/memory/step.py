@@ -1,4 +1,4 @@
-"""Step: one training step, followed from its leaves through forward and backward."""
+"""Simulates one training step from its inputs through forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heap: the storages of one rank that are alive, and when they took the most."""
+"""Tracks the live storages of one rank and their peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Usage: bytes of one rank through a step, and what they are."""
+"""Bytes of one rank through a step, by use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walk: the state of a step that is followed."""
+"""The state of a simulated step."""
 
 from __future__ import annotations
 

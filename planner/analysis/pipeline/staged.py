@@ -1,4 +1,4 @@
-"""Micro-batches: the best pipeline found for a chain of blocks, and all that a step of it takes.
+"""A partitioned pipeline: the best cut found for a chain of blocks, and all that a step of it takes.
 
 :func:`stage` tries the schedules and has :mod:`planner.solve.pipeline.partition` cut the chain
 (:mod:`planner.analysis.pipeline.chain`) for the best of them. What happens once a step is left to the end of it: it is

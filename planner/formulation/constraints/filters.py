@@ -1,4 +1,4 @@
-"""Filters: the strategies and storage layouts that pins, and micro-batches, keep of a graph on a mesh.
+"""Which strategies and storage layouts the pins and micro-batches leave on a mesh.
 
 A recipe speaks of the batch and of the query sequence; :func:`label_dims` finds which dims of which values these are.
 """

@@ -1,4 +1,4 @@
-"""Meshes: how the ranks of a cluster are laid out as axes, by enumeration or by a pinned recipe.
+"""Enumerates how the ranks of a cluster can be laid out as mesh axes, or takes the pinned ones.
 
 An axis respects the cluster's levels when its ranks divide a unit of a level evenly or are whole units
 of it. Only such meshes are proposed; a recipe may pin any that multiplies to the number of devices.

@@ -1,4 +1,4 @@
-"""Zero: how the data axis stores parameters as pinned: all in one way, or each as the first glob says that matches it.
+"""How the data axis stores parameters as pinned (ZeRO stages), for all or by module.
 
 Ways are numbered as stages of ZeRO: 0 stores whole; 1, 2 and 3 store sharded, and differ in when that is gathered. How
 a parameter is stored is decided for itself, so parameters may differ in any manner. When backward gathers is decided

@@ -1,4 +1,4 @@
-"""Again: what one instance of a block makes again in backward, at a level of recomputation.
+"""What one instance of a block recomputes in backward at a level of recomputation.
 
 What was drawn at random is drawn again, alike; what operators without a row made is always kept. What the block
 converts for an operator that needs it is converted again unless it is the result of a kept operator: gathered

@@ -1,4 +1,4 @@
-"""Recompute: which values of a block are made again in backward instead of being kept since forward.
+"""Levels of recomputation: which values of a block are recomputed in backward instead of saved.
 
 Of the instances of a block some run at level ``full``, which keeps what enters the block and makes everything else
 again, some at levels that also keep the results of certain operators, some at ``gathered``, which keeps everything but

@@ -1,4 +1,4 @@
-"""Charges: which operators pay for the tensors that are kept for backward, each tensor once.
+"""Gives each tensor saved for backward one owner among the operators that need it.
 
 The first reader of a tensor that needs it pays: views of one tensor count once, a part not beside the whole, and
 parameters are paid as parameters. What an instance of a block pays follows from its level of recomputation and from

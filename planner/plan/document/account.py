@@ -1,4 +1,4 @@
-"""Account: what each operator of each distinct block does under an assignment, and what it costs.
+"""What each operator of each distinct block does under an assignment, and what it costs.
 
 ``Assignment -> (BlockDetail per block, LeafDetail per leaf)``: layouts, conversions with their
 collectives, seconds and bytes. The figures come from the same tables as the solver's costs, so that

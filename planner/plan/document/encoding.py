@@ -1,4 +1,4 @@
-"""Encode: a plan document as JSON for people, and back.
+"""Encodes a plan document as JSON for people, and reads it back.
 
 What decides comes first, what was predicted of it last; whatever fits on a line is one line.
 """

@@ -1,4 +1,4 @@
-"""Entries: the decisions that a plan names, section by section, and those that decide nothing."""
+"""The decisions that a plan names, section by section, and those that decide nothing."""
 
 from __future__ import annotations
 

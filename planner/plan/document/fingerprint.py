@@ -1,4 +1,4 @@
-"""Facts: what identifies a model in a plan, and what of it no table knows."""
+"""What identifies a model in a plan, and which of its operators no table knows."""
 
 from __future__ import annotations
 

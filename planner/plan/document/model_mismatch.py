@@ -1,4 +1,4 @@
-"""Mismatch: how the model at hand differs from the one that a plan was made for, in words."""
+"""Says how the model at hand differs from the one that a plan was made for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Levels: levels of recomputation as a plan states them, by name, and back.
+"""Levels of recomputation by name, as a plan states them, and back.
 
 A level with a name of its own is known by it. Another is a set of operators whose results are kept: the plan calls
 those of a block ``part 1``, ``part 2`` and so on, from what keeps least, and says which operators they are by the names

@@ -1,4 +1,4 @@
-"""Consistent: what the parts of a plan must say of one another, however they came to be: searched, read, or changed."""
+"""Checks that the parts of a plan agree, whether it was searched, read or edited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explain: why an operator or a parameter is laid out as it is, and what the next best would cost.
+"""Explains why an operator or a parameter is laid out as it is, and what the next best would cost.
 
 The next best is found by the same search: the chosen kind of strategy is forbidden for that one decision
 (everywhere the block occurs), everything else is free, and the problem is solved again.

@@ -1,4 +1,4 @@
-"""HTML: a plan as a page that needs nothing else — no script, no font, no request.
+"""A plan as an HTML page that needs nothing else: no script, no font, no request.
 
 :func:`fragment` is what a notebook shows, :func:`page` a file of its own. The style knows the light and
 dark themes of the browser, JupyterLab and VS Code.

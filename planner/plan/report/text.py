@@ -1,4 +1,4 @@
-"""Text: a plan on one page of monospaced text."""
+"""A plan on one page of monospaced text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why not: the best plan around a pinned recipe beside the best plan, or the limits that rule the recipe out.
+"""Compares the best plan around a pinned recipe with the best plan, or names the limits that rule the recipe out.
 
 The recipe is planned as :func:`autopar.plan` would plan it, on the graph that the plan carries. What differs is told
 in total, by use and by distinct block, either of which adds up to the total. Where nothing is possible,

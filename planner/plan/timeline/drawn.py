@@ -1,4 +1,4 @@
-"""Drawn: a step that shows itself, as a picture, in characters and as a trace, and the step that is predicted."""
+"""A step that shows itself as a picture, in characters and as a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares: a timeline cut into equal stretches of time, with the part of each that every kind of event takes."""
+"""Cuts a timeline into equal stretches of time, with the share of each kind of event in each."""
 
 from __future__ import annotations
 

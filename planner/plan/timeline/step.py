@@ -1,4 +1,4 @@
-"""Step: what every rank of a pipeline does in a step, and when; simulated or observed, the same kind of value."""
+"""What every rank of a pipeline does in a step, and when; simulated or observed, the same kind of value."""
 
 from __future__ import annotations
 

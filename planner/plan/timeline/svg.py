@@ -1,4 +1,4 @@
-"""SVG: a timeline as a picture that needs nothing else.
+"""A timeline as an SVG picture that needs nothing else.
 
 Few actions are boxes of their own with their micro-batches on them, and say more under the pointer; of more, those that
 look alike are one path; and where they are too narrow to be told apart, each stretch of a row is divided, from below,

@@ -1,4 +1,4 @@
-"""Text: a timeline in characters, one line per rank."""
+"""A timeline in characters, one line per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace: a step in Chrome's trace event format ("Trace Event Format", Google, 2016), which Perfetto opens.
+"""A step in Chrome's trace event format ("Trace Event Format", Google, 2016), which Perfetto opens.
 
 A process for each rank of the pipeline, in it one thread for computing and one for communication.
 """

@@ -1,4 +1,4 @@
-"""Growth: how what a schedule does grows with its micro-batches.
+"""How the actions of a schedule grow with its micro-batches.
 
 ``(Pipeline, Times) -> Growth``. The longest path through a schedule, how many micro-batches its stages hold, and how
 many gradients of weights it finds late are ``start + each * micro-batches`` as long as that path stays the longest one.

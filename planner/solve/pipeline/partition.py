@@ -1,4 +1,4 @@
-"""Partition: the cut of a chain whose step is shortest, and a proof of how good it is.
+"""Cuts a chain of layers into pipeline stages for the shortest step, with a proof of how good the cut is.
 
 A step takes as long as the longest path of its schedule, and every path is a weighted sum of what stages take. So for
 any mix of paths, and any price on bytes over the limit, the cut of least weighted sum is a lower bound on all cuts that

@@ -1,4 +1,4 @@
-"""Simulation: when each action of a schedule starts and ends, from what stages and transfers take.
+"""Simulates a schedule: when each action starts and ends, from what stages and transfers take.
 
 An action starts when its rank is free and what it needs has arrived. A result leaves for the neighbouring stage when
 its action ends and arrives ``send_s`` later, forwards or backwards; between stages of one rank it takes no time.

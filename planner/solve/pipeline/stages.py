@@ -1,4 +1,4 @@
-"""Stages: a chain of blocks cut over a pipeline, and what such a cut takes.
+"""A chain of layers cut over a pipeline, and what such a cut takes.
 
 A chain is blocks one after the other, equal ones as a block and a count. A cut gives every stage the blocks between two
 boundaries, at least one, and every block one of its ways to save activations: all of them, or less and some

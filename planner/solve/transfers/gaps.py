@@ -1,4 +1,4 @@
-"""Gaps: the stretches between two uses of an item on the device, in which it may stay or go.
+"""The gaps between two uses of an item on the device, in which it may stay or be evicted.
 
 A gap's moments are those on the device, numbered through the step and on into the next: it begins after the use at
 ``after`` and ends with the use at ``before``, which is larger, also where a step ends in between. What happens to an

@@ -1,4 +1,4 @@
-"""Keep: which items stay on the device between two uses, so that the links are busy for as short a time as can be.
+"""Decides which items stay on the device between two uses, so that the links are busy as briefly as possible.
 
 An item that goes costs the seconds of its fetch, and once for every value that its home does not hold those of an
 eviction. The items that stay must fit, at every moment, beside those in use. For items of one size, gaps that do not go

@@ -1,4 +1,4 @@
-"""Place: a timetable from a choice of what stays, with evictions and fetches where they keep the device waiting least.
+"""Schedules evictions and fetches, given which items stay, where they delay the device least.
 
 Without waiting, evictions end and fetches start when the order and the room left allow; how long an eviction takes is
 known only once the whole is simulated. So a timetable is placed, simulated, and placed again with what was seen; and

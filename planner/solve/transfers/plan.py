@@ -1,4 +1,4 @@
-"""Plan: the timetable of a trace under a budget, of fewest seconds on the links or of the shortest step.
+"""The transfer schedule of a trace under a memory budget: of fewest seconds on the links, or of the shortest step.
 
 The fewest seconds on the links leave no room to move anything while the device computes: what stays takes all of it.
 So the shortest step keeps some moments around every use free, for the eviction and the fetch of items that go, and is

@@ -1,4 +1,4 @@
-"""Simulation: when everything in a timetable starts and ends.
+"""Simulates a transfer schedule: when everything in it starts and ends.
 
 The device computes one moment after the other, the host its own, and each direction of each link moves one item after
 the other, in the order in which they were started; all of these run at once. Entering a moment on the device starts

@@ -1,4 +1,4 @@
-"""Trace: what a training step needs on the device, moment by moment, and how it gets there.
+"""What a training step needs on the device, moment by moment, and how it gets there.
 
 The steps of training repeat, so the moments are a circle: what follows the last moment is the first one, and what is on
 the device at the end of a step is there at the beginning of the next. Nothing here knows of models: an item is a chunk

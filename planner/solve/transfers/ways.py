@@ -1,4 +1,4 @@
-"""Ways: how items go and come back in their gaps, and when, as far as there is room.
+"""When items leave and return in their gaps, as far as there is room.
 
 An item that goes is away at the least from the entry after its last use until the entry of its next one. An eviction
 need not be waited for at once, nor a fetch be started only when its item is needed: both may take the time of other
