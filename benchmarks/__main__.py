@@ -1,7 +1,7 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [shards] [predicted] [published] [runs] [iopddl] [memory] [pipeline]
-                     [schedules] [timetable] [offload] [gpu_steps] [gpu_offload] [gpu_largest]
+                     [schedules] [transfer schedule] [offload] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -33,7 +33,7 @@ from benchmarks import (
     record,
     schedules,
     step_time,
-    timetable,
+    transfer_schedule,
 )
 from benchmarks.gpt import Shape
 
@@ -88,8 +88,8 @@ def main(what: list[str]) -> None:
         pipelines()
     if not what or "schedules" in what:
         schedules_run()
-    if not what or "timetable" in what:
-        timetables()
+    if not what or "transfer_schedule" in what:
+        transfer_schedules()
     if not what or "offload" in what:
         offloads()
     if "gpu_offload" in what or (not what and torch.cuda.is_available()):
@@ -189,7 +189,8 @@ def peaks() -> None:
     )
     _write_peaks("memory", "Predicted against observed memory", notes, memory.compare(), facts)
     notes = (
-        "Predicted peak bytes over those that are alive on the fullest rank of the pipeline while it takes a step, "
+        "Predicted peak bytes over those that are alive on the rank of highest peak of the pipeline while it takes a "
+        "step, "
         "with parameters and AdamW's state. What is predicted is added up, and meant to be no less: all that is "
         "saved counts beside the neediest block. With gpipe gradients count from the first backward on."
     )
@@ -248,7 +249,7 @@ def steps(name: str, title: str, cases: Sequence[step_time.Case]) -> None:
         f"{shape.hidden}, {shape.vocab} tokens of vocabulary, {shape.batch} x {shape.sequence} tokens, float32. "
         f"Medians of {case.steps} steps, taken alternately in one run; of {STARTS} starts the one of median ratio. "
         "CPU seconds are those of the busiest rank: they say what each side costs where the wall clock also measures "
-        "other users of the machine. *Heap*: as the C library comes, or kept between steps."
+        "other users of the machine. *StorageTracker*: as the C library comes, or kept between steps."
     )
     print(record.write(name, title, notes, rows, [asdict(r) for r in results], facts), flush=True)
 
@@ -507,11 +508,11 @@ def _moved_text(moved: tuple[int, float, float]) -> str:
     return f"{size / 1e9:.1f} GB at {size / seconds / 1e9:.0f} GB/s, {beside:.0%} beside" if size else ""
 
 
-def timetables() -> None:
-    """Bytes that planned timetables move beside those of other rules."""
+def transfer_schedules() -> None:
+    """Bytes that planned transfer schedules move beside those of other rules."""
     facts = record.circumstances()
     results = []
-    for row in timetable.compare():
+    for row in transfer_schedule.compare():
         results.append(row)
         print(f"planned {row.model}, update on the {row.update}, {row.share:.0%}", flush=True)
     rows = [
@@ -519,7 +520,7 @@ def timetables() -> None:
             "model": r.model,
             "update": r.update,
             "chunks": str(r.items),
-            "budget GiB": f"{r.budget_bytes / timetable.GIB:.1f}",
+            "budget GiB": f"{r.budget_bytes / transfer_schedule.GIB:.1f}",
             "LRU GB": f"{r.lru_bytes / 1e9:.2f}",
             "static GB": f"{r.static_bytes / 1e9:.2f}",
             "Belady GB": f"{r.belady_bytes / 1e9:.2f}",
@@ -538,14 +539,15 @@ def timetables() -> None:
         "Bytes of one training step, fetched and evicted, over a link of 25 GB/s each way, for traces made of models' "
         "block sizes: bf16 parameters and gradients, fp32 master weights and two moments, each a chunk; the update of "
         "a block follows its backward, on the device or on the host. Budgets: the largest working set of a moment, and "
-        f"{', '.join(f'{share:.0%}' for share in timetable.SHARES)} of all chunks beside it. *LRU* and *Belady* fetch "
+        f"{', '.join(f'{share:.0%}' for share in transfer_schedule.SHARES)} of all chunks beside it. *LRU* and "
+        "*Belady* fetch "
         "on demand and evict what was used longest ago, or is used last; *static*: a fixed set stays. *Fewest* is "
         "`fewest_bytes`, whose bytes nothing beats by more than down to the proved *bound*; *shortest step* is "
         "`shortest_step`, simulated. With the update on the host only parameters between forward and backward may "
         "stay, which come back in reverse order: there LRU is as good as anything."
     )
     raw = [asdict(r) for r in results]
-    print(record.write("timetable", "Timetables of chunks", notes, rows, raw, facts), flush=True)
+    print(record.write("transfer_schedule", "Transfer schedules of chunks", notes, rows, raw, facts), flush=True)
 
 
 if __name__ == "__main__":

@@ -340,7 +340,7 @@ def besides(found: Searched) -> dict[str, float]:
     stages, micro_batches = space.stages, mesh.micro_batches
     pieces = 1 if found.staged is None else found.staged.pipeline.virtual_stages
     layers = max(space.folded.kinds, key=len)
-    left = {"made again": _skipped_s(assignment), "fused": 0.0}
+    left = {"recomputed": _skipped_s(assignment), "fused": 0.0}
     for node in layers[0].block.nodes:
         if node.op == "aten.dropout.default":
             size = local_bytes(node.results[0], assignment.choice(node).results[0], mesh)

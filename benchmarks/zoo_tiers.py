@@ -145,14 +145,14 @@ def planned(name: str, pin: Mapping[str, Any]) -> dict[str, Any]:
 
     with exact():
         plan = _plan(name, {**pin, "offload": "host"} if pin.get("offload") == "auto" else pin)
-        traces = [table.trace for table in plan.timetables]
+        traces = [table.trace for table in plan.transfer_schedules]
         sizes = [(max(trace.needed_bytes), sum(item.bytes for item in trace.items)) for trace in traces]
         if pin.get("offload") == "auto":
             plan = _plan(name, pin, int(max(least + moving // 2 for least, moving in sizes) / 0.9))
         elif traces:
             pairs = zip(traces, sizes, strict=True)
             tables = (fewest_bytes(trace, least + moving // 10) for trace, (least, moving) in pairs)
-            plan = replace(plan, timetables=tuple(tables))
+            plan = replace(plan, transfer_schedules=tuple(tables))
     return plan.to_dict()
 
 

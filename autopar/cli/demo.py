@@ -68,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a rank observed in one step: its collective calls, and the bytes of live tensors at the fullest moment."""
+    """What a rank observed in one step: its collective calls, and the bytes of live tensors at the peak."""
 
     calls: Mapping[Collective, int]
     peak_bytes: int

@@ -34,7 +34,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.plan.plan import Plan
 from planner.search.search import GAP
-from planner.solve.transfers import Timetable
+from planner.solve.transfers import TransferSchedule
 
 
 @on_one_stack
@@ -115,7 +115,7 @@ def parallelize(
     make_part = part_maker(model, traced.captured, stage_mesh, rank, device, state_dict, seed)
     if micro_batched is not None:
         micro_batched = replace(micro_batched, pipeline=pipeline)
-    table = None if not plan.timetables else plan.timetables[0 if pipeline is None else pipeline.rank]
+    table = None if not plan.transfer_schedules else plan.transfer_schedules[0 if pipeline is None else pipeline.rank]
     home = (
         0 if table is None else _home_bytes(assignment, table, None if micro_batched is None else micro_batched.blocks)
     )
@@ -127,7 +127,7 @@ def parallelize(
 
 def _device_bytes(plan: Plan) -> int:
     """Bytes of a device within which a plan's step stays."""
-    return max((table.budget_bytes for table in plan.timetables), default=plan.predicted.peak_bytes)
+    return max((table.budget_bytes for table in plan.transfer_schedules), default=plan.predicted.peak_bytes)
 
 
 def _check_fits(plan: Plan, cluster: ClusterSpec) -> None:
@@ -138,14 +138,14 @@ def _check_fits(plan: Plan, cluster: ClusterSpec) -> None:
     """
     needed_bytes, usable_bytes = _device_bytes(plan), cluster.device.usable_bytes
     if needed_bytes > usable_bytes:
-        does = "moves model data within" if plan.timetables else "takes"
+        does = "moves model data within" if plan.transfer_schedules else "takes"
         raise PlanError(
             f"the plan {does} {in_all_bytes(needed_bytes)} of a device, and this cluster's "
             f"devices can use {in_all_bytes(usable_bytes)}: plan again for this cluster"
         )
 
 
-def _home_bytes(assignment: Assignment, table: Timetable, blocks: Collection[int] | None) -> int:
+def _home_bytes(assignment: Assignment, table: TransferSchedule, blocks: Collection[int] | None) -> int:
     """What this rank keeps at home of what moves.
 
     Args:

@@ -32,7 +32,7 @@ from planner.plan.plan import Plan, Search, describe, refold, reprice, restage, 
 from planner.search.advice import Request, search_or_advise
 from planner.search.search import GAP
 from planner.solve.pipeline.schedule import schedule
-from planner.solve.transfers import Timetable
+from planner.solve.transfers import TransferSchedule
 
 
 @no_garbage()
@@ -144,9 +144,9 @@ def plan_traced(
     )
     found = search_or_advise(request, progress)
     assignment, staged = found.assignment, found.staged
-    timetables: tuple[Timetable, ...] = ()
+    transfer_schedules: tuple[TransferSchedule, ...] = ()
     if pins.tier != "device":
-        timetables, predicted = found.offloaded
+        transfer_schedules, predicted = found.offloaded
     elif staged is None:
         predicted = predict(assignment, found.evaluation.time_s, found.memory or usage(assignment))
     else:
@@ -161,7 +161,7 @@ def plan_traced(
         predicted,
         Search(found.status, found.gap, seconds, seen, unseen, max_axes, time_limit_s),
         staged,
-        timetables,
+        transfer_schedules,
     )
 
 

@@ -1,6 +1,6 @@
 """One local program under construction: operators in the layouts that an assignment gives them.
 
-Nothing is decided here: operators run as the assignment says, and conversions are the routes it names.
+Nothing is decided here: operators run as the assignment says, and reshardings are the routes it names.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def known_before(block: Block, assignment: Assignment) -> dict[str, Node | Ref]:
 
 
 def sums_early(mesh: Mesh, route: Route) -> bool:
-    """Whether a conversion sums over micro-batches."""
+    """Whether a resharding sums over micro-batches."""
     return any(mesh.axes[step.axis].name == MICRO and step.before[step.axis] == P for step in route)
 
 

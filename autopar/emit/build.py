@@ -48,7 +48,7 @@ from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Layout, Mesh, P, R, Shard, over_micro_batches
 from planner.plan.document.document import EVALUATE
 from planner.solve.pipeline.schedule import Schedule
-from planner.solve.transfers import Timetable, Use
+from planner.solve.transfers import TransferSchedule, Use
 
 MakePart = Callable[[LeafSpec], Tensor]
 """Makes this rank's part of a parameter, buffer or constant."""
@@ -97,7 +97,7 @@ def build(
     make_part: MakePart,
     seed: int = 0,
     micro_batched: MicroBatched | None = None,
-    timetable: Timetable | None = None,
+    transfer_schedule: TransferSchedule | None = None,
     disk: Disk | None = None,
 ) -> ParallelModule:
     """Emit the program and hold its parameters.
@@ -107,14 +107,14 @@ def build(
         make_part: this rank's part of a parameter, buffer or constant.
         seed: of dropout and other random operators, the same on all ranks.
         micro_batched: for a micro-batched plan.
-        timetable: for a plan with model data on the host or on disk.
+        transfer_schedule: for a plan with model data on the host or on disk.
         disk: where it is on disk.
     """
     state = RunState(RandomState(seed))
     device = torch.device(device_mesh.device_type)
     carrier = None
-    if timetable is not None:
-        carrier = _carrier(assignment, timetable, device, disk, micro_batched)
+    if transfer_schedule is not None:
+        carrier = _carrier(assignment, transfer_schedule, device, disk, micro_batched)
     holder = {**groups_of(device_mesh), STATE: state, **({} if carrier is None else {CARRIER: carrier})}
     leaves = [leaf.name for leaf in assignment.space.graph.leaves]
     program: Program
@@ -149,15 +149,15 @@ def build(
 
 def _carrier(
     assignment: Assignment,
-    table: Timetable,
+    table: TransferSchedule,
     device: torch.device,
     disk: Disk | None,
     micro_batched: MicroBatched | None,
 ) -> Carrier:
-    """What moves chunks of parameters and gradients as a timetable says.
+    """What moves chunks of parameters and gradients as a transfer schedule says.
 
     Raises:
-        PlanError: the timetable is of other chunks or blocks than the plan's.
+        PlanError: the transfer schedule is of other chunks or blocks than the plan's.
     """
     graph, items = assignment.space.graph, {item.name: item.bytes for item in table.trace.items}
     carried = []
@@ -191,7 +191,8 @@ def _carrier(
         others = () if micro_batched is not None or name.startswith(SAVED) else ("fetch",)
         if action in (("evict", "make") if name in own else others):
             raise PlanError(
-                f"the plan's timetable has {action} {name}, but parameters are only fetched, and gradients only made "
+                f"the plan's transfer schedule has {action} {name}, but parameters are only fetched, and gradients "
+                "only made "
                 f"and evicted: it was edited; make another with {EVALUATE}"
             )
     micro_batches = (None,) if micro_batched is None else range(assignment.space.mesh.micro_batches)
@@ -199,7 +200,8 @@ def _carrier(
     is_fit = items == sizes and all(moment in places for moment in wanted)
     if not is_fit or any(_moments_of(each, table) != _needing(each, moments) for each in saved):
         raise PlanError(
-            "the plan's timetable is of other chunks or blocks than its layouts make: one of them was edited; make "
+            "the plan's transfer schedule is of other chunks or blocks than its layouts make: one of them was edited; "
+            "make "
             f"another with {EVALUATE}"
         )
     _check_updates(table, carried)
@@ -229,12 +231,12 @@ def _needing(saved: CarriedSaved, moments: Mapping[int, tuple[str, str]]) -> lis
     return [of_micro_batch(name, saved.micro_batch) for name in found]
 
 
-def _moments_of(saved: CarriedSaved, table: Timetable) -> list[str]:
-    """The moments in which a timetable has it on the device."""
+def _moments_of(saved: CarriedSaved, table: TransferSchedule) -> list[str]:
+    """The moments in which a transfer schedule has it on the device."""
     return [use.moment for use in table.trace.item[saved.name].uses]
 
 
-def _check_updates(table: Timetable, carried: Iterable[Carried]) -> None:
+def _check_updates(table: TransferSchedule, carried: Iterable[Carried]) -> None:
     """Raise :class:`PlanError` if a parameter were read in a step after its update, or fetched before all updates."""
     moments, place = table.trace.moments, table.trace.place
     for each in carried:
@@ -245,7 +247,8 @@ def _check_updates(table: Timetable, carried: Iterable[Carried]) -> None:
         updated = min(on_host, default=len(moments))
         if uses[-1] != Use(moments[-1].name, "rw") or moments[-1].on != "host" or updated < last:
             raise PlanError(
-                f"the plan's timetable updates {each.name} before its last use in the step, or not before the step "
+                f"the plan's transfer schedule updates {each.name} before its last use in the step, or not before the "
+                "step "
                 f"ends: it was edited; make another with {EVALUATE}"
             )
 

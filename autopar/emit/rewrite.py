@@ -2,7 +2,7 @@
 
 One :class:`torch.fx.GraphModule` per distinct block (and entry layout, and level of recomputation), called once per
 instance by a root program. A block that recomputes has a second one, with the statements that are run again. Nothing
-is decided here: operators run as the assignment says, and conversions are the routes it names.
+is decided here: operators run as the assignment says, and reshardings are the routes it names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.emit.block_program import (
 from autopar.runtime.autograd.recompute import recompute
 from autopar.runtime.offload.block_hooks import enter_block, leave_block
 from autopar.runtime.spmd.parameters import gather_ahead
-from planner.analysis.memory.remat_demand import brought_again
+from planner.analysis.memory.remat_demand import gathered_again
 from planner.analysis.memory.steady_state import Wiring
 from planner.analysis.memory.storages import BEFORE, is_before
 from planner.analysis.offload.chunks import Chunk, chunks_of, parameters
@@ -166,7 +166,7 @@ class Root:
         may be in two parts, those that each of these gathers.
         """
         of_weights = self.assignment.space.micro_batched
-        brought = brought_again(self.assignment, instance, level, of_weights)
+        brought = gathered_again(self.assignment, instance, level, of_weights)
         chunks = self.assignment.chunks(instance.block)
         return [number for number in self.assignment.ahead(instance.block) if not brought.isdisjoint(chunks[number])]
 
@@ -250,5 +250,5 @@ def program_names(assignment: Assignment) -> list[str]:
 
 
 def _again(name: str) -> str:
-    """The program of what a block makes again."""
+    """The program of what a block recomputes."""
     return f"{name}_again"

@@ -12,7 +12,7 @@ class Kept:
     Attributes:
         saves: words for operands and results (``in0``, ``out1``) that autograd saves, and backward asks for.
         holds: those that the context holds by itself (``ctx.x = x``), or that backward does not ask for: they are never
-            let go and made again.
+            let go and recomputed.
         others: what else there is, as pairs of the operand or result next in size, and bytes for each of its elements.
         works: bytes of the tensors that backward makes, at the fullest of its moments, but for the gradients it gives,
             for each byte of the first operand or result, whichever is larger.

@@ -1,7 +1,7 @@
 """Operators whose arguments name sizes, and what these are on one rank.
 
 A row turns an operator's arguments into those of its local call, from the rank-local shapes of its
-tensor operands and results. Views become ``reshape``: a conversion may leave other strides than the
+tensor operands and results. Views become ``reshape``: a resharding may leave other strides than the
 whole tensor had, and of a rank's sizes more may be 1.
 """
 

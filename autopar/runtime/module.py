@@ -199,8 +199,8 @@ class ParallelModule(nn.Module):
         it as any other. Adam and AdamW step by torch's fused kernels, unless ``fused``, ``foreach`` or
         ``differentiable`` is given; torch's other fused kernels take no DTensors. Of a plan with model data on disk
         its state goes to files after the first step, where one that is made otherwise keeps it in the host's memory.
-        Of a plan that updates in backward (pin ``update``), ``backward()`` updates what is at home on the host, and
-        ``step()`` only ends the step: there is nothing to clip or unscale between them.
+        Of a plan that updates in backward (pin ``update``), ``backward()`` updates what is with their home on the host,
+        and ``step()`` only ends the step: there is nothing to clip or unscale between them.
 
         Args:
             make: the optimizer's class, e.g. ``torch.optim.AdamW``.
@@ -293,7 +293,7 @@ class ParallelModule(nn.Module):
         """Parameters and buffers of its own, on the same process groups; every rank copies for itself."""
         if self.carrier is not None:
             raise InputError(
-                "a module whose parameters are at home on the host or on disk cannot be copied: call "
+                "a module whose parameters are with their home on the host or on disk cannot be copied: call "
                 "autopar.parallelize again, with state_dict=pmodel.full_state_dict()"
             )
         groups = list(groups_of(self.device_mesh).values())

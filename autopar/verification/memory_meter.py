@@ -27,7 +27,7 @@ class LiveBytes(TorchDispatchMode):
         held: tensors that are alive from the start (see :func:`held_tensors`).
 
     Attributes:
-        now, peak: bytes alive now, and at the fullest moment so far.
+        now, peak: bytes alive now, and at the peak so far.
     """
 
     def __init__(self, held: Iterable[Tensor] = ()):

@@ -2,7 +2,7 @@
 
 The program runs once on meta tensors, which have shapes but no data, as rank 0 of a fake process group of
 any size. ``spmd_types`` follows the local type of every tensor from the leaves on: an ``I`` that meets a
-sharded operand, a term of a sum taken for the whole, a conversion from a type that the tensor does not
+sharded operand, a term of a sum taken for the whole, a resharding from a type that the tensor does not
 have are errors there. Beside that, every operator's operands must have the types that the plan says.
 """
 
@@ -44,7 +44,7 @@ from planner.ir.layout import MICRO, I, Layout, LocalType, Mark, Mesh, P, R, Sha
 
 @dataclass(frozen=True)
 class TypeReport:
-    """What was checked: calls of operators and conversions, on a mesh of this many ranks."""
+    """What was checked: calls of operators and reshardings, on a mesh of this many ranks."""
 
     operators: int
     conversions: int
@@ -52,7 +52,7 @@ class TypeReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.operators} operator calls and {self.conversions} conversions have the right types on "
+            f"{self.operators} operator calls and {self.conversions} reshardings have the right types on "
             f"{self.ranks} ranks"
         )
 
@@ -61,7 +61,7 @@ def typecheck(captured: Captured, assignment: Assignment, micro_batched: MicroBa
     """Emit the program of rank 0, or with micro-batches those of all stages, and check them.
 
     Raises:
-        VerificationError: names the operator or conversion whose types are wrong.
+        VerificationError: names the operator or resharding whose types are wrong.
     """
     with fake_process_group(assignment.space.mesh.size):
         if micro_batched is not None:
@@ -225,7 +225,7 @@ class _Root(fx.Interpreter):
         with torch.no_grad():
             made = _Root(again, self.checker).run(*kept, *gatherings_of(inputs))
         for old, new in zip(given_up, made, strict=True):
-            self.checker.alike(old, new, f"{again.__class__.__name__}: a value that is made again")
+            self.checker.alike(old, new, f"{again.__class__.__name__}: a value that is recomputed")
         return outputs
 
     def run_node(self, n: fx.Node) -> Any:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from planner.analysis.memory import LARGEST, Usage, usage
-from planner.analysis.memory.remat_demand import brought_again, is_asked
-from planner.analysis.pipeline.peak_report import fullest_micro_batched
+from planner.analysis.memory.remat_demand import gathered_again, is_asked
+from planner.analysis.pipeline.peak_report import peak_micro_batched
 from planner.analysis.pipeline.staged import MicroBatchTimes, Staged
 from planner.base.formatting import in_bytes, in_lines, in_seconds, in_shares, labelled
 from planner.base.symbolic_float import at_least_zero
@@ -35,17 +35,17 @@ class Prediction:
 
     Attributes:
         step_time_s: seconds of the whole step.
-        peak_bytes: bytes at the fullest moment.
-        time_s: seconds by use: ``compute``, ``recompute`` (what backward makes again, and what that communicates),
+        peak_bytes: bytes at the peak.
+        time_s: seconds by use: ``compute``, ``recompute`` (what backward recomputes, and what that communicates),
             ``communication`` (of activations, and gathering parameters, in backward too),
             ``gradients`` (their reduction, as far as backward does not hide it), ``optimizer``, ``bubble`` (waiting
             for other stages), ``offload`` (waiting for what moves between the device and the host).
-        memory_bytes: bytes at the fullest moment by use: ``parameters``, ``gradients``, ``optimizer``, ``gathered``
+        memory_bytes: bytes at the peak by use: ``parameters``, ``gradients``, ``optimizer``, ``gathered``
             (parameters that are used in a larger layout than they are stored in), ``activations`` (inputs, and what
             forward made), ``temporary`` (gradients of activations, and what operators need while they run).
         collectives: each distinct call and how often a step makes it; with micro-batches, by one rank of every stage
             together.
-        fullest_at: what runs at the fullest moment; with micro-batches also which rank of the pipeline is fullest, and
+        fullest_at: what runs at the peak; with micro-batches also which rank of the pipeline is fullest, and
             how many micro-batches are in flight on it.
         largest: the largest tensors alive then, and their bytes; with micro-batches those of all micro-batches in
             flight together, ``x 4``.
@@ -135,7 +135,7 @@ def calls_by_block(
 
 
 def _undone_twice(assignment: Assignment, bounds: Sequence[int], late: Sequence[int]) -> list[int]:
-    """In how many micro-batches each instance is undone in two parts, each of which needs what it makes again.
+    """In how many micro-batches each instance runs its backward in two parts, each of which needs what it recomputes.
 
     Where nothing with a gradient comes from the stage before, all is left to the second part.
     """
@@ -176,7 +176,7 @@ class Conversion:
 
 
 def conversions(assignment: Assignment) -> list[tuple[Conversion, int]]:
-    """Every conversion of a step, of one representative of those that are alike, and how often it occurs."""
+    """Every resharding of a step, of one representative of those that are alike, and how often it occurs."""
     space = assignment.space
     found: list[tuple[Conversion, int]] = []
 
@@ -204,7 +204,8 @@ def conversions(assignment: Assignment) -> list[tuple[Conversion, int]]:
 
 
 def _alike(assignment: Assignment, twice: Sequence[int] = ()) -> list[tuple[Instance, Level, int, int]]:
-    """One instance of each block, entry layout and level of recomputation, in how many micro-batches it is undone
+    """One instance of each block, entry layout and level of recomputation, in how many micro-batches it runs its
+    backward
     twice, and how many there are: they do the same.
     """
     space, role_of = assignment.space, assignment.space.role_of
@@ -232,7 +233,7 @@ def _operands(assignment: Assignment, node: Node) -> list[tuple[int, Ref]]:
 
 
 def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool, once: int = 0) -> Calls:
-    """Calls of a conversion; those of ``backward`` are made only if a gradient comes back through it.
+    """Calls of a resharding; those of ``backward`` are made only if a gradient comes back through it.
 
     Args:
         once: so many of the first steps are taken once a step.
@@ -247,7 +248,7 @@ def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool,
 
 
 def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
-    """Calls of one instance of a block: conversions of operands and results, local forms, and parameters brought."""
+    """Calls of one instance of a block: reshardings of operands and results, local forms, and parameters brought."""
     space = assignment.space
     graph, mesh = space.graph, space.mesh
     calls: Calls = Counter()
@@ -291,7 +292,7 @@ def _chunk_calls(assignment: Assignment, chunk: Chunk, backward: bool) -> Calls:
 
 
 def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Calls:
-    """Calls that one instance of a block makes again in backward, to recompute."""
+    """Calls that one instance of a block recomputes in backward, to recompute."""
     space = assignment.space
     calls: Calls = Counter()
     if not is_asked(assignment, instance, level):
@@ -320,7 +321,7 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
             if on.size > 1 and on.name != MICRO and inner.phase == "forward":
                 bytes_in = space.inner_bytes(space.rules[node.name], choice, inner)
                 calls[Collective(inner.kind, on.name, bytes_in, "backward")] += space.mesh.micro_batches
-    brought = brought_again(assignment, instance, level)
+    brought = gathered_again(assignment, instance, level)
     for chunk in assignment.chunks(instance.block):
         if not brought.isdisjoint(chunk):
             repeat(_chunk_calls(assignment, chunk, backward=False))
@@ -333,7 +334,7 @@ def use_again(assignment: Assignment, ref: Ref) -> str:
 
 
 def _converted_again_s(assignment: Assignment) -> dict[str, float]:
-    """Seconds of the conversions that backward repeats, by use."""
+    """Seconds of the reshardings that backward repeats, by use."""
     space, seconds = assignment.space, {"communication": 0.0, "recompute": 0.0}
     for (tail, head, ref, positions), times in space.skeleton.flows_again(assignment.recompute).items():
         source = assignment.chosen[tail]
@@ -349,7 +350,7 @@ def predict_micro_batched(assignment: Assignment, staged: Staged) -> Prediction:
     """The same for a micro-batched step: seconds of the busiest rank and its waiting, bytes of the fullest; the
     collectives of one rank of every stage together.
     """
-    fullest = fullest_micro_batched(assignment, staged)
+    fullest = peak_micro_batched(assignment, staged)
     recomputing = replace(assignment, recompute=staged.recompute(assignment.space.folded))
     return Prediction(
         staged.step_s,

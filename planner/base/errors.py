@@ -27,8 +27,10 @@ class ScheduleError(AutoparError, ValueError):
     """A pipeline schedule cannot run, or does not exist for so many ranks, stages and micro-batches."""
 
 
-class TimetableError(AutoparError, ValueError):
-    """A trace of moments and items contradicts itself, or a timetable of their movements cannot be carried out."""
+class TransferScheduleError(AutoparError, ValueError):
+    """A trace of moments and items contradicts itself, or a transfer schedule of their movements cannot be carried
+    out.
+    """
 
 
 class InfeasibleError(AutoparError):

@@ -11,8 +11,8 @@ WIDTH = 100
 
 TIME_USES = {
     "compute": "operators, forward and backward",
-    "recompute": "what backward makes again, with the communication that takes",
-    "communication": "conversions of activations, and gathering parameters",
+    "recompute": "what backward recomputes, with the communication that takes",
+    "communication": "reshardings of activations, and gathering parameters",
     "gradients": "reducing gradients, as far as backward does not hide it",
     "optimizer": "updating parameters",
     "bubble": "waiting for other stages of the pipeline",

@@ -20,7 +20,7 @@ Chunk = dict[Ref, Route]
 
 @dataclass(frozen=True)
 class Assignment:
-    """A decision for every role, and what is made again: what the rewrite obeys and the report shows.
+    """A decision for every role, and what is recomputed: what the rewrite obeys and the report shows.
 
     Attributes:
         waits: of a micro-batched step, see :class:`planner.analysis.pipeline.staged.Staged`.
@@ -52,7 +52,7 @@ class Assignment:
         return layout
 
     def relay_route(self, ref: Ref) -> Route:
-        """The conversion done once, right after a value is produced."""
+        """The resharding done once, right after a value is produced."""
         return self._route(ref, self.produced(ref), self.delivered(ref))
 
     def relays_by_sums(self, ref: Ref) -> bool:
@@ -61,12 +61,12 @@ class Assignment:
         return is_param and all(step.rule == "I>R" for step in self.relay_route(ref))
 
     def operand_route(self, node: Node, position: int) -> Route:
-        """The conversion of one operand, done by its reader."""
+        """The resharding of one operand, done by its reader."""
         ref = node.inputs[position]
         return self._route(ref, self.delivered(ref), self.choice(node).operands[position])
 
     def bringing(self, node: Node, position: int) -> Route:
-        """The conversion of a parameter operand that its block does together with those of its other parameters.
+        """The resharding of a parameter operand that its block does together with those of its other parameters.
 
         Empty unless the operand is a parameter of this reader alone, in one layout, that is used replicated where it
         is stored whole or sharded: for those a block makes one call per axis and dtype, to gather them and to reduce
@@ -117,7 +117,7 @@ class Assignment:
                     found.setdefault(key, {})[ref] = route
         return list(found.values())
 
-    def brought_again(self, instance: Instance, level: Level) -> set[Ref]:
+    def gathered_again(self, instance: Instance, level: Level) -> set[Ref]:
         """The parameters that an instance of a block brings again in backward, with all others of their chunk."""
         return self.given_up(instance, level) if self.space.is_undone(instance) else set()
 
@@ -152,12 +152,12 @@ class Assignment:
         return layout
 
     def output_route(self, position: int) -> Route:
-        """The conversion of an output before it leaves the model."""
+        """The resharding of an output before it leaves the model."""
         ref = self.space.leaving[position]
         return self._route(ref, self.delivered(ref), self.output_layout(position))
 
     def _route(self, ref: Ref, source: Layout, target: Layout) -> Route:
-        """The steps of a conversion; what stays as it is asks for no table."""
+        """The steps of a resharding; what stays as it is asks for no table."""
         return self.space.table(ref).route(source, target) if source != target else ()
 
 

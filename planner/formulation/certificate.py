@@ -120,7 +120,7 @@ def of_part(
     decided = (levels for kind in range(len(space.folded.kinds)) for levels in assignment.recompute.levels(kind))
     if again != sum(len(numbers) for _, numbers in decided):
         of += [] if of else ["a step that makes nothing again"]
-        without.append("what the cut makes again")
+        without.append("what the cut recomputes")
     if space.training.tier != "device":
         of.append("a step in which nothing stays on the device and nothing moves beside computing")
         without.append("what stays, and what moves beside computing")

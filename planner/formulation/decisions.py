@@ -181,7 +181,7 @@ class Skeleton:
         return sum(len(numbers) for level, numbers in levels if at in self.again(kind, level).operators)
 
     def flows_again(self, recompute: Recompute) -> Mapping[Flow, int]:
-        """How often a conversion of each flow runs again in backward."""
+        """How often a resharding of each flow runs again in backward."""
         if recompute not in self._flows_again:
             self._flows_again[recompute] = self._count_again(recompute)
         return self._flows_again[recompute]
@@ -201,7 +201,7 @@ class Skeleton:
         return flows
 
     def _taken(self, instance: Instance, level: Level) -> tuple[Flow, ...]:
-        """The flows whose conversions an instance, the first of its way to be entered, runs again at a level."""
+        """The flows whose reshardings an instance, the first of its way to be entered, runs again at a level."""
         key = instance.block.span.names[0], level
         if key not in self._takes:
             taken = self.again(instance.kind, level).taken
@@ -338,7 +338,7 @@ class Skeleton:
         }
 
     def again(self, kind: int, level: Level) -> Again:
-        """What the instances of a kind make again at a level other than ``none``."""
+        """What the instances of a kind recompute at a level other than ``none``."""
         if (kind, level) not in self._again:
             self._again[kind, level] = self.backward(kind).again(level)
         return self._again[kind, level]

@@ -36,8 +36,8 @@ class Known:
     Attributes:
         alike: ways to run operators, by rule and by ways to run them on each axis. The lists stay, so that their ids
             may stand for them.
-        tables: conversions, by type of tensor and where it may be cut.
-        pairs: conversions between choices, by table and layouts.
+        tables: reshardings, by type of tensor and where it may be cut.
+        pairs: reshardings between choices, by table and layouts.
         computed: seconds of an operator by itself, by rule, local shapes and what it passes over.
         seconds, works, parts, sizes: of every choice in a list, see :meth:`Priced._works_of` and what it calls.
     """

@@ -60,7 +60,7 @@ class Pace:
         return sum(times for times, each in zip(self.waits, instances, strict=False) if each.kind == kind)
 
     def again(self, times: int, again: int, part: float) -> float:
-        """How often it takes what so many of those blocks make again, which a rank may do while it waits."""
+        """How often it takes what so many of those blocks recompute, which a rank may do while it waits."""
         return again * self.rounds
 
     def once(self, times: int, part: float) -> float:
@@ -76,7 +76,7 @@ class Pace:
 class Packed(Pace):
     """That of equal blocks, each whole on some rank: how often one rank takes what it takes in them.
 
-    NothingFits is known of other blocks, nor of what only some of these make again.
+    NothingFits is known of other blocks, nor of what only some of these recompute.
 
     Attributes:
         instances: their numbers in the graph.

@@ -1,7 +1,7 @@
 """Resharding: which collectives turn one layout into another, and what they cost.
 
 A *step* changes the local type on one mesh axis; each legal step has a fixed collective forward and a
-fixed one backward (the table :data:`STEPS`). A conversion between two layouts is the cheapest route of
+fixed one backward (the table :data:`STEPS`). A resharding between two layouts is the cheapest route of
 legal steps, found once for all pairs of layouts of a tensor.
 """
 
@@ -192,7 +192,7 @@ def _passes_of_all(phase: Phase, together: int) -> Ints:
 
 
 class ConversionTable:
-    """All conversions of one tensor type on one mesh.
+    """All reshardings of one tensor type on one mesh.
 
     Args:
         first: the local types on the first axis, where they are not all that are possible.
@@ -273,7 +273,7 @@ class ConversionTable:
         return tuple(steps)
 
     def _hops(self, i: int, j: int) -> list[tuple[int, int]]:
-        assert np.isfinite(self.forward_s[i, j]), f"no conversion {self.layouts[i]} -> {self.layouts[j]}"
+        assert np.isfinite(self.forward_s[i, j]), f"no resharding {self.layouts[i]} -> {self.layouts[j]}"
         before = int(self._before_last[i, j])
         return [*self._hops(i, before), (before, j)] if before >= 0 else self._closed(i, j)
 

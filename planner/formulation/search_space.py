@@ -217,7 +217,7 @@ class Space(Priced):
         ]
 
     def table(self, ref: Ref) -> ConversionTable:
-        """All conversions of a value on this mesh."""
+        """All reshardings of a value on this mesh."""
         tensor = self.graph.type_of(ref)
         shards = tuple(shards_of(tensor, self._strips(ref)))
         micro_batches = self._micro_batches(ref) if self.mesh.micro_batches > 1 else None
@@ -346,7 +346,7 @@ class Space(Priced):
         """The solver's problem; vertex ``i`` decides role ``self.roles[i]``.
 
         Args:
-            recompute: what is made again, at least.
+            recompute: what is recomputed, at least.
             up_to: more of it, in growing amounts. Then the problem is one of bounds: with ``recompute``, any of
                 these or anything between, an assignment takes at least as long and holds at least as much.
         """
@@ -380,7 +380,7 @@ class Space(Priced):
         packed: float,
         late: Ints | None = None,
     ) -> tuple[Floats, Floats, Ints]:
-        """Seconds, seconds in the background, and bytes held, of a conversion that occurs so often.
+        """Seconds, seconds in the background, and bytes held, of a resharding that occurs so often.
 
         Args:
             again: how often it runs again in backward.
@@ -471,7 +471,8 @@ class Space(Priced):
         return Vertex(str(role), time, np.zeros(size), cover, held, transient)
 
     def _held(self, role: Role, node: Node, options: list[Choice] | list[Layout], recompute: Recompute) -> Ints:
-        """What the members of a role keep for backward, and what one of them has made again while its block is undone.
+        """What the members of a role keep for backward, and what one of them has recomputed while its block runs its
+        backward.
 
         The latter is there for a while only, but beside whatever operators of the block then need for themselves.
         """
@@ -494,7 +495,7 @@ class Space(Priced):
         return float(table.forward_s[pair]), float(table.backward_s[pair])
 
     def _pair(self, flow: Flow) -> tuple[Floats, Floats, Ints]:
-        """Seconds forward and backward, and bytes gathered, of one conversion, for every pair of choices."""
+        """Seconds forward and backward, and bytes gathered, of one resharding, for every pair of choices."""
         if flow not in self._pair_of:
             self._pair_of[flow] = self._find_pair(*flow)
         return self._pair_of[flow]
@@ -535,7 +536,7 @@ def _often(seconds: Floats, times: float) -> Floats:
 
 
 def _convert(table: ConversionTable, rows: Ints, columns: list[Ints], is_param: bool) -> tuple[Floats, Floats, Ints]:
-    """Seconds forward, seconds backward, and bytes gathered, of the conversions of a value from layouts to layouts.
+    """Seconds forward, seconds backward, and bytes gathered, of the reshardings of a value from layouts to layouts.
 
     Args:
         rows: the number of its layout for each choice of its source.

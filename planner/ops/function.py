@@ -10,7 +10,7 @@ found it out or the user declared it. None of them is a size, so that the node m
 * ``linear``: sets of operands in which it is jointly linear, as in :class:`planner.ops.sharding_rule.Rule`.
 * ``terms``: whether its backward is linear in the gradients that it is given, so that it may be given terms of them.
 * ``saves``, ``holds``: operands and results that autograd saves for its backward; those that its own code holds, which
-  are never let go and made again.
+  are never let go and recomputed.
 * ``kept``: what it keeps besides, as pairs of a tensor (a place among operands, then results) and bytes for each of its
   elements.
 * ``flops``: forward operations for each element of the first result.

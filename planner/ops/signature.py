@@ -100,7 +100,7 @@ def linear_sets(
 ) -> tuple[frozenset[int], ...]:
     """The sets of operands in which the operator really is linear.
 
-    Sums of integers and booleans do not survive conversions, so results and operands must be floating
+    Sums of integers and booleans do not survive reshardings, so results and operands must be floating
     point; and a tensor that is also read outside the set (``x * x``) does not stay fixed.
     """
     if not all(map(is_floating, node.results)):

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.analysis.memory import usage
-from planner.analysis.memory.storages import Fullest
+from planner.analysis.memory.storages import PeakReport
 from planner.analysis.offload.step_timing import offloaded
 from planner.analysis.pipeline.chain import chain_of, links_of
-from planner.analysis.pipeline.peak_report import fullest_micro_batched
+from planner.analysis.pipeline.peak_report import peak_micro_batched
 from planner.analysis.pipeline.staged import Staged, price
 from planner.analysis.prediction import Prediction, predict, predict_micro_batched
 from planner.base.errors import PlanError, ScheduleError
@@ -50,7 +50,7 @@ from planner.search.block_splitting import finer
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.pipeline.stages import evaluate as cut_of
 from planner.solve.problem import evaluate
-from planner.solve.transfers import Timetable
+from planner.solve.transfers import TransferSchedule
 
 if TYPE_CHECKING:
     from planner.plan.report.explain import Explanation
@@ -125,8 +125,8 @@ class Plan(Document):
 
     @property
     def objective_s(self) -> float:
-        """As of any document; with micro-batches with timetables what the cut takes without them."""
-        staged = restage(self, self.assignment) if self.timetables and self.assignment is not None else None
+        """As of any document; with micro-batches with transfer schedules what the cut takes without them."""
+        staged = restage(self, self.assignment) if self.transfer_schedules and self.assignment is not None else None
         return super().objective_s if staged is None else staged.step_s
 
     # ---- views -------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Plan(Document):
         """
         from planner.plan.report.explain import explain
 
-        is_known = self.assignment is not None and not self.timetables
+        is_known = self.assignment is not None and not self.transfer_schedules
         return explain(self, name, time_limit_s=time_limit_s, fullest=self.fullest if is_known else None)
 
     def why_not(self, pin: Mapping[str, Any], *, time_limit_s: float = 60.0) -> WhyNot:
@@ -200,17 +200,17 @@ class Plan(Document):
         return why_not(self, pin, time_limit_s=time_limit_s)
 
     @cached_property
-    def fullest(self) -> Fullest:
-        """The fullest moment of a step on the fullest rank, and every tensor that is alive then.
+    def fullest(self) -> PeakReport:
+        """The fullest moment of a step on the rank of highest peak, and every tensor that is alive then.
 
         Raises:
             PlanError: the plan was read from a file, without its model; or it offloads.
         """
-        self._check_on_device("read plan.timetables, which say moment by moment what is on the device")
+        self._check_on_device("read plan.transfer_schedules, which say moment by moment what is on the device")
         if self.assignment is None:
             raise PlanError(WITHOUT_GRAPH)
         staged = restage(self, self.assignment)
-        return usage(self.assignment).fullest if staged is None else fullest_micro_batched(self.assignment, staged)
+        return usage(self.assignment).fullest if staged is None else peak_micro_batched(self.assignment, staged)
 
     # ---- at other sizes ----------------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class Plan(Document):
 
     def _check_on_device(self, instead: str) -> None:
         """Refuse what only a plan with all model data on the device can be asked; ``instead``: another way to know."""
-        if self.timetables:
+        if self.transfer_schedules:
             raise PlanError(
                 "this plan keeps model data on the host or on disk, and only one with all of it on the device can be "
                 f"asked this: plan without pin 'offload', or {instead}"
@@ -287,10 +287,10 @@ def describe(
     predicted: Prediction,
     search: Search,
     staged: Staged | None = None,
-    timetables: tuple[Timetable, ...] = (),
+    transfer_schedules: tuple[TransferSchedule, ...] = (),
 ) -> Plan:
-    """Write an assignment down; ``staged``: how it runs micro-batched; ``timetables``: what moves to and from the
-    device.
+    """Write an assignment down; ``staged``: how it runs micro-batched; ``transfer_schedules``: what moves to and from
+    the device.
     """
     space = assignment.space
     names = role_names(space)
@@ -336,7 +336,7 @@ def describe(
         predicted=predicted,
         search=replace(search, candidates=tuple(_finite(c) for c in search.candidates)),
         pipeline=None if staged is None else _pipeline(staged, stated.by_number(staged, assignment), space.gathers),
-        timetables=timetables,
+        transfer_schedules=transfer_schedules,
         optimizer_bytes_per_element=space.training.optimizer_bytes_per_element,
         coverage=coverage(space.graph),
         decided=assignment,
@@ -454,7 +454,7 @@ def restore(plan: Plan, space: Space, model: Mapping[str, Any]) -> Assignment:
 
 
 def _check_routes(assignment: Assignment) -> None:
-    """Refuse neighbours whose layouts no conversion connects."""
+    """Refuse neighbours whose layouts no resharding connects."""
     space = assignment.space
 
     def check(ref: Ref, source: Layout, target: Layout) -> None:
@@ -486,22 +486,22 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
     problem = space.problem(plan.cluster.device.usable_bytes, assignment.recompute)
     chosen = tuple(space.options[role].index(assignment.chosen[role]) for role in space.roles)  # type: ignore[arg-type]
     staged = restage(plan, assignment)
-    timetables: tuple[Timetable, ...] = ()
+    transfer_schedules: tuple[TransferSchedule, ...] = ()
     if staged is not None:
         predicted = predict_micro_batched(assignment, staged)
         if space.training.tier != "device":
             recomputing = replace(assignment, recompute=staged.recompute(space.folded))
-            timetables, predicted = offloaded(recomputing, None, predicted, staged)
+            transfer_schedules, predicted = offloaded(recomputing, None, predicted, staged)
     else:
         memory = usage(assignment)
         predicted = predict(assignment, evaluate(problem, chosen).time_s, memory)
         if space.training.tier != "device":
-            timetables, predicted = offloaded(assignment, memory, predicted)
+            transfer_schedules, predicted = offloaded(assignment, memory, predicted)
     step_s, search = predicted.step_time_s, plan.search
     if not math.isclose(step_s, plan.predicted.step_time_s, rel_tol=1e-9):
         bound = plan.objective_s * (1 - search.gap)
         search = replace(search, status="edited", gap=max(0.0, 1 - bound / step_s))
-    return describe(assignment, plan.model, plan.pin, predicted, search, staged, timetables)
+    return describe(assignment, plan.model, plan.pin, predicted, search, staged, transfer_schedules)
 
 
 def _entry(values: tuple[str, ...], position: int) -> str | None:

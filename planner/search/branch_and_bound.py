@@ -45,7 +45,7 @@ from planner.search.parallel_config import Arithmetic, ParallelConfig, seeds
 from planner.search.pipeline_refinement import refined
 from planner.search.unfolding import may_differ, refolded, unfolded
 from planner.solve.problem import Evaluation
-from planner.solve.transfers import Timetable
+from planner.solve.transfers import TransferSchedule
 
 NEAR = 2.0
 """Shapes at most so many doublings from the best plan's are looked at before others; see
@@ -87,7 +87,7 @@ class Searched:
 
     @property
     def staged(self) -> Staged | None:
-        """How they run on a pipeline, or with micro-batches; its cut says what is made again, not the assignment."""
+        """How they run on a pipeline, or with micro-batches; its cut says what is recomputed, not the assignment."""
         return self.best.staged
 
     @property
@@ -97,7 +97,7 @@ class Searched:
 
     @property
     def recomputing(self) -> Assignment:
-        """The decisions, with what the cut says is made again."""
+        """The decisions, with what the cut says is recomputed."""
         if self.staged is None:
             return self.assignment
         return replace(self.assignment, recompute=self.staged.recompute(self.assignment.space.folded))
@@ -122,8 +122,8 @@ class Searched:
         return largest_working_set(self.recomputing, self.memory, self.staged)
 
     @cached_property
-    def offloaded(self) -> tuple[tuple[Timetable, ...], Prediction]:
-        """The timetables of the step and what they predict (:mod:`planner.analysis.offload.step_timing`)."""
+    def offloaded(self) -> tuple[tuple[TransferSchedule, ...], Prediction]:
+        """The transfer schedules of the step and what they predict (:mod:`planner.analysis.offload.step_timing`)."""
         assignment, staged = self.recomputing, self.staged
         before = (
             predict(assignment, 0.0, self.memory) if staged is None else predict_micro_batched(self.assignment, staged)

@@ -1,6 +1,6 @@
 """Repairs plans that exceed memory when they are simulated though the search's sum fits.
 
-A search adds up bytes that are not all alive at once, and misses some; what a plan needs shows when it is followed.
+A search adds up bytes that are not all alive at once, and misses some; what a plan needs shows when it is simulated.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TRIES = 2
 
 
 def memory_feasible(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs) -> Searched:
-    """The fastest plan within the setting's memory that fits when it is followed.
+    """The fastest plan within the setting's memory that fits when it is simulated.
 
-    The search adds up bytes that are not all alive at once; what it misses shows when the plan is followed. Then it
+    The search adds up bytes that are not all alive at once; what it misses shows when the plan is simulated. Then it
     searches again with a lower limit. What that excludes may fit, so that only what the first search proved is proved.
-    Where it leaves nothing, the minimum-memory plans are followed.
+    Where it leaves nothing, the minimum-memory plans are simulated.
     """
     usable, tries, bound_s = context.cost.cluster.device.usable_bytes, TRIES, math.inf
     nothing: NothingFits | None = None
@@ -58,7 +58,7 @@ def memory_feasible(context: SearchContext, skeleton: Skeleton, configs: Paralle
 
 
 def _min_memory(context: SearchContext, skeleton: Skeleton, nothing: NothingFits) -> Searched:
-    """Of the minimum-memory plans the fastest that fits when it is followed; where none does, of those of recipes.
+    """Of the minimum-memory plans the fastest that fits when it is simulated; where none does, of those of recipes.
 
     Raises:
         PinError: there are no plans at all, whatever they need.
@@ -96,7 +96,7 @@ def _wants_no_more(context: SearchContext, found: Searched) -> bool:
 
 
 def using_headroom(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs, found: Searched) -> Searched:
-    """The plan found, or a faster one that fits only when it is followed.
+    """The plan found, or a faster one that fits only when it is simulated.
 
     The search adds up bytes that are not all alive at once. Where memory is short, the plan followed leaves
     room, and the search goes on with so much more memory: a sum and what it is off by change little from plan to plan.

@@ -67,7 +67,7 @@ def min_memory_plans(
     """Minimum-memory plans of looks at different divisions, the same whatever the memory limit unless time runs short.
 
     Of each amount of recomputation that is the lightest by the sum, and the fastest of those almost as light: what the
-    lightest save, they may lose in conversions, which the sum leaves out. Most recomputation comes first, and what can
+    lightest save, they may lose in reshardings, which the sum leaves out. Most recomputation comes first, and what can
     hardly be as lean as the leanest that is ``known`` or found is left out. Of a step without micro-batches with
     the most recomputation the fastest is solved exactly where none was found yet that needs as little as its sum.
     """
@@ -99,7 +99,7 @@ def min_memory_plans(
 def is_worth(context: SearchContext, branch: Branch, minimal: Sequence[MinMemoryPlan]) -> bool:
     """Whether a plan of a look may be leaner than all these, or fit.
 
-    With micro-batches nothing is followed, so that none needs less than what all of the look's do by the sum.
+    With micro-batches nothing is simulated, so that none needs less than what all of the look's do by the sum.
     """
     worth = _worth_bytes(context, minimal)
     return branch.candidate.peak_bytes <= (worth * LEAST_SHARE if _is_summed(context, branch) else worth)
@@ -124,7 +124,7 @@ def _worth_bytes(context: SearchContext, minimal: Sequence[MinMemoryPlan]) -> fl
 
 
 def _breakpoints(branch: Branch) -> Iterable[int]:
-    """Amounts of recomputation, most first; of a micro-batched step the most, since its cut says what is made again."""
+    """Amounts of recomputation, most first; of a micro-batched step the most, since its cut says what is recomputed."""
     return reversed(
         branch.pareto_frontier.breakpoints[-1:]
         if branch.candidate.config.micro_batched
@@ -175,7 +175,7 @@ def _without_micro_batches(best: Incumbent) -> MinMemoryPlan:
 
 
 def _micro_batched(context: SearchContext, branch: Branch, best: Incumbent) -> MinMemoryPlan | None:
-    """The pipeline of the choices that fits, or else the one that makes again all that can be and waits for what it
+    """The pipeline of the choices that fits, or else the one that recomputes all that can be and waits for what it
     gathers, if there is any.
     """
     links = context.links(best.space, best.choices)

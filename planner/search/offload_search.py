@@ -1,7 +1,7 @@
 """Searches plans whose model data has its home on the host or on disk.
 
 The search decides as if devices held none of them; what stays, and what blocks save and let leave, is taken from the
-timetables of a few.
+transfer schedules of a few.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def search_offload(context: SearchContext, skeleton: Skeleton, configs: Parallel
 
 
 def _planned(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs) -> Searched:
-    """The fastest plan that fits with model data elsewhere, by what the timetable says of a few."""
+    """The fastest plan that fits with model data elsewhere, by what the transfer schedule says of a few."""
     found = memory_feasible(_with_room(context), skeleton, configs)
     if context.training.activations and found.staged is None:
         return _with_amount(context, skeleton, found)
@@ -100,7 +100,7 @@ def _is_short_of_room(context: SearchContext, found: Searched) -> bool:
 
 
 def _with_amount(context: SearchContext, skeleton: Skeleton, found: Searched) -> Searched:
-    """The same layouts with the amount of recomputation of the shortest step, as timetables say."""
+    """The same layouts with the amount of recomputation of the shortest step, as transfer schedules say."""
     space, choices = found.best.space, found.best.choices
     kinds = {instance.kind: kind for instance, (kind, _) in zip(space.folded.instances, skeleton.numbers, strict=True)}
     tried = fastest_amount(space, choices, pareto_frontier(space.folded, context.levels.of_kinds(kinds)).steps)
@@ -123,7 +123,7 @@ def _with_room(context: SearchContext) -> SearchContext:
 def _leaving_room(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs, found: Searched) -> Searched:
     """Of plans that leave ever more memory to model data the one of the shortest step, with what then stays.
 
-    The search reckons as if nothing stayed, so that it makes nothing again that fits. What it makes again leaves room,
+    The search reckons as if nothing stayed, so that it makes nothing again that fits. What it recomputes leaves room,
     and what stays there is updated on the device.
     """
     tried, usable = [found], context.cost.cluster.device.usable_bytes

@@ -1,6 +1,6 @@
 """Tries the recipes that need little memory (pure data or tensor parallel) beside what the search found.
 
-That sum leaves out what is alive for a moment, such as what a conversion makes, and counts as held what is not. Recipes
+That sum leaves out what is alive for a moment, such as what a resharding makes, and counts as held what is not. Recipes
 convert little of much: data parallel on the batch, tensor parallel with norms and residuals along the sequence.
 """
 

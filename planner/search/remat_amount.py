@@ -1,8 +1,8 @@
 """How much a plan recomputes where saved activations may leave the device instead.
 
-Both take the same bytes off the device: making again takes its seconds, and leaving the link's. The search prices the
+Both take the same bytes off the device: recomputing takes its seconds, and leaving the link's. The search prices the
 first alone; so of a plan's layouts a few amounts are tried, from the least with which a step fits to the most, each
-with the timetable of what then leaves.
+with the transfer schedule of what then leaves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Selects which results a block saves for backward, in a few levels between all and none.
 
-Of each distinct block that repeats one result after another is given up, always the one that takes the fewest seconds
-to make again for the bytes that it leaves free: with all that must be made again to make it, and all that must be held
+Of each distinct block that repeats one result after another is discarded, always the one that takes the fewest seconds
+to recompute for the bytes that it leaves free: with all that must be recomputed to make it, and all that must be held
 for that, such as what it is made from. What runs again at one level runs again at the next, so each level takes longer
 than the one before however the block is laid out. Of the sets on the way, those are levels at which mixing others would
 take longest: the corners of the convex front of seconds over bytes. Hardly anything is gained by giving up what is
@@ -128,7 +128,7 @@ class _State:
 
 
 class _Block:
-    """One kind of block, whose results are given up one after another."""
+    """One kind of block, whose results are discarded one after another."""
 
     def __init__(self, skeleton: Skeleton, kind: int, cost: CostModel):
         self.graph, self.backward = skeleton.graph, skeleton.backward(kind)
@@ -157,7 +157,7 @@ class _Block:
     def _without(self, at: int, kept: frozenset[int], now: _State) -> tuple[float, frozenset[int], _State]:
         """Seconds for each byte that giving up a result leaves free, what may be kept then, and what that comes to.
 
-        What it is made from may be kept instead, or be given up too.
+        What it is made from may be kept instead, or be discarded too.
         """
         less = kept - {at}
         instead = then = self._state(less)

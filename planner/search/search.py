@@ -1,7 +1,7 @@
 """From a graph and a cluster to the best plan, with what is proved about it.
 
 ParallelConfigs of the cluster are looked at best first (:mod:`planner.search.branch_and_bound`), within a limit to a
-sum of bytes; what is found is followed, and the limit moved to what then fits (:mod:`planner.search.memory_fitting`).
+sum of bytes; what is found is simulated, and the limit moved to what then fits (:mod:`planner.search.memory_fitting`).
 Where model data are at home elsewhere than on the device, there is more to choose
 (:mod:`planner.search.offload_search`).
 

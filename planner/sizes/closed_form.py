@@ -72,7 +72,7 @@ class Formulas:
         gathered_bytes: with micro-batches, what parameters are gathered into for all micro-batches; without
             micro-batches they are block by block, and part of the peak alone.
         saved_bytes: activations held when forward is over; with micro-batches those of all micro-batches in flight.
-        peak_bytes: at the fullest moment: the largest of all moments that may be it.
+        peak_bytes: at the peak: the largest of all moments that may be it.
         flops: operations of forward and backward on one rank, those that are repeated too; of a step, all its
             micro-batches included.
         collectives: (kind, axis, phase, bytes that each rank passes in, how often a step makes the call: a number, or
@@ -288,7 +288,7 @@ def _micro_batched(assignment: Assignment, staged: Staged, grown: Growth | None)
     space = assignment.space
     recomputing = replace(assignment, recompute=staged.recompute(space.folded))
     in_flight, held = _in_flight(staged, grown), dict(staged.memory_bytes)
-    if not staged.alive.is_fullest_at_end(staged.fullest_rank):
+    if not staged.alive.peaks_at_end(staged.peak_rank):
         held["activations"] = held["activations"] + _more_in_flight(staged, in_flight)
     return _Grown(
         held,
@@ -300,9 +300,11 @@ def _micro_batched(assignment: Assignment, staged: Staged, grown: Growth | None)
 
 
 def _more_in_flight(staged: Staged, in_flight: Moments) -> int:
-    """Bytes that the fullest rank has saved of micro-batches at its fullest moment, less those that are planned."""
-    (stages, planned), (_, moved) = staged.pipeline.moments[staged.fullest_rank], in_flight[staged.fullest_rank]
-    moment, _ = staged.alive.fullest_moment(staged.fullest_rank)
+    """Bytes that the rank of highest peak has saved of micro-batches at its fullest moment, less those that are
+    planned.
+    """
+    (stages, planned), (_, moved) = staged.pipeline.moments[staged.peak_rank], in_flight[staged.peak_rank]
+    moment, _ = staged.alive.peak_moment(staged.peak_rank)
     more = moved[planned.index(moment)].counts
     return staged.alive.held_of(more, stages) - staged.alive.held_of(moment.counts, stages)
 

@@ -45,7 +45,7 @@ def _all_of(events: list[Any]) -> Iterator[Any]:
 
 
 def most_bytes(changes: list[Change]) -> int:
-    """Bytes at the fullest moment, of what was given since the first change."""
+    """Bytes at the peak, of what was given since the first change."""
     given: dict[int, int] = {}
     now = most = 0
     for change in changes:

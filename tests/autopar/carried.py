@@ -20,11 +20,11 @@ from autopar.runtime.spmd.mesh import whole_of
 from planner.base.errors import DiskError, InfeasibleError, InputError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
-from planner.solve.transfers import Timetable, fewest_bytes, shortest_step
+from planner.solve.transfers import TransferSchedule, fewest_bytes, shortest_step
 from tests.autopar.allocated import changes_during, most_bytes
 from tests.autopar.models import MODELS, Batch
 
-TIMETABLES: tuple[Callable[..., Timetable], ...] = (fewest_bytes, shortest_step)
+TRANSFER_SCHEDULES: tuple[Callable[..., TransferSchedule], ...] = (fewest_bytes, shortest_step)
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Batch]:
@@ -88,17 +88,17 @@ def same_gradients(pmodel: nn.Module, model: nn.Module) -> None:
             torch.testing.assert_close(whole, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def trains_under_any_timetable(
+def trains_under_any_transfer_schedule(
     name: str, document: dict[str, Any], shares: list[float], trains: Callable[[str, dict[str, Any]], None]
 ) -> None:
     """Train with budgets that leave room for such shares of what there is."""
     plan = Plan.from_dict(document)
     for number, share in enumerate(shares):
         tables = []
-        for table in plan.timetables:
+        for table in plan.transfer_schedules:
             least, all_bytes = max(table.trace.needed_bytes), sum(item.bytes for item in table.trace.items)
-            tables.append(TIMETABLES[number % 2](table.trace, least + int(share * all_bytes)))
-        trains(name, replace(plan, timetables=tuple(tables)).to_dict())
+            tables.append(TRANSFER_SCHEDULES[number % 2](table.trace, least + int(share * all_bytes)))
+        trains(name, replace(plan, transfer_schedules=tuple(tables)).to_dict())
 
 
 def trains_as_planned(name: str, document: dict[str, Any]) -> None:
@@ -185,7 +185,7 @@ def adds_up_as_without(name: str, document: dict[str, Any], plain: dict[str, Any
     held = autopar.parallelize(copy.deepcopy(model), plan.cluster, plan=Plan.from_dict(plain), example_kwargs=batch)
     for m in (offloaded, held):
         loss_of(m, another(name, 0, torch.float32)).backward()
-    tied = {item.name.removeprefix("parameters ") for table in plan.timetables for item in table.trace.items}
+    tied = {item.name.removeprefix("parameters ") for table in plan.transfer_schedules for item in table.trace.items}
     grads = {key: whole_of(parameter.grad) for key, parameter in held.named_parameters() if parameter.grad is not None}
     found = {
         key: whole_of(parameter.grad) for key, parameter in offloaded.named_parameters() if parameter.grad is not None
@@ -263,7 +263,7 @@ def goes_other_ways(name: str, document: dict[str, Any]) -> None:
             both(run)
     leave = sum(name.startswith("gradients") for entry in carrier.table.entries for name in entry.evict)
     for run in (twice, two_at_once, *(functools.partial(breaks_off, at=at) for at in {0, leave - 1})):
-        with pytest.warns(UserWarning, match="another way than its timetable"):
+        with pytest.warns(UserWarning, match="another way than its transfer schedule"):
             both(run)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -375,11 +375,11 @@ def goes_on_micro_batched(document: dict[str, Any]) -> None:
 def refuses_what_does_not_fit(document: dict[str, Any]) -> None:
     model, batch = model_of("mlp")
     plan = Plan.from_dict(document)
-    assert plan.timetable is not None
-    data = plan.timetable.to_dict()
+    assert plan.transfer_schedule is not None
+    data = plan.transfer_schedule.to_dict()
     data["items"][0]["bytes"] += 64
-    with pytest.raises(PlanError, match="timetable is of other chunks or blocks"):
-        parallel(model, replace(plan, timetables=(Timetable.from_dict(data),)), batch)
+    with pytest.raises(PlanError, match="transfer schedule is of other chunks or blocks"):
+        parallel(model, replace(plan, transfer_schedules=(TransferSchedule.from_dict(data),)), batch)
     small = ClusterSpec.local(1, memory_bytes="64 KiB", cores=2, host_memory_bytes="1 GiB")
     with pytest.raises(PlanError, match=r"can use 58,982 bytes .*: plan again for this cluster"):
         autopar.parallelize(model, small, plan=plan, example_kwargs=batch)
@@ -388,7 +388,7 @@ def refuses_what_does_not_fit(document: dict[str, Any]) -> None:
 
 
 def holds_no_more_than_planned(name: str, document: dict[str, Any]) -> tuple[int, int]:
-    """Bytes at the fullest moment of a step on this rank, observed and planned.
+    """Bytes at the peak of a step on this rank, observed and planned.
 
     All that is at home has its memory since the steps before.
     """
@@ -402,7 +402,7 @@ def holds_no_more_than_planned(name: str, document: dict[str, Any]) -> tuple[int
     there = sum(value.nbytes for value in part.values())
     there += sum(each.bytes for each in carrier._parameters.values() if each.state != "home")
     seen = there + most_bytes(changes_during(lambda: loss_of_part(pmodel, part).backward()))
-    assert plan.predicted.peak_bytes == max(table.high_water_bytes for table in plan.timetables)
+    assert plan.predicted.peak_bytes == max(table.high_water_bytes for table in plan.transfer_schedules)
     return seen, carrier.table.high_water_bytes
 
 
@@ -443,7 +443,7 @@ def handles_odd_models() -> None:
     model = Odd().double()
     example = {"x": torch.randn(4, 8, dtype=torch.float64)}
     least = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")
-    trace = autopar.plan(model, least, example_kwargs=example, pin={"offload": "host"}).timetable
+    trace = autopar.plan(model, least, example_kwargs=example, pin={"offload": "host"}).transfer_schedule
     assert trace is not None
     tight = int(1.2 * max(trace.trace.needed_bytes) / 0.9)
     for memory in (tight, "1 GiB"):

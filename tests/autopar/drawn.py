@@ -15,7 +15,7 @@ import autopar
 from autopar.runtime.spmd.mesh import whole_of
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
-from tests.autopar.carried import TIMETABLES, same_gradients
+from tests.autopar.carried import TRANSFER_SCHEDULES, same_gradients
 
 BATCH = 4
 
@@ -63,7 +63,7 @@ def batch_of(model: nn.Module, seed: int) -> dict[str, Tensor]:
 
 
 def plan_of(seed: int, ranks: int) -> Plan:
-    """A random plan of a random model, with a random budget and timetable."""
+    """A random plan of a random model, with a random budget and transfer schedule."""
     draw, model = random.Random(-seed - 1), model_of(seed)
     pin: dict[str, Any] = {"offload": "host", "recompute": draw.choice(["none", "selective", "full"])}
     pin |= {"activations": draw.choice(["none", "all", "all"])}
@@ -76,11 +76,11 @@ def plan_of(seed: int, ranks: int) -> Plan:
         pin |= draw.choice([pipeline, {"data": 2, "zero": draw.choice([0, 3])}]) if ranks > 1 else {}
     cluster = ClusterSpec.local(ranks, "1 GiB", cores=2, host_memory_bytes="1 GiB")
     plan = autopar.plan(model, cluster, example_kwargs=batch_of(model, 0), pin=pin)
-    share, solve, tables = draw.choice([0.0, draw.random() / 3]), draw.choice(TIMETABLES), []
-    for table in plan.timetables:
+    share, solve, tables = draw.choice([0.0, draw.random() / 3]), draw.choice(TRANSFER_SCHEDULES), []
+    for table in plan.transfer_schedules:
         least, every = max(table.trace.needed_bytes), sum(item.bytes for item in table.trace.items)
         tables.append(solve(table.trace, least + int(share * every)))
-    return replace(plan, timetables=tuple(tables))
+    return replace(plan, transfer_schedules=tuple(tables))
 
 
 def trains(seed: int, document: dict[str, Any]) -> None:

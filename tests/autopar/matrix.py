@@ -131,7 +131,7 @@ def _cluster(devices: int, slowdown: float) -> ClusterSpec:
 
 
 def _bent(problem: Problem, seed: int) -> Problem:
-    """Random prices of choices, conversions nearly free: the optimum wanders through all kinds of layouts."""
+    """Random prices of choices, reshardings nearly free: the optimum wanders through all kinds of layouts."""
     random = np.random.default_rng(seed)
     return replace(
         problem,

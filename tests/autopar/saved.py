@@ -52,18 +52,18 @@ def draws_as_without(name: str, document: dict[str, Any], plain: dict[str, Any],
 
 
 def refuses_what_comes_too_late(name: str, document: dict[str, Any]) -> None:
-    """A timetable in which an item is back for another block than the one that saved it."""
+    """A transfer schedule in which an item is back for another block than the one that saved it."""
     model, batch = MODELS[name].build()
     plan = Plan.from_dict(document)
-    assert plan.timetable is not None
-    trace = plan.timetable.trace
+    assert plan.transfer_schedule is not None
+    trace = plan.transfer_schedule.trace
     item = next(item for item in trace.items if item.name.startswith(SAVED))
     made, back = item.uses
     late = replace(item, uses=(made, Use(trace.moments[trace.place[back.moment] + 1].name)))
     items = tuple(late if each is item else each for each in trace.items)
-    table = fewest_bytes(replace(trace, items=items), plan.timetable.budget_bytes)
+    table = fewest_bytes(replace(trace, items=items), plan.transfer_schedule.budget_bytes)
     with pytest.raises(PlanError, match="of other chunks or blocks than its layouts make"):
-        parallel(model, replace(plan, timetables=(table,)), batch)
+        parallel(model, replace(plan, transfer_schedules=(table,)), batch)
 
 
 def takes_no_more_of_the_host(document: dict[str, Any]) -> None:

@@ -251,7 +251,7 @@ def check_rule(rule: Rule, operands: Sequence[Tensor], results: Sequence[Tensor]
     for positions in (rule.addends, *rule.linear):
         assert positions <= set(range(len(operands))), f"{positions} are not operands"
     inexact = all(y.is_floating_point() or y.is_complex() for y in results)
-    assert inexact or not rule.linear, "sums of integers and booleans do not survive conversions"
+    assert inexact or not rule.linear, "sums of integers and booleans do not survive reshardings"
 
 
 def check_saves(saves: Sequence[str], operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:

@@ -3,7 +3,7 @@
 Libraries decide between the two while a model runs, and while it is exported they cannot know that a shortcut will
 stay legal, so they write the mask out: ``[batch, 1, query, key]`` elements that take memory and time in every layer
 and keep kernels from leaving out what is hidden. The shapes of a captured graph are fixed, so here it can be known.
-A mask is given up only if its value is known in full (:mod:`autopar.capture.passes.constant_folding`) and is the same.
+A mask is discarded only if its value is known in full (:mod:`autopar.capture.passes.constant_folding`) and is the same.
 """
 
 from __future__ import annotations

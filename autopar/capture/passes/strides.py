@@ -6,7 +6,7 @@ otherwise, and other views have to copy; both are seen again here.
 
 A linear layer whose first operand is no matrix of rows in memory, such as the transposed batch in
 ``nn.MultiheadAttention``, copies it on its own, and saves the copy for backward. Written into the graph the copy is a
-value as any other: it is counted, may leave the device, and is made again where its block recomputes. The product then
+value as any other: it is counted, may leave the device, and is recomputed where its block recomputes. The product then
 is one kernel with the bias, and not a product and a sum.
 """
 

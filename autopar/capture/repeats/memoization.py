@@ -328,7 +328,7 @@ class _Known:
         return all(type(value) in PLAIN for name, value in marks.items() if name not in self._names)
 
     def _is_known_class(self, kind: type) -> bool:
-        """Whether all that a class keeps for its objects is followed, or can be compared."""
+        """Whether all that a class keeps for its objects is simulated, or can be compared."""
         for owner in kind.__mro__:
             if not self._outside.knows(owner) and id(owner) not in self.seen:
                 held = [v for name, v in vars(owner).items() if not name.startswith("__")]

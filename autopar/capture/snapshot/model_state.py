@@ -2,7 +2,7 @@
 
 A model is captured by running its code on tensors without values, and sometimes twice. Code may count, cache, install
 hooks or draw random numbers; afterwards the model is as it was, and a second run begins as the first did. What the
-user's own functions keep in globals, closures, classes and caches is followed too
+user's own functions keep in globals, closures, classes and caches is simulated too
 (:mod:`autopar.capture.snapshot.user_code_state`), what installed libraries keep there is not.
 """
 

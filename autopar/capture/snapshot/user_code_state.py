@@ -1,6 +1,6 @@
 """Outside: what the functions of a model keep elsewhere: globals, closures, attributes of classes, caches.
 
-Only the user's own code is followed, from the methods of the model's modules on; installed libraries are not.
+Only the user's own code is simulated, from the methods of the model's modules on; installed libraries are not.
 """
 
 from __future__ import annotations

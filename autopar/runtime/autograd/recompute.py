@@ -121,7 +121,7 @@ class _Cell:
         frame.uses[place] += 1
 
     def unpack(self) -> Tensor:
-        """The tensor, made again if need be."""
+        """The tensor, recomputed if need be."""
         if self.frame is None:
             return self.tensor
         size, stride, offset = self.geometry
@@ -155,7 +155,7 @@ class _Frame:
         self._left: Counter[Place] = Counter()
 
     def value(self, place: Place) -> Tensor:
-        """A value that was given up. It is dropped with its last use, and made again if it is used once more."""
+        """A value that was discarded. It is dropped with its last use, and recomputed if it is used once more."""
         if place not in self._made:
             self._make()
         made = self._made[place]
@@ -174,7 +174,7 @@ class _Frame:
         for place, geometry in enumerate(self._geometries):
             if _geometry(made[place]) != geometry:
                 raise RuntimeError(
-                    f"value {place} of a block that recomputes was made again with size, strides and offset "
+                    f"value {place} of a block that recomputes was recomputed with size, strides and offset "
                     f"{_geometry(made[place])}, in forward with {geometry}: what autograd saved of it would be read "
                     "wrongly. Plan with pin={'recompute': 'none'}, and report this"
                 )
@@ -205,7 +205,7 @@ class _Frame:
 
 
 def _none(_: None) -> Tensor:
-    raise AssertionError("nothing runs backward through what is made again")
+    raise AssertionError("nothing runs backward through what is recomputed")
 
 
 def _geometry(tensor: Tensor) -> Geometry:

@@ -4,7 +4,8 @@ On the device a chunk is the storages that autograd saved, or others like them w
 memory, of those in which all chunks take turns. What backward asks for is made a tensor of its storage again
 (:class:`autopar.runtime.autograd.saved_handle.Held`).
 
-The step after, or a backward that does not follow the timetable, may find some of it still asked for: then what is not
+The step after, or a backward that does not follow the transfer schedule, may find some of it still asked for: then what
+    is not
 at home goes there before it leaves the device, and is read from there.
 """
 
@@ -28,7 +29,7 @@ class Activations(Chunk):
 
     Args:
         sizes: bytes of the storages that were planned to leave.
-        homes: memories at home, one of its size for when the timetable has it leave.
+        homes: memories at home, one of its size for when the transfer schedule has it leave.
     """
 
     def __init__(self, name: str, sizes: Sequence[int], device: torch.device, arena: Arena, link: Link, homes: Homes):

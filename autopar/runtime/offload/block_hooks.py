@@ -120,7 +120,7 @@ def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple
         parts: the parameters at home.
 
     Raises:
-        TimetableError: they cannot be on the device now, or not within the budget.
+        TransferScheduleError: they cannot be on the device now, or not within the budget.
     """
     carrier.enter(number, is_backward=False)
     if carrier.is_micro_batched and not is_before(number):
@@ -143,7 +143,7 @@ def leave_block(
         needed: what of all that blocks made is read later, where the rest of what they saved may leave.
 
     Raises:
-        TimetableError: a value shares the memory of parameters that are this block's own.
+        TransferScheduleError: a value shares the memory of parameters that are this block's own.
     """
     carrier.check_leaving(number, values)
     if needed is not None:

@@ -26,7 +26,7 @@ from autopar.runtime.host.error_notes import add_note
 from autopar.runtime.host.gradient_buckets import is_held_elsewhere
 from autopar.runtime.host.pages import READ, WRITE
 from autopar.runtime.host.pinned_memory import pinned
-from planner.base.errors import TimetableError
+from planner.base.errors import TransferScheduleError
 from planner.base.formatting import in_all_bytes
 from planner.solve.transfers.table import ACTIONS
 
@@ -56,20 +56,20 @@ class Arena:
         """Take bytes.
 
         Raises:
-            TimetableError: they are not free.
+            TransferScheduleError: they are not free.
         """
         self.held_bytes += size
         try:
             self.check(f"{what}, which takes {in_all_bytes(size)}")
-        except TimetableError:
+        except TransferScheduleError:
             self.held_bytes -= size
             raise
 
     def check(self, what: str) -> None:
-        """Raise :class:`TimetableError` if what is taken is over the budget."""
+        """Raise :class:`TransferScheduleError` if what is taken is over the budget."""
         total = self.held_bytes + self.beside_bytes
         if total > self.budget_bytes:
-            raise TimetableError(
+            raise TransferScheduleError(
                 f"{what}: chunks take {in_all_bytes(self.held_bytes)} on the device, and what is beside them "
                 f"{in_all_bytes(self.beside_bytes)}, {in_all_bytes(total - self.budget_bytes)} more than its "
                 f"{in_all_bytes(self.budget_bytes)}"
@@ -149,7 +149,7 @@ class Link:
 
 @dataclass
 class Chunk(ABC):
-    """A chunk of the timetable: its name there, its state, and what was done with it.
+    """A chunk of the transfer schedule: its name there, its state, and what was done with it.
 
     States and actions are those of :data:`planner.solve.transfers.table.ACTIONS`.
     """
@@ -163,14 +163,15 @@ class Chunk(ABC):
     started: Any = field(default=None, init=False)
 
     def act(self, action: str, moment: str) -> None:
-        """Do what a timetable says on entering a moment.
+        """Do what a transfer schedule says on entering a moment.
 
         Raises:
-            TimetableError: the chunk is not in the state that the action starts from, or there is no room for it.
+            TransferScheduleError: the chunk is not in the state that the action starts from, or there is no room for
+                it.
         """
         before, after = ACTIONS[action]
         if self.state != before:
-            raise TimetableError(
+            raise TransferScheduleError(
                 f"{action} {self.name} on entering {moment}: it is {self.state}, not {before}; {self.told}"
             )
         if before == "home":
@@ -188,9 +189,9 @@ class Chunk(ABC):
         self.history = [*self.history[1 - REMEMBERED :], f"{action} on entering {moment}"]
 
     def check_present(self, user: str) -> None:
-        """Raise :class:`TimetableError` unless the chunk is on the device."""
+        """Raise :class:`TransferScheduleError` unless the chunk is on the device."""
         if self.state != "resident":
-            raise TimetableError(f"{user} uses {self.name}, which is {self.state}, not resident; {self.told}")
+            raise TransferScheduleError(f"{user} uses {self.name}, which is {self.state}, not resident; {self.told}")
 
     @property
     def told(self) -> str:

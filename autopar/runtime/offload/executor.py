@@ -1,10 +1,11 @@
-"""Carrier: moves chunks between the host and the device as a timetable says, while the program runs.
+"""Carrier: moves chunks between the host and the device as a transfer schedule says, while the program runs.
 
 It is told when the program, and then backward, enters a block (:mod:`autopar.runtime.offload.block_hooks`), and does
-what stands in the timetable on entering that moment. A micro-batched step (:mod:`autopar.runtime.pipeline.executor`)
-says for which micro-batch.
+what stands in the transfer schedule on entering that moment. A micro-batched step
+(:mod:`autopar.runtime.pipeline.executor`) says for which micro-batch.
 
-A step that goes another way than the timetable (backward of two calls, a second backward) is carried on demand until
+A step that goes another way than the transfer schedule (backward of two calls, a second backward) is carried on demand
+until
 the next call: each block's chunks are fetched as it is entered. That is slower, and said once.
 """
 
@@ -30,12 +31,13 @@ from autopar.runtime.offload.chunk_memory import Arena, Chunk, Gradients, Homes,
 from autopar.runtime.offload.early_update import AFTER, Updates, let_go, may_update
 from planner.analysis.memory.storages import BEFORE
 from planner.analysis.offload.chunks import of_micro_batch, shared
-from planner.base.errors import InputError, TimetableError
-from planner.solve.transfers import Timetable
+from planner.base.errors import InputError, TransferScheduleError
+from planner.solve.transfers import TransferSchedule
 
 A_STEP = "a new step"
 ON_DEMAND = (
-    "a step goes another way than its timetable (backward of several calls of the model at once, or a second time): "
+    "a step goes another way than its transfer schedule (backward of several calls of the model at once, or a second "
+    "time): "
     "until the next call parameters are fetched where they are used, which is slower"
 )
 
@@ -98,19 +100,20 @@ class _Lost(Held):
         """Refuse to.
 
         Raises:
-            TimetableError: always.
+            TransferScheduleError: always.
         """
-        raise TimetableError(
-            f"backward reads some of {self._name} that autograd saved in {self._during}, but there the timetable "
+        raise TransferScheduleError(
+            f"backward reads some of {self._name} that autograd saved in {self._during}, but there the transfer "
+            "schedule "
             "does not have it on the device: plan without pin 'offload', and report this"
         )
 
 
 class Carrier:
-    """What is on the device, and what the timetable says of it.
+    """What is on the device, and what the transfer schedule says of it.
 
     Args:
-        table: the step's timetable.
+        table: the step's transfer schedule.
         carried: its chunks.
         moments: the names of the moments of each block's forward and backward, by its number.
         device: where the program computes.
@@ -128,7 +131,7 @@ class Carrier:
 
     def __init__(
         self,
-        table: Timetable,
+        table: TransferSchedule,
         carried: Sequence[Carried],
         moments: Mapping[int, tuple[str, str]],
         device: torch.device,
@@ -180,7 +183,7 @@ class Carrier:
     # ---- what it holds -----------------------------------------------------------------------------------------
 
     def carries(self, item: str) -> bool:
-        """Whether a chunk of parameters moves, by its name in the timetable; others stay on the device."""
+        """Whether a chunk of parameters moves, by its name in the transfer schedule; others stay on the device."""
         return item in self._parameters
 
     def holds(self, name: str) -> bool:
@@ -226,7 +229,8 @@ class Carrier:
                     f"{name} requires a gradient, but the plan makes none: call requires_grad_(True) before planning"
                 )
 
-    # ---- the timetable -----------------------------------------------------------------------------------------
+    # ---- the transfer schedule
+    # -----------------------------------------------------------------------------------------
 
     def enter(self, number: int, is_backward: bool) -> None:
         """The program enters a block."""
@@ -261,7 +265,7 @@ class Carrier:
         return of_micro_batch(self._moments[number][is_backward], self.micro_batch)
 
     def _begin(self) -> None:
-        """A step begins: as the one before ended, or with the timetable's beginning."""
+        """A step begins: as the one before ended, or with the transfer schedule's beginning."""
         self.link.compute_here()
         if self._on_demand or self._at != len(self.table.entries) - 1:
             for gradients in self._gradients.values():
@@ -287,7 +291,7 @@ class Carrier:
                 gradients.forget()
 
     def _follow(self, place: int) -> None:
-        """Do what stands in the timetable up to a moment; blocks that backward does not reach are passed."""
+        """Do what stands in the transfer schedule up to a moment; blocks that backward does not reach are passed."""
         assert self._at is not None
         for passed in range(self._at + 1, place + 1):
             moment = self.table.trace.moments[passed]
@@ -407,11 +411,11 @@ class Carrier:
                 self._saved[self.micro_batch, number, savers].hold(storages)
 
     def check_leaving(self, number: int, values: Sequence[Tensor]) -> None:
-        """Raise :class:`TimetableError` if a block hands on the memory of parameters that are its own."""
+        """Raise :class:`TransferScheduleError` if a block hands on the memory of parameters that are its own."""
         for value in values if not self._is_checked(number) else ():
             chunk = self._at_memory(value)
             if chunk is not None and chunk.name in {each.name for each in self._blocks.get(number, ())}:
-                raise TimetableError(
+                raise TransferScheduleError(
                     f"a block hands on a view of {chunk.name}, which may be gone when it is read: plan without pin "
                     "'offload', and report this"
                 )
@@ -479,7 +483,7 @@ class Carrier:
         return found
 
     def end_micro_batches(self) -> dict[str, Tensor]:
-        """All micro-batches are undone: the sums of their gradients, at home, by name."""
+        """All micro-batches run their backward: the sums of their gradients, at home, by name."""
         self._follow(len(self.table.entries) - 1)
         self.bytes_moved = dict(self.link.bytes_moved)
         return self._taken()
@@ -493,13 +497,13 @@ class Carrier:
     # ---- updates in backward -----------------------------------------------------------------------------------
 
     def _used_early(self) -> set[str]:
-        """The items that the host uses before all blocks are undone."""
+        """The items that the host uses before all blocks run their backward."""
         places = (place for place, moment in enumerate(self.table.trace.moments[:-1]) if moment.on == "host")
         return {item.name for place in places for item, _ in self.table.trace.used[place]}
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether the host updates some chunks before all blocks are undone."""
+        """Whether the host updates some chunks before all blocks run their backward."""
         return any(moment.on == "host" for moment in self.table.trace.moments[:-1])
 
     @property

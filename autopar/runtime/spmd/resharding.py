@@ -50,7 +50,7 @@ def convert(x: Tensor, axis: ProcessGroup, src: str, dst: str) -> Tensor:
     source, target = local_type(src), local_type(dst)
     if {src, dst} == {"R", "I"} and not (x.requires_grad or spmd.is_type_checking()):
         return x
-    # What a conversion hands on as it is keeps its strides, with gradients or without: recomputation relies on that.
+    # What a resharding hands on as it is keeps its strides, with gradients or without: recomputation relies on that.
     x, restore = open_strips(x if {src, dst} == {"R", "I"} else x.contiguous(), source, target)
     src_type, dst_type = _spmd_type(source, restore), _spmd_type(target, restore)
     result = _step(x, axis, src_type, dst_type)

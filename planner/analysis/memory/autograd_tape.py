@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from planner.analysis.memory.storages import Heap, Storage
+from planner.analysis.memory.storages import Storage, StorageTracker
 from planner.formulation.remat.backward_slice import Again
 from planner.ir.folding import Block
 
@@ -22,14 +22,14 @@ class Tape:
         views: the results of which that is a view, to which autograd adds nothing in place.
         saved: storages held until the node has run.
         holds: those of them that stay where a block recomputes.
-        again: storages that it needs and that its block makes again for it.
+        again: storages that it needs and that its block recomputes for it.
         targets: where the gradients of its operands go.
         works: bytes that it needs while it runs.
         together: bytes of one storage in which all of its gradients lie; 0: each has its own.
         bucket: where that storage lies if it is there from the start.
         sends: what it needs while it runs is sent, and there until the next such node runs.
         keeps: its gradient stays when backward is over (a parameter's).
-        leaves: its gradient is not counted here, since it goes to the host as soon as its block is undone.
+        leaves: its gradient is not counted here, since it goes to the host as soon as its block runs its backward.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Frame:
         self.handed: set[Storage] = set()
 
     def draws(
-        self, heap: Heap, drawn: Storage, operands: Iterable[Storage], result: Storage, copied_bytes: int
+        self, heap: StorageTracker, drawn: Storage, operands: Iterable[Storage], result: Storage, copied_bytes: int
     ) -> None:
         """Note what was drawn; to draw it again makes the result again, which stays until all is made.
 
@@ -109,7 +109,7 @@ class Frame:
         self.makes(heap, drawn, (*operands, result), keeps=False)
 
     def makes(
-        self, heap: Heap, storage: Storage, sources: Iterable[Storage], keeps: bool, beside_bytes: int = 0
+        self, heap: StorageTracker, storage: Storage, sources: Iterable[Storage], keeps: bool, beside_bytes: int = 0
     ) -> None:
         """Note that a storage was made from others; what is kept of these to make it again is there from then on.
 
@@ -122,8 +122,8 @@ class Frame:
         else:
             self.held += [heap.hold(each) for each in self.made[storage] if each in self.kept]
 
-    def gives_up(self, heap: Heap, tapes: list[Tape]) -> None:
-        """The block returns: what its nodes of backward saved goes where it can be made again; its sources stay."""
+    def discard(self, heap: StorageTracker, tapes: list[Tape]) -> None:
+        """The block returns: what its nodes of backward saved goes where it can be recomputed; its sources stay."""
         for tape in tapes:
             stay = {*self.kept, *tape.holds}
             for storage in [each for each in tape.saved if each in self.made and each not in stay]:
@@ -138,7 +138,7 @@ class Frame:
 
     @cached_property
     def _needed(self) -> list[Storage]:
-        """What has to be made again, in order."""
+        """What has to be recomputed, in order."""
         found: set[Storage] = set()
         waiting = list(self.uses)
         while waiting:
@@ -153,14 +153,14 @@ class Frame:
         """What is gathered again ahead, in order."""
         return [storage for storage in self.ahead if storage in self._needed]
 
-    def start(self, heap: Heap) -> None:
+    def start(self, heap: StorageTracker) -> None:
         """Gather again what can be ahead, unless it is on its way."""
         for storage in self.gathers:
             if storage not in self.remade:
                 self.remade[storage] = heap.new(storage.held.name, storage.held.use, storage.held.bytes)
 
-    def make(self, heap: Heap) -> None:
-        """Make everything again that will be used; the block that is undone next gathers from here on."""
+    def make(self, heap: StorageTracker) -> None:
+        """Make everything again that will be used; the block that runs its backward next gathers from here on."""
         heap.moment(f"recompute {self.name}")
         self.start(heap)
         if self.before is not None:
@@ -182,8 +182,8 @@ class Frame:
         for storage in [each for each in self.remade if not self.uses[each]]:
             heap.drop(self.remade.pop(storage))
 
-    def take(self, heap: Heap, storage: Storage) -> Storage:
-        """A storage that was made again, for one of its uses; with the last use of all nothing stays behind."""
+    def take(self, heap: StorageTracker, storage: Storage) -> Storage:
+        """A storage that was recomputed, for one of its uses; with the last use of all nothing stays behind."""
         if storage not in self.remade:
             self.make(heap)
         self.uses[storage] -= 1

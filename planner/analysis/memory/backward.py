@@ -8,7 +8,7 @@ from planner.analysis.memory.storages import Storage, is_before
 from planner.analysis.memory.walk import Walk
 
 
-def undo_all(walk: Walk, roots: list[Value]) -> None:
+def run_backward(walk: Walk, roots: list[Value]) -> None:
     """Run backward from these values."""
     heap = walk.heap
     starts = [(*value.made, value.bytes) for value in roots if value.made is not None]
@@ -27,7 +27,7 @@ def undo_all(walk: Walk, roots: list[Value]) -> None:
     for tape in reversed([tape for tape in walk.tapes if tape in reached]):
         while skipped and not is_before(tape.block) and tape.block < skipped[-1].end:
             undo_skipped(walk, skipped.pop())
-        _undo(walk, tape)
+        _run_node(walk, tape)
     for skip in reversed(skipped):
         undo_skipped(walk, skip)
     _receive(walk)
@@ -51,7 +51,7 @@ def _reached_from(roots: list[Tape]) -> dict[Tape, None]:
     return found
 
 
-def _undo(walk: Walk, tape: Tape) -> None:
+def _run_node(walk: Walk, tape: Tape) -> None:
     """Run one node of backward."""
     heap = walk.heap
     if tape.keeps:

@@ -65,12 +65,12 @@ def bring(walk: Walk, block: Block, frame: dict[Ref, Value]) -> dict[Ref, Value]
         for place, steps in enumerate(zip(*chunk.values(), strict=True)):
             if _is_crossing(walk, steps[0]):
                 is_ahead = place == ahead.get(number)
-                current = bring_on(walk, current, chunk, steps, number if is_ahead else None)
+                current = prefetch(walk, current, chunk, steps, number if is_ahead else None)
         ready.update(zip(chunk, current, strict=True))
     return ready
 
 
-def bring_on(
+def prefetch(
     walk: Walk, values: list[Value], chunk: Chunk, steps: tuple[Step, ...], ahead: int | None = None
 ) -> list[Value]:
     """The same held values after one step, held in their place.
@@ -96,7 +96,7 @@ def bring_on(
 
 
 def following_of(walk: Walk) -> dict[int, int]:
-    """The instances that are followed and gather ahead -> the one after."""
+    """The instances that are simulated and gather ahead -> the one after."""
     skipped = {number for skip in walk.skips for number in range(skip.start, skip.end)}
     followed = [number for number in walk.blocks if number not in skipped]
     return dict(pairwise(number for number in followed if walk.assignment.ahead(walk.instances[number].block)))

@@ -61,7 +61,7 @@ def _take_step(walk: Walk, value: Value, tensor: TensorType, step: Step, name: s
 
 
 def _scratch_bytes(walk: Walk, step: Step, value: Value, tensor: TensorType) -> int:
-    """What a step of a conversion needs besides: a shard of an inner dim is put in order before it is sent, or
+    """What a step of a resharding needs besides: a shard of an inner dim is put in order before it is sent, or
     after it was received.
     """
     apart = [t for t in (step.src, step.dst) if isinstance(t, Shard) and (t.dim > 0 or t.outer > 1)]

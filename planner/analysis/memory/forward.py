@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from planner.analysis.memory.autograd_tape import Frame, Target, Value
-from planner.analysis.memory.bring import bring, bring_on, sums_of
+from planner.analysis.memory.bring import bring, prefetch, sums_of
 from planner.analysis.memory.convert import convert
 from planner.analysis.memory.readers import shares_of
-from planner.analysis.memory.remat_demand import brought_again
+from planner.analysis.memory.remat_demand import gathered_again
 from planner.analysis.memory.storages import Storage
 from planner.analysis.memory.walk import Walk
 from planner.formulation.decision_names import called
@@ -34,9 +34,9 @@ def run(walk: Walk, instance: Instance, nth: int, inputs: dict[Ref, Value]) -> d
     before = len(walk.tapes)
     walk.frame = Frame(instance.block, walk.space.skeleton.again(instance.kind, level), walk.before)
     outputs = _run_block(walk, instance, inputs)
-    walk.frame.gives_up(walk.heap, walk.tapes[before:])
+    walk.frame.discard(walk.heap, walk.tapes[before:])
     walk.holding = walk.frame.held
-    if walk.frame.gathers and brought_again(walk.assignment, instance, level):
+    if walk.frame.gathers and gathered_again(walk.assignment, instance, level):
         walk.before = walk.frame
     if walk.is_away:
         _note_reading(walk, walk.frame.held)
@@ -128,7 +128,7 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
                 if walk.frame.at[node.name] in walk.frame.again.drawing:
                     read = [value.storage for value in operands]
                     walk.frame.draws(heap, tape.saved[-1], read, storages[0], copied_bytes)
-                else:  # the copies stay, and the operands are there for what is made again
+                else:  # the copies stay, and the operands are there for what is recomputed
                     tape.saved.append(heap.new(f"copies for {called(node)}", "activations", copied_bytes))
             if walk.saves is not None and not is_exact(word, node):
                 copied = [value.storage for value in operands] if word == "scores" and size else []
@@ -160,7 +160,7 @@ def relay(walk: Walk, ref: Ref, value: Value) -> Value:
     """A held value, converted to the layout in which its readers find it; held."""
     sums = sums_of(walk, ref)
     for step in sums:
-        (value,) = bring_on(walk, [value], {ref: (step,)}, (step,))
+        (value,) = prefetch(walk, [value], {ref: (step,)}, (step,))
     if sums:
         return value
     route = walk.assignment.relay_route(ref)

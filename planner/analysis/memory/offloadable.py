@@ -7,7 +7,7 @@ saved, leave together.
 Values of the program leave, masks of dropout, and what attention with a trained mask keeps on a CPU, whose bytes are
 known to the last one. What else operators keep (statistics of norms, what attention with dropout copies) stays, as do
 leaves, what leaves the model, and all of a block that also computes what the loss does not need, of which autograd
-saves more than is followed. So do values that a stage of a pipeline hands on; those that it takes from the one before
+saves more than is simulated. So do values that a stage of a pipeline hands on; those that it takes from the one before
 leave after its last block.
 """
 

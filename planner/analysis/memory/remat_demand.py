@@ -1,6 +1,6 @@
 """Asked: whether backward asks an instance of a block for anything that it gave up.
 
-A block that the loss reaches in part may have given up only what the rest of it would need; then nothing of it runs
+A block that the loss reaches in part may have discarded only what the rest of it would need; then nothing of it runs
 again, and it gathers nothing again.
 """
 
@@ -17,7 +17,7 @@ from planner.ops import saved_places
 
 
 def is_asked(assignment: Assignment, instance: Instance, level: Level, of_weights: bool = False) -> bool:
-    """Whether an operator that backward passes needs something that is made again at a level.
+    """Whether an operator that backward passes needs something that is recomputed at a level.
 
     Args:
         of_weights: count those operators alone that give gradients of parameters.
@@ -55,13 +55,13 @@ def _reading_weights(space: Space, nodes: Iterable[Node]) -> set[str]:
     return found
 
 
-def brought_again(assignment: Assignment, instance: Instance, level: Level, of_weights: bool = False) -> set[Ref]:
+def gathered_again(assignment: Assignment, instance: Instance, level: Level, of_weights: bool = False) -> set[Ref]:
     """The parameters that an instance brings again in backward, with all others of their chunk.
 
     Args:
         of_weights: in its second part, where it is in two.
     """
-    return assignment.brought_again(instance, level) if is_asked(assignment, instance, level, of_weights) else set()
+    return assignment.gathered_again(instance, level) if is_asked(assignment, instance, level, of_weights) else set()
 
 
 def _is_converted(assignment: Assignment, node: Node, position: int) -> bool:

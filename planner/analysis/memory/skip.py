@@ -12,9 +12,11 @@ from planner.analysis.memory.walk import Walk
 from planner.ir.graph import Ref
 
 LARGEST = 5
-"""So many tensors are named at the fullest moment."""
+"""So many tensors are named at the peak."""
 ENDS = LARGEST
-"""So many periods of a run are followed at either end: enough to see that they do the same, and for :data:`LARGEST`."""
+"""So many periods of a run are simulated at either end: enough to see that they do the same, and for
+:data:`LARGEST`.
+"""
 
 
 class UnevenError(Exception):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from planner.analysis.memory.autograd_tape import Tape, Value
-from planner.analysis.memory.backward import undo_all
+from planner.analysis.memory.backward import run_backward
 from planner.analysis.memory.bring import bucket_bytes, following_of
 from planner.analysis.memory.forward import output_at, relay, run
 from planner.analysis.memory.offloadable import Saves, first_of
@@ -25,7 +25,8 @@ from planner.ir.graph import Ref
 
 
 def usage(assignment: Assignment, blocks: range | None = None) -> Usage:
-    """Follow one training step of an assignment on the fullest rank, with micro-batches that of one micro-batch.
+    """Follow one training step of an assignment on the rank of highest peak, with micro-batches that of one
+    micro-batch.
 
     Args:
         blocks: the numbers of those of a stage, which takes values from the stage before and hands others on; left out:
@@ -89,7 +90,7 @@ def follow(walk: Walk) -> Usage:
     for value in (*values.values(), *leaving.values()):
         heap.drop(value.storage)
     kept, saved_bytes = tuple(each.held for each in heap.alive), heap.total - leaf_bytes
-    undo_all(walk, starts)
+    run_backward(walk, starts)
     totals = heap.totals()
     for skip in walk.skips:
         fill_in(walk, skip, totals)

@@ -13,7 +13,7 @@ Place = tuple[Direction, int]
 """A direction and the number of a block."""
 
 SHOWN = 20
-"""So many tensors are listed at the fullest moment."""
+"""So many tensors are listed at the peak."""
 
 USES = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
 """What storages are used for."""
@@ -50,8 +50,8 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Fullest:
-    """The fullest moment of a step on the fullest rank.
+class PeakReport:
+    """The fullest moment of a step on the rank of highest peak.
 
     Attributes:
         bytes: alive then.
@@ -96,8 +96,8 @@ class Storage:
         self.held, self.holders, self.made, self.bytes, self.number = held, 1, made, held.all_bytes, number
 
 
-class Heap:
-    """All storages that are alive, and the fullest moment so far.
+class StorageTracker:
+    """All storages that are alive, and the peak so far.
 
     Args:
         away: numbers of storages -> the block from whose forward on they are not counted: they are in a chunk then.
@@ -169,7 +169,7 @@ class Heap:
         return storage
 
     def at_peak(self) -> tuple[Held, ...]:
-        """Every storage that was alive at the fullest moment, in the order in which they were made."""
+        """Every storage that was alive at the peak, in the order in which they were made."""
         alive: dict[Storage, None] = {}
         for storage in self._changes[: self._changes_to_peak]:
             if storage in alive:

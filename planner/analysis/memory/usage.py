@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.analysis.memory.offloadable import Saved
-from planner.analysis.memory.storages import Direction, Fullest, Held
+from planner.analysis.memory.storages import Direction, Held, PeakReport
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Usage:
     """Bytes of one rank through a step.
 
     Attributes:
-        peak_bytes: at the fullest moment.
+        peak_bytes: at the peak.
         peak_at: what runs then.
         moments: (what runs, bytes alive while it does), in order. Where instances of a block do the same, each with
             so many bytes more or less than the one before it, those in the middle are left out.
@@ -44,9 +44,9 @@ class Usage:
     saved: tuple[Saved, ...] = ()
 
     @property
-    def fullest(self) -> Fullest:
+    def fullest(self) -> PeakReport:
         """The fullest moment."""
-        return Fullest(self.peak_bytes, self.peak_at, self.alive)
+        return PeakReport(self.peak_bytes, self.peak_at, self.alive)
 
     def __str__(self) -> str:
         """The fullest moment and what fills it, largest first."""

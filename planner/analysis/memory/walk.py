@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from planner.analysis.memory.autograd_tape import Frame, Tape
 from planner.analysis.memory.offloadable import Saves
 from planner.analysis.memory.steady_state import Skip, Wiring
-from planner.analysis.memory.storages import BEFORE, Heap, Storage
+from planner.analysis.memory.storages import BEFORE, Storage, StorageTracker
 from planner.formulation.decision_names import called
 from planner.ir.graph import Ref
 
 
 class Walk:
-    """Where a step that is followed is: what it holds, what autograd remembers, which block runs.
+    """Where a step that is simulated is: what it holds, what autograd remembers, which block runs.
 
     Args:
         skips: the instances that others stand for.
         blocks: the numbers of those of a stage; left out: all.
-        away: see :class:`planner.analysis.memory.storages.Heap`.
+        away: see :class:`planner.analysis.memory.storages.StorageTracker`.
 
     Attributes:
         frame: of the block that runs and recomputes; ``before``: of the last one that gathers parameters again.
@@ -43,7 +43,7 @@ class Walk:
         self.assignment, self.space, self.wiring, self.skips = wiring.assignment, wiring.space, wiring, skips
         self.instances = self.space.folded.instances
         self.graph, self.mesh = self.space.graph, self.space.mesh
-        self.heap, self.saves = Heap(away), Saves() if self.space.training.activations else None
+        self.heap, self.saves = StorageTracker(away), Saves() if self.space.training.activations else None
         self.tapes: list[Tape] = []
         self.frame: Frame | None = None
         self.parts: dict[Ref, Storage] = {}

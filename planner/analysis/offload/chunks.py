@@ -1,7 +1,7 @@
 """Chunks: what of a model moves together if its data is at home elsewhere, and what moments of a step are called.
 
 A parameter that one block reads is in that block's chunk; one that several read, or that is converted before them, is
-in a chunk that enters the program before the first block, and its gradient leaves it when the last is undone.
+in a chunk that enters the program before the first block, and its gradient leaves it when the last runs its backward.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def undone(assignment: Assignment) -> list[int]:
 
 
 def updated_early(assignment: Assignment, chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Those whose gradients are complete before all blocks are undone, and the host does not wait for that."""
+    """Those whose gradients are complete before all blocks run their backward, and the host does not wait for that."""
     if assignment.space.training.update != "backward":
         return []
     blocks = {*undone(assignment)}

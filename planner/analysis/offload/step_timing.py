@@ -1,11 +1,12 @@
-"""Offload: a step of a plan whose model data is at home on the host or on disk: its timetables, and what it takes.
+"""Offload: a step of a plan whose model data is with their home on the host or on disk: its transfer schedules, and
+what it takes.
 
-The step of every rank is a trace of chunks (:mod:`planner.analysis.offload.step_trace`), of which a timetable says what
-moves when. Where the plan says *auto*, as many chunks stay on the device as make the step shortest, of a few counts
-that are tried.
+The step of every rank is a trace of chunks (:mod:`planner.analysis.offload.step_trace`), of which a transfer schedule
+says what moves when. Where the plan says *auto*, as many chunks stay on the device as make the step shortest, of a few
+counts that are tried.
 
-With micro-batches each rank of a pipeline has a timetable of its own. What it waits for in the forwards, and in the
-backwards, of a stage is part of what the stage takes for each micro-batch, and the schedule is simulated with that.
+With micro-batches each rank of a pipeline has a transfer schedule of its own. What it waits for in the forwards, and in
+the backwards, of a stage is part of what the stage takes for each micro-batch, and the schedule is simulated with that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from planner.analysis.prediction import Prediction, predict
 from planner.base.errors import InfeasibleError
 from planner.base.formatting import in_all_bytes
 from planner.formulation.assignment import Assignment
-from planner.solve.transfers import Timetable, fewest_bytes, shortest_step, simulate
+from planner.solve.transfers import TransferSchedule, fewest_bytes, shortest_step, simulate
 
 MORE = "hosts with more memory, or pin 'offload' 'disk'"
 """The way out of hosts that are too small."""
@@ -44,7 +45,7 @@ class _Way:
 
     step: RankStep
     stays: tuple[Chunk, ...]
-    table: Timetable
+    table: TransferSchedule
 
     @cached_property
     def held_bytes(self) -> int:
@@ -94,7 +95,7 @@ class _Way:
 
 
 def _ways(step: RankStep) -> list[_Way]:
-    """What may stay on the device, as far as home holds the rest, each with its timetable.
+    """What may stay on the device, as far as home holds the rest, each with its transfer schedule.
 
     Raises:
         InfeasibleError: home holds none of them.
@@ -151,12 +152,12 @@ def _check_home(step: RankStep, needed: int, saved: int = 0) -> None:
         )
 
 
-def saved_bytes(table: Timetable) -> int:
+def saved_bytes(table: TransferSchedule) -> int:
     """Bytes at home of what blocks save that leaves between forward and backward."""
     return sum(saved_homes(table))
 
 
-def saved_homes(table: Timetable) -> tuple[int, ...]:
+def saved_homes(table: TransferSchedule) -> tuple[int, ...]:
     """Bytes of the memories at home in which what blocks save takes turns, falling.
 
     Each is of one size; an item has one of its own size from its eviction until it is dropped for the last time. So
@@ -195,7 +196,7 @@ class WorkingSet:
 def largest_working_set(assignment: Assignment, memory: Usage | None, staged: Staged | None = None) -> WorkingSet:
     """That of the moment which needs the most: no smaller budget will do.
 
-    Where model data is at home on the device, all of it is beside chunks.
+    Where model data is with their home on the device, all of it is beside chunks.
 
     Args:
         memory: as in :func:`offloaded`.
@@ -258,8 +259,9 @@ def _steps(assignment: Assignment, memory: Usage | None, on_device_s: float, sta
 
 def offloaded(
     assignment: Assignment, memory: Usage | None, prediction: Prediction, staged: Staged | None = None
-) -> tuple[tuple[Timetable, ...], Prediction]:
-    """The timetables of a step, one for each rank of the pipeline, and what is predicted of the step that obeys them.
+) -> tuple[tuple[TransferSchedule, ...], Prediction]:
+    """The transfer schedules of a step, one for each rank of the pipeline, and what is predicted of the step that obeys
+    them.
 
     Args:
         memory: what the step holds besides chunks and gradients; not needed with micro-batches.

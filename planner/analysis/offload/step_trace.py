@@ -1,8 +1,9 @@
-"""A step of one rank whose model data is at home on the host or on disk, as a trace of chunks, moment by moment.
+"""A step of one rank whose model data is with their home on the host or on disk, as a trace of chunks, moment by
+moment.
 
 A chunk is an item of the trace, fetched for forward, and again for backward where autograd reads the parameters' own
 memory there; its gradients are another, made by backward and evicted. The host then updates all of them at once, or
-each chunk when the block is undone that it entered by, beside what the device goes on with.
+each chunk when the block runs its backward that it entered by, beside what the device goes on with.
 
 A micro-batched step is the actions of its schedule one after another: a micro-batch's forward, or backward, of the
 blocks of a stage. The first backward of a block makes its gradients, and the others add to them; where they have left
@@ -50,7 +51,7 @@ from planner.formulation.training import Tier
 from planner.ir.graph import Ref
 from planner.ir.layout import MICRO, Shard
 from planner.solve.pipeline.schedule import Action, schedule
-from planner.solve.transfers import Item, Link, Moment, Timetable, Trace, Use, simulate
+from planner.solve.transfers import Item, Link, Moment, Trace, TransferSchedule, Use, simulate
 
 UPDATE, UPDATE_THERE = "update", "update what stays"
 OUTPUTS = "outputs"
@@ -207,7 +208,9 @@ class RankStep:
 
     @cached_property
     def _made_by(self) -> dict[int, list[Chunk]]:
-        """The chunks whose gradients are complete, of a micro-batch, when a block is undone, or all of a stage."""
+        """The chunks whose gradients are complete, of a micro-batch, when a block runs its backward, or all of a
+        stage.
+        """
         found: dict[int, list[Chunk]] = {}
         for number, chunks in self._read_by.items():
             for chunk in chunks:
@@ -283,7 +286,7 @@ class RankStep:
 
     def _added_bytes(self, chunk: Chunk) -> int:
         """What a backward makes before it is added to the gradients of those before it."""
-        if chunk.is_before:  # they wait for the end as they are, which is followed
+        if chunk.is_before:  # they wait for the end as they are, which is simulated
             return 0
         graph, mesh = self.assignment.space.graph, self.assignment.space.mesh
         trained = [graph.by_name[name] for name in chunk.leaves if graph.by_name[name].results[0].grad]
@@ -319,7 +322,7 @@ class RankStep:
         scale = self.on_device_s / (math.fsum(found.values()) or 1.0)
         return {key: seconds * scale for key, seconds in found.items()}
 
-    def waits_s(self, table: Timetable) -> dict[str, float]:
+    def waits_s(self, table: TransferSchedule) -> dict[str, float]:
         """Seconds that the device waits for what moves, by the moment on whose entry it does, updates aside."""
         if self.overlaps:
             updates = [moment for moment in table.trace.moments if moment.on == "host"]
@@ -352,8 +355,8 @@ class RankStep:
         return self.assignment.space.cost.cluster.backend != "gloo"
 
 
-def without(table: Timetable, left: Collection[Moment]) -> Timetable:
-    """The same timetable where some moments take no time."""
+def without(table: TransferSchedule, left: Collection[Moment]) -> TransferSchedule:
+    """The same transfer schedule where some moments take no time."""
     moments = tuple(replace(each, seconds=0.0) if each in left else each for each in table.trace.moments)
     return replace(table, trace=replace(table.trace, moments=moments))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 
-from planner.analysis.pipeline.gathered_parameters import brought_by, coming, owned, parted, savers_of, working_moments
+from planner.analysis.pipeline.gathered_parameters import coming, gathered_by, owned, parted, savers_of, working_moments
 from planner.analysis.pipeline.leaf_memory import Leaves, Parts, Use, by_use
 from planner.base.symbolic_float import at_least_zero
 from planner.formulation.assignment import Assignment
@@ -60,10 +60,10 @@ class Link:
             does not hide it, the optimizer's update.
         held: what of the block's held bytes is of which use, see :data:`planner.analysis.memory.storages.USES`.
         input_bytes: what of them are inputs of the model, which every rank is given.
-        gradients: of the gradients that come when it is undone first, bytes by use; ``shared_gradients``: of the leaves
-            that it counts as its own and others read too, by name.
+        gradients: of the gradients that come when it runs its backward first, bytes by use; ``shared_gradients``: of
+            the leaves that it counts as its own and others read too, by name.
         levels: for each way to save, the level of recomputation that it is.
-        working_bytes: for each way to save, what its operators need while they run and what it has made again.
+        working_bytes: for each way to save, what its operators need while they run and what it has recomputed.
         gathered_bytes: for each way to save, how much of that is parameters gathered for this micro-batch.
         coming_bytes: of its parameters that are on their way while the block before computes.
         coming_again_bytes: for each way to save, of those that are on their way in backward, to be gathered again.
@@ -246,7 +246,7 @@ class _Chain:
         shared = {name: by_use(p for p in parts.gradients if p.leaf == name) for name in leaves if name in is_shared}
         held = by_use(parts.always)
         held["activations"] += sum(self.leaves.outputs(number).values())
-        brought = brought_by(self.assignment, number, self._savers)
+        brought = gathered_by(self.assignment, number, self._savers)
         levels = self.levels.of(instance.kind) if brought.lets_go.total() else self.levels.computed(instance.kind)
         again_s = [self._again_s(number, level) for level in levels]
         saved = tuple(self._saved(number, level) for level in levels)
@@ -290,7 +290,7 @@ class _Chain:
         )
 
     def _run(self, sums: _Sums, node: Node) -> None:
-        """Add an operator, with the conversions of its operands and of what it delivers."""
+        """Add an operator, with the reshardings of its operands and of what it delivers."""
         work = self.space.work(node, self.assignment.choice(node))
         weighted_s = work.backward_s / 2 if self._has_weights(node) else 0.0
         sums.forward_s += work.forward_s + work.inner_forward_s
@@ -323,7 +323,7 @@ class _Chain:
         sums.reduce_s = sums.reduce_s + back_s - self.space.mesh.micro_batches * summed_s
 
     def _moves(self, node: Node) -> list[tuple[Ref, Layout, Layout]]:
-        """Conversions of a node's operands, each value to each layout once, then of what it delivers."""
+        """Reshardings of a node's operands, each value to each layout once, then of what it delivers."""
         assignment = self.assignment
         wanted = dict.fromkeys(zip(node.inputs, assignment.choice(node).operands, strict=True))
         found = [(ref, assignment.delivered(ref), layout) for ref, layout in wanted]
@@ -397,7 +397,7 @@ class _Chain:
         return tensors + sum(own for _, own in owned(self.assignment, instance, level, again=False))
 
     def _again_s(self, number: int, level: Level) -> tuple[float, float]:
-        """Seconds of what a block makes again, and of gathering parameters for that."""
+        """Seconds of what a block recomputes, and of gathering parameters for that."""
         if level == "none":
             return 0.0, 0.0
         instance, space, made_s, gathered_s = self.folded.instances[number], self.space, 0.0, 0.0

@@ -1,8 +1,9 @@
-"""Brought: the parameters that a block takes gathered for a micro-batch, and what else is there while it works.
+"""GatheredParameters: the parameters that a block takes gathered for a micro-batch, and what else is there while it
+works.
 
 ``(Assignment, block) -> bytes``. Of a micro-batched step: what is held from forward to backward beside activations, and
-what is there only while a block runs or is undone. Parameters that are gathered once a step are held throughout, see
-:mod:`planner.analysis.pipeline.leaf_memory`.
+what is there only while a block runs or runs its backward. Parameters that are gathered once a step are held
+throughout, see :mod:`planner.analysis.pipeline.leaf_memory`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from planner.ir.graph import Node, Ref
 
 
 def dropped_bytes(assignment: Assignment, instance: Instance, level: Level) -> int:
-    """Bytes that an instance has made again while it is undone, at a level of recomputation."""
+    """Bytes that an instance has recomputed while it runs its backward, at a level of recomputation."""
     if level == "none":
         return 0
     again = assignment.space.skeleton.again(instance.kind, level)
@@ -56,13 +57,13 @@ def parted(assignment: Assignment, instance: Instance) -> Iterator[tuple[Node, i
 
 
 @dataclass(frozen=True)
-class Brought:
+class GatheredParameters:
     """Bytes of the parameters that a block takes gathered, by name, where each micro-batch gathers them anew.
 
     Attributes:
         own: those that it gathers.
         before: those gathered for it before all blocks.
-        lets_go: its own that it may let go after forward and gather again when it is undone.
+        lets_go: its own that it may let go after forward and gather again when it runs its backward.
         stays: others that backward reads again: through views, or gathered before.
         parts: what its own are gathered from.
         gradients: the whole gradients of its own, by the operator that makes them.
@@ -80,7 +81,7 @@ class Brought:
         return self.stays + self.lets_go if level == "none" else self.stays
 
     def there(self, level: Level) -> Counter[str]:
-        """What is there beside that while the block runs, or is undone."""
+        """What is there beside that while the block runs, or runs its backward."""
         return self.own + self.before - self.saved(level)
 
     def saved_bytes(self, level: Level) -> int:
@@ -115,7 +116,7 @@ def _grows(assignment: Assignment, leaf: Ref) -> bool:
     return local_bytes(tensor, delivered, space.mesh) > local_bytes(tensor, stored, space.mesh)
 
 
-def brought_by(assignment: Assignment, number: int, saved: Mapping[Ref, Sequence[int]]) -> Brought:
+def gathered_by(assignment: Assignment, number: int, saved: Mapping[Ref, Sequence[int]]) -> GatheredParameters:
     """What a block takes gathered; nothing where parameters are gathered once a step.
 
     Args:
@@ -123,10 +124,10 @@ def brought_by(assignment: Assignment, number: int, saved: Mapping[Ref, Sequence
     """
     space = assignment.space
     if space.brings_once:
-        return Brought()
+        return GatheredParameters()
     instance = space.folded.instances[number]
     backward, taken = space.skeleton.backward(instance.kind), space.skeleton.again(instance.kind, "gathered").taken
-    found = Brought()
+    found = GatheredParameters()
     for at, node in enumerate(instance.block.nodes):
         places = {key: i for i, key in enumerate(zip(node.inputs, assignment.choice(node).operands, strict=True))}
         for (ref, layout), place in places.items():
@@ -154,7 +155,7 @@ def coming(assignment: Assignment, number: int, level: Level | None = None) -> C
     order of ranks, and what is sent, where that is copied behind one another.
 
     Args:
-        level: at which the block makes again what backward needs, of what it gathers again then; left out: forward.
+        level: at which the block recomputes what backward needs, of what it gathers again then; left out: forward.
     """
     space, instance, found = assignment.space, assignment.space.folded.instances[number], Counter[str]()
     ahead = assignment.ahead(instance.block)
@@ -169,8 +170,9 @@ def coming(assignment: Assignment, number: int, level: Level | None = None) -> C
     return found
 
 
-def working_moments(assignment: Assignment, number: int, level: Level, brought: Brought) -> list[int]:
-    """Bytes at each moment that may be the fullest while a block runs or is undone, beside what is held and saved.
+def working_moments(assignment: Assignment, number: int, level: Level, brought: GatheredParameters) -> list[int]:
+    """Bytes at each moment that may be the fullest while a block runs or runs its backward, beside what is held and
+    saved.
 
     Parameters that it gathers for the micro-batch go one by one while their whole gradients come. When they are
     gathered there is also what came, in the order of ranks, and when the gradients are reduced what is sent.

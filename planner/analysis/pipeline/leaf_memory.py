@@ -166,7 +166,8 @@ class Leaves:
         return not self.is_read_elsewhere(name) and all(is_whole)
 
     def _stored(self, name: str, whole: int, *, is_late: bool) -> Parts:
-        """Of a leaf as it is stored, in all versions if it is used so; nothing of one that is at home on the host.
+        """Of a leaf as it is stored, in all versions if it is used so; nothing of one that is with their home on the
+        host.
 
         Args:
             whole: see :meth:`_brought`.

@@ -1,9 +1,10 @@
-"""Fullest: what is alive on the fullest rank of a micro-batched step, at its fullest moment, tensor by tensor.
+"""PeakReport: what is alive on the rank of highest peak of a micro-batched step, at its fullest moment, tensor by
+tensor.
 
-``(Assignment, Staged) -> Fullest``. What a micro-batched step holds is added up, not followed
+``(Assignment, Staged) -> PeakReport``. What a micro-batched step holds is added up, not followed
 (:mod:`planner.analysis.pipeline.rank_memory`); here every term of that sum has its name, so that together they are the
 peak: leaves, what each block saved of every micro-batch in flight, and what the block that needs most has while it runs
-or is undone.
+or runs its backward.
 """
 
 from __future__ import annotations
@@ -12,8 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from planner.analysis.memory.storages import BEFORE, Fullest, Held
-from planner.analysis.pipeline.gathered_parameters import Brought, brought_by, coming, owned, parted, savers_of
+from planner.analysis.memory.storages import BEFORE, Held, PeakReport
+from planner.analysis.pipeline.gathered_parameters import (
+    GatheredParameters,
+    coming,
+    gathered_by,
+    owned,
+    parted,
+    savers_of,
+)
 from planner.analysis.pipeline.leaf_memory import Leaves, Part, Parts
 from planner.analysis.pipeline.rank_memory import Coming
 from planner.analysis.pipeline.staged import Staged
@@ -35,13 +43,13 @@ Moment = tuple[str, list[Held]]
 """What runs, and what is alive then beside what is held and saved."""
 
 
-def fullest_micro_batched(assignment: Assignment, staged: Staged) -> Fullest:
-    """What is alive at the peak of the fullest rank.
+def peak_micro_batched(assignment: Assignment, staged: Staged) -> PeakReport:
+    """What is alive at the peak of the rank of highest peak.
 
     Args:
         assignment: the decisions that run so; their own recomputation aside.
     """
-    return _Rank(assignment, staged, staged.fullest_rank).fullest()
+    return _Rank(assignment, staged, staged.peak_rank).fullest()
 
 
 class _Rank:
@@ -54,9 +62,9 @@ class _Rank:
         self.leaves = Leaves(assignment, versions(staged.pipeline.schedule))
         self.savers = savers_of(assignment)
 
-    def fullest(self) -> Fullest:
+    def fullest(self) -> PeakReport:
         alive = [*self._held(), *self._gradients()]
-        if self.alive.is_fullest_at_end(self.rank):
+        if self.alive.peaks_at_end(self.rank):
             alive += self._at_end()
             where = f"reducing gradients{self._on_rank}"
         else:
@@ -65,7 +73,7 @@ class _Rank:
             where = self._where(what)
         size = sum(held.all_bytes for held in alive)
         ordered = sorted((held for held in alive if held.bytes), key=lambda held: -held.all_bytes)
-        return Fullest(size, where, tuple(ordered))
+        return PeakReport(size, where, tuple(ordered))
 
     def _where(self, what: str) -> str:
         stages, in_flight = len(self._in_flight), sum(self._in_flight.values())
@@ -98,7 +106,7 @@ class _Rank:
     @cached_property
     def _moment(self) -> tuple[dict[int, int], int]:
         """How many micro-batches each stage of the rank holds at its fullest moment, and the block that runs then."""
-        moment, need = self.alive.fullest_moment(self.rank)
+        moment, need = self.alive.peak_moment(self.rank)
         return dict(zip(self.alive.stages_of(self.rank), moment.counts, strict=True)), need.number
 
     @property
@@ -130,8 +138,8 @@ class _Rank:
 
     def _gradients(self) -> Iterator[Held]:
         """To which micro-batches add, as far as they have come."""
-        moment, need = self.alive.fullest_moment(self.rank)
-        is_over = moment.added or self.alive.is_fullest_at_end(self.rank)
+        moment, need = self.alive.peak_moment(self.rank)
+        is_over = moment.added or self.alive.peaks_at_end(self.rank)
         since = None if is_over else need.number
         for number, *_ in self._blocks:
             own = self.leaves.first_read[number]
@@ -176,7 +184,7 @@ class _Rank:
                 yield Held(self._at(node, place), "activations", self._bytes(node, place), block=number)
         for node, size in owned(self.assignment, self.instances[number], level, again=False):
             yield Held(f"what {called(node)} keeps", "activations", size, block=number)
-        for name, size in brought_by(self.assignment, number, self.savers).saved(level).items():
+        for name, size in gathered_by(self.assignment, number, self.savers).saved(level).items():
             yield Held(f"gathered {self._called(name)}", "activations", size, block=number)
 
     def _messages(self) -> Iterator[Held]:
@@ -199,12 +207,12 @@ class _Rank:
         return sent(self.assignment, crossing(self.space.folded)[self.staged.cut.bounds[stage + 1] - 1])
 
     def _most(self) -> Moment:
-        """While the block runs, or is undone, that needs most beside all that."""
+        """While the block runs, or runs its backward, that needs most beside all that."""
         number = self._moment[1]
         _, link, way = [*self.alive.placed][number]
         if not link.working_bytes[way] + self.alive.coming[number].bytes:
             return "between two operators", []
-        level, brought = link.levels[way], brought_by(self.assignment, number, self.savers)
+        level, brought = link.levels[way], gathered_by(self.assignment, number, self.savers)
         moments = self._moments(number, level, brought)
         what, beside = max(moments, key=lambda moment: sum(held.bytes for held in moment[1]))
         return what, [*beside, *self._coming(self.alive.coming[number])]
@@ -215,7 +223,7 @@ class _Rank:
         for name, size in coming(self.assignment, to.number, level).items() if to.bytes else ():
             yield Held(f"gathered {self._called(name)} on its way", "gathered", size, block=to.number)
 
-    def _moments(self, number: int, level: Level, brought: Brought) -> Iterator[Moment]:
+    def _moments(self, number: int, level: Level, brought: GatheredParameters) -> Iterator[Moment]:
         """Those of :func:`planner.analysis.pipeline.gathered_parameters.working_moments`, with names."""
         instance = self.instances[number]
         there = [

@@ -1,4 +1,4 @@
-"""Alive: what each rank of a pipeline holds in a micro-batched step, term by term.
+"""LiveMemory: what each rank of a pipeline holds in a micro-batched step, term by term.
 
 ``(links, Pipeline, Cut) -> bytes of every rank at its fullest``. While a rank computes it holds, all at once:
 
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from planner.analysis.memory.storages import USES
 from planner.analysis.pipeline.chain import Link, Shared, also_read, placed
-from planner.analysis.pipeline.gathered_parameters import Brought, brought_by, savers_of, working_moments
+from planner.analysis.pipeline.gathered_parameters import GatheredParameters, gathered_by, savers_of, working_moments
 from planner.formulation.assignment import Assignment
 from planner.formulation.remat.levels import Level
 from planner.solve.pipeline.schedule import InFlight
@@ -62,7 +62,7 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Alive:
+class LiveMemory:
     """What the ranks hold of a cut chain.
 
     Attributes:
@@ -84,7 +84,7 @@ class Alive:
         return tuple(max(self._while_computing(rank), self.at_the_end(rank, self.reduced(rank)[0])) for rank in ranks)
 
     def _while_computing(self, rank: int) -> int:
-        moment, need = self.fullest_moment(rank)
+        moment, need = self.peak_moment(rank)
         return self.beside(rank) + self.there(rank, moment) + need.bytes
 
     def at_the_end(self, rank: int, reduced_bytes: int) -> int:
@@ -99,7 +99,7 @@ class Alive:
         """Bytes that a rank has at a moment, saved for backward and of gradients to which micro-batches add."""
         return self.held_of(moment.counts, self.stages_of(rank)) + moment.added * self.gradients[rank]
 
-    def fullest_moment(self, rank: int) -> tuple[InFlight, Need]:
+    def peak_moment(self, rank: int) -> tuple[InFlight, Need]:
         """When a rank holds most while it computes: what is in flight, and what needs most then."""
         stages, moments = self.pipeline.moments[rank]
         options = (
@@ -109,14 +109,14 @@ class Alive:
         )
         return max(options, key=lambda each: self.there(rank, each[0]) + each[1].bytes)
 
-    def is_fullest_at_end(self, rank: int) -> bool:
+    def peaks_at_end(self, rank: int) -> bool:
         """Whether a rank is fullest when gradients are reduced, and not while it computes."""
         return int(self.at_the_end(rank, self.reduced(rank)[0])) == int(self.rank_bytes[rank])
 
     def by_use(self, rank: int) -> dict[str, int]:
         """What a rank holds at its fullest, by use."""
-        found, is_at_end = Counter[str](), self.is_fullest_at_end(rank)
-        moment, need = self.fullest_moment(rank)
+        found, is_at_end = Counter[str](), self.peaks_at_end(rank)
+        moment, need = self.peak_moment(rank)
         since = None if is_at_end or moment.added else need.number
         own = {*self.blocks_of(rank)}
         for number in own:
@@ -203,7 +203,7 @@ class Alive:
 
     @cached_property
     def come_bytes(self) -> list[int]:
-        """Bytes of those that come when each block is undone first."""
+        """Bytes of those that come when each block runs its backward first."""
         found = [0] * len(self.links)
         for number, gradients in self.come:
             found[number] += sum(gradients.values())
@@ -211,8 +211,8 @@ class Alive:
 
     @property
     def come(self) -> Iterator[tuple[int, Mapping[str, int]]]:
-        """Blocks, and what comes when they are undone first, bytes by use: of what several blocks of a rank read, with
-        the last of these.
+        """Blocks, and what comes when they run their backward first, bytes by use: of what several blocks of a rank
+        read, with the last of these.
         """
         for number, (stage, link, _) in enumerate(self.placed):
             yield number, link.gradients
@@ -237,7 +237,9 @@ class Alive:
 
     @cached_property
     def arrived(self) -> list[int]:
-        """Bytes of those that are there while each block is undone first: its own, and of later ones of its stage."""
+        """Bytes of those that are there while each block runs its backward first: its own, and of later ones of its
+        stage.
+        """
         found, after, last = list[int](), 0, -1
         for (stage, _, _), come in reversed([*zip(self.placed, self.come_bytes, strict=True)]):
             after = (after if stage == last else 0) + come
@@ -246,7 +248,9 @@ class Alive:
         return found[::-1]
 
     def has_come(self, number: int, since: int | None) -> bool:
-        """Whether the gradients of a block are there while another one is undone first; ``None``: that is over."""
+        """Whether the gradients of a block are there while another one runs its backward first; ``None``: that is
+        over.
+        """
         return since is None or (number >= since and self.stage_of(number) == self.stage_of(since))
 
     # ---- of every micro-batch in flight ------------------------------------------------------------------------------
@@ -288,8 +292,8 @@ class Alive:
 
     @cached_property
     def gone_bytes(self) -> list[int]:
-        """Bytes that later blocks of a stage save, which are gone when a block is undone, unless that is done in two
-        parts, and not yet there before.
+        """Bytes that later blocks of a stage save, which are gone when a block runs its backward, unless that is done
+        in two parts, and not yet there before.
         """
         found, after, last, parted = list[int](), 0, -1, self.parted
         for stage, link, way in reversed([*self.placed]):
@@ -418,7 +422,7 @@ def _beside(blocks: Sequence[Coming]) -> list[Coming]:
 
 
 def moments(
-    assignment: Assignment, alive: Alive, in_flight: Iterable[tuple[Sequence[int], Iterable[InFlight]]]
+    assignment: Assignment, alive: LiveMemory, in_flight: Iterable[tuple[Sequence[int], Iterable[InFlight]]]
 ) -> Iterator[int]:
     """Bytes of every rank at its fullest moments, beside each operator that may need most then.
 
@@ -429,9 +433,9 @@ def moments(
     for rank in range(alive.pipeline.ranks):
         reduced = dict.fromkeys(alive.links[number].reduced_bytes for number in alive.blocks_of(rank))
         yield from (alive.at_the_end(rank, each) for each in reduced)
-    alike = dict[tuple[int, int, Level, int], list[tuple[int, Brought]]]()
+    alike = dict[tuple[int, int, Level, int], list[tuple[int, GatheredParameters]]]()
     for number, (stage, link, way) in enumerate(alive.placed):
-        brought = brought_by(assignment, number, savers)
+        brought = gathered_by(assignment, number, savers)
         kind, level = space.folded.instances[number].kind, link.levels[way]
         alike.setdefault((stage, kind, level, brought.there_bytes(level)), []).append((number, brought))
     working: list[list[dict[int, None]]] = [[{} for _ in range(alive.pipeline.stages)] for _ in range(2)]

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from planner.analysis.pipeline.chain import Link, also_read, chain_of, placed
-from planner.analysis.pipeline.rank_memory import Alive
+from planner.analysis.pipeline.rank_memory import LiveMemory
 from planner.base.errors import InfeasibleError
 from planner.base.symbolic_float import rest
 from planner.formulation.remat.levels import Level, Recompute, at_levels
@@ -98,9 +98,9 @@ class Staged:
     waits: bool = False
 
     @cached_property
-    def alive(self) -> Alive:
+    def alive(self) -> LiveMemory:
         """What its ranks hold."""
-        return Alive(self.links, self.pipeline, self.cut, self.waits)
+        return LiveMemory(self.links, self.pipeline, self.cut, self.waits)
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ class Staged:
         return max(self.rank_bytes)
 
     @property
-    def fullest_rank(self) -> int:
+    def peak_rank(self) -> int:
         """The first of those that need most."""
         return self.rank_bytes.index(self.peak_bytes)
 
@@ -176,8 +176,8 @@ class Staged:
 
     @property
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes by use on the fullest rank."""
-        return self.alive.by_use(self.fullest_rank)
+        """Bytes by use on the rank of highest peak."""
+        return self.alive.by_use(self.peak_rank)
 
 
 def stage(

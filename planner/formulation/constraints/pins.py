@@ -40,7 +40,7 @@ class Pins:
             module path or name, of which the first that matches counts. ``None``, or no match, leaves it to the search.
             Where no size is pinned with it, every device of a stage is on the data axis, as if ``tensor`` were pinned
             to 1.
-        recompute: what every block that repeats makes again in backward: ``none``, ``selective`` (all but contractions,
+        recompute: what every block that repeats recomputes in backward: ``none``, ``selective`` (all but contractions,
             convolutions and attention) or ``full``; ``None`` leaves it to the search.
         keep: globs of module paths whose operators' results these blocks keep all the same.
         layers: glob of module path -> {axis name: strategy}.
@@ -111,7 +111,8 @@ class Pins:
         offload = pin.pop("offload", None)
         if offload is not None and not (isinstance(offload, str) and offload in TIERS):
             raise PinError(
-                f"pin 'offload' is {offload!r}; parameters, gradients and optimizer state are at home on the device "
+                f"pin 'offload' is {offload!r}; parameters, gradients and optimizer state are with their home on the "
+                "device "
                 "('none', as if it were left out), on the host ('host'), there but of as many blocks on the device as "
                 "makes the step shortest ('auto'), or in files ('disk')"
             )

@@ -20,13 +20,13 @@ from planner.ops.table import OWN, no_flops
 
 @dataclass(frozen=True)
 class Again:
-    """What one instance of a block makes again, by position in ``block.nodes``.
+    """What one instance of a block recomputes, by position in ``block.nodes``.
 
     Attributes:
-        values: (operator, result) of every value that is made again.
+        values: (operator, result) of every value that is recomputed.
         lasting: operators whose results are kept.
         sources: (operator, result) of every value of theirs that backward, or an operator that runs again, needs.
-        taken: per operator, the operands of which its own conversion runs again.
+        taken: per operator, the operands of which its own resharding runs again.
         dropped: per operator, the places (operands, then results) that its backward needs and that are not kept; a
             value counts once, for the first operator that needs it, and its views not at all.
         kept: per operator, the places that its backward, or it when it runs again, needs and that are kept.
@@ -90,7 +90,7 @@ class Backward:
         return self._own[at]
 
     def again(self, level: Level) -> Again:
-        """What is made again at a level other than ``none``."""
+        """What is recomputed at a level other than ``none``."""
         nodes, at_of = self.nodes, self.at_of
         is_kept = [_is_kept(at, node, level) for at, node in enumerate(nodes)]
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from planner.ir.folding import Folded
 
 Kept = tuple[int, ...]
-"""The operators of a block whose results are kept, by position in ``block.nodes``; all else is made again."""
+"""The operators of a block whose results are kept, by position in ``block.nodes``; all else is recomputed."""
 Level = Literal["none", "gathered", "selective", "full"] | Kept
 LEVELS: tuple[Level, ...] = ("none", "gathered", "selective", "full")
 """Those with a name: what they keep follows from the kinds of operators."""
@@ -44,7 +44,7 @@ class Amount:
 
     Attributes:
         levels: the levels above ``none`` at which instances run, with the numbers of those instances.
-        leads: what an instance makes again is counted among what is held. Only one instance does so at a time: where
+        leads: what an instance recomputes is counted among what is held. Only one instance does so at a time: where
             equal blocks are kinds of their own, the first of them stands for all.
     """
 
@@ -91,7 +91,7 @@ def _as_range(numbers: Sequence[int]) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Recompute:
-    """How much is made again: the amount of every kind of block; empty: nothing."""
+    """How much is recomputed: the amount of every kind of block; empty: nothing."""
 
     amounts: tuple[Amount, ...] = ()
 
@@ -112,7 +112,7 @@ class Recompute:
         return self.amounts[kind].level(nth) if self.amounts else "none"
 
     def leads(self, kind: int) -> bool:
-        """Whether what an instance of a kind makes again is counted; see :class:`Amount`."""
+        """Whether what an instance of a kind recomputes is counted; see :class:`Amount`."""
         return not self.amounts or self.amounts[kind].leads
 
     def levels(self, kind: int) -> tuple[tuple[Level, Sequence[int]], ...]:

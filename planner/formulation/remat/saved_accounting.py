@@ -67,7 +67,7 @@ class Charges:
 
     Args:
         folded: the graph and its distinct blocks.
-        again: what the instances of a kind make again at a level other than ``none``.
+        again: what the instances of a kind recompute at a level other than ``none``.
     """
 
     def __init__(self, folded: Folded, again: Callable[[int, Level], Again]):

@@ -1,6 +1,6 @@
 """What each operator of each distinct block does under an assignment, and what it costs.
 
-``Assignment -> (BlockDetail per block, LeafDetail per leaf)``: layouts, conversions with their
+``Assignment -> (BlockDetail per block, LeafDetail per leaf)``: layouts, reshardings with their
 collectives, seconds and bytes. The figures come from the same tables as the solver's costs, so that
 they add up to the prediction.
 """
@@ -120,11 +120,11 @@ def _name_of(space: Space, names: Names, ref: Ref, kind: object) -> str:
     return f"{name} in {space.folded.names[section[1]]}" if away and isinstance(section, tuple) else name
 
 
-# ---- conversions -----------------------------------------------------------------------------------------------------
+# ---- reshardings -----------------------------------------------------------------------------------------------------
 
 
 def _moves(assignment: Assignment, names: Names) -> dict[tuple[str, Role], list[Move]]:
-    """Every conversion by where it happens: before an operator (role), or after the one that makes the value."""
+    """Every resharding by where it happens: before an operator (role), or after the one that makes the value."""
     space, graph = assignment.space, assignment.space.graph
     found: dict[tuple[str, Role], dict[object, Move]] = {}
 

@@ -1,4 +1,4 @@
-"""Details: what each operator, conversion and leaf of a plan does and costs; ``account`` beside it makes them."""
+"""Details: what each operator, resharding and leaf of a plan does and costs; ``account`` beside it makes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planner.formulation.resharding import Collective
 
 @dataclass(frozen=True)
 class Move:
-    """A conversion of one value, ``times`` per step over all instances of a block.
+    """A resharding of one value, ``times`` per step over all instances of a block.
 
     Attributes:
         value: the operator (of this block, or ``"name in block"``) or the leaf that it comes from.
@@ -46,7 +46,7 @@ class OpDetail:
         flops: forward operations of the whole operator.
         forward_s, backward_s: computing.
         inner: collectives of the operator's own local form; ``inner_s`` their seconds.
-        before, after: conversions of its operands, and of its results right after it.
+        before, after: reshardings of its operands, and of its results right after it.
     """
 
     path: str

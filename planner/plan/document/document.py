@@ -28,7 +28,7 @@ from planner.plan.timeline import StepTimeline, predicted
 from planner.search.parallel_config import ParallelConfig
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.pipeline.simulate import simulate
-from planner.solve.transfers import Timetable
+from planner.solve.transfers import TransferSchedule
 
 EVALUATE = "autopar.evaluate(model, plan, example_kwargs=batch), with the loss_fn it was made with, if any"
 WITHOUT_GRAPH = (
@@ -65,7 +65,7 @@ class BlockPlan:
     ``ops`` maps ``"module path: operator"`` to the strategy on every axis (``"data:m tensor:n"``);
     ``values`` maps the same keys to the layout in which a result with several readers is delivered;
     ``at`` numbers its instances among all blocks in execution order; ``recompute`` says how many of them (the first
-    ones) make again in backward what they computed or gathered: ``{"full": 3, "selective": 2, "gathered": 1}``, see
+    ones) recompute in backward what they computed or gathered: ``{"full": 3, "selective": 2, "gathered": 1}``, see
     :mod:`planner.formulation.remat.levels`. For levels that are none of these, ``keeps`` has the operators whose
     results are kept, as ``ops`` names them: ``{"part 1": ("self_attn: scaled_dot_product_attention",)}``.
     """
@@ -87,7 +87,7 @@ class PipelinePlan:
     ``schedule`` says in which order, see :mod:`planner.solve.pipeline.schedule`; each of ``ranks`` pipeline ranks,
     which are meshes of devices, has ``virtual_stages``. Stage ``s`` has the blocks from ``bounds[s]`` up to, not
     including, ``bounds[s + 1]``, numbered in execution order as in :class:`BlockPlan`; ``recompute`` says which of them
-    make again in backward what they computed, by level, of which there are those in :class:`BlockPlan`. ``gathers``
+    recompute in backward what they computed, by level, of which there are those in :class:`BlockPlan`. ``gathers``
     says when parameters are gathered and their gradients reduced: ``once`` a step, or in ``each`` micro-batch. That
     ``waits`` for them where they are used, or has them gathered a block ahead.
     """
@@ -119,8 +119,8 @@ class Document:
         predicted: the step's time, memory and collectives.
         search: status, bound and seconds.
         pipeline: how a step runs micro-batched; ``None``: forward once, backward once.
-        timetables: what a step moves between device and host, on each rank of the pipeline; empty: nothing, all model
-            data is on the device.
+        transfer_schedules: what a step moves between device and host, on each rank of the pipeline; empty: nothing, all
+            model data is on the device.
         coverage: operators that the op table does not know -> how often they occur; they run replicated.
         recorded: the details that a file brought along.
         assignment: the decisions themselves, where the plan was made in this process, as ``decided``; not part of the
@@ -140,7 +140,7 @@ class Document:
     predicted: Prediction
     search: Search
     pipeline: PipelinePlan | None = None
-    timetables: tuple[Timetable, ...] = ()
+    transfer_schedules: tuple[TransferSchedule, ...] = ()
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element
     coverage: Mapping[str, int] = field(default_factory=dict)
     recorded: Account | None = field(default=None, compare=False, repr=False)
@@ -156,9 +156,9 @@ class Document:
         return ParallelConfig(1 if self.pipeline is None else self.pipeline.ranks, self.mesh).sizes
 
     @property
-    def timetable(self) -> Timetable | None:
+    def transfer_schedule(self) -> TransferSchedule | None:
         """That of the first rank, which is the only one where there is no pipeline."""
-        return self.timetables[0] if self.timetables else None
+        return self.transfer_schedules[0] if self.transfer_schedules else None
 
     @property
     def gathers(self) -> Gathers:
@@ -167,11 +167,15 @@ class Document:
 
     @property
     def activations(self) -> Activations:
-        """Of how many blocks what they save for backward may leave: as pinned, or all that the timetable has."""
+        """Of how many blocks what they save for backward may leave: as pinned, or all that the transfer schedule
+        has.
+        """
         pinned = self.pin.get("activations")
         if pinned is not None:
             return 0 if pinned == "none" else pinned
-        return "all" if any(item.name.startswith(SAVED) for t in self.timetables for item in t.trace.items) else 0
+        return (
+            "all" if any(item.name.startswith(SAVED) for t in self.transfer_schedules for item in t.trace.items) else 0
+        )
 
     @cached_property
     def certificate(self) -> Certificate:
@@ -183,17 +187,17 @@ class Document:
         if self.assignment is None:
             raise PlanError(WITHOUT_GRAPH)
         found = certify(self.assignment, self.objective_s * (1 - self.search.gap))
-        if self.pipeline is None and not self.timetables:
+        if self.pipeline is None and not self.transfer_schedules:
             return found
         again = 0 if self.pipeline is None else sum(map(len, self.pipeline.recompute.values()))
         return of_part(found, self.assignment, self.objective_s, self.predicted.step_time_s, again)
 
     @property
     def objective_s(self) -> float:
-        """What the search made least: the predicted step; with a timetable, one in which nothing stays, and moving and
-        updating overlap with nothing, see :meth:`planner.formulation.search_space.Space.moved_s`.
+        """What the search made least: the predicted step; with a transfer schedule, one in which nothing stays, and
+        moving and updating overlap with nothing, see :meth:`planner.formulation.search_space.Space.moved_s`.
         """
-        if not self.timetables or self.assignment is None:
+        if not self.transfer_schedules or self.assignment is None:
             return self.predicted.step_time_s
         space, stored = self.assignment.space, self.assignment.produced
         parameters = [(leaf, stored(Ref(leaf.name))) for leaf in space.graph.leaves if leaf.op == "param"]

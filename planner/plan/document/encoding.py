@@ -24,12 +24,23 @@ from planner.formulation.training import Gathers
 from planner.ir.layout import Axis, Mesh
 from planner.plan.document.detail import Account, BlockDetail, LeafDetail
 from planner.plan.document.document import BlockPlan, Document, PipelinePlan, Search
-from planner.solve.transfers import Timetable
+from planner.plan.document.upgrade import of_version_2
+from planner.solve.transfers import TransferSchedule
 
 FORMAT, VERSION = "autopar-plan", 3
 WIDTH = 110
 FIELDS = (
-    *("format", "version", "model", "cluster", "optimizer_bytes_per_element", "pipeline", "timetable", "mesh", "pin"),
+    *(
+        "format",
+        "version",
+        "model",
+        "cluster",
+        "optimizer_bytes_per_element",
+        "pipeline",
+        "transfer_schedule",
+        "mesh",
+        "pin",
+    ),
     *("inputs", "blocks", "parameters", "buffers", "values", "outputs", "coverage"),
     *("search", "predicted", "details", "leaves"),
 )
@@ -90,7 +101,11 @@ def decisions(document: Document) -> dict[str, Any]:
     """The part that decides what is run: what a person edits, and what all ranks must agree on."""
     return {
         **({"pipeline": _pipeline(document.pipeline)} if document.pipeline is not None else {}),
-        **({"timetable": _timetables(document.timetables)} if document.timetables else {}),
+        **(
+            {"transfer_schedule": _transfer_schedules(document.transfer_schedules)}
+            if document.transfer_schedules
+            else {}
+        ),
         "mesh": [asdict(axis) for axis in document.mesh.axes],
         "pin": dict(document.pin),
         "inputs": dict(document.inputs),
@@ -127,30 +142,11 @@ def decode(data: Any) -> dict[str, Any]:
             f"the plan is of version {data.get('version')!r}, this autopar reads versions 2 and {VERSION}: plan again"
         )
     if data["version"] == 2:
-        data = _of_version_2(data)
+        data = of_version_2(data)
     for name in data:
         if name not in FIELDS:
             raise PlanError(f"a plan has no field {name!r}: remove it; {nearest(str(name), FIELDS)}")
     return _read_document(data)
-
-
-def _of_version_2(data: dict[str, Any]) -> dict[str, Any]:
-    """A document of version 2 in the words of version 3.
-
-    The times of a micro-batched step were called ``turns``, and pruned candidates ``bounded away``.
-    """
-    found, predicted, search = {**data}, data.get("predicted"), data.get("search")
-    if isinstance(predicted, dict) and "turns" in predicted:
-        names = {"turns": "micro_batch_times"}
-        found["predicted"] = {names.get(name, name): value for name, value in predicted.items()}
-    if isinstance(search, dict) and isinstance(search.get("candidates"), list):
-        found["search"] = {**search, "candidates": [_pruned(each) for each in search["candidates"]]}
-    return found
-
-
-def _pruned(candidate: Any) -> Any:
-    away = isinstance(candidate, dict) and candidate.get("status") == "bounded away"
-    return {**candidate, "status": "pruned"} if away else candidate
 
 
 def _prediction(predicted: Prediction) -> dict[str, Any]:
@@ -175,14 +171,14 @@ def _pipeline(pipeline: PipelinePlan) -> dict[str, Any]:
     }
 
 
-def _timetables(tables: Iterable[Timetable]) -> Any:
-    """The only timetable, or those of several ranks, as JSON."""
+def _transfer_schedules(tables: Iterable[TransferSchedule]) -> Any:
+    """The only transfer schedule, or those of several ranks, as JSON."""
     found = [table.to_dict() for table in tables]
     return found[0] if len(found) == 1 else found
 
 
-def _read_timetables(data: Any) -> tuple[Timetable, ...]:
-    return tuple(map(Timetable.from_dict, data if isinstance(data, list) else [data]))
+def _read_transfer_schedules(data: Any) -> tuple[TransferSchedule, ...]:
+    return tuple(map(TransferSchedule.from_dict, data if isinstance(data, list) else [data]))
 
 
 def _read_pipeline(data: Any, default: Gathers) -> PipelinePlan:
@@ -263,7 +259,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
             raise PlanError(f"the plan's field {name!r} is wrong: {error}; restore it, or plan again") from error
 
     # Before there was a choice, parameters were gathered once a step, unless they came from elsewhere.
-    gathers: Gathers = "each" if "timetable" in data else "once"
+    gathers: Gathers = "each" if "transfer_schedule" in data else "once"
     pipeline, pin = data.get("pipeline"), data.get("pin")
     is_old = isinstance(pipeline, Mapping) and "gathers" not in pipeline
     if gathers == "once" and is_old and isinstance(pin, Mapping) and pin.get("zero") == 3:
@@ -284,7 +280,9 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         "predicted": field("predicted", partial(read, Prediction, readers=COUNTED)),
         "search": field("search", partial(read, Search, readers={Mapping[str, Any]: _read_candidate})),
         "pipeline": field("pipeline", partial(_read_pipeline, default=gathers)) if "pipeline" in data else None,
-        "timetables": field("timetable", _read_timetables) if "timetable" in data else (),
+        "transfer_schedules": field("transfer_schedule", _read_transfer_schedules)
+        if "transfer_schedule" in data
+        else (),
         "optimizer_bytes_per_element": field("optimizer_bytes_per_element", _read_bytes),
         "recorded": Account(
             field("details", partial(read, tuple[BlockDetail, ...], readers=COUNTED)),

@@ -20,20 +20,25 @@ def check_consistent(plan: Document) -> None:
         PlanError: names both.
     """
     pinned = plan.pin.get("offload", "none")
-    has = "a" if plan.timetables else "no"
+    has = "a" if plan.transfer_schedules else "no"
     if (pinned == "none") != (has == "no"):
-        raise PlanError(f"the plan's pin 'offload' is {pinned!r}, and it has {has} timetable: {MEND}")
-    early = (moment.on == "host" for table in plan.timetables for moment in table.trace.moments[:-1])
+        raise PlanError(f"the plan's pin 'offload' is {pinned!r}, and it has {has} transfer_schedule: {MEND}")
+    early = (moment.on == "host" for table in plan.transfer_schedules for moment in table.trace.moments[:-1])
     if any(early) and plan.pin.get("update") != "backward":
-        raise PlanError(f"the plan's timetable updates in backward, and its pin 'update' is not 'backward': {MEND}")
-    if plan.timetables and plan.pipeline is not None and plan.gathers != "each":
         raise PlanError(
-            "the plan has timetables, by which parameters come for each micro-batch, and its pipeline gathers them "
+            f"the plan's transfer schedule updates in backward, and its pin 'update' is not 'backward': {MEND}"
+        )
+    if plan.transfer_schedules and plan.pipeline is not None and plan.gathers != "each":
+        raise PlanError(
+            "the plan has transfer schedules, by which parameters come for each micro-batch, and its pipeline gathers "
+            "them "
             f"{plan.gathers!r}: {MEND}"
         )
     stages = 1 if plan.pipeline is None else plan.pipeline.ranks
-    if plan.timetables and len(plan.timetables) != stages:
-        raise PlanError(f"the plan has {len(plan.timetables)} timetables, and {stages} pipeline ranks: {MEND}")
+    if plan.transfer_schedules and len(plan.transfer_schedules) != stages:
+        raise PlanError(
+            f"the plan has {len(plan.transfer_schedules)} transfer schedules, and {stages} pipeline ranks: {MEND}"
+        )
     ranks, devices = plan.mesh.size * stages, plan.cluster.world_size
     if ranks != devices:
         alone = " and no pipeline" if plan.pipeline is None else ""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.analysis.memory.storages import Fullest, Held
+from planner.analysis.memory.storages import Held, PeakReport
 from planner.base.errors import PlanError
 from planner.base.formatting import in_bytes, in_percent, in_seconds, shape_text, sizes_text
 from planner.formulation.assignment import Assignment
@@ -43,7 +43,7 @@ IN_WORDS = {
 }
 
 SHOWN = 12
-"""So many tensors are listed that are alive at the fullest moment."""
+"""So many tensors are listed that are alive at the peak."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class ExplainedOp:
-    """One operator of a distinct block; ``shared``: conversions of what it reads, made once for it and others."""
+    """One operator of a distinct block; ``shared``: reshardings of what it reads, made once for it and others."""
 
     block: BlockPlan
     name: str
@@ -109,7 +109,7 @@ class Explanation:
     """What :func:`explain` found; prints as text.
 
     Attributes:
-        fullest_at: the fullest moment of the step, where it is known.
+        fullest_at: the peak of the step, where it is known.
         alive: what of all this is alive then, largest first.
     """
 
@@ -140,7 +140,7 @@ class Explanation:
             [f"  and {len(self.alive) - SHOWN} more"] if len(self.alive) > SHOWN else []
         )
         what = f"{in_bytes(total)} of it" if rows else "nothing of it"
-        return "\n".join([f"alive at the fullest moment, {self.fullest_at}: {what}", *rows])
+        return "\n".join([f"alive at the peak, {self.fullest_at}: {what}", *rows])
 
     __repr__ = __str__
 
@@ -185,7 +185,7 @@ class Explanation:
             detail = leaf.detail
             shape = shape_text(detail.shape)
             held = f", and {in_bytes(detail.state_bytes)} for gradient and optimizer" if detail.state_bytes else ""
-            where = "on each device" if leaf.home is None else f"for each device, at home {leaf.home}"
+            where = "on each device" if leaf.home is None else f"for each device, with their home {leaf.home}"
             lines[1] += f", of {shape} {detail.dtype}: {in_bytes(detail.local_bytes)} {where}{held}"
             if detail.count > 1:
                 lines.append(f"  {detail.count} of them share this entry")
@@ -218,14 +218,14 @@ def _move(move: Move, path: str) -> str:
 
 
 def explain(
-    document: Document, name: str, *, time_limit_s: float = 10.0, fullest: Fullest | None = None
+    document: Document, name: str, *, time_limit_s: float = 10.0, fullest: PeakReport | None = None
 ) -> Explanation:
     """Explain everything that ``name`` means: a module and all below it, an operator, or a parameter.
 
     Args:
         name: module path (``*`` and ``?`` allowed), operator as the plan writes it, or name of a leaf.
         time_limit_s: for all searches of a next best together.
-        fullest: the fullest moment of the plan's step, where it is known.
+        fullest: the peak of the plan's step, where it is known.
 
     Raises:
         PlanError: no name, or nothing of that name; says what is close.
@@ -263,9 +263,9 @@ def explain(
 
 
 def _alive_of(
-    document: Document, name: str, fullest: Fullest, ops: list[ExplainedOp], leaves: list[str]
+    document: Document, name: str, fullest: PeakReport, ops: list[ExplainedOp], leaves: list[str]
 ) -> Iterator[Held]:
-    """What of operators and leaves is alive at the fullest moment; what belongs to an operator has its name in it."""
+    """What of operators and leaves is alive at the peak; what belongs to an operator has its name in it."""
     named = {each for leaf in leaves for each in _leaf_names(document, leaf)}
     known = {each for each in named if _matches(each, name)} or named
     known |= {each for leaf in _leaves(document) for each in _leaf_names(document, leaf) if _within(each, name)}
@@ -340,7 +340,7 @@ def _explain_leaf(document: Document, name: str) -> ExplainedLeaf:
             uses += [move for move in op.before if move.value == name]
     leaf = document.account.leaves.get(name)
     home = None
-    if any(table.trace.items for table in document.timetables) and name in document.parameters:
+    if any(table.trace.items for table in document.transfer_schedules) and name in document.parameters:
         home = "on disk" if document.pin.get("offload") == "disk" else "on the host"
         if "stays" in document.predicted.memory_bytes:
             home += ", or staying there"

@@ -87,7 +87,7 @@ def blocks(document: Document) -> list[BlockSummary]:
 
 
 def shared(document: Document) -> list[SharedLeaf]:
-    """Leaves whose conversion belongs to no block, as several read what it gives."""
+    """Leaves whose resharding belongs to no block, as several read what it gives."""
     exposed, ranks = _exposed(document), 1 if document.pipeline is None else document.pipeline.ranks
     layouts, found = {**document.inputs, **document.parameters, **document.buffers}, []
     for name, leaf in document.account.leaves.items():
@@ -100,7 +100,7 @@ def shared(document: Document) -> list[SharedLeaf]:
 
 
 def _moved_s(document: Document, moves: Sequence[Move], exposed: float) -> tuple[float, float]:
-    """Seconds of conversions in a step, and of reducing gradients what backward does not hide."""
+    """Seconds of reshardings in a step, and of reducing gradients what backward does not hide."""
     once = [m for m in moves if m.value in document.parameters and document.gathers == "once"]
     each = [m for m in moves if m.value not in document.parameters or document.gathers == "each"]
     communication = document.mesh.micro_batches * sum((m.forward_s + m.backward_s) * m.times for m in each)
@@ -124,7 +124,7 @@ def is_notable(op: OpDetail) -> bool:
 
 
 def op_calls(op: OpDetail, count: int) -> list[tuple[Collective, int]]:
-    """Collectives of one operator over all instances of its block, conversions and its own."""
+    """Collectives of one operator over all instances of its block, reshardings and its own."""
     calls = [(call, count) for call in op.inner]
     return calls + [(call, move.times) for move in (*op.before, *op.after) for call in move.calls]
 
@@ -174,7 +174,7 @@ def standing(document: Document) -> str:
     pipelines = [c for c in fits if PIPELINE in c["mesh"] and c["status"] != "not tried"]
     if pipelines and PIPELINE not in document.sizes:
         parts.append(f"no faster pipeline found ({len(pipelines)} looked at or pruned)")
-    own = document.sizes, document.gathers if not document.timetables else "once"
+    own = document.sizes, document.gathers if not document.transfer_schedules else "once"
     others = [c for c in fits if (c["mesh"], c.get("gathers", "once")) != own]
     if others:
         following = min(others, key=lambda c: c["bound_s"])
@@ -215,8 +215,8 @@ def pinned(document: Document) -> list[str]:
 
 
 def offloads(document: Document) -> str:
-    """What is at home on the host or on disk, and what a step moves, on all ranks of a pipeline together."""
-    tables = document.timetables
+    """What is with their home on the host or on disk, and what a step moves, on all ranks of a pipeline together."""
+    tables = document.transfer_schedules
     moved = [(way, size) for table in tables for (_, way), size in table.bytes_moved.items()]
     sizes = {way: sum(size for each, size in moved if each == way) for way in ("fetch", "evict")}
     chunks = [item.bytes for table in tables for item in table.trace.items if item.name.startswith("parameters ")]
@@ -227,7 +227,9 @@ def offloads(document: Document) -> str:
     entries = (entry for table in tables for entry in table.entries)
     left = sum(name.startswith(SAVED) for entry in entries for name in entry.evict)
     data = (
-        [f"parameters, gradients and optimizer state of {_chunks(document, chunks)} at home {home}"] if chunks else []
+        [f"parameters, gradients and optimizer state of {_chunks(document, chunks)} with their home {home}"]
+        if chunks
+        else []
     )
     micro_batches = "" if document.pipeline is None else "forwards of "
     data += (
@@ -250,7 +252,7 @@ def _chunks(document: Document, sizes: Sequence[int]) -> str:
 
 
 def micro_batched(document: Document) -> str:
-    """How a step runs micro-batched: the schedule, the cut, and what is made again."""
+    """How a step runs micro-batched: the schedule, the cut, and what is recomputed."""
     pipeline, micro_batches = document.pipeline, document.mesh.micro_batches
     assert pipeline is not None
     parts = [f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"]

@@ -74,7 +74,7 @@ def _head(document: Document) -> str:
         *([("pinned", in_paragraph(pins))] if pins else []),
         *([("batches", in_paragraph(micro_batched(document)))] if document.pipeline is not None else []),
         *(_stages(document) if document.pipeline is not None and document.pipeline.ranks > 1 else []),
-        *([("offload", in_paragraph(offloads(document)))] if document.timetables else []),
+        *([("offload", in_paragraph(offloads(document)))] if document.transfer_schedules else []),
         ("step", in_seconds(predicted.step_time_s)),
         ("", in_shares(predicted.time_s, predicted.step_time_s, in_seconds)),
         (

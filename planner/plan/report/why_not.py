@@ -247,7 +247,7 @@ def _seconds_by_block(assignment: Assignment) -> dict[str, float]:
 
 
 def _bytes_by_block(assignment: Assignment, memory: Usage) -> dict[str, int]:
-    """Bytes at the fullest moment by block: together the peak. Leaves belong to the block that alone reads them."""
+    """Bytes at the peak by block: together the peak. Leaves belong to the block that alone reads them."""
     space, found = assignment.space, Counter[str]()
     leaves = [(leaf, _block(assignment, space.role_of[leaf.name])) for leaf in space.graph.leaves]
     owners = {name: block for leaf, block in leaves for name in (called(leaf), state_of(leaf))}

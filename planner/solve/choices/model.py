@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.base.errors import AutoparError
-from planner.solve.choices.moments import Alive, FlatSpans, Spans, essential
+from planner.solve.choices.moments import FlatSpans, LiveMemory, Spans, essential
 from planner.solve.problem import Edge, Floats, Ints, Problem
 
 TIME, EXPOSED, HELD, WALL = range(4)
@@ -145,7 +145,9 @@ def _moments(problem: Problem, limit_bytes: float) -> tuple[Spans, Floats]:
     number = dict(zip(bounds.tolist(), np.concatenate([[0], np.cumsum(kept)]).tolist(), strict=False))
     moved = tuple(
         tuple(
-            Alive(number[s.first], number[s.last], s.held_bytes.astype(np.float64)) for s in v.spans if s.first < s.last
+            LiveMemory(number[s.first], number[s.last], s.held_bytes.astype(np.float64))
+            for s in v.spans
+            if s.first < s.last
         )
         for v in problem.vertices
     )
@@ -186,7 +188,7 @@ def restrict(model: Model, keep: list[Mask]) -> Model | None:
     if all(mask.all() for mask in keep):
         return model
     spans = tuple(
-        each if mask.all() else tuple(Alive(span.first, span.last, span.bytes[mask]) for span in each)
+        each if mask.all() else tuple(LiveMemory(span.first, span.last, span.bytes[mask]) for span in each)
         for each, mask in zip(model.spans, keep, strict=True)
     )
     pairs = {}
@@ -222,7 +224,7 @@ def at(model: Model, moments: Collection[int]) -> Model:
     number = np.searchsorted(kept, np.arange(len(model.rooms) + 1))
     spans = tuple(
         tuple(
-            Alive(int(number[span.first]), int(number[span.last]), span.bytes)
+            LiveMemory(int(number[span.first]), int(number[span.last]), span.bytes)
             for span in each
             if number[span.first] < number[span.last]
         )

@@ -16,7 +16,7 @@ from planner.solve.problem import Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)
-class Alive:
+class LiveMemory:
     """Bytes per choice of one vertex that are alive at the moments ``first`` to ``last - 1``."""
 
     first: int
@@ -24,7 +24,7 @@ class Alive:
     bytes: Floats
 
 
-Spans = tuple[tuple[Alive, ...], ...]
+Spans = tuple[tuple[LiveMemory, ...], ...]
 
 
 def essential(spans: Spans, rooms: Floats, held_bytes: float) -> tuple[Spans, Floats, Ints]:
@@ -42,7 +42,8 @@ def essential(spans: Spans, rooms: Floats, held_bytes: float) -> tuple[Spans, Fl
         numbers = numbers[keep]
         number = np.concatenate([[0], np.cumsum(keep)])
         moved = tuple(
-            tuple(Alive(int(number[span.first]), int(number[span.last]), span.bytes) for span in each) for each in spans
+            tuple(LiveMemory(int(number[span.first]), int(number[span.last]), span.bytes) for span in each)
+            for each in spans
         )
         spans, rooms = _normalised(moved, rooms[keep])
 
@@ -64,7 +65,7 @@ def _normalised(spans: Spans, rooms: Floats) -> tuple[Spans, Floats]:
             taken[first] += least
             taken[last] -= least
             if values.max() > least:
-                kept.append(Alive(first, last, values - least if least else values))
+                kept.append(LiveMemory(first, last, values - least if least else values))
         result.append(tuple(kept))
     return tuple(result), rooms - np.cumsum(taken)[:-1]
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solve.choices.model import TIME, WALL, Mask, Model, Settled, drop_moments
-from planner.solve.choices.moments import Alive
+from planner.solve.choices.moments import LiveMemory
 from planner.solve.problem import Floats, Ints
 
 _COMPARED = 64  # choices of a vertex, and neighbours, up to which choices are compared for dominance
@@ -94,7 +94,7 @@ class _Work:
         return Model(
             singles=tuple(self._single[v] for v in new),
             transient=tuple(self._transient[v] for v in new),
-            spans=tuple(tuple(Alive(*key, values) for key, values in self._spans[v].items()) for v in new),
+            spans=tuple(tuple(LiveMemory(*key, values) for key, values in self._spans[v].items()) for v in new),
             pairs={(new[v], new[u]): costs for v in new for u, costs in self._near[v].items() if v < u},
             original=tuple(self._original[v] for v in new),
             limit_bytes=self._source.limit_bytes,
@@ -286,7 +286,7 @@ class _Work:
             self._link(v, u, costs)
 
 
-def _by_moments(spans: Iterable[Alive]) -> dict[tuple[int, int], Floats]:
+def _by_moments(spans: Iterable[LiveMemory]) -> dict[tuple[int, int], Floats]:
     """The bytes alive over each stretch of moments, summed: spans that differ may keep the same of the moments."""
     found: dict[tuple[int, int], Floats] = {}
     for span in spans:

@@ -1,11 +1,12 @@
-"""Timetables by themselves: what is fetched, evicted and dropped when, so that a step fits into a budget of memory.
+"""Transfer schedules by themselves: what is fetched, evicted and dropped when, so that a step fits into a budget of
+memory.
 
 Knows nothing of models, layouts or chunks' contents; whoever has these makes a :class:`Trace` of them.
 """
 
 from planner.solve.transfers.plan import fewest_bytes, shortest_step
 from planner.solve.transfers.simulate import Simulated, Span, simulate
-from planner.solve.transfers.table import Entry, Timetable
+from planner.solve.transfers.table import Entry, TransferSchedule
 from planner.solve.transfers.trace import Item, Link, Moment, Trace, Use
 
 __all__ = [
@@ -15,8 +16,8 @@ __all__ = [
     "Moment",
     "Simulated",
     "Span",
-    "Timetable",
     "Trace",
+    "TransferSchedule",
     "Use",
     "fewest_bytes",
     "shortest_step",

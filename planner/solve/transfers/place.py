@@ -1,8 +1,9 @@
 """Schedules evictions and fetches, given which items stay, where they delay the device least.
 
 Without waiting, evictions end and fetches start when the order and the room left allow; how long an eviction takes is
-known only once the whole is simulated. So a timetable is placed, simulated, and placed again with what was seen; and
-fetches are let start a few moments early or many, since an early one takes room from others. The best is taken.
+known only once the whole is simulated. So a transfer schedule is placed, simulated, and placed again with what was
+seen; and fetches are let start a few moments early or many, since an early one takes room from others. The best is
+taken.
 """
 
 from __future__ import annotations
@@ -12,26 +13,28 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from planner.solve.transfers.gaps import Gap
 from planner.solve.transfers.simulate import Simulated, simulate
-from planner.solve.transfers.table import ACTIONS, Entry, Timetable
+from planner.solve.transfers.table import ACTIONS, Entry, TransferSchedule
 from planner.solve.transfers.trace import Trace
 from planner.solve.transfers.ways import Way, room_of, spread, ways_of
 
 DEPTHS = (4, 1_000_000)
 """By how many moments evictions and fetches may be spread, in turn."""
 ROUNDS = 2
-"""How often a timetable is placed with what the simulation of the one before has shown."""
+"""How often a transfer schedule is placed with what the simulation of the one before has shown."""
 
 
 def place(
     trace: Trace, budget_bytes: int, gaps: Sequence[Gap], room: Sequence[int], kept: Collection[int]
-) -> tuple[Timetable, Simulated]:
-    """The timetable of shortest step that was found in which items stay in the gaps ``kept``, and its simulation."""
-    found: list[tuple[Timetable, Simulated]] = []
+) -> tuple[TransferSchedule, Simulated]:
+    """The transfer schedule of shortest step that was found in which items stay in the gaps ``kept``, and its
+    simulation.
+    """
+    found: list[tuple[TransferSchedule, Simulated]] = []
     for depth in DEPTHS:
         ended: dict[int, int] = {}
         for _ in range(ROUNDS):
             ways = _spread(gaps, room, kept, depth, ended)
-            table = Timetable(trace, budget_bytes, entries(trace, ways))
+            table = TransferSchedule(trace, budget_bytes, entries(trace, ways))
             found.append((table, simulate(table)))
             seen = _ended(trace, ways, found[-1][1])
             if seen == ended:

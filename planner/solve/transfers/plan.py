@@ -14,20 +14,23 @@ from planner.solve.transfers.gaps import gaps_of
 from planner.solve.transfers.keep import WHOLE, keep
 from planner.solve.transfers.place import place
 from planner.solve.transfers.simulate import Simulated
-from planner.solve.transfers.table import Stopped, Timetable
+from planner.solve.transfers.table import Stopped, TransferSchedule
 from planner.solve.transfers.trace import Trace
 
 WINDOWS = (0, 1, 4)
 """Moments that are kept free around uses, in turn."""
 TIE = 1e-3
-"""Part of a step by which two timetables may differ and count as equal: then the one that moves less is taken."""
+"""Part of a step by which two transfer schedules may differ and count as equal: then the one that moves less is
+taken.
+"""
 
 
-def fewest_bytes(trace: Trace, budget_bytes: int) -> Timetable:
-    """The timetable whose links are busy for the least time found, of all directions together; of these a fast one.
+def fewest_bytes(trace: Trace, budget_bytes: int) -> TransferSchedule:
+    """The transfer schedule whose links are busy for the least time found, of all directions together; of these a fast
+    one.
 
-    Its ``link_bound_s`` says what no timetable is below, and ``stopped`` why the search ended: with ``proved`` it is
-    the least there is. With links that are equally fast in both directions it moves the fewest bytes, in the same
+    Its ``link_bound_s`` says what no transfer schedule is below, and ``stopped`` why the search ended: with ``proved``
+    it is the least there is. With links that are equally fast in both directions it moves the fewest bytes, in the same
     sense.
 
     Raises:
@@ -36,8 +39,8 @@ def fewest_bytes(trace: Trace, budget_bytes: int) -> Timetable:
     return _best(trace, budget_bytes, (0,), thorough=True)
 
 
-def shortest_step(trace: Trace, budget_bytes: int) -> Timetable:
-    """The timetable of shortest simulated step that was found.
+def shortest_step(trace: Trace, budget_bytes: int) -> TransferSchedule:
+    """The transfer schedule of shortest simulated step that was found.
 
     Raises:
         InfeasibleError: a moment alone needs more than the budget; ``excess_bytes`` says how much.
@@ -45,14 +48,14 @@ def shortest_step(trace: Trace, budget_bytes: int) -> Timetable:
     return _best(trace, budget_bytes, WINDOWS, thorough=False)
 
 
-def _best(trace: Trace, budget_bytes: int, windows: Sequence[int], thorough: bool) -> Timetable:
+def _best(trace: Trace, budget_bytes: int, windows: Sequence[int], thorough: bool) -> TransferSchedule:
     trace.check_budget(budget_bytes)
     gaps = gaps_of(trace)
     room = [budget_bytes - trace.needed_bytes[place] for place in trace.on_device]
     choices = sum(gap.is_choice for gap in gaps)
     link_bound_s = 0.0
     stopped: Stopped = ""
-    found: list[tuple[Timetable, Simulated]] = []
+    found: list[tuple[TransferSchedule, Simulated]] = []
     for window in windows:
         kept = keep(trace, gaps, room, window, thorough or (window == 0 and choices <= WHOLE))
         if window == 0:

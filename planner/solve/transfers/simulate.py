@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.solve.transfers.table import Timetable
+from planner.solve.transfers.table import TransferSchedule
 
 STEPS = 3
 """Steps that are simulated; the last one counts, whose beginning the ones before have settled."""
@@ -52,8 +52,8 @@ class Simulated:
         return sum(self.waiting_s.values())
 
 
-def simulate(table: Timetable) -> Simulated:
-    """Follow a checked timetable for a few steps, and say when everything in the last of them happens."""
+def simulate(table: TransferSchedule) -> Simulated:
+    """Follow a checked transfer schedule for a few steps, and say when everything in the last of them happens."""
     follow = _Follow(table)
     for _ in range(STEPS):
         follow.step()
@@ -68,7 +68,7 @@ def simulate(table: Timetable) -> Simulated:
 class _Follow:
     """The clocks of all lanes, and when each item's last movement or computing on the host ends."""
 
-    def __init__(self, table: Timetable):
+    def __init__(self, table: TransferSchedule):
         self.table, self.trace = table, table.trace
         self.now = self.begin = 0.0
         self.free: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Timetable: what is moved between the device and the tiers on entering each moment of a step, as data.
+"""TransferSchedule: what is moved between the device and the tiers on entering each moment of a step, as data.
 
 On entering a moment on the device, in this order: items are dropped; evictions are started; those that must be finished
 are waited for; items of which nothing is read are made (memory without contents); fetches are started; those that must
@@ -7,7 +7,8 @@ evictions started. A moment on the host waits by itself for the evictions of its
 the host that write the item: the order says which.
 
 An item takes its bytes from the moment on whose entry its fetch is started until the one on whose entry its eviction
-has been waited for. So a timetable that passes :meth:`Timetable.check` stays within its budget however slow a link is.
+has been waited for. So a transfer schedule that passes :meth:`TransferSchedule.check` stays within its budget however
+slow a link is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
-from planner.base.errors import TimetableError
+from planner.base.errors import TransferScheduleError
 from planner.base.formatting import in_all_bytes, in_bytes
 from planner.base.json_schema import Misread, fields_of, read_fields
 from planner.solve.transfers.trace import Access, Item, Link, Moment, Trace, Use, check_whole
@@ -66,7 +67,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Timetable:
+class TransferSchedule:
     """An entry for every moment of a trace.
 
     ``link_bound_s`` is proved: no choice of what stays on the device keeps the links busy for less, all directions
@@ -139,7 +140,8 @@ class Timetable:
         return self.trace.moments[self.trace.place[use.moment]].on == "device"
 
     def check(self) -> None:
-        """Raise :class:`TimetableError` unless the timetable can be carried out, step after step, within the budget.
+        """Raise :class:`TransferScheduleError` unless the transfer schedule can be carried out, step after step, within
+        the budget.
 
         Every action must find its item in the state that it starts from; every moment its items on the device, with the
         values that were last written; every fetch the value at home; a step must end as it begins. The error names the
@@ -147,16 +149,20 @@ class Timetable:
         """
         check_whole("a budget", self.budget_bytes)
         if len(self.entries) != len(self.trace.moments):
-            raise TimetableError(f"{len(self.entries)} entries for {len(self.trace.moments)} moments; each takes one")
+            raise TransferScheduleError(
+                f"{len(self.entries)} entries for {len(self.trace.moments)} moments; each takes one"
+            )
         for place, entry in enumerate(self.entries):
             for action, name in entry.actions():
                 if name not in self.trace.item:
-                    raise TimetableError(f"{self.trace.moments[place].name}: {action} {name}: there is no such item")
+                    raise TransferScheduleError(
+                        f"{self.trace.moments[place].name}: {action} {name}: there is no such item"
+                    )
         state = _State(self)
         state.step(settled=False)
         for name, begun in self.beginning.items():
             if state.where[name] != begun:
-                raise TimetableError(
+                raise TransferScheduleError(
                     f"{name} is {begun} as a step begins, but {state.where[name]} as it ends; "
                     f"last: {state.history[name]}"
                 )
@@ -178,7 +184,7 @@ class Timetable:
         return "\n".join(lines) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """The timetable with its trace as JSON has it; :meth:`from_dict` reads it back to an equal one."""
+        """The transfer schedule with its trace as JSON has it; :meth:`from_dict` reads it back to an equal one."""
         moments = [
             {**_short(moment), **_short(entry)} for moment, entry in zip(self.trace.moments, self.entries, strict=True)
         ]
@@ -194,21 +200,23 @@ class Timetable:
         }
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Timetable:
+    def from_dict(data: Mapping[str, Any]) -> TransferSchedule:
         """What :meth:`to_dict` gave, perhaps edited; checked.
 
         Raises:
-            TimetableError: fields that are missing or unknown, a trace or a timetable that cannot be.
+            TransferScheduleError: fields that are missing or unknown, a trace or a transfer schedule that cannot be.
         """
         try:
             read_ = read_fields(data, FIELDS, frozenset(FIELDS), {tuple[Moment, Entry]: _read_moment, Item: _read_item})
             if read_["link_bound_s"] < 0:
                 raise Misread(f"is {read_['link_bound_s']!r}, and bounds are not below zero", ("link_bound_s",))
         except Misread as error:
-            raise TimetableError(f"a timetable that cannot be read: {error}; take one that to_dict wrote") from error
+            raise TransferScheduleError(
+                f"a transfer schedule that cannot be read: {error}; take one that to_dict wrote"
+            ) from error
         moments, entries = ([each[part] for each in read_["moments"]] for part in (0, 1))
         trace = Trace(tuple(moments), read_["items"], read_["links"])
-        found = Timetable(trace, read_["budget_bytes"], tuple(entries), read_["link_bound_s"], read_["stopped"])
+        found = TransferSchedule(trace, read_["budget_bytes"], tuple(entries), read_["link_bound_s"], read_["stopped"])
         found.check()
         return found
 
@@ -221,7 +229,7 @@ FIELDS = {
     "moments": tuple[tuple[Moment, Entry], ...],
     "items": tuple[Item, ...],
 }
-"""Those of a timetable as JSON."""
+"""Those of a transfer schedule as JSON."""
 
 
 def _read_moment(data: Any) -> tuple[Moment, Entry]:
@@ -249,12 +257,13 @@ def _short(each: Moment | Entry | Item) -> dict[str, Any]:
 
 
 class _State:
-    """Items as a timetable is followed: where they are, and on which side their value is that was last written.
+    """Items as a transfer schedule is simulated: where they are, and on which side their value is that was last
+    written.
 
     In the first step it is not known yet which homes are behind; ``settled`` steps hold values, too.
     """
 
-    def __init__(self, table: Timetable):
+    def __init__(self, table: TransferSchedule):
         self.table, self.trace = table, table.trace
         self.where = dict(table.beginning)
         self.here = {name: state in ("resident", "coming") for name, state in self.where.items()}
@@ -263,18 +272,18 @@ class _State:
         self.held = table.begun_bytes
 
     def step(self, settled: bool) -> None:
-        """Follow the timetable once around."""
+        """Follow the transfer schedule once around."""
         for place, entry in enumerate(self.table.entries):
             moment = self.trace.moments[place]
             for done, count in Counter(entry.actions()).items():
                 if count > 1:
-                    raise TimetableError(f"{moment.name}: {' '.join(done)} is there {count} times")
+                    raise TransferScheduleError(f"{moment.name}: {' '.join(done)} is there {count} times")
             for action, name in entry.actions():
                 self._act(moment, action, name, settled)
             total = self.held + moment.other_bytes
             if moment.on == "device" and total > self.table.budget_bytes:
                 came = ", ".join((*entry.fetch, *entry.make)) or "nothing"
-                raise TimetableError(
+                raise TransferScheduleError(
                     f"{moment.name}: {in_all_bytes(total)} are taken with those that are coming and leaving, "
                     f"{in_all_bytes(total - self.table.budget_bytes)} over the budget of "
                     f"{in_all_bytes(self.table.budget_bytes)}; fetched or made on entering it: {came}"
@@ -286,14 +295,18 @@ class _State:
         before, after = ACTIONS[action]
         what = f"{moment.name}: {action} {name}"
         if moment.on == "host" and action not in ON_HOST:
-            raise TimetableError(f"{what}: on entering a moment on the host items are only dropped or evicted")
+            raise TransferScheduleError(f"{what}: on entering a moment on the host items are only dropped or evicted")
         if self.where[name] != before:
-            raise TimetableError(f"{what}: it must be {before}, but is {self.where[name]}; last: {self.history[name]}")
+            raise TransferScheduleError(
+                f"{what}: it must be {before}, but is {self.where[name]}; last: {self.history[name]}"
+            )
         if action == "fetch" and settled and not self.at_home[name]:
-            raise TimetableError(f"{what}: its home does not hold the value; last: {self.history[name]}")
+            raise TransferScheduleError(f"{what}: its home does not hold the value; last: {self.history[name]}")
         if action == "evict":
             if settled and not self.here[name]:
-                raise TimetableError(f"{what}: what is on the device is not its value; last: {self.history[name]}")
+                raise TransferScheduleError(
+                    f"{what}: what is on the device is not its value; last: {self.history[name]}"
+                )
             self.at_home[name] = True
         if action in ("drop", "evict", "make", "fetch"):
             self.here[name] = action == "fetch"
@@ -304,11 +317,11 @@ class _State:
     def _on_device(self, moment: Moment, item: Item, use: Use, settled: bool) -> None:
         name = item.name
         if self.where[name] != "resident":
-            raise TimetableError(
+            raise TransferScheduleError(
                 f"{moment.name} uses {name}, which is {self.where[name]}, not resident; last: {self.history[name]}"
             )
         if settled and use.reads and not self.here[name]:
-            raise TimetableError(
+            raise TransferScheduleError(
                 f"{moment.name} reads {name}, whose value is not on the device; last: {self.history[name]}"
             )
         if use.writes:
@@ -318,11 +331,13 @@ class _State:
     def _on_host(self, moment: Moment, item: Item, use: Use, settled: bool) -> None:
         name = item.name
         if settled and use.reads and not self.at_home[name]:
-            raise TimetableError(
+            raise TransferScheduleError(
                 f"{moment.name} reads {name} at home, where its value is not; last: {self.history[name]}"
             )
         if use.writes:
             if self.where[name] == "coming":
-                raise TimetableError(f"{moment.name} writes {name} at home while it is fetched; {self.history[name]}")
+                raise TransferScheduleError(
+                    f"{moment.name} writes {name} at home while it is fetched; {self.history[name]}"
+                )
             self.here[name], self.at_home[name] = False, True
             self.history[name] = f"written at home by {moment.name}"

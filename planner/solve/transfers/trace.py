@@ -22,7 +22,7 @@ from functools import cached_property
 from numbers import Integral
 from typing import Literal
 
-from planner.base.errors import InfeasibleError, TimetableError
+from planner.base.errors import InfeasibleError, TransferScheduleError
 from planner.base.formatting import in_all_bytes, in_bytes
 
 Access = Literal["r", "w", "rw"]
@@ -82,7 +82,7 @@ class Trace:
     """A step: its moments in order, its items, and the links to the tiers where items have their homes.
 
     Raises:
-        TimetableError: names that are doubled or unknown, numbers below zero, uses out of order.
+        TransferScheduleError: names that are doubled or unknown, numbers below zero, uses out of order.
     """
 
     moments: tuple[Moment, ...]
@@ -94,7 +94,7 @@ class Trace:
         for tier, link in self.links.items():
             for way, speed in (("fetch", link.fetch_bytes_per_s), ("evict", link.evict_bytes_per_s)):
                 if not 0 < speed < math.inf:
-                    raise TimetableError(
+                    raise TransferScheduleError(
                         f"the link to {tier} would {way} at {speed} bytes per second; give a finite speed above zero"
                     )
         _no_doubles("item", (item.name for item in self.items))
@@ -142,7 +142,7 @@ class Trace:
         """Raise :class:`InfeasibleError` if a moment needs more than the budget, whatever is moved."""
         check_whole("a budget", budget_bytes)
         if budget_bytes < 0:
-            raise TimetableError(f"a budget of {in_all_bytes(budget_bytes)}; it cannot be below zero")
+            raise TransferScheduleError(f"a budget of {in_all_bytes(budget_bytes)}; it cannot be below zero")
         most = max(self.needed_bytes)
         if most <= budget_bytes:
             return
@@ -163,27 +163,33 @@ class Trace:
 
 
 def check_whole(what: str, count: object) -> None:
-    """Raise :class:`TimetableError` unless bytes are a whole number."""
+    """Raise :class:`TransferScheduleError` unless bytes are a whole number."""
     if not isinstance(count, Integral):
-        raise TimetableError(f"{what}: {count!r} bytes; give a whole number")
+        raise TransferScheduleError(f"{what}: {count!r} bytes; give a whole number")
 
 
 def _check_moments(trace: Trace) -> None:
     _no_doubles("moment", (moment.name for moment in trace.moments))
     if not trace.on_device:
-        raise TimetableError("no moment computes on the device: there is nothing to make a timetable for")
+        raise TransferScheduleError(
+            "no moment computes on the device: there is nothing to make a transfer schedule for"
+        )
     for moment in trace.moments:
         if not 0 <= moment.seconds < math.inf:
-            raise TimetableError(f"{moment.name} takes {moment.seconds} s; seconds are finite and not below zero")
+            raise TransferScheduleError(
+                f"{moment.name} takes {moment.seconds} s; seconds are finite and not below zero"
+            )
         check_whole(f"{moment.name} beside its items", moment.other_bytes)
         if moment.other_bytes < 0:
-            raise TimetableError(
+            raise TransferScheduleError(
                 f"{moment.name} takes {in_all_bytes(moment.other_bytes)} beside its items; not below zero"
             )
         if moment.on not in ("device", "host"):
-            raise TimetableError(f"{moment.name} computes on {moment.on!r}; moments are on 'device' or on 'host'")
+            raise TransferScheduleError(
+                f"{moment.name} computes on {moment.on!r}; moments are on 'device' or on 'host'"
+            )
         if moment.on == "host" and moment.other_bytes:
-            raise TimetableError(
+            raise TransferScheduleError(
                 f"{moment.name} computes on the host and cannot take {in_all_bytes(moment.other_bytes)} of the "
                 "device's budget"
             )
@@ -192,28 +198,31 @@ def _check_moments(trace: Trace) -> None:
 def _check_item(trace: Trace, item: Item) -> None:
     check_whole(f"item {item.name}", item.bytes)
     if item.bytes < 0:
-        raise TimetableError(f"item {item.name} has {in_all_bytes(item.bytes)}; it cannot have fewer than none")
+        raise TransferScheduleError(f"item {item.name} has {in_all_bytes(item.bytes)}; it cannot have fewer than none")
     if item.home not in trace.links:
         known = ", ".join(trace.links) or "none"
-        raise TimetableError(f"item {item.name} is at home on {item.home!r}, to which no link leads; links: {known}")
+        raise TransferScheduleError(
+            f"item {item.name} is with their home on {item.home!r}, to which no link leads; links: {known}"
+        )
     before = -1
     for use in item.uses:
         if use.access not in ACCESSES:
-            raise TimetableError(
+            raise TransferScheduleError(
                 f"item {item.name} is used with access {use.access!r} by {use.moment}; "
                 f"there are {', '.join(map(repr, ACCESSES))}"
             )
         if use.moment not in trace.place:
-            raise TimetableError(f"item {item.name} is used by {use.moment!r}; there is no such moment")
+            raise TransferScheduleError(f"item {item.name} is used by {use.moment!r}; there is no such moment")
         place = trace.place[use.moment]
         if place <= before:
-            raise TimetableError(
+            raise TransferScheduleError(
                 f"item {item.name} is used by {use.moment} after {trace.moments[before].name}, which does not come "
                 "before it; give one use for each moment, in their order"
             )
         if trace.moments[place].on == "host" and item.home != "host":
-            raise TimetableError(
-                f"{use.moment} computes on the host, but item {item.name} is at home on {item.home}; give it its home "
+            raise TransferScheduleError(
+                f"{use.moment} computes on the host, but item {item.name} is with their home on {item.home}; give it "
+                "its home "
                 "on the host, or let the moment compute on the device"
             )
         before = place
@@ -223,4 +232,4 @@ def _no_doubles(what: str, names: Iterable[str]) -> None:
     counts = Counter(names)
     for name, count in counts.items():
         if count > 1:
-            raise TimetableError(f"{count} {what}s have the name {name!r}; each takes a name of its own")
+            raise TransferScheduleError(f"{count} {what}s have the name {name!r}; each takes a name of its own")

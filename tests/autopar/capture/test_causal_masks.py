@@ -1,4 +1,4 @@
-"""Masks: those that say what ``is_causal`` says, or nothing, are given up; no other is."""
+"""Masks: those that say what ``is_causal`` says, or nothing, are discarded; no other is."""
 
 from __future__ import annotations
 

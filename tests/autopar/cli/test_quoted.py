@@ -71,15 +71,15 @@ def test_the_golden_plan_and_the_readme_are_todays() -> None:
     check_golden("gpt2.plan.json", dump(plan.to_dict()))
 
 
-def excerpt(shown: str, timetable: str) -> str:
-    """What a page shows of a timetable, as it is today: ``...`` stands for lines, or for the rest of one."""
-    today = {_head(line): line for line in timetable.splitlines()}
+def excerpt(shown: str, transfer_schedule: str) -> str:
+    """What a page shows of a transfer schedule, as it is today: ``...`` stands for lines, or for the rest of one."""
+    today = {_head(line): line for line in transfer_schedule.splitlines()}
     cut = {"...", *(f"{head}: ..." for head in today)}
     return "".join((line if line in cut else today[_head(line)]) + "\n" for line in shown.splitlines())
 
 
 def _head(line: str) -> str:
-    """Which line of a timetable it is: that of a moment, or the first."""
+    """Which line of a transfer schedule it is: that of a moment, or the first."""
     return "budget" if line.startswith("budget ") else line.partition(":")[0]
 
 
@@ -93,19 +93,19 @@ def offloaded() -> Callable[..., Plan]:
 
 def test_the_page_on_offload_shows_todays_plan(offloaded: Callable[..., Plan]) -> None:
     plan = offloaded(offload="host")
-    assert plan.timetable is not None
+    assert plan.transfer_schedule is not None
     head = re.search(r"^  offload .*?(?=^  search )", str(plan), flags=re.DOTALL | re.MULTILINE)
     assert head is not None
     check_block(OFFLOAD, "  offload ", head[0])
-    check_block(OFFLOAD, "budget ", excerpt(block(OFFLOAD, "budget "), plan.timetable.text()))
+    check_block(OFFLOAD, "budget ", excerpt(block(OFFLOAD, "budget "), plan.transfer_schedule.text()))
     text = OFFLOAD.read_text(encoding="utf-8")
-    assert f"({len(plan.timetable.trace.moments)} moments; what is left out" in text
+    assert f"({len(plan.transfer_schedule.trace.moments)} moments; what is left out" in text
 
 
 def test_the_page_on_offload_shows_todays_updates_in_backward(offloaded: Callable[..., Plan]) -> None:
     plan = offloaded(offload="host", update="backward")
-    assert plan.timetable is not None
-    check_block(OFFLOAD, "backward 7 ", excerpt(block(OFFLOAD, "backward 7 "), plan.timetable.text()))
+    assert plan.transfer_schedule is not None
+    check_block(OFFLOAD, "backward 7 ", excerpt(block(OFFLOAD, "backward 7 "), plan.transfer_schedule.text()))
 
 
 def test_the_figures_on_the_page_on_offload_are_todays(offloaded: Callable[..., Plan]) -> None:
@@ -113,9 +113,9 @@ def test_the_figures_on_the_page_on_offload_are_todays(offloaded: Callable[..., 
         offloaded()
     leanest = re.search(r"the minimum-memory plan found \(.*?\) needs [\d,]+ bytes \(([\d.]+) MiB\)", str(caught.value))
     plan = offloaded(offload="host")
-    assert leanest is not None and plan.timetable is not None
+    assert leanest is not None and plan.transfer_schedule is not None
     once = 4 * int(plan.model["parameters"])
-    fetched = sum(size for (_, way), size in plan.timetable.bytes_moved.items() if way == "fetch")
+    fetched = sum(size for (_, way), size in plan.transfer_schedule.bytes_moved.items() if way == "fetch")
     text = " ".join(OFFLOAD.read_text(encoding="utf-8").split())
     assert (
         f"This model's data alone are {4 * once / 2**20:.0f} MiB; without the pin the error says that the "

@@ -44,22 +44,26 @@ def pool() -> Iterator[LocalProcesses]:
 
 def tight(plan: Plan) -> Plan:
     """The same on the smallest devices that will do, one for each rank."""
-    tables = (fewest_bytes(table.trace, max(table.trace.needed_bytes)) for table in plan.timetables)
-    return replace(plan, timetables=tuple(tables))
+    tables = (fewest_bytes(table.trace, max(table.trace.needed_bytes)) for table in plan.transfer_schedules)
+    return replace(plan, transfer_schedules=tuple(tables))
 
 
 def leaving(plan: Plan) -> list[str]:
     """What of all that is saved leaves."""
-    entries = (entry for table in plan.timetables for entry in table.entries)
+    entries = (entry for table in plan.transfer_schedules for entry in table.entries)
     return [name for entry in entries for name in entry.evict if name.startswith(SAVED)]
 
 
 @pytest.mark.parametrize("name, pin, ranks", CASES, ids=str)
-def test_any_timetable_computes_the_same(pool: LocalProcesses, name: str, pin: dict[str, Any], ranks: int) -> None:
+def test_any_transfer_schedule_computes_the_same(
+    pool: LocalProcesses, name: str, pin: dict[str, Any], ranks: int
+) -> None:
     plan = carried.plan_of(name, pin, ranks)
     assert leaving(tight(plan)) and not leaving(plan)
     shares = [0.0, random.Random(name).random() * 0.3]
-    pool.run(carried.trains_under_any_timetable, name, plan.to_dict(), shares, carried.trains_as_planned, ranks=ranks)
+    pool.run(
+        carried.trains_under_any_transfer_schedule, name, plan.to_dict(), shares, carried.trains_as_planned, ranks=ranks
+    )
 
 
 def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
@@ -85,7 +89,7 @@ def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
 )
 def test_the_device_holds_what_was_planned(pool: LocalProcesses, name: str, pin: dict[str, Any], ranks: int) -> None:
     pin = {"activations": "all", **pin}
-    least = max(table.budget_bytes for table in tight(carried.plan_of(name, pin, ranks)).timetables)
+    least = max(table.budget_bytes for table in tight(carried.plan_of(name, pin, ranks)).transfer_schedules)
     plan = carried.plan_of(name, pin, ranks, memory_bytes=int(least / 0.9) + 1)
     assert leaving(plan)
     for seen, planned in pool.run(carried.holds_no_more_than_planned, name, plan.to_dict(), ranks=ranks):
@@ -118,9 +122,9 @@ def test_dropout_and_autocast_compute_the_same_bits(
 
 
 def test_a_device_that_holds_a_block_s_trains(pool: LocalProcesses) -> None:
-    """One that is too small for all that is saved, and nothing is made again."""
+    """One that is too small for all that is saved, and nothing is recomputed."""
     pin = {"recompute": "none", "data": 2, "zero": 3}
-    least = tight(carried.plan_of("functional-gpt", {**pin, "activations": "all"}, 2)).timetable
+    least = tight(carried.plan_of("functional-gpt", {**pin, "activations": "all"}, 2)).transfer_schedule
     assert least is not None
     memory = int(least.budget_bytes / 0.9) + 1
     with pytest.raises(InfeasibleError, match="largest working set"):
@@ -130,7 +134,7 @@ def test_a_device_that_holds_a_block_s_trains(pool: LocalProcesses) -> None:
     pool.run(carried.trains_as_planned, "functional-gpt", plan.to_dict(), ranks=2)
 
 
-def test_a_timetable_that_has_it_leave_too_long_is_refused(pool: LocalProcesses) -> None:
+def test_a_transfer_schedule_that_has_it_leave_too_long_is_refused(pool: LocalProcesses) -> None:
     model, batch = MODELS["functional-gpt"].build()
     cluster = ClusterSpec.local(1, "1 GiB", cores=2, host_memory_bytes="1 GiB")
     plan = autopar.plan(model, cluster, example_kwargs=batch, pin={"offload": "host", "activations": "all"})

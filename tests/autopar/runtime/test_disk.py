@@ -70,11 +70,11 @@ def test_a_cluster_must_describe_its_disk_and_the_disk_must_do() -> None:
 def test_a_slower_home_makes_a_slower_step() -> None:
     """Fetching takes the disk's reading, evicting its writing, where these are slower than the way to the host."""
     found, host = on_disk.plan_of(1), on_disk.plan_of(1, offload="host")
-    assert found.timetable is not None and host.timetable is not None
-    assert found.timetable.bytes_moved == host.timetable.bytes_moved
-    fetched, evicted = (found.timetable.bytes_moved["host", way] for way in ("fetch", "evict"))
+    assert found.transfer_schedule is not None and host.transfer_schedule is not None
+    assert found.transfer_schedule.bytes_moved == host.transfer_schedule.bytes_moved
+    fetched, evicted = (found.transfer_schedule.bytes_moved["host", way] for way in ("fetch", "evict"))
     assert found.predicted.time_s["offload"] == pytest.approx(fetched / 2e9 + evicted / 1e9)
     held = sum(parameter.numel() for parameter in model_of("mlp")[0].parameters()) * 8
     read, written = 3 * held, 2 * held  # as much state as float64 parameters: two moments in float32
     assert found.predicted.time_s["optimizer"] == pytest.approx(read / 2e9 + written / 1e9)
-    assert "at home on disk" in str(found) and "at home on the host" in str(host)
+    assert "with their home on disk" in str(found) and "with their home on the host" in str(host)

@@ -21,7 +21,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.offload.early_update import Used, check_separate
 from planner.base.errors import DiskError, InfeasibleError, InputError, PlanError
 from planner.plan.plan import Plan
-from planner.solve.transfers import Timetable
+from planner.solve.transfers import TransferSchedule
 from tests.autopar import on_disk
 from tests.autopar.carried import same_gradients
 from tests.autopar.updated import CLUSTER, EARLY, Deep, batch, deep, same_values, steps_of, were_updated
@@ -88,8 +88,10 @@ def test_what_stays_is_updated_by_step() -> None:
     torch.manual_seed(0)
     model = Deep().double()
     roomy = autopar.plan(model, CLUSTER, example_kwargs={"x": batch(0)}, pin=EARLY)
-    assert roomy.timetable is not None
-    room = max(roomy.timetable.trace.needed_bytes) + sum(item.bytes for item in roomy.timetable.trace.items)
+    assert roomy.transfer_schedule is not None
+    room = max(roomy.transfer_schedule.trace.needed_bytes) + sum(
+        item.bytes for item in roomy.transfer_schedule.trace.items
+    )
     host = CLUSTER.host.model_copy(update={"memory_bandwidth_bytes_per_s": 1e6})  # type: ignore[union-attr]
     device = CLUSTER.device.model_copy(update={"memory_bytes": int(room / 0.9)})
     small = CLUSTER.model_copy(update={"device": device, "host": host})
@@ -506,12 +508,12 @@ def test_an_update_that_fails_is_raised_by_backward_and_others_go_on() -> None:
     steps_of(pmodel, optimizer, range(1))
 
 
-def test_a_timetable_that_reads_what_was_updated_is_refused() -> None:
+def test_a_transfer_schedule_that_reads_what_was_updated_is_refused() -> None:
     torch.manual_seed(0)
     model = Deep().double()
     plan = autopar.plan(model, CLUSTER, example_kwargs={"x": batch(0)}, pin=EARLY)
-    assert plan.timetable is not None
-    data = json.loads(json.dumps(plan.timetable.to_dict()))
+    assert plan.transfer_schedule is not None
+    data = json.loads(json.dumps(plan.transfer_schedule.to_dict()))
     item = next(each for each in data["items"] if each["name"] == "parameters 4 blocks.3")
     (updated,) = (name for name in item["uses"] if name.startswith("update "))
     moments = {moment["name"]: moment for moment in data["moments"]}
@@ -521,8 +523,8 @@ def test_a_timetable_that_reads_what_was_updated_is_refused() -> None:
     moments[late].setdefault("fetched", []).append(item["name"])
     after = data["moments"][data["moments"].index(moments[late]) + 1]
     after.setdefault("drop", []).append(item["name"])
-    table = Timetable.from_dict(data)
-    edited = Plan.from_dict({**plan.to_dict(), "timetable": table.to_dict()})
+    table = TransferSchedule.from_dict(data)
+    edited = Plan.from_dict({**plan.to_dict(), "transfer_schedule": table.to_dict()})
     with pytest.raises(PlanError, match=r"updates parameters 4 blocks.3 before its last use in the step"):
         autopar.parallelize(model, CLUSTER, plan=edited, example_kwargs={"x": batch(0)})
     assert updated == "update 4 blocks.3"

@@ -44,14 +44,14 @@ def sites(root: fx.GraphModule, target: object) -> Iterator[tuple[fx.GraphModule
 
 
 def conversions(root: fx.GraphModule, src: str, dst: str) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
-    """Every conversion between two kinds of types, ``"S"`` for any shard."""
+    """Every resharding between two kinds of types, ``"S"`` for any shard."""
     for program, node in sites(root, convert):
         if str(node.args[2])[0] == src and str(node.args[3])[0] == dst:
             yield program, node
 
 
 def drop(src: str, dst: str) -> Callable[[fx.GraphModule], None]:
-    """Leave out the first such conversion."""
+    """Leave out the first such resharding."""
 
     def apply(root: fx.GraphModule) -> None:
         program, node = next(conversions(root, src, dst))
@@ -63,7 +63,7 @@ def drop(src: str, dst: str) -> Callable[[fx.GraphModule], None]:
 
 
 def retype(first: str, second: str, src: str = "", dst: str = "") -> Callable[[fx.GraphModule], None]:
-    """Say that the first such conversion is from (``src``) or to (``dst``) another type."""
+    """Say that the first such resharding is from (``src``) or to (``dst``) another type."""
 
     def apply(root: fx.GraphModule) -> None:
         program, node = next(conversions(root, first, second))
@@ -75,7 +75,7 @@ def retype(first: str, second: str, src: str = "", dst: str = "") -> Callable[[f
 
 
 def repeat(src: str, dst: str) -> Callable[[fx.GraphModule], None]:
-    """Do the first such conversion twice."""
+    """Do the first such resharding twice."""
 
     def apply(root: fx.GraphModule) -> None:
         program, node = next(conversions(root, src, dst))
@@ -88,7 +88,7 @@ def repeat(src: str, dst: str) -> Callable[[fx.GraphModule], None]:
 
 
 def other_axis(src: str, dst: str) -> Callable[[fx.GraphModule], None]:
-    """Do the first such conversion over the other axis of the mesh."""
+    """Do the first such resharding over the other axis of the mesh."""
 
     def apply(root: fx.GraphModule) -> None:
         program, node = next(conversions(root, src, dst))

@@ -52,9 +52,9 @@ def test_a_host_tier_larger_than_the_machine_is_refused_and_nothing_lost(
 ) -> None:
     model, batch = model_of("mlp")
     plan, before = plan_of("mlp", {}, 1), {name: value.clone() for name, value in model.state_dict().items()}
-    assert plan.timetable is not None
+    assert plan.transfer_schedule is not None
     held = 8 + 8 + 8  # a parameter, its gradient, and two moments that are counted as float32
-    needed = plan.timetable.high_water_bytes + held * sum(parameter.numel() for parameter in model.parameters())
+    needed = plan.transfer_schedule.high_water_bytes + held * sum(parameter.numel() for parameter in model.parameters())
     monkeypatch.setattr(host, "memory_bytes", lambda: needed // 2)
     with pytest.raises(InfeasibleError, match="less than the cluster says: plan for what is there") as caught:
         autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.offload.chunk_memory import Arena, Gradients, Homes, Link, Parameters, Sums
-from planner.base.errors import DiskError, TimetableError
+from planner.base.errors import DiskError, TransferScheduleError
 from planner.cost.cluster import ClusterSpec
 from planner.solve.transfers import fewest_bytes
 from planner.solve.transfers.table import ACTIONS
@@ -48,13 +48,13 @@ def pool() -> Iterator[LocalProcesses]:
 
 
 @pytest.mark.parametrize("name, pin, ranks, budgets", CASES, ids=str)
-def test_any_timetable_computes_the_same(
+def test_any_transfer_schedule_computes_the_same(
     pool: LocalProcesses, name: str, pin: dict[str, Any], ranks: int, budgets: int
 ) -> None:
     document = carried.plan_of(name, pin, ranks).to_dict()
     draw = random.Random(name)
     shares = [draw.random() * most for most in (0.1, 0.0, 0.6, 0.3)[:budgets]]
-    pool.run(carried.trains_under_any_timetable, name, document, shares, carried.trains_as_planned, ranks=ranks)
+    pool.run(carried.trains_under_any_transfer_schedule, name, document, shares, carried.trains_as_planned, ranks=ranks)
 
 
 @pytest.mark.parametrize("name, pin, ranks, budgets", EARLY, ids=str)
@@ -64,7 +64,7 @@ def test_updates_in_backward_compute_the_same(
     document = carried.plan_of(name, {**pin, "update": "backward"}, ranks).to_dict()
     draw = random.Random(name)
     shares = [draw.random() * most for most in (0.1, 0.4)[:budgets]]
-    pool.run(carried.trains_under_any_timetable, name, document, shares, updated.trains_as_planned, ranks=ranks)
+    pool.run(carried.trains_under_any_transfer_schedule, name, document, shares, updated.trains_as_planned, ranks=ranks)
     if name == "shared-layers":
         pool.run(updated.refuses_clipping_on_all_ranks, name, document, ranks=ranks)
 
@@ -75,7 +75,7 @@ def test_a_device_of_an_eighth_of_the_model_data_trains(pool: LocalProcesses) ->
 
 @pytest.mark.parametrize("ranks, seeds", [(1, (1, 10, 20)), (2, (4, 15, 26))])
 def test_drawn_models_are_carried(pool: LocalProcesses, ranks: int, seeds: tuple[int, ...]) -> None:
-    """Models, pins, budgets and timetables at random."""
+    """Models, pins, budgets and transfer schedules at random."""
     for seed in seeds:
         pool.run(drawn.trains, seed, drawn.plan_of(seed, ranks).to_dict(), ranks=ranks)
 
@@ -99,12 +99,12 @@ def test_gradients_in_one_memory_add_up_apart(pool: LocalProcesses) -> None:
 
 def test_what_stays_on_the_device_is_trained_there(pool: LocalProcesses) -> None:
     pin = {"data": 2, "zero": 0, "offload": "auto", "recompute": "none"}
-    least = carried.plan_of("functional-gpt", {**pin, "offload": "host"}, 2).timetable
+    least = carried.plan_of("functional-gpt", {**pin, "offload": "host"}, 2).transfer_schedule
     assert least is not None
     room = max(least.trace.needed_bytes) + 3 * sum(item.bytes for item in least.trace.items) // 4
     plan = carried.plan_of("functional-gpt", pin, 2, memory_bytes=int(room / 0.9), updates_at=1e7)
-    assert plan.timetable is not None
-    assert 0 < len(plan.timetable.trace.items) < len(least.trace.items)
+    assert plan.transfer_schedule is not None
+    assert 0 < len(plan.transfer_schedule.trace.items) < len(least.trace.items)
     pool.run(carried.trains_as_planned, "functional-gpt", plan.to_dict(), ranks=2)
 
 
@@ -138,10 +138,10 @@ def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
 
 def test_steps_micro_batched_go_on(pool: LocalProcesses) -> None:
     plan = carried.plan_of("mlp", {"micro_batches": 4}, 1)
-    assert plan.timetable is not None
-    table = fewest_bytes(plan.timetable.trace, max(plan.timetable.trace.needed_bytes))
+    assert plan.transfer_schedule is not None
+    table = fewest_bytes(plan.transfer_schedule.trace, max(plan.transfer_schedule.trace.needed_bytes))
     assert any("gradients" in name for entry in table.entries for name in entry.fetch)  # sums leave and come back
-    pool.run(carried.goes_on_micro_batched, replace(plan, timetables=(table,)).to_dict(), ranks=1)
+    pool.run(carried.goes_on_micro_batched, replace(plan, transfer_schedules=(table,)).to_dict(), ranks=1)
 
 
 @pytest.mark.parametrize("pin, ranks", [({"data": 2, "zero": 3, "micro_batches": 2}, 2), ({"pipeline": 2}, 2)], ids=str)
@@ -173,9 +173,9 @@ def test_micro_batches_add_up_the_same_bits(pool: LocalProcesses) -> None:
     cluster = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")
     pins: list[dict[str, Any]] = [{"micro_batches": 2, "offload": "host"}, {"micro_batches": 2}]
     moving, plain = (autopar.plan(model, cluster, example_kwargs=batch, pin=pin) for pin in pins)
-    assert moving.timetable is not None
-    tight = fewest_bytes(moving.timetable.trace, max(moving.timetable.trace.needed_bytes))
-    documents = replace(moving, timetables=(tight,)).to_dict(), plain.to_dict()
+    assert moving.transfer_schedule is not None
+    tight = fewest_bytes(moving.transfer_schedule.trace, max(moving.transfer_schedule.trace.needed_bytes))
+    documents = replace(moving, transfer_schedules=(tight,)).to_dict(), plain.to_dict()
     pool.run(carried.adds_up_as_without, "gpt2", *documents, ranks=1)
 
 
@@ -228,7 +228,9 @@ def test_only_legal_transitions_happen(actions: list[str]) -> None:
             continue  # gradients are never fetched
         before, after = ACTIONS[action]
         if state != before:
-            with pytest.raises(TimetableError, match=rf"{action} gradients a .* it is {state}, not {before}; last: "):
+            with pytest.raises(
+                TransferScheduleError, match=rf"{action} gradients a .* it is {state}, not {before}; last: "
+            ):
                 made.act(action, "a moment")
         else:
             made.act(action, "a moment")
@@ -241,7 +243,9 @@ def test_only_legal_transitions_happen(actions: list[str]) -> None:
 
 def test_parameters_come_and_go() -> None:
     made = chunk()
-    with pytest.raises(TimetableError, match="forward uses parameters a, which is home, not resident; last: nothing"):
+    with pytest.raises(
+        TransferScheduleError, match="forward uses parameters a, which is home, not resident; last: nothing"
+    ):
         made.check_present("forward")
     for _ in range(2):
         made.act("fetch", "forward")
@@ -294,7 +298,7 @@ def test_an_arena_is_never_over_its_budget() -> None:
     made = chunk(budget_bytes=150)
     made.arena.enter(beside_bytes=40)
     with pytest.raises(
-        TimetableError,
+        TransferScheduleError,
         match=r"fetch parameters a on entering forward, which takes 128 bytes: .* 18 bytes more than its 150 bytes",
     ):
         made.act("fetch", "forward")

@@ -261,7 +261,7 @@ def test_a_model_that_stopped_training_in_between_recomputes_as_it_ran() -> None
 
 
 def test_wrong_programs_are_caught_by_their_types() -> None:
-    """A conversion left out of what is run again gives a part where the whole was."""
+    """A resharding left out of what is run again gives a part where the whole was."""
     _, _, captured = traced("llama")
     plan = plan_of("llama", {"tensor": 2, "sequence_parallel": True, "recompute": "full"})
     assert plan.assignment is not None
@@ -387,7 +387,7 @@ def test_a_value_that_lies_otherwise_in_memory_is_an_error() -> None:
         return hidden.t().contiguous().t(), hidden @ weight
 
     loss = recompute(program_of(block), program_of(transposed), x, weight)
-    with pytest.raises(RuntimeError, match=r"made again with size, strides and offset .*\(1, 64\).* in forward"):
+    with pytest.raises(RuntimeError, match=r"recomputed with size, strides and offset .*\(1, 64\).* in forward"):
         loss.backward()
 
 

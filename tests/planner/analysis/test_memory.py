@@ -12,7 +12,7 @@ import pytest
 from planner.analysis.memory import LARGEST, Usage, usage
 from planner.analysis.memory.steady_state import Wiring
 from planner.analysis.memory.step import follow
-from planner.analysis.memory.storages import USES, Direction, Heap, Held, Storage
+from planner.analysis.memory.storages import USES, Direction, Held, Storage, StorageTracker
 from planner.analysis.memory.walk import Walk
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
@@ -203,10 +203,10 @@ def by_use_and_bytes(held: Iterable[Held]) -> Counter[tuple[str, int]]:
 def test_what_does_not_repeat_evenly_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     wiring = deep({"data": 4}, Amount(), cluster())
     every = follow(Walk(wiring, []))
-    repeat = Heap.repeat
+    repeat = StorageTracker.repeat
 
-    def forgetful(heap: Heap, direction: Direction, numbers: range, times: int) -> list[Storage]:
+    def forgetful(heap: StorageTracker, direction: Direction, numbers: range, times: int) -> list[Storage]:
         return repeat(heap, direction, numbers, times)[1:]  # of which one will not be freed
 
-    monkeypatch.setattr(Heap, "repeat", forgetful)
+    monkeypatch.setattr(StorageTracker, "repeat", forgetful)
     assert usage(wiring.assignment) == every

@@ -31,14 +31,14 @@ def roomy(graph: Graph = GRAPH, **pin: Any) -> Plan:
 
 def saved_in(plan: Plan) -> dict[str, int]:
     """Bytes of the items of what is saved, by name."""
-    assert plan.timetable is not None
-    return {item.name: item.bytes for item in plan.timetable.trace.items if item.name.startswith(SAVED)}
+    assert plan.transfer_schedule is not None
+    return {item.name: item.bytes for item in plan.transfer_schedule.trace.items if item.name.startswith(SAVED)}
 
 
 def leaving(plan: Plan) -> int:
     """How many of them leave."""
-    assert plan.timetable is not None
-    return sum(name.startswith(SAVED) for entry in plan.timetable.entries for name in entry.evict)
+    assert plan.transfer_schedule is not None
+    return sum(name.startswith(SAVED) for entry in plan.transfer_schedule.entries for name in entry.evict)
 
 
 def stays(assignment: Assignment) -> Usage:
@@ -72,8 +72,8 @@ def test_a_block_s_own_values_are_an_item_counted_by_hand() -> None:
     plan = roomy()
     layers = {f"saved {number + 1} layers.{number}": NARROW + WIDE for number in range(4)}
     assert saved_in(plan) == {**layers, "saved 5 head": NARROW}
-    assert plan.timetable is not None
-    uses = plan.timetable.trace.item["saved 2 layers.1"].uses
+    assert plan.transfer_schedule is not None
+    uses = plan.transfer_schedule.trace.item["saved 2 layers.1"].uses
     assert uses == (Use("forward 2 layers.1", "w"), Use("backward 2 layers.1"))
 
 
@@ -88,8 +88,8 @@ def test_what_two_blocks_save_is_in_one_item_and_back_for_both() -> None:
     assert set(saved_in(plan).values()) == {size} and len(saved_in(plan)) == 4
     name = next(name for name in saved_in(plan) if name.endswith(" of 1, 2"))
     names = [label(decided(plan), number) for number in (1, 2)]
-    assert plan.timetable is not None
-    uses = plan.timetable.trace.item[name].uses
+    assert plan.transfer_schedule is not None
+    uses = plan.transfer_schedule.trace.item[name].uses
     assert uses == (Use(f"forward {names[1]}", "w"), Use(f"backward {names[1]}"), Use(f"backward {names[0]}"))
 
 
@@ -121,7 +121,7 @@ def test_a_count_is_of_the_first_blocks() -> None:
 def test_a_count_beyond_the_blocks_is_refused_before_the_search(
     micro_batches: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("planner.search.offload_search.fitted", None)
+    monkeypatch.setattr("planner.search.offload_search.memory_feasible", None)
     with pytest.raises(PinError, match=r"pin 'activations' is 99, but the model has 6 blocks: pin that many at most"):
         roomy(activations=99, **micro_batches)
     with pytest.raises(TypeError):  # what is in range is searched
@@ -129,8 +129,8 @@ def test_a_count_beyond_the_blocks_is_refused_before_the_search(
 
 
 def needed(plan: Plan) -> int:
-    assert plan.timetable is not None
-    return max(plan.timetable.trace.needed_bytes)
+    assert plan.transfer_schedule is not None
+    return max(plan.transfer_schedule.trace.needed_bytes)
 
 
 def test_a_device_too_small_for_all_that_is_saved_is_enough_where_it_leaves() -> None:
@@ -143,9 +143,15 @@ def test_a_device_too_small_for_all_that_is_saved_is_enough_where_it_leaves() ->
     plan = offload(spec=spec, activations="all", recompute="none")
     assert leaving(plan) >= 3 and plan.predicted.peak_bytes <= sizes[-1]
     assert f"activations of {leaving(plan)} of 5 blocks on the host between forward and backward" in unwrapped(plan)
-    assert plan.timetable is not None
-    moved = sum(plan.timetable.trace.item[name].bytes for entry in plan.timetable.entries for name in entry.fetch)
-    assert plan.timetable.bytes_moved["host", "fetch"] == moved > sum(saved_in(plan).values()) - WIDE - 2 * NARROW
+    assert plan.transfer_schedule is not None
+    moved = sum(
+        plan.transfer_schedule.trace.item[name].bytes
+        for entry in plan.transfer_schedule.entries
+        for name in entry.fetch
+    )
+    assert (
+        plan.transfer_schedule.bytes_moved["host", "fetch"] == moved > sum(saved_in(plan).values()) - WIDE - 2 * NARROW
+    )
     again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert again == plan and again.activations == "all"
     assert reprice(plan, decided(plan)) == plan
@@ -154,22 +160,22 @@ def test_a_device_too_small_for_all_that_is_saved_is_enough_where_it_leaves() ->
 def test_links_that_hide_it_make_leaving_cost_nothing() -> None:
     """On a GPU moving is simulated beside computing; what is waited for is no more than the link's time."""
     plan = offload(residual_mlp(8, 128, 256), gpu("4 MiB"), activations="all", recompute="none")
-    assert leaving(plan) and plan.timetable is not None
-    assert 0 <= plan.predicted.time_s["offload"] < sum(plan.timetable.link_s.values())
+    assert leaving(plan) and plan.transfer_schedule is not None
+    assert 0 <= plan.predicted.time_s["offload"] < sum(plan.transfer_schedule.link_s.values())
 
 
 def test_a_host_too_small_for_what_leaves_is_refused_with_its_numbers() -> None:
     spec = with_usable(cluster(), needed(roomy()))
     plan = offload(spec=spec, activations="all", recompute="none")
-    assert plan.timetable is not None
-    left = [name for entry in plan.timetable.entries for name in entry.evict if name.startswith(SAVED)]
+    assert plan.transfer_schedule is not None
+    left = [name for entry in plan.transfer_schedule.entries for name in entry.evict if name.startswith(SAVED)]
     more, data = sum(saved_in(plan)[name] for name in left), home_bytes(decided(plan), chunks_of(decided(plan)))
     assert spec.host is not None
     for missing in (0, 1000):
         host = spec.host.model_copy(update={"memory_bytes": data + more - missing})
         small = spec.model_copy(update={"host": host})
         if not missing:
-            assert offload(spec=small, activations="all", recompute="none").timetable == plan.timetable
+            assert offload(spec=small, activations="all", recompute="none").transfer_schedule == plan.transfer_schedule
             continue
         with pytest.raises(InfeasibleError) as caught:
             offload(spec=small, activations="all", recompute="none")
@@ -188,7 +194,11 @@ def test_it_leaves_where_that_is_faster_than_making_it_again() -> None:
     graph = residual_mlp(layers=8, width=256, batch=2048)
     stays, chosen, leaves = (offload(graph, gpu("60 MiB"), **pin) for pin in ({"activations": "none"}, {}, ALL))
     assert stays.predicted.time_s["recompute"] > 0 and not leaving(stays)
-    assert leaving(chosen) and chosen.predicted == leaves.predicted and chosen.timetable == leaves.timetable
+    assert (
+        leaving(chosen)
+        and chosen.predicted == leaves.predicted
+        and chosen.transfer_schedule == leaves.transfer_schedule
+    )
     assert chosen.predicted.step_time_s < 0.96 * stays.predicted.step_time_s
     assert chosen.predicted.peak_bytes <= chosen.cluster.device.usable_bytes and chosen.certificate.holds
     assert chosen.activations == "all" and reprice(chosen, decided(chosen)) == chosen

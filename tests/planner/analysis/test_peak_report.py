@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from planner.analysis.memory.storages import Fullest
-from planner.analysis.pipeline.peak_report import NEXT, SECOND, fullest_micro_batched
+from planner.analysis.memory.storages import PeakReport
+from planner.analysis.pipeline.peak_report import NEXT, SECOND, peak_micro_batched
 from planner.base.errors import PlanError
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decision_names import called
@@ -33,11 +33,11 @@ PINS: tuple[dict[str, Any], ...] = (
 )
 
 
-def fullest_of(graph: Graph, pin: dict[str, Any], memory: str = "1 GiB") -> Fullest:
+def fullest_of(graph: Graph, pin: dict[str, Any], memory: str = "1 GiB") -> PeakReport:
     """Of the plan that the search finds; what is alive is checked to add up."""
     found = search(graph, cluster(4, memory), Pins.parse(pin), Training())
     assert found.staged is not None
-    fullest = fullest_micro_batched(found.assignment, found.staged)
+    fullest = peak_micro_batched(found.assignment, found.staged)
     assert fullest.bytes == sum(held.all_bytes for held in fullest.alive) == found.staged.peak_bytes
     assert fullest.by_use() == found.staged.memory_bytes
     assert [held.all_bytes for held in fullest.alive] == sorted((h.all_bytes for h in fullest.alive), reverse=True)
@@ -163,7 +163,7 @@ def test_plans_say_what_is_alive(pin: dict[str, Any]) -> None:
     explained = plan.explain("layers.0.up.weight", time_limit_s=0.5)
     assert all("layers.0.up.weight" in held.name for held in explained.alive)
     assert {held.use for held in explained.alive} >= {"parameters", "optimizer"}
-    assert f"alive at the fullest moment, {fullest.at}: " in str(explained)
+    assert f"alive at the peak, {fullest.at}: " in str(explained)
     if "pipeline" in pin:
         drawn = plan.timeline()
         assert drawn.fullest.startswith(f"{told} with {largest}")

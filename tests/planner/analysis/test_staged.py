@@ -67,7 +67,7 @@ def space_of(  # type: ignore[no-untyped-def]
 
 
 def assignments(space: Space, rng: random.Random, count: int) -> list[tuple[tuple[int, ...], Assignment]]:
-    """Random choices among those that some conversion connects."""
+    """Random choices among those that some resharding connects."""
     problem, found = space.problem(None), []
     while len(found) < count:
         choices = [rng.randrange(vertex.choices) for vertex in problem.vertices]

@@ -109,7 +109,7 @@ def test_the_report_shows_it():
             "the average of 2 ranks",
             "the schedule with its bubble, and what the slowest rank takes more",
         ),
-        ({"data": 4, "micro_batches": 4}, "22 MiB", "a step that makes nothing again", "what the cut makes again"),
+        ({"data": 4, "micro_batches": 4}, "22 MiB", "a step that makes nothing again", "what the cut recomputes"),
         ({"data": 4, "micro_batches": 4}, "1 GiB", "", ""),
         ({"data": 4, "micro_batches": 4, "recompute": "full"}, "1 GiB", "", ""),
         ({"data": 4}, "1 GiB", "", ""),

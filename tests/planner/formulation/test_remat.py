@@ -1,4 +1,4 @@
-"""What a block makes again at each level, the frontier of amounts, and their laws."""
+"""What a block recomputes at each level, the frontier of amounts, and their laws."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def analysed(level: str) -> Again:
 
 
 def test_a_layer_keeps_its_contractions_or_nothing() -> None:
-    """``value + down(relu(up(value)))``: ``down`` needs the relu, made again from ``up``, or from ``value``."""
+    """``value + down(relu(up(value)))``: ``down`` needs the relu, recomputed from ``up``, or from ``value``."""
     selective, full = analysed("selective"), analysed("full")
     assert names_of(selective, "lasting") == {"up0", "down0"} and not full.lasting
     assert names_of(selective, "operators") == {"relu0"}

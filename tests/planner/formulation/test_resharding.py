@@ -1,4 +1,4 @@
-"""Conversions: the table of steps, legal routes, and routes that are as cheap as any."""
+"""Reshardings: the table of steps, legal routes, and routes that are as cheap as any."""
 
 import itertools
 

@@ -31,7 +31,7 @@ from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, refold, reprice, restore
 from planner.solve.choices import solve
 from planner.solve.problem import evaluate
-from tests.planner.plans import check_golden, cluster, plan_of, residual_mlp, written
+from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp, written
 
 PINS: list[dict[str, Any]] = [
     {},
@@ -484,3 +484,15 @@ def test_the_digest_tells_decisions_apart_and_nothing_else(plan: Plan) -> None:
     assert Plan.from_dict(other).digest() == plan.digest()
     other["parameters"]["head.weight"] = "S(0) S(0)" if data["parameters"]["head.weight"] != "S(0) S(0)" else "I I"
     assert Plan.from_dict(other).digest() != plan.digest()
+
+
+@pytest.mark.parametrize("name", ["offload", "pipeline"])
+def test_a_file_of_version_2_says_the_same_in_the_words_of_version_3(name: str) -> None:
+    written_then = (GOLDEN / f"version_2_{name}.json").read_text()
+    plan = Plan.from_dict(json.loads(written_then))
+    now = json.dumps(plan.to_dict(), indent=1) + "\n"
+    renamed = {'"version": 2': '"version": 3', '"timetable"': '"transfer_schedule"', '"turns"': '"micro_batch_times"'}
+    for old, new in renamed.items():
+        written_then = written_then.replace(old, new)
+    assert now == written_then.replace("bounded away", "pruned")
+    assert str(plan) and plan.explain("layers.0")

@@ -24,7 +24,7 @@ def plan() -> Plan:
 
 @functools.cache
 def tight() -> Plan:
-    """A plan with hardly more memory than data parallelism needs if all is sharded and everything made again."""
+    """A plan with hardly more memory than data parallelism needs if all is sharded and everything recomputed."""
     leanest = plan_of(GRAPH, pin={"data": 4, "zero": 3, "recompute": "full"}).predicted.peak_bytes
     return plan_of(GRAPH, cluster(4, int(leanest / 0.9) + 1024))
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from planner.analysis.pipeline.peak_report import fullest_micro_batched
+from planner.analysis.pipeline.peak_report import peak_micro_batched
 from planner.analysis.prediction import predict_micro_batched
 from planner.base.errors import InfeasibleError, InputError, PinError, PlanError, ScheduleError
 from planner.cost.cluster import ClusterSpec
@@ -463,7 +463,7 @@ def test_nothing_is_gathered_ahead_where_memory_has_no_room_for_it() -> None:
     assert tight.staged is not None and tight.staged.waits
     assert tight.evaluation.peak_bytes == roomy.evaluation.peak_bytes - coming_bytes
     assert tight.evaluation.time_s == roomy.evaluation.time_s
-    fullest = fullest_micro_batched(tight.assignment, tight.staged)
+    fullest = peak_micro_batched(tight.assignment, tight.staged)
     assert fullest.bytes == sum(held.all_bytes for held in fullest.alive) == tight.evaluation.peak_bytes
     assert not any("on its way" in held.name for held in fullest.alive)
     with pytest.raises(InfeasibleError) as refused:

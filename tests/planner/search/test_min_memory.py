@@ -58,7 +58,7 @@ def at_least(graph: Graph, memory: int, pin: dict[str, Any], devices: int = 1) -
 @pytest.mark.parametrize("pin", PINS[:2], ids=str)
 @pytest.mark.parametrize("layers", [1, 2])
 def test_every_budget_from_what_is_said_to_do_on_plans_and_none_below(layers: int, pin: dict[str, Any]) -> None:
-    """One device: there is only how much is made again to decide."""
+    """One device: there is only how much is recomputed to decide."""
     graph = residual_mlp(layers=layers, width=8, batch=4)
     least = at_least(graph, 1, pin)
     below = (1, least - 2, least - 1, least * 9 // 10)

@@ -111,8 +111,8 @@ def decided(plan: Plan) -> Assignment:
 
 
 def moved(plan: Plan) -> int:
-    assert plan.timetable is not None
-    return sum(plan.timetable.bytes_moved.values())
+    assert plan.transfer_schedule is not None
+    return sum(plan.transfer_schedule.bytes_moved.values())
 
 
 FROZEN = ("head_w", "head_b", *(f"up{i}_b" for i in range(4)))
@@ -160,8 +160,8 @@ def test_the_trace_has_a_chunk_s_parameters_and_the_gradients_of_the_trained(
     plans: Callable[[str], Plan], name: str
 ) -> None:
     plan = plans(name)
-    assert plan.timetable is not None
-    chunks, items = chunks_of(decided(plan)), plan.timetable.trace.item
+    assert plan.transfer_schedule is not None
+    chunks, items = chunks_of(decided(plan)), plan.transfer_schedule.trace.item
     wanted = {parameters(chunk): chunk.bytes for chunk in chunks}
     wanted |= {gradients(chunk): chunk.gradient_bytes for chunk in chunks if chunk.gradient_bytes}
     assert {name: item.bytes for name, item in items.items()} == wanted
@@ -179,8 +179,8 @@ def test_the_trace_has_a_chunk_s_parameters_and_the_gradients_of_the_trained(
 @each_plan
 def test_moments_follow_the_blocks_there_and_back(plans: Callable[[str], Plan], name: str) -> None:
     plan = plans(name)
-    assert plan.timetable is not None
-    assignment, trace = decided(plan), plan.timetable.trace
+    assert plan.transfer_schedule is not None
+    assignment, trace = decided(plan), plan.transfer_schedule.trace
     moments, before = moments_of(assignment), [BEFORE] * any(chunk.is_before for chunk in chunks_of(assignment))
     forth = [moments[number][0] for number in sorted(moments) if number != BEFORE or before]
     back = [moments[number][1] for number in reversed([*before, *undone(assignment)])]
@@ -194,8 +194,8 @@ def test_moments_follow_the_blocks_there_and_back(plans: Callable[[str], Plan], 
 
 def test_what_is_frozen_has_no_gradient_and_is_not_updated(plans: Callable[[str], Plan]) -> None:
     plan = plans("frozen")
-    assert plan.timetable is not None
-    items = plan.timetable.trace.item
+    assert plan.transfer_schedule is not None
+    items = plan.transfer_schedule.trace.item
     assert [use.moment for use in items["parameters 5 head"].uses] == ["forward 5 head", "backward 5 head", "update"]
     assert "gradients 5 head" not in items
     assert items["gradients 1 layers.0"].bytes == items["parameters 1 layers.0"].bytes - 4 * 4 * 128
@@ -215,8 +215,8 @@ def test_a_shared_parameter_enters_before_all_blocks_and_its_gradient_leaves_aft
     assert readers["up1_w"] == (2,) and not enters_before(assignment, "up1_w", readers["up1_w"])
     (chunk,) = (chunk for chunk in chunks_of(assignment) if chunk.is_before)
     assert (chunk.leaves, chunk.name, chunk.entered) == (("stem_w",), "stem.weight", BEFORE)
-    assert plan.timetable is not None
-    items = plan.timetable.trace.item
+    assert plan.transfer_schedule is not None
+    items = plan.transfer_schedule.trace.item
     assert [use.moment for use in items[parameters(chunk)].uses] == [
         "begin", "forward 0 stem", f"forward {last} head", f"backward {last} head", "backward 0 stem", "update",
     ]  # fmt: skip
@@ -226,8 +226,8 @@ def test_a_shared_parameter_enters_before_all_blocks_and_its_gradient_leaves_aft
 def test_backward_fetches_again_only_what_it_reads(plans: Callable[[str], Plan]) -> None:
     """Linear's backward reads its weight, unless nothing needs the gradient of its input."""
     plan = plans("tight")
-    assert plan.timetable is not None
-    items = plan.timetable.trace.item
+    assert plan.transfer_schedule is not None
+    items = plan.transfer_schedule.trace.item
     read = {name: [use.moment for use in item.uses] for name, item in items.items() if name.startswith("parameters")}
     assert "backward 2 layers.1" in read["parameters 2 layers.1"]
     again = usage(decided(plan)).read_again
@@ -247,9 +247,9 @@ def plan_update_s(plan: Plan) -> float:
 
 
 @each_plan
-def test_the_prediction_is_the_timetable_s(plans: Callable[[str], Plan], name: str) -> None:
+def test_the_prediction_is_the_transfer_schedule_s(plans: Callable[[str], Plan], name: str) -> None:
     plan = plans(name)
-    table, predicted = plan.timetable, plan.predicted
+    table, predicted = plan.transfer_schedule, plan.predicted
     assert table is not None
     table.check()
     usable = plan.cluster.device.usable_bytes
@@ -278,10 +278,10 @@ def test_the_prediction_is_the_timetable_s(plans: Callable[[str], Plan], name: s
 @each_plan
 def test_what_is_beside_chunks_is_followed_by_block(plans: Callable[[str], Plan], name: str) -> None:
     plan = plans(name)
-    assert plan.timetable is not None
+    assert plan.transfer_schedule is not None
     memory = usage(decided(plan))
     assert max(memory.by_block.values()) == memory.peak_bytes
-    others = {moment.name: moment.other_bytes for moment in plan.timetable.trace.moments}
+    others = {moment.name: moment.other_bytes for moment in plan.transfer_schedule.trace.moments}
     for number, names in moments_of(decided(plan)).items():
         for direction, moment in zip(("forward", "backward"), names, strict=True):
             if moment in others:
@@ -298,7 +298,7 @@ def test_a_plan_is_certified_and_comes_back_from_its_file(plans: Callable[[str],
     without = "what stays, and what moves beside computing, with which a step takes"
     assert f"{without} {plan.predicted.step_time_s:.9g} s" in str(plan.certificate)
     again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
-    assert again == plan and again.timetable == plan.timetable and again.digest() == plan.digest()
+    assert again == plan and again.transfer_schedule == plan.transfer_schedule and again.digest() == plan.digest()
     assert again.predicted == plan.predicted
 
 
@@ -309,15 +309,15 @@ def test_pricing_again_keeps_the_plan(plans: Callable[[str], Plan], name: str) -
     assert again == plan and again.search.status == plan.search.status
 
 
-def test_a_digest_names_the_timetable_too(plans: Callable[[str], Plan]) -> None:
+def test_a_digest_names_the_transfer_schedule_too(plans: Callable[[str], Plan]) -> None:
     plan = plans("tight")
-    assert replace(plan, timetables=plans("roomy").timetables).digest() != plan.digest()
+    assert replace(plan, transfer_schedules=plans("roomy").transfer_schedules).digest() != plan.digest()
 
 
-def test_a_file_with_a_timetable_that_cannot_be_is_refused(plans: Callable[[str], Plan]) -> None:
+def test_a_file_with_a_transfer_schedule_that_cannot_be_is_refused(plans: Callable[[str], Plan]) -> None:
     data = json.loads(json.dumps(plans("tight").to_dict()))
-    data["timetable"]["budget_bytes"] = 1000
-    with pytest.raises(PlanError, match=r"timetable.*over the budget of 1,000 bytes"):
+    data["transfer_schedule"]["budget_bytes"] = 1000
+    with pytest.raises(PlanError, match=r"transfer_schedule.*over the budget of 1,000 bytes"):
         Plan.from_dict(data)
 
 
@@ -341,13 +341,13 @@ def test_the_report_says_what_chunks_waste() -> None:
     whole = sum(chunk.bytes for chunk in chunks_of(decided(plan)))
     held = sum(leaf.results[0].size_bytes for leaf in graph.leaves if leaf.op == "param")
     assert 0 < whole - held < 64 * sum(leaf.op == "param" for leaf in graph.leaves)
-    told = f"of parameters, {100 * (whole - held) / whole:.2f} % of it padding) at home on the host"
+    told = f"of parameters, {100 * (whole - held) / whole:.2f} % of it padding) with their home on the host"
     assert told in unwrapped(plan) and told in unwrapped(Plan.from_dict(plan.to_dict()))
 
 
 def test_a_parameter_is_explained_as_at_home_on_the_host(plans: Callable[[str], Plan]) -> None:
     found = plans("tight").explain("layers.0.up.weight")
-    assert "256.0 KiB for each device, at home on the host" in str(found)
+    assert "256.0 KiB for each device, with their home on the host" in str(found)
     assert "layers.* / up: linear" in str(plans("tight").explain("layers.0.up"))
     assert "on each device" in str(plans("tight").explain("x"))
 
@@ -358,9 +358,9 @@ def test_a_parameter_is_explained_as_at_home_on_the_host(plans: Callable[[str], 
 def test_with_room_for_all_the_host_s_update_is_all_that_moves_anything(plans: Callable[[str], Plan]) -> None:
     """Parameters come once, since the host writes them, and gradients go once."""
     plan = plans("roomy")
-    assert plan.timetable is not None
+    assert plan.transfer_schedule is not None
     chunks = chunks_of(decided(plan))
-    assert plan.timetable.bytes_moved == {
+    assert plan.transfer_schedule.bytes_moved == {
         ("host", "fetch"): sum(chunk.bytes for chunk in chunks),
         ("host", "evict"): sum(chunk.gradient_bytes for chunk in chunks),
     }
@@ -388,8 +388,8 @@ _made: list[Any] = []
 def _case() -> Any:
     if not _made:
         plan = offload(residual_mlp(layers=5, width=32, batch=32), cluster())
-        assert plan.timetable is not None
-        _made.append((decided(plan), plan.timetable.trace))
+        assert plan.transfer_schedule is not None
+        _made.append((decided(plan), plan.transfer_schedule.trace))
     return _made[0]
 
 
@@ -430,8 +430,12 @@ def test_over_nccl_moving_hides_behind_computing() -> None:
 
     fast, slow = plan(1e15), plan(1e9)
     assert fast.predicted.time_s["offload"] < 1e-3 * fast.predicted.step_time_s
-    assert slow.timetable is not None
-    assert 0.5 * slow.predicted.step_time_s < slow.predicted.time_s["offload"] <= sum(slow.timetable.link_s.values())
+    assert slow.transfer_schedule is not None
+    assert (
+        0.5 * slow.predicted.step_time_s
+        < slow.predicted.time_s["offload"]
+        <= sum(slow.transfer_schedule.link_s.values())
+    )
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------
@@ -507,7 +511,7 @@ def test_a_host_that_is_too_small_is_refused_with_its_numbers() -> None:
         "more memory",
     ):
         assert part in str(caught.value)
-    assert offload(spec=cluster("2.5 MiB", host=needed)).timetable is not None
+    assert offload(spec=cluster("2.5 MiB", host=needed)).transfer_schedule is not None
 
 
 def test_gradients_that_are_used_as_they_arrive_take_three_memories_of_the_host() -> None:
@@ -518,7 +522,7 @@ def test_gradients_that_are_used_as_they_arrive_take_three_memories_of_the_host(
     with pytest.raises(InfeasibleError) as caught:
         offload(spec=cluster("2.5 MiB", host=needed - 1000), update="backward")
     assert caught.value.excess_bytes == 1000
-    assert offload(spec=cluster("2.5 MiB", host=needed), update="backward").timetable is not None
+    assert offload(spec=cluster("2.5 MiB", host=needed), update="backward").transfer_schedule is not None
     with pytest.raises(InfeasibleError):
         offload(spec=cluster("2.5 MiB", host=needed))
 
@@ -539,7 +543,7 @@ def test_a_cluster_that_does_not_say_what_its_host_has_is_refused() -> None:
         (lambda plan: plan.max_sequence(), "plan again at the other size"),
         (lambda plan: plan.formulas, "plan again at the other size"),
         (lambda plan: plan.why_not({"tensor": 1}), "plan with the recipe and pin 'offload', and compare"),
-        (lambda plan: plan.fullest, "read plan.timetables"),
+        (lambda plan: plan.fullest, "read plan.transfer_schedules"),
     ],
 )
 def test_questions_about_plans_on_the_device_are_refused(
@@ -558,15 +562,15 @@ def test_why_not_offload_is_refused() -> None:
 
 def test_offload_none_is_an_ordinary_plan() -> None:
     plan = plan_of(GRAPH, cluster(), {"offload": "none"})
-    assert plan.timetable is None and "offload" not in plan.predicted.time_s
+    assert plan.transfer_schedule is None and "offload" not in plan.predicted.time_s
     assert plan.predicted == plan_of(GRAPH, cluster()).predicted
 
 
 def auto(spec: ClusterSpec) -> tuple[Plan, set[str]]:
     """A plan of which some may stay on the device, and the parameters that do."""
     plan = offload(spec=spec, offload="auto", recompute="none")
-    assert plan.timetable is not None
-    items = plan.timetable.trace.item
+    assert plan.transfer_schedule is not None
+    items = plan.transfer_schedule.trace.item
     return plan, {chunk.name for chunk in chunks_of(decided(plan)) if parameters(chunk) not in items}
 
 
@@ -581,12 +585,12 @@ def test_as_much_stays_as_makes_the_step_shortest() -> None:
         assert plan.predicted.peak_bytes <= plan.cluster.device.usable_bytes
         assert sum(plan.predicted.memory_bytes.values()) == plan.predicted.peak_bytes
         assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
-        assert reprice(plan, decided(plan)).timetable == plan.timetable
+        assert reprice(plan, decided(plan)).transfer_schedule == plan.transfer_schedule
         held = home_bytes(decided(plan), [c for c in chunks_of(decided(plan)) if c.name in stays])
         assert plan.predicted.memory_bytes.get("stays", 0) == held
     assert found == sorted(found) and 0 < found[2] < found[3] == len(chunks_of(decided(plan)))
     assert steps == sorted(steps, reverse=True)
-    assert plan.timetable is not None and not plan.timetable.trace.items
+    assert plan.transfer_schedule is not None and not plan.transfer_schedule.trace.items
     assert plan.predicted.time_s["offload"] == 0
 
 
@@ -601,13 +605,15 @@ def test_a_host_that_holds_some_is_enough_where_the_rest_stays() -> None:
         offload(spec=spec)
 
 
-def test_a_plan_file_has_a_timetable_if_it_offloads(plans: Callable[[str], Plan]) -> None:
+def test_a_plan_file_has_a_transfer_schedule_if_it_offloads(plans: Callable[[str], Plan]) -> None:
     data = plans("tight").to_dict()
-    with pytest.raises(PlanError, match="pin 'offload' is 'host', and it has no timetable"):
-        Plan.from_dict({key: value for key, value in data.items() if key != "timetable"})
-    with pytest.raises(PlanError, match="pin 'offload' is 'none', and it has a timetable"):
+    with pytest.raises(PlanError, match="pin 'offload' is 'host', and it has no transfer_schedule"):
+        Plan.from_dict({key: value for key, value in data.items() if key != "transfer_schedule"})
+    with pytest.raises(PlanError, match="pin 'offload' is 'none', and it has a transfer_schedule"):
         Plan.from_dict({**data, "pin": {}})
-    with pytest.raises(PlanError, match="timetable updates in backward, and its pin 'update' is not 'backward'"):
+    with pytest.raises(
+        PlanError, match="transfer schedule updates in backward, and its pin 'update' is not 'backward'"
+    ):
         Plan.from_dict({**plans("early").to_dict(), "pin": {"offload": "host"}})
 
 
@@ -639,10 +645,10 @@ def test_an_update_in_backward_hides_what_it_can() -> None:
     """Of a host that is fast, all but what comes last; of a slow one, as much as backward takes."""
     for speed in (5e10, 5e8):
         after, early = (offload(spec=slow_host(speed), update=when) for when in ("after", "backward"))
-        assert early.timetable is not None and after.timetable is not None
-        assert early.timetable.bytes_moved == after.timetable.bytes_moved
+        assert early.transfer_schedule is not None and after.transfer_schedule is not None
+        assert early.transfer_schedule.bytes_moved == after.transfer_schedule.bytes_moved
         assert early.predicted.time_s["offload"] == pytest.approx(after.predicted.time_s["offload"])
-        moments = early.timetable.trace.moments
+        moments = early.transfer_schedule.trace.moments
         first = next(place for place, moment in enumerate(moments) if moment.on == "host")
         backward_s = sum(moment.seconds for moment in moments[first:] if moment.on == "device")
         hidden_s = after.predicted.time_s["optimizer"] - early.predicted.time_s["optimizer"]
@@ -660,8 +666,8 @@ def test_on_cpu_processes_an_update_in_backward_hides_nothing() -> None:
 
 def test_what_stays_is_updated_after_backward() -> None:
     plan = offload(spec=gpu("4 MiB"), offload="auto", recompute="none", update="backward")
-    assert plan.timetable is not None
-    names = [moment.name for moment in plan.timetable.trace.moments]
+    assert plan.transfer_schedule is not None
+    names = [moment.name for moment in plan.transfer_schedule.trace.moments]
     assert "stays" in plan.predicted.memory_bytes and names[-2:] == ["update what stays", "update"]
     assert 0 < sum(name.startswith("update ") for name in names) - 1 < len(chunks_of(decided(plan)))
     assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s, rel=1e-9)

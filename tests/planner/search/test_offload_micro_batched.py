@@ -68,8 +68,8 @@ def decided(plan: Plan) -> Assignment:
 
 def test_each_micro_batch_goes_there_and_back(plans: Callable[[str], Plan]) -> None:
     plan = plans("tight")
-    assert plan.timetable is not None
-    names = [moment.name for moment in plan.timetable.trace.moments]
+    assert plan.transfer_schedule is not None
+    names = [moment.name for moment in plan.transfer_schedule.trace.moments]
     micro_batches = [
         [name for name in names if name.endswith(f"micro-batch {micro_batch}")] for micro_batch in range(4)
     ]
@@ -91,8 +91,8 @@ def test_candidates_say_as_the_plan_does_that_parameters_come_for_each_micro_bat
 @pytest.mark.parametrize("name", ["tight", "tied"])
 def test_the_first_backward_makes_gradients_and_others_add_to_them(plans: Callable[[str], Plan], name: str) -> None:
     plan = plans(name)
-    assert plan.timetable is not None
-    trace, micro_batches = plan.timetable.trace, plan.mesh.micro_batches
+    assert plan.transfer_schedule is not None
+    trace, micro_batches = plan.transfer_schedule.trace, plan.mesh.micro_batches
     for chunk in chunks_of(decided(plan)):
         *made, last = trace.item[gradients(chunk)].uses
         assert [use.access for use in made] == ["w", *["rw"] * (micro_batches - 1)]
@@ -107,8 +107,8 @@ def test_the_first_backward_makes_gradients_and_others_add_to_them(plans: Callab
 def test_a_later_backward_holds_what_it_adds(plans: Callable[[str], Plan]) -> None:
     """Beside the sums: of each block one gradient at a time, the largest; and the loss of every micro-batch so far."""
     plan = plans("tight")
-    assert plan.timetable is not None and plan.assignment is not None
-    beside = {moment.name: moment.other_bytes for moment in plan.timetable.trace.moments}
+    assert plan.transfer_schedule is not None and plan.assignment is not None
+    beside = {moment.name: moment.other_bytes for moment in plan.transfer_schedule.trace.moments}
     largest = {
         chunk.name: max(decided(plan).space.graph.by_name[name].results[0].size_bytes for name in chunk.leaves)
         for chunk in chunks_of(decided(plan))
@@ -120,9 +120,9 @@ def test_a_later_backward_holds_what_it_adds(plans: Callable[[str], Plan]) -> No
 
 
 @pytest.mark.parametrize("name", [*PLANS])
-def test_the_prediction_is_the_timetables(plans: Callable[[str], Plan], name: str) -> None:
+def test_the_prediction_is_the_transfer_schedules(plans: Callable[[str], Plan], name: str) -> None:
     plan = plans(name)
-    tables, found = plan.timetables, plan.predicted
+    tables, found = plan.transfer_schedules, plan.predicted
     assert found.peak_bytes == max(table.high_water_bytes for table in tables) == sum(found.memory_bytes.values())
     assert found.peak_bytes <= plan.cluster.device.usable_bytes
     assert sum(found.time_s.values()) == pytest.approx(found.step_time_s)
@@ -140,20 +140,20 @@ def test_the_prediction_is_the_timetables(plans: Callable[[str], Plan], name: st
 
 def test_each_rank_has_the_moments_of_its_stages(plans: Callable[[str], Plan]) -> None:
     plan = plans("two stages")
-    assert plan.pipeline is not None and len(plan.timetables) == 2
-    for rank, table in enumerate(plan.timetables):
+    assert plan.pipeline is not None and len(plan.transfer_schedules) == 2
+    for rank, table in enumerate(plan.transfer_schedules):
         wanted = range(*plan.pipeline.bounds[rank : rank + 2])
         words = [moment.name.split(" ") for moment in table.trace.moments if "micro-batch" in moment.name]
         assert {int(number) for _, number, *_ in words} == {*wanted}
-    there = [moment.name for moment in plan.timetables[0].trace.moments]
-    # 1f1b: the first of two ranks takes a second micro-batch before the first one is undone.
+    there = [moment.name for moment in plan.transfer_schedules[0].trace.moments]
+    # 1f1b: the first of two ranks takes a second micro-batch before the first one runs its backward.
     assert there.index("forward 0 stem, micro-batch 1") < there.index("backward 0 stem, micro-batch 0")
 
 
 def test_a_rank_holds_what_micro_batches_in_flight_saved(plans: Callable[[str], Plan]) -> None:
     plan = plans("two stages")
     assert plan.pipeline is not None
-    table, own = plan.timetables[0], usage(decided(plan), range(*plan.pipeline.bounds[:2]))
+    table, own = plan.transfer_schedules[0], usage(decided(plan), range(*plan.pipeline.bounds[:2]))
     beside = {moment.name: moment.other_bytes for moment in table.trace.moments}
     assert own.saved_bytes > 0
     assert beside["forward 0 stem, micro-batch 1"] - beside["forward 0 stem, micro-batch 0"] == own.saved_bytes
@@ -162,7 +162,7 @@ def test_a_rank_holds_what_micro_batches_in_flight_saved(plans: Callable[[str], 
 def test_what_several_stages_of_a_rank_read_enters_before_each(plans: Callable[[str], Plan]) -> None:
     plan = plans("tied over four")
     assert plan.pipeline is not None and plan.pipeline.virtual_stages == 2
-    for rank, table in enumerate(plan.timetables):
+    for rank, table in enumerate(plan.transfer_schedules):
         names = {moment.name for moment in table.trace.moments}
         for stage in range(4):
             reads = stage in (0, 3)  # the stem and the head
@@ -170,10 +170,10 @@ def test_what_several_stages_of_a_rank_read_enters_before_each(plans: Callable[[
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_file_with_too_few_timetables_is_refused(plans: Callable[[str], Plan], name: str) -> None:
+def test_a_file_with_too_few_transfer_schedules_is_refused(plans: Callable[[str], Plan], name: str) -> None:
     data = plans(name).to_dict()
-    with pytest.raises(PlanError, match="the plan has 1 timetables, and 2 pipeline ranks"):
-        Plan.from_dict({**data, "timetable": data["timetable"][0]})
+    with pytest.raises(PlanError, match="the plan has 1 transfer schedules, and 2 pipeline ranks"):
+        Plan.from_dict({**data, "transfer_schedule": data["transfer_schedule"][0]})
 
 
 def test_parameters_that_move_come_for_each_micro_batch(plans: Callable[[str], Plan]) -> None:
@@ -191,7 +191,7 @@ def test_a_plan_comes_back_from_its_file_and_keeps_its_price(plans: Callable[[st
     assert again.to_dict() == plan.to_dict() and again.digest() == plan.digest()
     assert again.pipeline is not None and again.pipeline.gathers == "each"
     priced = reprice(again, decided(plan))
-    assert priced.timetables == plan.timetables and priced.search == plan.search
+    assert priced.transfer_schedules == plan.transfer_schedules and priced.search == plan.search
     assert priced.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s)
     assert plan.certificate.holds
 
@@ -199,7 +199,7 @@ def test_a_plan_comes_back_from_its_file_and_keeps_its_price(plans: Callable[[st
 def test_with_room_for_all_each_moves_once_a_step_and_else_more_often(plans: Callable[[str], Plan]) -> None:
     chunks = chunks_of(decided(plans("roomy")))
     ways = {("host", "fetch"): sum(c.bytes for c in chunks), ("host", "evict"): sum(c.gradient_bytes for c in chunks)}
-    roomy, tight = plans("roomy").timetable, plans("tight").timetable
+    roomy, tight = plans("roomy").transfer_schedule, plans("tight").transfer_schedule
     assert roomy is not None and tight is not None
     assert dict(roomy.bytes_moved) == ways
     least = fewest_bytes(tight.trace, max(tight.trace.needed_bytes)).bytes_moved
@@ -212,11 +212,11 @@ def test_the_report_says_how_it_runs_and_what_moves(plans: Callable[[str], Plan]
     text = unwrapped(plans("tight"))
     assert re.search(r"batches +4 micro-batches", text)
     assert re.search(
-        r"offload +parameters, gradients .* of 6 chunks \(.* none of it padding\) at home on the host;",
+        r"offload +parameters, gradients .* of 6 chunks \(.* none of it padding\) with their home on the host;",
         text,
     )
     assert re.search(r"fullest in backward .*, micro-batch [1-3] search", text)
-    assert "timetable" in plans("tight").to_dict()
+    assert "transfer_schedule" in plans("tight").to_dict()
 
 
 def test_gathering_comes_with_every_micro_batch() -> None:
@@ -272,6 +272,6 @@ def test_an_update_in_backward_is_refused_micro_batched() -> None:
         offload(micro_batches=2, update="backward")
 
 
-def test_a_timetable_of_fewer_micro_batches_is_another_plan_s(plans: Callable[[str], Plan]) -> None:
+def test_a_transfer_schedule_of_fewer_micro_batches_is_another_plan_s(plans: Callable[[str], Plan]) -> None:
     plan, other = plans("tight"), plans("roomy")
-    assert replace(plan, timetables=other.timetables).digest() != plan.digest()
+    assert replace(plan, transfer_schedules=other.transfer_schedules).digest() != plan.digest()

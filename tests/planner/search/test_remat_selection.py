@@ -128,7 +128,7 @@ def searched(spec: ClusterSpec) -> Searched:
 
 
 def test_keeping_some_results_is_faster_than_keeping_all_dear_ones_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the same memory, against the four levels that have a name; with room for everything nothing is made again."""
+    """In the same memory, against the four levels that have a name; with room for everything nothing is recomputed."""
     spec = priced()
     roomy = searched(spec)
     assert not roomy.assignment.recompute

@@ -1,4 +1,4 @@
-"""Plans at other sizes: sizes that know their formula, how they are followed, predictions, limits, closed forms."""
+"""Plans at other sizes: sizes that know their formula, how they are simulated, predictions, limits, closed forms."""
 
 from __future__ import annotations
 
@@ -433,7 +433,7 @@ def test_formulas_in_micro_batches(pin):
 
 
 def agree(found: Formulas, sizes: dict[Any, int], there: Prediction, planned: Prediction) -> None:
-    """Bytes, by use where what was planned as the fullest moment still is, calls, and seconds by use."""
+    """Bytes, by use where what was planned as the peak still is, calls, and seconds by use."""
     assert found.peak_bytes.subs(sizes) == there.peak_bytes
     both = (planned.fullest_at, there.fullest_at)
     if len({(at.partition(", with")[0], at.partition(" rank ")[2]) for at in both}) == 1:
@@ -500,7 +500,8 @@ def test_formulas_of_micro_batches_worked_out_by_hand():
     assert sympy.expand(whole.flops - micro_batches.flops) == 0
     assert micro_batches.bubble_s == 0
     m, b = micro_batches.micro_batches, micro_batches.batch
-    # The inputs of all, what one micro-batch saved before the head, which is undone by then, and the loss of each.
+    # The inputs of all, what one micro-batch saved before the head, which runs its backward by then, and the loss of
+    # each.
     assert micro_batches.saved_bytes == 1024 * b + 15360 * b / m + 4 * m
     assert micro_batches.parameters_bytes == whole.parameters_bytes
 

@@ -1,4 +1,4 @@
-"""Timetables: what must hold for any trace and budget, the same by trying everything, and what is refused."""
+"""Transfer schedules: what must hold for any trace and budget, the same by trying everything, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.timetable import farthest, least_recent, models, on_demand, static, trace_of
-from planner.base.errors import InfeasibleError, TimetableError
+from benchmarks.transfer_schedule import farthest, least_recent, models, on_demand, static, trace_of
+from planner.base.errors import InfeasibleError, TransferScheduleError
 from planner.solve.transfers import (
     Entry,
     Item,
     Link,
     Moment,
-    Timetable,
     Trace,
+    TransferSchedule,
     Use,
     fewest_bytes,
     keep,
@@ -60,7 +60,7 @@ def cases(draw: st.DrawFn, most_items: int = 5, most_moments: int = 6) -> tuple[
 
 @settings(max_examples=40)
 @given(cases())
-def test_a_timetable_can_be_carried_out_within_its_budget(case: tuple[Trace, int]) -> None:
+def test_a_transfer_schedule_can_be_carried_out_within_its_budget(case: tuple[Trace, int]) -> None:
     trace, budget = case
     for table in (fewest_bytes(trace, budget), shortest_step(trace, budget)):
         table.check()
@@ -70,7 +70,7 @@ def test_a_timetable_can_be_carried_out_within_its_budget(case: tuple[Trace, int
         assert table.link_bound_s <= sum(table.link_s.values()) * (1 + 1e-9)
         assert seen.step_s >= max(table.link_s.values()) * (1 - 1e-9)
         assert seen.step_s == pytest.approx(sum(trace.moments[at].seconds for at in trace.on_device) + seen.exposed_s)
-        assert Timetable.from_dict(table.to_dict()) == table
+        assert TransferSchedule.from_dict(table.to_dict()) == table
 
 
 @settings(max_examples=40)
@@ -188,23 +188,23 @@ def test_a_model_moves_less_than_by_any_rule() -> None:
 
 @settings(max_examples=40)
 @given(cases(), st.data())
-def test_a_timetable_that_was_tampered_with_is_refused(case: tuple[Trace, int], data: st.DataObject) -> None:
+def test_a_transfer_schedule_that_was_tampered_with_is_refused(case: tuple[Trace, int], data: st.DataObject) -> None:
     """An action left out, doubled, of another kind, or done at another moment than where it may be."""
     table = shortest_step(*case)
     done = [(at, *each) for at, entry in enumerate(table.entries) for each in entry.actions()]
     assume(done)
     at, action, name = data.draw(st.sampled_from(done))
     without = changed(table, at, action, [each for each in getattr(table.entries[at], action) if each != name])
-    with pytest.raises(TimetableError, match=f"{name}|over the budget"):
+    with pytest.raises(TransferScheduleError, match=f"{name}|over the budget"):
         without.check()
     other = data.draw(st.sampled_from([each for each in ACTIONS if each != action]))
-    with pytest.raises(TimetableError, match=f"{name}|over the budget"):
+    with pytest.raises(TransferScheduleError, match=f"{name}|over the budget"):
         changed(without, at, other, [*getattr(without.entries[at], other), name]).check()
-    with pytest.raises(TimetableError, match=f"{action} {name} is there 2 times"):
+    with pytest.raises(TransferScheduleError, match=f"{action} {name} is there 2 times"):
         changed(table, at, action, [*getattr(table.entries[at], action), name]).check()
 
 
-def changed(table: Timetable, at: int, action: str, names: Sequence[str]) -> Timetable:
+def changed(table: TransferSchedule, at: int, action: str, names: Sequence[str]) -> TransferSchedule:
     entries = list(table.entries)
     entries[at] = replace(entries[at], **{action: tuple(names)})
     return replace(table, entries=tuple(entries))
@@ -259,7 +259,7 @@ make parameters 1; fetch gradients 1, state 1; wait for gradients 1, state 1
 """
 
 
-def test_the_text_of_a_timetable() -> None:
+def test_the_text_of_a_transfer_schedule() -> None:
     assert fewest_bytes(two_layers(), 16).text() == TEXT
 
 
@@ -295,7 +295,7 @@ def test_a_budget_below_the_largest_working_set() -> None:
     ) as caught:
         shortest_step(two_layers(), 15)
     assert caught.value.excess_bytes == 1
-    with pytest.raises(TimetableError, match="a budget of -1 bytes"):
+    with pytest.raises(TransferScheduleError, match="a budget of -1 bytes"):
         fewest_bytes(two_layers(), -1)
 
 
@@ -313,7 +313,7 @@ WRONG = {
     "item x: nan bytes; give a whole number": (M, (Item("x", float("nan"), ()),), HOST),  # type: ignore[arg-type]
     "2 items have the name 'x'": (M, (Item("x", 1, ()), Item("x", 1, ())), HOST),
     "item x has -1 bytes": (M, (Item("x", -1, ()),), HOST),
-    "item x is at home on 'disk'": (M, (Item("x", 1, (), "disk"),), HOST),
+    "item x is with their home on 'disk'": (M, (Item("x", 1, (), "disk"),), HOST),
     "access 'read'": (M, (Item("x", 1, (Use("a", "read"),)),), HOST),  # type: ignore[arg-type]
     "there is no such moment": (M, (Item("x", 1, (Use("d"),)),), HOST),
     "x is used by a after b": (M, (Item("x", 1, (Use("b"), Use("a"))),), HOST),
@@ -324,34 +324,36 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_traces(message: str) -> None:
-    with pytest.raises(TimetableError, match=message):
+    with pytest.raises(TransferScheduleError, match=message):
         Trace(*WRONG[message])
 
 
 def test_wrong_files() -> None:
     data = shortest_step(two_layers(), 20).to_dict()
-    with pytest.raises(TimetableError, match="cannot be read: 'items' is missing; take one"):
-        Timetable.from_dict({key: value for key, value in data.items() if key != "items"})
-    with pytest.raises(TimetableError, match=r"cannot be read: .*colour"):
-        Timetable.from_dict({**data, "items": [{**data["items"][0], "colour": "red"}]})
-    with pytest.raises(TimetableError, match="over the budget of 9"):
-        Timetable.from_dict({**data, "budget_bytes": 9})
+    with pytest.raises(TransferScheduleError, match="cannot be read: 'items' is missing; take one"):
+        TransferSchedule.from_dict({key: value for key, value in data.items() if key != "items"})
+    with pytest.raises(TransferScheduleError, match=r"cannot be read: .*colour"):
+        TransferSchedule.from_dict({**data, "items": [{**data["items"][0], "colour": "red"}]})
+    with pytest.raises(TransferScheduleError, match="over the budget of 9"):
+        TransferSchedule.from_dict({**data, "budget_bytes": 9})
     for budget in (None, "9", 1e300, [9]):
-        with pytest.raises(TimetableError, match=r"'budget_bytes' is .*, and takes a whole number"):
-            Timetable.from_dict({**data, "budget_bytes": budget})
+        with pytest.raises(TransferScheduleError, match=r"'budget_bytes' is .*, and takes a whole number"):
+            TransferSchedule.from_dict({**data, "budget_bytes": budget})
     for bound, takes in ((-1.0, "bounds are not below zero"), (float("nan"), "takes a finite number")):
-        with pytest.raises(TimetableError, match=f"'link_bound_s' is {bound}, and {takes}"):
-            Timetable.from_dict({**data, "link_bound_s": bound})
-    with pytest.raises(TimetableError, match="'stopped' is 'tired', and takes 'proved' or"):
-        Timetable.from_dict({**data, "stopped": "tired"})
+        with pytest.raises(TransferScheduleError, match=f"'link_bound_s' is {bound}, and {takes}"):
+            TransferSchedule.from_dict({**data, "link_bound_s": bound})
+    with pytest.raises(TransferScheduleError, match="'stopped' is 'tired', and takes 'proved' or"):
+        TransferSchedule.from_dict({**data, "stopped": "tired"})
     drops_no_name = [{**data["moments"][0], "drop": [[]]}, *data["moments"][1:]]
     for key, value in (("link_bound_s", None), ("moments", None), ("moments", drops_no_name)):
-        with pytest.raises(TimetableError, match="cannot be read"):
-            Timetable.from_dict({**data, key: value})
+        with pytest.raises(TransferScheduleError, match="cannot be read"):
+            TransferSchedule.from_dict({**data, key: value})
 
 
 def test_fetching_what_is_not_at_home() -> None:
     """The state is written by the update, so that dropping it loses what was written."""
     trace = Trace((Moment("a", 1), Moment("b", 1)), (Item("state", 1, (Use("a", "rw"),)),), HOST)
-    with pytest.raises(TimetableError, match="a: fetch state: its home does not hold the value; last: drop on enter"):
-        Timetable(trace, 9, (Entry(fetch=("state",), fetched=("state",)), Entry(drop=("state",)))).check()
+    with pytest.raises(
+        TransferScheduleError, match="a: fetch state: its home does not hold the value; last: drop on enter"
+    ):
+        TransferSchedule(trace, 9, (Entry(fetch=("state",), fetched=("state",)), Entry(drop=("state",)))).check()

@@ -1,8 +1,9 @@
-"""Timetable: bytes that planned timetables move, beside those of moving on demand and of a fixed set that stays.
+"""TransferSchedule: bytes that planned transfer schedules move, beside those of moving on demand and of a fixed set
+that stays.
 
 Traces are built from the shapes of models: a block's parameters in bf16, its gradients, and fp32 master weights with
-two moments, each a chunk; forward, backward and update are moments. The rules that timetables are compared with start
-from an empty device and go around until what is on it at the beginning of a step repeats.
+two moments, each a chunk; forward, backward and update are moments. The rules that transfer schedules are compared with
+start from an empty device and go around until what is on it at the beginning of a step repeats.
 """
 
 from __future__ import annotations
