@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from planner.base.symbolic_int import CONSTANT, Powers, Size, product, terms_of
+from planner.base.symbolic_int import CONSTANT, Powers, Size, added, product, terms_of
 
 ROUNDING = 1e-12
 """The part of a sum that may be left of it where it should be nothing."""
-
-Number = float | Fraction
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,7 @@ class Seconds(float):
         """By a plain number, or a size."""
         if not isinstance(other, (int, float)) or isinstance(other, Seconds):
             return NotImplemented
-        if isinstance(other, Size):
-            return _made(float(self) * int(other), by_size(self.formula, other))
-        return _made(float(self) * other, times(self.formula, other))
+        return _made(float(self) * float(other), times(self.formula, other))
 
     __rmul__ = __mul__
 
@@ -73,28 +69,19 @@ class Seconds(float):
             return _made(float(self) / int(other), divided(self.formula, other))
         return self * (1 / other)
 
-    def __neg__(self) -> float:
-        return self * -1
-
-    def __pos__(self) -> float:
-        return self
-
-    def __abs__(self) -> float:
-        return largest((self, -self))
-
     def _without(self, *_: object) -> Any:
         raise TypeError(
             f"what is made of {float(self):.3g} s here has no formula: take float(...) of it if the number will do"
         )
 
     __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _without
-    __pow__ = __rpow__ = __round__ = __floor__ = __ceil__ = __trunc__ = _without
+    __neg__ = __pos__ = __abs__ = __round__ = __floor__ = __ceil__ = __trunc__ = __pow__ = __rpow__ = _without
 
 
 def growing(start_s: float, seconds_per_unit: float, size: float) -> Seconds:
     """A start, and a rate for a :class:`planner.base.symbolic_int.Size` of bytes or operations."""
-    formula = added({CONSTANT: start_s}, times(size_formula(size), seconds_per_unit))
-    return _made(start_s + seconds_per_unit * float(size), formula)
+    formula = times(formula_of(size), seconds_per_unit)
+    return _made(start_s + seconds_per_unit * float(size), added(formula, {CONSTANT: start_s}))
 
 
 def largest(options: Iterable[float]) -> float:
@@ -121,18 +108,13 @@ def at_least_zero(seconds: float) -> float:
     return largest((0.0, seconds)) if isinstance(seconds, Seconds) else max(0.0, seconds)
 
 
-def formula_of(seconds: float) -> Formula:
-    """The formula; a plain number is a constant."""
-    if isinstance(seconds, Seconds):
-        return seconds.formula
-    return {CONSTANT: float(seconds)} if seconds else {}
-
-
-def size_formula(size: float) -> Formula:
-    """That of a number of bytes or operations."""
-    if isinstance(size, int):
-        return dict[Atom, Any](terms_of(size).items())
-    return {CONSTANT: size} if size else {}
+def formula_of(number: float) -> Formula:
+    """That of seconds, or of a number of bytes or operations; a plain number is a constant."""
+    if isinstance(number, Seconds):
+        return number.formula
+    if isinstance(number, Size):
+        return dict[Atom, Any](number.terms.items())
+    return {CONSTANT: number} if number else {}
 
 
 def undominated(options: Iterable[Formula], *, is_largest: bool = True) -> list[Formula]:
@@ -146,23 +128,10 @@ def undominated(options: Iterable[Formula], *, is_largest: bool = True) -> list[
     return found
 
 
-def added(one: Formula, other: Formula) -> Formula:
-    """The sum."""
-    total = dict(one)
-    for atom, value in other.items():
-        total[atom] = total.get(atom, 0) + value
-    return total
-
-
-def times(formula: Formula, factor: Number) -> Formula:
-    """The product with a number."""
-    return {atom: value * factor for atom, value in formula.items()}
-
-
-def by_size(formula: Formula, size: int) -> Formula:
-    """The product with a size, which is nowhere below zero."""
+def times(formula: Formula, factor: float | Fraction) -> Formula:
+    """The product with a number, or with a size, which is nowhere below zero."""
     found: Formula = {}
-    for powers, coefficient in terms_of(size).items():
+    for powers, coefficient in (factor.terms if isinstance(factor, Size) else {CONSTANT: factor}).items():
         found = added(found, {_moved(atom, powers): value * coefficient for atom, value in formula.items()})
     return found
 
@@ -176,6 +145,8 @@ def divided(formula: Formula, micro_batches: int) -> Formula:
 
 def _moved(atom: Atom, powers: Powers) -> Atom:
     """An atom times some power of sizes, none of which is below zero."""
+    if powers == CONSTANT:
+        return atom
     if isinstance(atom, Pick):
         options = (tuple((_moved(each, powers), value) for each, value in option) for option in atom.options)
         return Pick(atom.largest, tuple(options))

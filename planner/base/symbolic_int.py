@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any, TypeVar
 
 Powers = tuple[int, int, int]
 """Exponents of the batch, of the sequence length and of the number of micro-batches."""
 CONSTANT: Powers = (0, 0, 0)
 Terms = Mapping[Powers, Fraction]
+Atom = TypeVar("Atom")
 
 
 class Size(int):
@@ -105,9 +107,12 @@ def product(one: Powers, other: Powers) -> Powers:
     return i + a, j + b, k + c
 
 
-def added(one: Terms, other: Terms) -> Terms:
-    """The sum."""
-    return {powers: one.get(powers, Fraction(0)) + other.get(powers, Fraction(0)) for powers in {**one, **other}}
+def added(one: Mapping[Atom, Any], other: Mapping[Atom, Any]) -> dict[Atom, Any]:
+    """The sum of two formulas, each coefficients by powers, or by what else they are made of."""
+    total = dict(one)
+    for atom, value in other.items():
+        total[atom] = total.get(atom, 0) + value
+    return total
 
 
 def terms_of(number: int) -> Terms:
@@ -143,17 +148,10 @@ def at_sizes(number: int, batch: int, sequence: int) -> int:
     """What a size that no micro-batches cut is at another batch and sequence length, which may themselves be sizes."""
     if not isinstance(number, Size):
         return number
+    assert not any(micro_batches for *_, micro_batches in number.terms)
     below = math.lcm(*(value.denominator for value in number.terms.values()))
-    total: int = 0
-    for (i, j, k), value in number.terms.items():
-        assert not k
-        term: int = int(value * below)
-        for _ in range(i):
-            term = term * batch
-        for _ in range(j):
-            term = term * sequence
-        total = total + term
-    return total // below
+    terms = [(int(value * below), *[batch] * i, *[sequence] * j) for (i, j, _), value in number.terms.items()]
+    return sum(map(math.prod, terms)) // below
 
 
 def describe(number: int) -> str:

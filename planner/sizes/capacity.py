@@ -72,17 +72,12 @@ def _largest(scale: Scale, what: str, pair: Callable[[int], tuple[int, int]], pl
 
 def _last(holds: Callable[[int], bool], first: int, hint: int) -> int:
     """The last number for which ``holds``, which does so from ``first`` up to there; ``hint`` is near it."""
-    step = 1
+    low, high, step = first, hint, 1
     if holds(hint):
-        low = hint
-        while holds(low + step):
-            low, step = low + step, 2 * step
-        high = low + step
-    else:
-        high = hint
-        while not holds(max(first, high - step)):
-            high, step = high - step, 2 * step
-        low = max(first, high - step)
+        low, high = hint, hint + 1
+        while holds(high):
+            low, step = high, 2 * step
+            high = low + step
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)

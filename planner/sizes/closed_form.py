@@ -17,30 +17,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import sympy
 
 from planner.analysis.memory import usage
 from planner.analysis.memory.storages import Held
 from planner.analysis.pipeline.rank_memory import moments
-from planner.analysis.pipeline.staged import Staged
+from planner.analysis.pipeline.staged import WORKS, Staged
 from planner.analysis.prediction import Calls, collectives, seconds_by_use, sorted_calls
 from planner.base.errors import PlanError
-from planner.base.symbolic_float import (
-    Atom,
-    Formula,
-    Number,
-    Pick,
-    added,
-    by_size,
-    formula_of,
-    rest,
-    size_formula,
-    times,
-    undominated,
-)
-from planner.base.symbolic_int import Size, along
+from planner.base.symbolic_float import Atom, Formula, Pick, formula_of, rest, times, undominated
+from planner.base.symbolic_int import Size, added, along
 from planner.formulation.assignment import Assignment
 from planner.formulation.resharding import Collective
 from planner.ir.graph import Node
@@ -50,9 +38,8 @@ from planner.solve.pipeline.growth import Counts, Growth, growth
 from planner.solve.pipeline.schedule import InFlight
 from planner.solve.pipeline.simulate import critical
 
-Symbols = tuple[sympy.Symbol, sympy.Symbol, sympy.Symbol]
-
-
+SYMBOLS = sympy.symbols("b s m", positive=True, integer=True)
+"""The batch, the sequence length and the number of micro-batches."""
 Moments = Sequence[tuple[Sequence[int], Sequence[InFlight]]]
 """As :attr:`planner.solve.pipeline.stages.Pipeline.moments`."""
 
@@ -82,9 +69,9 @@ class Formulas:
         left_out: why there is no formula in one of the three, where that is so.
     """
 
-    batch: sympy.Symbol
-    sequence: sympy.Symbol
-    micro_batches: sympy.Symbol
+    batch: ClassVar[sympy.Symbol] = SYMBOLS[0]
+    sequence: ClassVar[sympy.Symbol] = SYMBOLS[1]
+    micro_batches: ClassVar[sympy.Symbol] = SYMBOLS[2]
     planned: Mapping[sympy.Symbol, int]
     parameters_bytes: sympy.Expr
     gradients_bytes: sympy.Expr
@@ -180,36 +167,19 @@ def formulas(sizes: OtherSizes) -> Formulas:
     assignment = scale.symbolic(ClosedSpace, micro_batched=grown is not None)
     staged = scale.restage(assignment)
     found = _without_micro_batches(assignment) if staged is None else _micro_batched(assignment, staged, grown)
-    peaks = undominated(map(size_formula, found.moments))
+    peaks = undominated(map(formula_of, found.moments))
     micro_batches = assignment.space.mesh.micro_batches if staged is not None else 0
     planned = scale.followed.batch, scale.followed.sequence, int(micro_batches)
-    symbols: Symbols = sympy.symbols("b s m", positive=True, integer=True)
-
-    def of(use: str) -> sympy.Expr:
-        return _expression(formula_of(found.seconds.get(use, 0.0)), symbols)
-
-    def held(use: str) -> sympy.Expr:
-        return _expression(size_formula(found.held.get(use, 0)), symbols)
-
     return Formulas(
-        *symbols,
-        {symbol: number for symbol, number in zip(symbols, planned, strict=True) if number},
-        held("parameters"),
-        held("gradients"),
-        held("optimizer"),
-        held("gathered"),
-        held("activations"),
-        _pick(sympy.Max, peaks, symbols),
-        _expression(found.flops, symbols),
-        tuple(_call(call, count, symbols) for call, count in sorted_calls(found.collectives)),
-        of("compute"),
-        of("recompute"),
-        of("communication"),
-        of("gradients"),
-        of("optimizer"),
-        of("bubble"),
-        "; ".join(filter(None, (left_out, why))),
-        None if grown is None else grown.counts,
+        planned={symbol: number for symbol, number in zip(SYMBOLS, planned, strict=True) if number},
+        **{f"{use}_bytes": _of(found.held.get(use, 0)) for use in ("parameters", "gradients", "optimizer", "gathered")},
+        saved_bytes=_of(found.held.get("activations", 0)),
+        peak_bytes=_pick(sympy.Max, peaks),
+        flops=_expression(found.flops),
+        collectives=tuple(_call(call, count) for call, count in sorted_calls(found.collectives)),
+        **{f"{use}_s": _of(found.seconds.get(use, 0.0)) for use in (*WORKS, "bubble")},
+        left_out="; ".join(filter(None, (left_out, why))),
+        micro_batches=None if grown is None else grown.counts,
     )
 
 
@@ -229,9 +199,8 @@ def _growth(assignment: Assignment, staged: Staged) -> tuple[Growth | None, str]
     return found, ""
 
 
-def _call(call: Collective, count: int, symbols: Symbols) -> tuple[str, str, str, sympy.Expr, int | sympy.Expr]:
-    times = _expression(size_formula(count), symbols) if isinstance(count, Size) else count
-    return call.kind, call.axis, call.phase, _expression(size_formula(call.bytes_in), symbols), times
+def _call(call: Collective, count: int) -> tuple[str, str, str, sympy.Expr, int | sympy.Expr]:
+    return call.kind, call.axis, call.phase, _of(call.bytes_in), _of(count) if isinstance(count, Size) else count
 
 
 def _factor(count: int | sympy.Expr, show: Callable[[Any], str] = str) -> str:
@@ -342,7 +311,7 @@ def _flops_micro_batched(assignment: Assignment, staged: Staged) -> Formula:
         again = space.skeleton.again(instance.kind, level).operators if level != "none" else ()
         for at, node in enumerate(instance.block.nodes):
             total = added(total, _flops(assignment, node, 1, int(at in again)))
-    return by_size(total, staged.micro_batches)
+    return times(total, staged.micro_batches)
 
 
 def _seconds_micro_batched(staged: Staged, grown: Growth | None) -> dict[str, float]:
@@ -382,22 +351,26 @@ def _flops(assignment: Assignment, node: Node, count: int, again: int) -> Formul
 # ---- sympy -----------------------------------------------------------------------------------------------------------
 
 
-def _expression(formula: Formula, symbols: Symbols) -> sympy.Expr:
+def _of(number: float) -> sympy.Expr:
+    return _expression(formula_of(number))
+
+
+def _expression(formula: Formula) -> sympy.Expr:
     """The sum of all atoms."""
-    return sympy.Add(*(_number(value) * _atom(atom, symbols) for atom, value in formula.items() if value))
+    return sympy.Add(*(_number(value) * _atom(atom) for atom, value in formula.items() if value))
 
 
-def _atom(atom: Atom, symbols: Symbols) -> sympy.Expr:
+def _atom(atom: Atom) -> sympy.Expr:
     if isinstance(atom, Pick):
-        return _pick(sympy.Max if atom.largest else sympy.Min, map(dict, atom.options), symbols)
-    return sympy.Mul(*(symbol**power for symbol, power in zip(symbols, atom, strict=True)))
+        return _pick(sympy.Max if atom.largest else sympy.Min, map(dict, atom.options))
+    return sympy.Mul(*(symbol**power for symbol, power in zip(SYMBOLS, atom, strict=True)))
 
 
-def _pick(of: type, options: Iterable[Formula], symbols: Symbols) -> sympy.Expr:
+def _pick(of: type, options: Iterable[Formula]) -> sympy.Expr:
     """The largest or smallest, unevaluated where there are several: sympy would compare each with each."""
-    expressions = [_expression(each, symbols) for each in options]
+    expressions = list(map(_expression, options))
     return of(*expressions, evaluate=False) if len(expressions) > 1 else expressions[0]
 
 
-def _number(value: Number) -> sympy.Expr:
+def _number(value: float | Fraction) -> sympy.Expr:
     return sympy.Rational(value.numerator, value.denominator) if isinstance(value, Fraction) else sympy.sympify(value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from planner.base.symbolic_float import Formula, divided, growing, largest, size_formula, smallest
+from planner.base.symbolic_float import Formula, divided, formula_of, growing, largest, smallest
 from planner.formulation.constraints.filters import ATTENTION
 from planner.formulation.decisions import Together
 from planner.formulation.resharding import BROUGHT, Phase, Step, local_bytes, passes, together_on
@@ -28,7 +28,7 @@ class ClosedSpace(Space):
 
     def flops(self, node: Node, choice: Choice) -> Formula:
         """Forward operations of an operator on one rank, for one micro-batch."""
-        return divided(size_formula(self._whole_flops(node)), self._sharing(choice))
+        return divided(formula_of(self._whole_flops(node)), self._sharing(choice))
 
     def heavier(self, node: Node) -> Fraction:
         """Operations of backward for each of forward: two products for one; flash attention scores once more."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -41,8 +41,8 @@ from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice, Cuts
 from planner.ir.folding import Folded, refold
 from planner.ir.graph import Graph, Node, Ref
-from planner.ir.layout import MICRO, Layout, LocalType, Mesh, Shard
-from planner.ops.sharding_rule import AxisStrategy, Rule
+from planner.ir.layout import MICRO, Layout, Mesh, Shard
+from planner.ops.sharding_rule import Rule
 from planner.sizes.size_propagation import Followed, NotFollowed, Sizes, follow
 
 Restage = Callable[[Assignment], Staged | None]
@@ -98,44 +98,35 @@ class Scale:
             for part in itertools.chain(*dims)
             if isinstance(part, Size)
         }
-        self._chosen = {role: self._grown(role, decision) for role, decision in assignment.chosen.items()}
+        self._chosen = {
+            role: _laid_out(decision, map(self._layout, self._values(role), _layouts(decision)))
+            for role, decision in assignment.chosen.items()
+        }
         self.divisors = tuple(dict.fromkeys(self._divisors()))
         self._known_cuts: dict[tuple[int, ...], dict[Ref, dict[int, tuple[int, ...]]]] = {}
 
     # ---- what moves ----
 
-    def _grown(self, role: Role, decision: Choice | Layout) -> Choice | Layout:
-        """A decision whose strips know how they move."""
+    def _values(self, role: Role) -> tuple[Ref, ...]:
+        """Those that a decision has layouts of: operands and results, a leaf, what a relay delivers, or an output."""
         space = self.planned.space
-        if not isinstance(decision, Choice):
-            return self._layout(_value_of(space, role), decision)
+        if role[0] == "output":
+            position = role[1]
+            assert isinstance(position, int)
+            return (space.leaving[position],)
+        if role[0] == "relay":
+            return (space.skeleton.relays[role],)
         node = space.graph.by_name[space.members[role][0]]
-        values = (*node.inputs, *(Ref(node.name, i) for i in range(len(node.results))))
-        layouts = [
-            self._layout(ref, layout)
-            for ref, layout in zip(values, (*decision.operands, *decision.results), strict=True)
-        ]
-        factors, count = self.followed.factors[node.name], len(node.inputs)
-        axes = []
-        for strategy in decision.axes:
-            places = [
-                self._local_type(ref, kind)
-                for ref, kind in zip(values, (*strategy.operands, *strategy.results), strict=True)
-            ]
-            outer = (
-                strategy.outer if not strategy.factor else self._within(factors[strategy.factor], strategy.outer, role)
-            )
-            count = len(node.inputs)
-            axes.append(replace(strategy, outer=outer, operands=tuple(places[:count]), results=tuple(places[count:])))
-        return Choice(tuple(axes), tuple(layouts[:count]), tuple(layouts[count:]), decision.label)
+        return (*node.inputs, *(Ref(node.name, i) for i in range(len(node.results))))
 
     def _layout(self, ref: Ref, layout: Layout) -> Layout:
-        return tuple(self._local_type(ref, kind) for kind in layout)
-
-    def _local_type(self, ref: Ref, kind: LocalType) -> LocalType:
-        if not isinstance(kind, Shard) or kind.outer == 1:
-            return kind
-        return Shard(kind.dim, self._within(self.followed.dims[ref][kind.dim], kind.outer, ref))
+        """A layout whose strips know how they move."""
+        return tuple(
+            Shard(kind.dim, self._within(self.followed.dims[ref][kind.dim], kind.outer, ref))
+            if isinstance(kind, Shard) and kind.outer > 1
+            else kind
+            for kind in layout
+        )
 
     def _cuts(self, mesh: Mesh) -> dict[Ref, dict[int, tuple[int, ...]]]:
         """Where values may be cut on a mesh, as sizes."""
@@ -170,14 +161,10 @@ class Scale:
             if any(value.denominator > 1 for value in part.terms.values()):
                 yield Divisibility.of(part, 1, f"equal pieces, in {where}")
         for role, decision in self._chosen.items():
-            if isinstance(decision, Choice):
-                node = space.graph.by_name[space.members[role][0]]
-                values = (*node.inputs, *(Ref(node.name, i) for i in range(len(node.results))))
-                for ref, layout in zip(values, (*decision.operands, *decision.results), strict=True):
-                    yield from self._cut_by(ref, layout, node.path or node.name)
-            else:
-                ref = _value_of(space, role)
-                yield from self._cut_by(ref, decision, space.graph.by_name[ref.node].target or ref.node)
+            values = self._values(role)
+            node = space.graph.by_name[values[-1].node]
+            for ref, layout in zip(values, _layouts(decision), strict=True):
+                yield from self._cut_by(ref, layout, node.path or node.target or node.name)
 
     def _cut_by(self, ref: Ref, layout: Layout, where: str) -> Iterator[Divisibility]:
         """By the rule of :func:`planner.ir.layout.local_shape`."""
@@ -234,7 +221,10 @@ class Scale:
         }
         skeleton = _Twin(space.skeleton, folded, rules, cuts)
         scaled = kind(folded, mesh, space.cost, space.training, rules, None, None, skeleton, space.pace)
-        chosen = {role: _moved(decision, moved) for role, decision in self._chosen.items()}
+        chosen = {
+            role: _laid_out(decision, (_moved(layout, moved) for layout in _layouts(decision)))
+            for role, decision in self._chosen.items()
+        }
         return replace(self.planned, space=scaled, chosen=chosen)
 
     def _graph(self, moved: Callable[[int], int]) -> tuple[Graph, dict[str, Rule]]:
@@ -408,15 +398,6 @@ class _Twin(Skeleton):
         return self._at_sizes
 
 
-def _value_of(space: Space, role: Role) -> Ref:
-    """The value that a layout is decided for: a leaf, what a relay delivers, an output."""
-    if role[0] == "output":
-        position = role[1]
-        assert isinstance(position, int)
-        return space.leaving[position]
-    return space.skeleton.relays[role] if role[0] == "relay" else Ref(space.members[role][0])
-
-
 def _check_alike(space: Space, followed: Followed) -> None:
     """Refuse blocks that are equal as planned and would not be at other sizes: they share their decisions."""
     for names in space.members.values():
@@ -443,22 +424,20 @@ def _strips_of(parts: Sizes, count: int) -> int | None:
     return None if count % int(major) else major * (count // int(major))
 
 
-def _moved(decision: Choice | Layout, moved: Callable[[int], int]) -> Choice | Layout:
-    """A decision with its strips at other sizes."""
+def _moved(layout: Layout, moved: Callable[[int], int]) -> Layout:
+    """A layout with its strips at other sizes."""
+    return tuple(Shard(kind.dim, moved(kind.outer)) if isinstance(kind, Shard) else kind for kind in layout)
 
-    def kind_of(kind: LocalType) -> LocalType:
-        return Shard(kind.dim, moved(kind.outer)) if isinstance(kind, Shard) and isinstance(kind.outer, Size) else kind
 
-    def layout_of(layout: Layout) -> Layout:
-        return tuple(map(kind_of, layout))
+def _layouts(decision: Choice | Layout) -> tuple[Layout, ...]:
+    """Of an operator's operands and results, or of the one value that is decided for."""
+    return (*decision.operands, *decision.results) if isinstance(decision, Choice) else (decision,)
 
-    def strategy_of(strategy: AxisStrategy) -> AxisStrategy:
-        operands, results = layout_of(strategy.operands), layout_of(strategy.results)
-        return replace(strategy, outer=moved(strategy.outer), operands=operands, results=results)
 
+def _laid_out(decision: Choice | Layout, layouts: Iterable[Layout]) -> Choice | Layout:
+    """A decision with other layouts; of a choice's strategies prices read factors and collectives alone."""
+    found = tuple(layouts)
     if not isinstance(decision, Choice):
-        return layout_of(decision)
-    axes = tuple(map(strategy_of, decision.axes))
-    return Choice(
-        axes, tuple(map(layout_of, decision.operands)), tuple(map(layout_of, decision.results)), decision.label
-    )
+        return found[0]
+    count = len(decision.operands)
+    return replace(decision, operands=found[:count], results=found[count:])
