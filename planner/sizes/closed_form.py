@@ -112,8 +112,12 @@ class Formulas:
         used = self.compute_s + self.recompute_s + self.communication_s + self.gradients_s + self.optimizer_s
         return used + self.bubble_s
 
-    def _rows(self) -> list[tuple[str, int | sympy.Expr, sympy.Expr]]:
-        """Bytes and operations: what of, how often, and how much each time."""
+    def _rows(self, show: Callable[[Any], str], repeated: str) -> list[tuple[str, str]]:
+        """Bytes and operations: what of, and how much.
+
+        Args:
+            repeated: how often, and how much each time.
+        """
         named = {
             "parameters": self.parameters_bytes,
             "gradients": self.gradients_bytes,
@@ -126,12 +130,13 @@ class Formulas:
             (f"{kind.replace('_', '-')}, {axis}, {phase}", count, size)
             for kind, axis, phase, size, count in self.collectives
         ]
-        return [*((name, 1, value) for name, value in named.items()), *calls]
+        return [
+            (name, show(value) if count == 1 else repeated.format(_factor(count, show), show(value)))
+            for name, count, value in [*((name, 1, value) for name, value in named.items()), *calls]
+        ]
 
     def __str__(self) -> str:
-        rows = [
-            (name, f"{value}" if count == 1 else f"{_factor(count)} * ({value})") for name, count, value in self._rows()
-        ]
+        rows = self._rows(str, "{} * ({})")
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
@@ -140,13 +145,7 @@ class Formulas:
     def latex(self) -> str:
         """Bytes and operations as LaTeX, aligned, one to a line."""
         lines = [
-            rf"\text{{{name}}} &= "
-            + (
-                sympy.latex(value)
-                if count == 1
-                else rf"{_factor(count, sympy.latex)} \times \left({sympy.latex(value)}\right)"
-            )
-            for name, count, value in self._rows()
+            rf"\text{{{name}}} &= {value}" for name, value in self._rows(sympy.latex, r"{} \times \left({}\right)")
         ]
         return "\\begin{aligned}\n" + " \\\\\n".join(lines) + "\n\\end{aligned}"
 
@@ -203,7 +202,7 @@ def _call(call: Collective, count: int) -> tuple[str, str, str, sympy.Expr, int 
     return call.kind, call.axis, call.phase, _of(call.bytes_in), _of(count) if isinstance(count, Size) else count
 
 
-def _factor(count: int | sympy.Expr, show: Callable[[Any], str] = str) -> str:
+def _factor(count: int | sympy.Expr, show: Callable[[Any], str]) -> str:
     """A count as a factor."""
     return show(count) if isinstance(count, int) or count.is_Symbol or count.is_Integer else f"({show(count)})"
 
@@ -302,12 +301,9 @@ def _late(staged: Staged, grown: Growth | None) -> tuple[int, ...]:
 
 def _flops_micro_batched(assignment: Assignment, staged: Staged) -> Formula:
     """Of the busiest rank, for all micro-batches."""
-    pipeline, space = staged.pipeline, assignment.space
-    total: Formula = {}
-    for number, (stage, link, way) in enumerate(staged.alive.placed):
-        if pipeline.placed[stage] != staged.busiest:
-            continue
-        instance, level = space.folded.instances[number], link.levels[way]
+    space, levels, total = assignment.space, staged.levels, dict[Atom, Any]()
+    for number in staged.alive.blocks_of(staged.busiest):
+        instance, level = space.folded.instances[number], levels[number]
         again = space.skeleton.again(instance.kind, level).operators if level != "none" else ()
         for at, node in enumerate(instance.block.nodes):
             total = added(total, _flops(assignment, node, 1, int(at in again)))

@@ -41,7 +41,7 @@ from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice, Cuts
 from planner.ir.folding import Folded, refold
 from planner.ir.graph import Graph, Node, Ref
-from planner.ir.layout import MICRO, Layout, Mesh, Shard
+from planner.ir.layout import MICRO, Layout, Shard
 from planner.ops.sharding_rule import Rule
 from planner.sizes.size_propagation import Followed, NotFollowed, Sizes, follow
 
@@ -103,7 +103,6 @@ class Scale:
             for role, decision in assignment.chosen.items()
         }
         self.divisors = tuple(dict.fromkeys(self._divisors()))
-        self._known_cuts: dict[tuple[int, ...], dict[Ref, dict[int, tuple[int, ...]]]] = {}
 
     # ---- what moves ----
 
@@ -128,22 +127,10 @@ class Scale:
             for kind in layout
         )
 
-    def _cuts(self, mesh: Mesh) -> dict[Ref, dict[int, tuple[int, ...]]]:
-        """Where values may be cut on a mesh, as sizes."""
-        sizes = tuple(map(int, mesh.sizes))
-        if sizes not in self._known_cuts:
-            self._known_cuts[sizes] = {
-                ref: {dim: tuple(self._strips(ref, dim, each)) for dim, each in by_dim.items()}
-                for ref, by_dim in self.planned.space.skeleton.cuts(sizes).items()
-            }
-        return self._known_cuts[sizes]
-
-    def _strips(self, ref: Ref, dim: int, counts: frozenset[int]) -> Iterator[int]:
-        """Strip counts of a value, as sizes; one that falls between two parts serves no decision."""
-        for count in sorted(counts):
-            found = _strips_of(self.followed.dims[ref][dim], count)
-            if found is not None:
-                yield found
+    def _strips(self, ref: Ref, dim: int, counts: Iterable[int], moved: Callable[[int], int]) -> frozenset[int]:
+        """Strip counts of a value at other sizes; one that falls between two parts serves no decision."""
+        found = (_strips_of(self.followed.dims[ref][dim], count) for count in counts)
+        return frozenset(moved(count) for count in found if count is not None)
 
     def _within(self, parts: Sizes, count: int, where: object) -> int:
         found = _strips_of(parts, count)
@@ -216,8 +203,8 @@ class Scale:
         graph, rules = self._graph(moved)
         folded = refold(space.folded, graph)
         cuts = {
-            ref: {dim: frozenset(moved(count) for count in counts) for dim, counts in by_dim.items()}
-            for ref, by_dim in self._cuts(mesh).items()
+            ref: {dim: self._strips(ref, dim, counts, moved) for dim, counts in by_dim.items()}
+            for ref, by_dim in space.skeleton.cuts(tuple(map(int, mesh.sizes))).items()
         }
         skeleton = _Twin(space.skeleton, folded, rules, cuts)
         scaled = kind(folded, mesh, space.cost, space.training, rules, None, None, skeleton, space.pace)
