@@ -70,9 +70,7 @@ class Size(int):
 
     def __floordiv__(self, other: object) -> int:
         """The quotient, which must be exact and by a single term."""
-        if not isinstance(other, int):
-            return NotImplemented
-        return _exact(self, other)
+        return _exact(self, other) if isinstance(other, int) else NotImplemented
 
     def __rfloordiv__(self, other: object) -> int:
         return _exact(other, self) if isinstance(other, int) else NotImplemented

@@ -34,7 +34,7 @@ from planner.formulation.resharding import Collective
 from planner.ir.graph import Node
 from planner.sizes.closed_form_costs import ClosedSpace
 from planner.sizes.rescale import OtherSizes, check_size
-from planner.solve.pipeline.growth import Counts, Growth, growth
+from planner.solve.pipeline.growth import Counts, Growth, Line, growth
 from planner.solve.pipeline.schedule import InFlight
 from planner.solve.pipeline.simulate import critical
 
@@ -255,16 +255,47 @@ def _micro_batched(assignment: Assignment, staged: Staged, grown: Growth | None)
     """
     space = assignment.space
     recomputing = replace(assignment, recompute=staged.recompute(space.folded))
-    in_flight, held = _in_flight(staged, grown), dict(staged.memory_bytes)
+    schedule, held = _schedule(staged, grown), dict(staged.memory_bytes)
     if not staged.alive.peaks_at_end(staged.peak_rank):
-        held["activations"] = held["activations"] + _more_in_flight(staged, in_flight)
+        held["activations"] = held["activations"] + _more_in_flight(staged, schedule.in_flight)
     return _Grown(
         held,
-        dict.fromkeys(moments(assignment, staged.alive, in_flight)),
+        dict.fromkeys(moments(assignment, staged.alive, schedule.in_flight)),
         _flops_micro_batched(assignment, staged),
-        collectives(recomputing, staged.cut.bounds, _late(staged, grown)),
-        _seconds_micro_batched(staged, grown),
+        collectives(recomputing, staged.cut.bounds, schedule.late),
+        _seconds_micro_batched(staged, schedule),
     )
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """What a schedule does, as sizes where it grows with its micro-batches.
+
+    Attributes:
+        work, sends, late: as in :class:`planner.solve.pipeline.growth.Growth`, for one number of micro-batches.
+        in_flight: each rank's stages, and how many micro-batches they hold at its fullest moments.
+    """
+
+    work: Sequence[Sequence[int]]
+    sends: Sequence[int]
+    in_flight: Moments
+    late: tuple[int, ...]
+
+
+def _schedule(staged: Staged, grown: Growth | None) -> _Schedule:
+    p = staged.pipeline
+    if grown is None:
+        _, path = critical(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, staged.times.of_stages)
+        return _Schedule(path.work.astype(int).tolist(), path.sends.astype(int).tolist(), p.moments, p.late)
+
+    def of(lines: Iterable[Line]) -> tuple[int, ...]:
+        return tuple(along(staged.micro_batches, *line) for line in lines)
+
+    in_flight = [
+        (stages, [InFlight(of(lines), moment.added) for moment, lines in zip(planned, held, strict=True)])
+        for (stages, planned), held in zip(p.moments, grown.held, strict=True)
+    ]
+    return _Schedule([*map(of, grown.work)], of(grown.sends), in_flight, of(grown.late))
 
 
 def _more_in_flight(staged: Staged, in_flight: Moments) -> int:
@@ -275,28 +306,6 @@ def _more_in_flight(staged: Staged, in_flight: Moments) -> int:
     moment, _ = staged.alive.peak_moment(staged.peak_rank)
     more = moved[planned.index(moment)].counts
     return staged.alive.held_of(more, stages) - staged.alive.held_of(moment.counts, stages)
-
-
-def _in_flight(staged: Staged, grown: Growth | None) -> Moments:
-    """Each rank's stages, and how many micro-batches they hold at its fullest moments, as sizes."""
-    planned = staged.pipeline.moments
-    if grown is None:
-        return planned
-    return [
-        (
-            stages,
-            [
-                InFlight(tuple(along(staged.micro_batches, *line) for line in counts), moment.added)
-                for moment, counts in zip(moments_of, held, strict=True)
-            ],
-        )
-        for (stages, moments_of), held in zip(planned, grown.held, strict=True)
-    ]
-
-
-def _late(staged: Staged, grown: Growth | None) -> tuple[int, ...]:
-    """As :attr:`planner.solve.pipeline.stages.Pipeline.late`, as sizes."""
-    return staged.pipeline.late if grown is None else tuple(along(staged.micro_batches, *line) for line in grown.late)
 
 
 def _flops_micro_batched(assignment: Assignment, staged: Staged) -> Formula:
@@ -310,30 +319,19 @@ def _flops_micro_batched(assignment: Assignment, staged: Staged) -> Formula:
     return times(total, staged.micro_batches)
 
 
-def _seconds_micro_batched(staged: Staged, grown: Growth | None) -> dict[str, float]:
+def _seconds_micro_batched(staged: Staged, schedule: _Schedule) -> dict[str, float]:
     """By use, of the busiest rank; its waiting is what the longest path and the rank last done take more."""
-    work, sends = _path(staged, grown)
     step_s = max(map(sum, staged.once_s))
     for stage, link, way in staged.alive.placed:
         block = link.block
         backward_s = block.input_s + block.savings[way].recompute_s
-        for often, seconds in zip(work, (block.forward_s, backward_s, block.weight_s), strict=True):
+        for often, seconds in zip(schedule.work, (block.forward_s, backward_s, block.weight_s), strict=True):
             step_s += seconds * often[stage]
-    for count, end in zip(sends, staged.cut.bounds[1:-1], strict=True):
+    for count, end in zip(schedule.sends, staged.cut.bounds[1:-1], strict=True):
         step_s += staged.links[end - 1].block.send_s * count
     found = dict(staged.time_s)
     del found["bubble"]
     return {**found, "bubble": rest(step_s, sum(found.values()))}
-
-
-def _path(staged: Staged, grown: Growth | None) -> tuple[list[list[int]], list[int]]:
-    """How often the longest path does the forward, input and weight part of each stage, and takes each way between."""
-    if grown is not None:
-        work = [[along(staged.micro_batches, *line) for line in lines] for lines in grown.work]
-        return work, [along(staged.micro_batches, *line) for line in grown.sends]
-    p = staged.pipeline
-    _, path = critical(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, staged.times.of_stages)
-    return path.work.astype(int).tolist(), path.sends.astype(int).tolist()
 
 
 def _flops(assignment: Assignment, node: Node, count: int, again: int) -> Formula:
