@@ -28,11 +28,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from autopar.capture.export_errors import failure, on_values, reads_values, without_torchs_notes
 from autopar.capture.flatten import flatten
+from autopar.capture.model_state import Snapshot
 from autopar.capture.passes.buffer_assignment import assigned, buffers, written_in_place
 from autopar.capture.passes.no_grad_regions import detach_ungraded
+from autopar.capture.repeats.candidates import nominate
 from autopar.capture.repeats.markers import NotFoldable, writes_in_place
 from autopar.capture.repeats.repeats import Repeats
-from autopar.capture.snapshot.model_state import Before
 from autopar.functions.applying import Applied, carrying
 from autopar.functions.carry import Carried
 from autopar.graph.interpreter import no_garbage
@@ -203,7 +204,7 @@ def _capture_folded(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs:
     with _quick_tracing(), _undone(walk) as before:
         held = buffers(walk)
         try:
-            repeats = Repeats(walk, before.outside)
+            repeats = Repeats(walk, nominate(walk))
             exported = _export(model, walk, repeats.opaque(), args, kwargs, applied)
         except Exception as error:
             raise NotFoldable("the export failed") from error
@@ -244,7 +245,7 @@ def _capture_whole(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs: 
         with warnings.catch_warnings():  # of torch about its own copying
             warnings.simplefilter("ignore", FutureWarning)
             exported = exported.run_decompositions({})
-    return _captured(exported, model, Repeats(walk), applied)
+    return _captured(exported, model, Repeats(walk, []), applied)
 
 
 def _keeps_statistics(walk: Walk) -> bool:
@@ -293,9 +294,9 @@ def _export(
 
 
 @contextlib.contextmanager
-def _undone(walk: Walk) -> Iterator[Before]:
+def _undone(walk: Walk) -> Iterator[Snapshot]:
     """Leave the model as it was."""
-    before = Before(walk)
+    before = Snapshot(walk)
     try:
         yield before
     finally:

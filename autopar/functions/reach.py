@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.capture.snapshot.user_code_state import is_installed
+from autopar.capture.model_state import is_installed
 from autopar.functions.carry import Carried
 from autopar.functions.outside import belongings, storage_of
 from planner.base.errors import CaptureError

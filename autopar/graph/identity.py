@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
-from typing import Any
-
 
 class Same:
     """An object, equal only to itself."""
@@ -18,8 +14,3 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.value)
-
-
-def are_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether objects are the same as as many others, one by one."""
-    return all(map(operator.is_, some, others))

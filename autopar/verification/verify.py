@@ -23,7 +23,7 @@ from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.capture import LossFn, _caches_off, _example_inputs, _WithLoss, path_name
-from autopar.capture.snapshot.model_state import Before
+from autopar.capture.model_state import Snapshot
 from autopar.driver.arguments import check_arguments, given_plan
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import Traced, trace
@@ -124,7 +124,7 @@ def reference(
 
 def _refuse_narrow(twin: nn.Module, error: CaptureError) -> None:
     """Say which tensors stay in their type when a model's twin, which could not be captured, is in float64."""
-    found = [where for where, value in Before(Walk(twin)).outside.places() if is_narrow(value)]
+    found = [name.words for name in Snapshot(Walk(twin)).shared if is_narrow(name.value)]
     if found:
         raise CaptureError(
             "values are compared in float64, in which the model cannot be captured. Tensors of a narrower type, which "

@@ -178,7 +178,7 @@ def formulas(sizes: OtherSizes) -> Formulas:
         collectives=tuple(_call(call, count) for call, count in sorted_calls(found.collectives)),
         **{f"{use}_s": _of(found.seconds.get(use, 0.0)) for use in (*WORKS, "bubble")},
         left_out="; ".join(filter(None, (left_out, why))),
-        micro_batches=None if grown is None else grown.counts,
+        valid_micro_batches=None if grown is None else grown.counts,
     )
 
 

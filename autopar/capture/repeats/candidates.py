@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,8 +11,6 @@ from torch import Tensor, nn
 
 from autopar.graph.module_walk import Walk
 from autopar.graph.tensors import first_with, storage_of, tensor_kind
-
-_HELD = operator.attrgetter("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
@@ -25,25 +21,18 @@ class Submodule:
         path: its name in the model.
         modules: itself, then those below it.
         tensors: its parameters and buffers, each once.
-        held: which class, tensors and modules each module has, as :func:`who_holds_what` says.
         ties: for each name of a tensor, which of ``tensors`` it is, and for each of these, whose memory it lies in.
     """
 
     path: str
     modules: tuple[nn.Module, ...]
     tensors: tuple[Tensor, ...]
-    held: tuple[object, ...]
     ties: tuple[int, ...]
 
     @cached_property
     def own(self) -> frozenset[int]:
         """Its parameters and buffers by identity."""
         return frozenset(map(id, self.tensors))
-
-    @property
-    def is_as_nominated(self) -> bool:
-        """Whether it still has the modules, parameters and buffers that it had."""
-        return who_holds_what(self.modules) == self.held
 
 
 def nominate(walk: Walk) -> list[list[Submodule]]:
@@ -73,15 +62,6 @@ def nominate(walk: Walk) -> list[list[Submodule]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def who_holds_what(modules: Sequence[nn.Module]) -> tuple[object, ...]:
-    """For each module its class, and its parameters, buffers and modules by name and identity."""
-    held = list(itertools.chain.from_iterable(map(_HELD, modules)))
-    sizes = tuple(map(len, held))
-    filled = list(itertools.compress(held, sizes))
-    names, values = itertools.chain.from_iterable(filled), itertools.chain.from_iterable(map(dict.values, filled))
-    return tuple(map(type, modules)), sizes, tuple(names), tuple(map(id, values))
-
-
 def _submodule(path: str, module: nn.Module) -> Submodule | None:
     """What is known of a submodule before it is called; ``None`` if it holds another one twice."""
     modules, seen = [module], {id(module)}
@@ -95,7 +75,7 @@ def _submodule(path: str, module: nn.Module) -> Submodule | None:
     held = [t for m in modules if m._parameters or m._buffers for t in _own(m).values() if t is not None]
     tensors = tuple({id(t): t for t in held}.values())
     ties = (*first_with(list(map(id, held))), *first_with(list(map(storage_of, tensors))))
-    return Submodule(path, tuple(modules), tensors, who_holds_what(modules), ties)
+    return Submodule(path, tuple(modules), tensors, ties)
 
 
 def _structure(module: nn.Module, keys: Mapping[int, object]) -> object:

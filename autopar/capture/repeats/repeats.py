@@ -2,9 +2,8 @@
 
 Submodules of one structure (classes, names, shapes, ties) are *nominated* (:mod:`autopar.capture.repeats.candidates`);
 whether two calls are the same is then found out, not guessed, by running the code of each
-(:mod:`autopar.capture.repeats.replay`), until it is known what that code reads and that it leaves nothing behind; then
-by comparing that (:mod:`autopar.capture.repeats.memoization`). So all that Python decides on (configuration, layer
-numbers, hooks, counters, caches, masks) is decided in the order of the model.
+(:mod:`autopar.capture.repeats.replay`). So all that Python decides on (configuration, layer numbers, hooks, counters,
+caches, masks) is decided in the order of the model.
 
 Export, whose time grows with the number of parameters and modules, sees neither: it is given an opaque module that
 calls the model. The model itself is left as it is: its code may look at all of its modules and parameters, and a
@@ -15,9 +14,8 @@ follow (writes in place, tensors left on modules, a layer that sets autocast) ra
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +25,11 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import _AttrProxy, get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.repeats.candidates import Submodule, nominate
+from autopar.capture.repeats.candidates import Submodule
 from autopar.capture.repeats.markers import Copied, NotFoldable
-from autopar.capture.repeats.memoization import Watch
 from autopar.capture.repeats.proxies import StandIns
 from autopar.capture.repeats.replay import Call, Record
-from autopar.capture.snapshot.user_code_state import Outside
 from autopar.graph.module_walk import Walk
-
-WATCHED = 8
-"""Calls of one group that are watched, so that later ones need not run."""
 
 _ROOT = "_export_root"
 """What export calls the module that it was given."""
@@ -62,21 +55,21 @@ class Occurrence:
 
 
 class Repeats(TorchFunctionMode):
-    """The nominated submodules of a model (none without ``outside``), and what became of their calls in its export.
+    """The nominated submodules of a model, and what became of their calls in its export.
+
+    Args:
+        groups: of nominated submodules of equal structure.
 
     Attributes:
         walk: over the model.
         occurrences: every call, by number.
     """
 
-    def __init__(self, walk: Walk, outside: Outside | None = None):
+    def __init__(self, walk: Walk, groups: Sequence[Sequence[Submodule]]):
         super().__init__()
-        self._outside = outside
         self.walk = walk
-        groups = nominate(walk) if outside is not None else []
         self._nominated = {id(s.modules[0]): (s, group) for group, found in enumerate(groups) for s in found}
         self._records: list[list[Record]] = [[] for _ in groups]
-        self._watched = [0 for _ in groups]
         self._standins: StandIns | None = None
         self._call: Call | None = None
         self.occurrences: list[Occurrence] = []
@@ -138,36 +131,17 @@ class Repeats(TorchFunctionMode):
         number = len(self.occurrences)
         with torch._C.DisableTorchFunction():
             call = Call(self._standins, number, submodule, self._records[group], args, kwargs)
-            if call.is_recalled():
-                result = call.returned()
-                self._note(call)
-                return result
-            watch = self._watch(call, group)
         self._call = call
         try:
-            with watch or contextlib.nullcontext():
-                call.result = forward(*args, **kwargs)
+            call.result = forward(*args, **kwargs)
         except Exception as error:
             raise NotFoldable(f"{call.path} raises {type(error).__name__}") from error
         finally:
             self._call = None
         with torch._C.DisableTorchFunction():
             result = call.finish()
-            if watch is not None:
-                call.remember(watch, args, kwargs)
-        self._note(call)
+        self.occurrences.append(Occurrence(submodule, call.path, call.like, call.copied, call.follows))
         return result
-
-    def _note(self, call: Call) -> None:
-        self.occurrences.append(Occurrence(call.submodule, call.path, call.like, call.copied, call.follows))
-
-    def _watch(self, call: Call, group: int) -> Watch | None:
-        """What watches a call, if it follows another: the first few of their group are worth it."""
-        if self._outside is None or call.following is None or self._watched[group] == WATCHED or call.has_proxies:
-            return None
-        self._watched[group] += 1
-        watch = Watch(call.submodule, self._outside, call.inputs, call.leaves, call.names)
-        return watch if watch.is_seen else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

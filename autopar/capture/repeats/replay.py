@@ -35,7 +35,6 @@ from autopar.capture.repeats.markers import (
     track,
     writes_in_place,
 )
-from autopar.capture.repeats.memoization import Recall, Watch
 from autopar.capture.repeats.proxies import StandIns, translated
 from autopar.graph.identity import Same
 from autopar.graph.tensor_metadata import ATOMS, FACTS, HISTORY, PLAIN
@@ -61,7 +60,6 @@ class Record:
         stacks: the modules in which each was called, from the submodule on.
         outputs: value number -> what makes tensors like it, for results that leave.
         rebound: value number of inputs and parameters that a node of the call now computes, as ``x.to(x.dtype)`` does.
-        recalls: calls that did the same and were watched, and how they ended.
     """
 
     number: int
@@ -73,28 +71,10 @@ class Record:
     stacks: list[tuple[tuple[str, Any], ...]] = field(default_factory=list)
     outputs: dict[int, Mould] = field(default_factory=dict)
     rebound: list[int] = field(default_factory=list)
-    recalls: list[tuple[Recall, Ending]] = field(default_factory=list)
 
     def next(self, at: int) -> tuple[object, ...] | None:
         """The function called after ``at`` others, ``None`` at the end."""
         return self.calls[at] if at < len(self.calls) else None
-
-
-@dataclass(frozen=True)
-class Ending:
-    """What a call returned.
-
-    Attributes:
-        spec: how its leaves are nested.
-        leaves: those that are no values of the call.
-        numbers: of those that are.
-        leaving: numbers of those that it made, each once.
-    """
-
-    spec: pytree.TreeSpec
-    leaves: list[Any]
-    numbers: list[int | None]
-    leaving: list[int]
 
 
 class Mould:
@@ -182,9 +162,8 @@ class Call:
         self.faithful = fresh and self.path == submodule.path
         self.candidates = [r for r in records if r.key == key] if self.faithful else []
         self.following: Record | None = self.candidates[0] if self.candidates else None
-        self.done, self.leaves = 0, leaves
+        self.done = 0
         self.result: Any = None
-        self.ending: Ending | None = None
         self.copied: dict[int, Copied] = {}
         self.follows = False
         self._at = self.own_path, ""
@@ -391,46 +370,6 @@ class Call:
             self.faithful = False
         return "static", result
 
-    # ---- not running -------------------------------------------------------------------------------------------
-
-    @property
-    def has_proxies(self) -> bool:
-        """Whether code sees other objects in place of inner modules."""
-        return bool(self.tracer.enable_attr_proxy)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The attributes of tensors on which nobody has put any."""
-        assert self.following is not None
-        return frozenset(vars(next(iter(self.following.outputs.values())).another({})))
-
-    def is_recalled(self) -> bool:
-        """Whether the code need not run, since all is as in a watched call, which it then follows to its end."""
-        for record in self.candidates:
-            for recall, ending in record.recalls:
-                if recall.holds(self.submodule, self.inputs, self.leaves):
-                    self.following, self.ending, self.done = record, ending, len(record.calls)
-                    return True
-        return False
-
-    def returned(self) -> Any:
-        """What a call returns that is recalled. Runs with torch functions disabled."""
-        assert self.ending is not None
-        return self._nested(self.ending, {**dict(enumerate(self.values)), **self._copies(self.ending.leaving)})
-
-    def remember(self, watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what later calls need to be the same, now that this one is over, and followed another to its end."""
-        ending = self.ending
-        plain = ending is not None and all(type(leaf) in PLAIN or isinstance(leaf, Tensor) for leaf in ending.leaves)
-        if self.following is None or ending is None or not plain:
-            return
-        leaves: list[Any] = []
-        nesting = _flattened((args, kwargs), leaves)
-        given_all = all(id(leaf) in self.number_of for leaf in leaves if isinstance(leaf, Tensor))
-        found = watch.recall(self.inputs, [tensor for tensor, _ in self.foreign.values()], leaves)
-        if found is not None and given_all and nesting == self.record.key[0]:
-            self.following.recalls.append((found, ending))
-
     # ---- leaving -----------------------------------------------------------------------------------------------
 
     def finish(self) -> Any:
@@ -443,8 +382,7 @@ class Call:
         numbers = [self.number_of.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in flat]
         flat = [leaf if number is None else None for leaf, number in zip(flat, numbers, strict=True)]
         leaving = list(dict.fromkeys(number for number in numbers if number is not None and number >= self.base))
-        self.ending = Ending(spec, flat, numbers, leaving)
-        given = self.values[: self.base]
+        given = dict(enumerate(self.values[: self.base]))
         if self.following is not None and self._ends(leaving):
             made = self._copies(leaving)
         else:
@@ -453,12 +391,9 @@ class Call:
                     self._trace_from_here()
             self._leave(leaving, flat)
             made = self._released()
-        return self._nested(self.ending, {**dict(enumerate(given)), **made})
-
-    def _nested(self, ending: Ending, values: Mapping[int, Tensor]) -> Any:
-        """What is returned, given the values of this call by number."""
-        pairs = zip(ending.leaves, ending.numbers, strict=True)
-        return pytree.tree_unflatten([leaf if n is None else values[n] for leaf, n in pairs], ending.spec)
+        values = {**given, **made}
+        pairs = zip(flat, numbers, strict=True)
+        return pytree.tree_unflatten([leaf if number is None else values[number] for leaf, number in pairs], spec)
 
     def _ends(self, leaving: list[int]) -> bool:
         """Whether an earlier call ended so, and nobody has tokens but for what is returned, or marked them."""

@@ -10,6 +10,7 @@ import functools
 import inspect
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -336,6 +337,55 @@ def shows_it_unseen(model: Stack, x: Tensor) -> Tensor:
     return x
 
 
+def numbers(model: Stack, x: Tensor) -> Tensor:
+    for number, layer in enumerate(model.layers):
+        x = layer(x, 1.0 + number // 5)
+    return x
+
+
+def marks_an_input(model: Stack, x: Any) -> Tensor:
+    for number, layer in enumerate(model.layers):
+        if number == 5:
+            x.scale = 3.0
+        x = layer(x)
+    return x
+
+
+def gives_a_view(model: Stack, x: Tensor) -> Tensor:
+    x = model.head(x)
+    for number, layer in enumerate(model.layers):
+        x = layer(x, x.view(x.shape) if number == 5 else x * 2)
+    return x
+
+
+def gives_one_twice(model: Stack, x: Tensor) -> Tensor:
+    x = model.head(x)
+    for number, layer in enumerate(model.layers):
+        x = layer(x, x if number == 5 else x * 2)
+    return x
+
+
+def with_other(layer: Layer, x: Tensor, other: Tensor) -> Tensor:
+    a, b = torch.broadcast_tensors(x, other)
+    out: Tensor = layer.linear(a + b) * (2 if x is other else 1)
+    return out
+
+
+FIRST: list[Tensor] = []
+
+
+def gives_the_first(model: Stack, x: Tensor) -> Tensor:
+    x = model.head(x)
+    FIRST[:] = [x]
+    for number, layer in enumerate(model.layers):
+        x = layer(FIRST[0] if number == 5 else x)
+    return x
+
+
+def knows_the_first(layer: Layer, x: Tensor) -> Tensor:
+    return layer.linear(x) * (5 if x is FIRST[0] else 1)
+
+
 def own_layers(forward: Forward, layer: Forward, n: int = 5) -> Make:
     return stack(forward, type("Own", (Layer,), {"forward": layer}), n)
 
@@ -357,6 +407,11 @@ LAYERS: dict[str, tuple[Make, int]] = {
     "results that are read with torch functions off": (own_layers(functions_off, Layer.forward), 0),
     "a result that is given to later layers": (own_layers(shows_a_result, reads_a_result, 7), 3),
     "a result that later layers find": (own_layers(shows_it_unseen, reads_it_unseen, 7), 3),
+    "a number that it is given": (own_layers(numbers, lambda s, x, n: x + s.linear(x) * n, 7), 4),
+    "a mark on an input": (own_layers(marks_an_input, lambda s, x: s.linear(x) * getattr(x, "scale", 1.0), 7), 4),
+    "an input that is a view of another": (own_layers(gives_a_view, with_other, 7), 5),
+    "one tensor given twice": (own_layers(gives_one_twice, with_other, 7), 5),
+    "a tensor that all know": (own_layers(gives_the_first, knows_the_first, 7), 2),
     "numbers of every type": (layers(lambda s, x: x * [1, 1.0, True, 1 + 0j, 1][s.index] + s.linear(x)), 0),
     "zeros of both signs": (layers(lambda s, x: x * [0.0, -0.0, 0.0, -0.0, 0.0][s.index] + s.linear(x)), 2),
 }
@@ -382,6 +437,58 @@ def test_conjugates_are_another_kind() -> None:
         return sum(layer(z.conj() if at == 1 else z) for at, layer in enumerate(model.layers))
 
     both(lambda: type("Own", (Stack,), {"forward": forward})([Conjugate() for _ in range(4)]))
+
+
+# ---- what a model may change between its layers ----------------------------------------------------------------------
+
+
+class Scales(Layer):
+    shared = SimpleNamespace(factor=1.0)
+
+    def __init__(self, index: int):
+        super().__init__(index)
+        self.last = nn.Linear(8, 8)
+        self.first, self.second = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.act(self.linear(x))) * self.first + self.second
+        return x + F.dropout(y, 0.1, self.training) * self.shared.factor
+
+
+def swaps_modules(layers: Any) -> None:
+    layers[5].linear, layers[5].last = layers[5].last, layers[5].linear
+
+
+def swaps_parameters(layers: Any) -> None:
+    held = layers[5]._parameters
+    held.update(first=held["second"], second=held["first"])
+
+
+BETWEEN: dict[str, tuple[Callable[[Any], object], int]] = {
+    "a module": (lambda layers: setattr(layers[5], "linear", layers[0].linear), 4),
+    "two modules": (swaps_modules, 4),
+    "a parameter": (lambda layers: setattr(layers[5].linear, "weight", layers[0].linear.weight), 0),
+    "two parameters": (swaps_parameters, 4),
+    "a forward": (lambda layers: setattr(layers[5], "forward", lambda x: x * 3), 4),
+    "a mode": (lambda layers: layers[5].eval(), 4),
+    "a hook": (lambda layers: layers[5].act.register_forward_hook(lambda module, args, output: output * 2), 4),
+    "an object that all share": (lambda layers: setattr(Scales.shared, "factor", 3.0), 4),
+}
+
+
+@pytest.mark.parametrize("case", BETWEEN)
+def test_a_model_may_change_a_layer_before_it_calls_it(case: str) -> None:
+    change, folded = BETWEEN[case]
+
+    def forward(model: Stack, x: Tensor) -> Tensor:
+        for number, layer in enumerate(model.layers):
+            if number == 5:
+                change(model.layers)
+            x = layer(x)
+        return x
+
+    assert copies(both(stack(forward, Scales, 7))) == folded
+    assert Scales.shared.factor == 1.0
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Undo: containers are found wherever they are, and what is changed in them is told with what they held."""
+"""A model's state: containers are found wherever they are, names that its code shares too, and all is restored."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.capture.snapshot.model_state import Before, Held
+from autopar.capture.model_state import Snapshot
 from autopar.graph.module_walk import Walk
 
 
@@ -54,7 +54,7 @@ class Ordered(OrderedDict[str, Any]):
 
 
 class Row(list[Any]):
-    __slots__ = ("name",)
+    """Anything."""
 
 
 class Seen(set[int]):
@@ -71,18 +71,8 @@ class Own:
     calls = 0
 
 
-@dataclass(frozen=True)
-class Slotted:
-    """Filled in, though frozen."""
-
-    __slots__ = ("empty", "names")
-
-    def fill(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-
 class Apart(Model):
-    """Holds what keeps something apart from attributes, below one another."""
+    """Holds containers of classes of one's own, below one another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,9 +83,6 @@ class Apart(Model):
         self.row: Any = Row([Named(["a"]), frozenset({Own()})])
         self.marks: Any = Seen({1, 2})
         self.recent: Any = Last([1, 2], maxlen=2)
-        self.raw: Any = bytearray(b"abc")
-        self.slotted: Any = Slotted()
-        self.slotted.fill("names", [1])
 
 
 APART: dict[str, Callable[[Any], Any]] = {
@@ -108,15 +95,8 @@ APART: dict[str, Callable[[Any], Any]] = {
     "a list of one's own, deep down": lambda m: m.ordered["b"]["deep"].reverse(),
     "a list in a named tuple": lambda m: m.row[0].names.append("b"),
     "an attribute of what is in a frozen set": lambda m: setattr(next(iter(m.row[1])), "calls", 1),
-    "a slot of a list": lambda m: setattr(m.row, "name", "x"),
     "a set": lambda m: (m.marks.discard(1), m.marks.add(3)),
     "a deque": lambda m: m.recent.append(3),
-    "bytes": lambda m: m.raw.extend(b"d"),
-    "bytes of equal number": lambda m: m.raw.__setitem__(0, 0),
-    "a slot": lambda m: m.slotted.fill("names", [1]),
-    "an empty slot": lambda m: m.slotted.fill("empty", nn.Linear(2, 2)),
-    "a list in a slot": lambda m: m.slotted.names.append(2),
-    "a slot that is emptied": lambda m: Slotted.names.__delete__(m.slotted),  # type: ignore[attr-defined]
     "a tensor": lambda m: m.row.append(torch.zeros(2)),
 }
 
@@ -150,14 +130,13 @@ def written(value: Any) -> object:
         found.append(repr(value))
     if isinstance(value, (nn.Module, SimpleNamespace, Ordered, Own)):
         found.append(written(vars(value)))
-    slots = getattr(type(value), "__slots__", ())
-    return found + [written(getattr(value, name)) if hasattr(value, name) else name for name in slots]
+    return found
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_taken_back(change: str) -> None:
     model = Model()
-    state, before = written(model), Before(Walk(model))
+    state, before = written(model), Snapshot(Walk(model))
     CHANGES[change](model)
     assert written(model) != state
     before.restore()
@@ -167,9 +146,9 @@ def test_a_change_is_taken_back(change: str) -> None:
 
 
 @pytest.mark.parametrize("change", APART)
-def test_a_change_apart_from_attributes_is_taken_back(change: str) -> None:
+def test_a_change_in_a_class_of_ones_own_is_taken_back(change: str) -> None:
     model = Apart()
-    state, before = written(model), Before(Walk(model))
+    state, before = written(model), Snapshot(Walk(model))
     before.restore()
     assert written(model) == state
     APART[change](model)
@@ -177,19 +156,7 @@ def test_a_change_apart_from_attributes_is_taken_back(change: str) -> None:
     before.restore()
     assert written(model) == state
     assert model.recent.maxlen == 2
-    assert before.had_new_tensors == (change in ("a tensor", "an empty slot"))
-
-
-def test_only_what_is_changed_is_told() -> None:
-    model = Model()
-    held = Held([vars(model)])
-    assert held.changed() == []
-    model.made["c"] = 3
-    model.none["x"] = 1
-    model.own.calls = 1
-    was = [(model.none, []), (model.made, [("a", model.shared), ("b", model.made["b"])])]
-    was.append((vars(model.own), [("calls", 0), ("names", model.own.names)]))
-    assert held.changed() == was
+    assert before.had_new_tensors == (change == "a tensor")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +170,7 @@ def test_only_what_is_changed_is_told() -> None:
 )
 def test_new_tensors_are_told(keep: Callable[[Model, Tensor], Any]) -> None:
     model, tensor = Model(), torch.zeros(2)
-    before = Before(Walk(model))
+    before = Snapshot(Walk(model))
     keep(model, tensor)
     before.restore()
     assert before.had_new_tensors
@@ -211,7 +178,79 @@ def test_new_tensors_are_told(keep: Callable[[Model, Tensor], Any]) -> None:
 
 def test_tensors_in_another_place_are_not_new() -> None:
     model = Model()
-    before = Before(Walk(model))
+    before = Snapshot(Walk(model))
     model.own.names.append(model.linear.weight)
     before.restore()
     assert not before.had_new_tensors
+
+
+TOTAL = 0
+LOSSES: dict[str, list[int]] = {"all": []}
+UNSET: Any
+
+
+class Settings:
+    """Read by name, and held by no module."""
+
+    scale = 1.0
+
+
+def global_number(model: Any) -> None:
+    global TOTAL
+    TOTAL += 1
+
+
+def global_that_was_not_there(model: Any) -> None:
+    global UNSET
+    UNSET = 1
+
+
+def inner_function(model: Any) -> None:
+    [LOSSES["all"].append(each) for each in (1, 2)]
+
+
+def attribute_of_a_class(model: Any) -> None:
+    Settings.scale += 1
+
+
+@functools.lru_cache
+def table(n: int) -> Tensor:
+    return torch.ones(n)
+
+
+def cache(model: Any) -> None:
+    table(3)
+
+
+def variables() -> tuple[Callable[[Any], None], Callable[[], object]]:
+    calls, seen = 0, list[int]()
+
+    def forward(model: Any) -> None:
+        nonlocal calls
+        calls += 1
+        seen.append(calls)
+
+    return forward, lambda: (calls, list(seen))
+
+
+forward, told = variables()
+
+
+def shared() -> object:
+    names = {name: value for name, value in globals().items() if name in ("TOTAL", "UNSET")}
+    return names, repr(LOSSES), vars(Settings)["scale"], table.cache_info().currsize, told()
+
+
+@pytest.mark.parametrize(
+    "forward", [global_number, global_that_was_not_there, inner_function, attribute_of_a_class, cache, forward]
+)
+@pytest.mark.parametrize("is_method", [True, False])
+def test_what_functions_share_by_name_is_taken_back(forward: Callable[[Any], None], is_method: bool) -> None:
+    """A function that the model's class has, or that another one of the user's names."""
+    kind = type("Own", (nn.Module,), {"forward": forward if is_method else lambda self: forward(self)})
+    model, before = kind(), shared()
+    snapshot = Snapshot(Walk(model))
+    model()
+    assert shared() != before
+    snapshot.restore()
+    assert shared() == before

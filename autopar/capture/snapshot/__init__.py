@@ -1,1 +1,0 @@
-"""The state of the user's model before capture, and its restoration afterwards."""
