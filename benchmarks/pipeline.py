@@ -13,15 +13,15 @@ from planner.base.errors import InfeasibleError
 from planner.solve.pipeline.partition import cut
 from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
 from planner.solve.pipeline.simulate import Times, simulate, step_s
-from planner.solve.pipeline.stages import Block, Chain, Pipeline, Saving
+from planner.solve.pipeline.stages import Chain, ChainBlock, Pipeline, RematOption
 
 RANKS = 16
 MIB, GIB = 2**20, 2**30
-SAVINGS = (Saving(0.0, 400 * MIB), Saving(0.15, 150 * MIB), Saving(1.0, 34 * MIB))
+SAVINGS = (RematOption(0.0, 400 * MIB), RematOption(0.15, 150 * MIB), RematOption(1.0, 34 * MIB))
 CHAIN: Chain = [
-    (Block("embedding", 0.1, 0.05, 0.1, 6 * GIB, (Saving(0.0, 34 * MIB),), 0.05), 1),
-    (Block("layer", 1.0, 1.0, 1.0, 3 * GIB, SAVINGS, 0.05), 126),
-    (Block("head", 1.3, 1.3, 1.3, 6 * GIB, (Saving(0.0, 500 * MIB),), 0.05), 1),
+    (ChainBlock("embedding", 0.1, 0.05, 0.1, 6 * GIB, (RematOption(0.0, 34 * MIB),), 0.05), 1),
+    (ChainBlock("layer", 1.0, 1.0, 1.0, 3 * GIB, SAVINGS, 0.05), 126),
+    (ChainBlock("head", 1.3, 1.3, 1.3, 6 * GIB, (RematOption(0.0, 500 * MIB),), 0.05), 1),
 ]
 """Made-up figures in the proportions of a model of 405 billion parameters; a layer's forward is one second."""
 LIMITS = (None, 60 * GIB, 45 * GIB)

@@ -264,7 +264,7 @@ def _half(found: Searched) -> Searched:
     space = found.assignment.space
     amounts = tuple(Amount.of({"full": len(kind) // 2 if len(kind) > 1 else 0}) for kind in space.folded.kinds)
     recompute = Recompute(amounts)
-    problem = Decided(replace(found.assignment, recompute=recompute), space.skeleton).problem(None, recompute)
+    problem = Decided(replace(found.assignment, recompute=recompute), space.decision_graph).problem(None, recompute)
     evaluation = evaluate(problem, (0,) * len(problem.vertices))
     return replace(found, best=replace(found.best, recompute=recompute, evaluation=evaluation))
 
@@ -357,7 +357,7 @@ def _skipped_s(assignment: Assignment) -> float:
     """Seconds of what one layer does forward and full recomputation does not do again: its last sum."""
     space, skipped_s = assignment.space, 0.0
     kind, layers = max(enumerate(space.folded.kinds), key=lambda each: len(each[1]))
-    again = space.skeleton.again(kind, "full")
+    again = space.decision_graph.blocks.again(kind, "full")
     for at, node in enumerate(layers[0].block.nodes):
         if at not in again.operators:
             work = space.work(node, assignment.choice(node))
@@ -377,7 +377,7 @@ def _sending_s(assignment: Assignment, values: Iterable[Ref]) -> float:
     """Seconds to send what leaves a layer on, each rank of the tensor group a part, and to gather it there."""
     space = assignment.space
     tensor = next(axis for axis in space.mesh.axes if axis.name == "tensor")
-    whole = max(local_bytes(space.graph.type_of(ref), assignment.delivered(ref), space.mesh) for ref in values)
+    whole = max(local_bytes(space.graph.type_of(ref), assignment.consumer_layout(ref), space.mesh) for ref in values)
     part = whole / tensor.size
     pipeline = Axis("pipeline", space.stages, space.mesh.size)
     return space.cost.collective_s("send", pipeline, part) + space.cost.collective_s("all_gather", tensor, part)
@@ -389,7 +389,7 @@ def _gathering_s(assignment: Assignment, node: Node, position: int) -> float:
     if space.graph.by_name[ref.node].op == "param":
         return 0.0
     table, wanted = space.table(ref), assignment.choice(node).operands[position]
-    return float(table.forward_s[table.index[assignment.delivered(ref)], table.index[wanted]])
+    return float(table.forward_s[table.index[assignment.consumer_layout(ref)], table.index[wanted]])
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from planner.solve.transfers import Item, Link, Moment, Trace, Use, fewest_bytes, shortest_step, simulate
+from planner.solve.transfers import Item, ItemUse, Moment, TierLink, Trace, fewest_bytes, shortest_step, simulate
 from planner.solve.transfers.gaps import gaps_of
 from planner.solve.transfers.ways import Way, ways_of
 
 GIB = 2**30
-LINK = Link(25e9, 25e9)
+LINK = TierLink(25e9, 25e9)
 FLOPS = 200e12
 SHARES = (0.02, 0.1, 0.3, 0.6)
 """Budgets: the largest working set, and so much of all items beside it."""
@@ -95,11 +95,11 @@ def trace_of(model: Model) -> Trace:
         else:
             moments.append(Moment(f"update {n}", seconds, (n + 1) * model.saved_bytes))
     for n, size in enumerate(model.blocks):
-        here = Use(f"update {n}", "w")
-        items.append(Item(f"parameters {n}", 2 * size, (Use(f"forward {n}"), Use(f"backward {n}"), here)))
-        items.append(Item(f"gradients {n}", 2 * size, (Use(f"backward {n}", "w"), Use(f"update {n}"))))
+        here = ItemUse(f"update {n}", "w")
+        items.append(Item(f"parameters {n}", 2 * size, (ItemUse(f"forward {n}"), ItemUse(f"backward {n}"), here)))
+        items.append(Item(f"gradients {n}", 2 * size, (ItemUse(f"backward {n}", "w"), ItemUse(f"update {n}"))))
         for name in ("master", "first moment", "second moment"):
-            items.append(Item(f"{name} {n}", 4 * size, (Use(f"update {n}", "rw"),)))
+            items.append(Item(f"{name} {n}", 4 * size, (ItemUse(f"update {n}", "rw"),)))
     return Trace(tuple(moments), tuple(items), {"host": LINK})
 
 

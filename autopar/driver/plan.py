@@ -26,7 +26,8 @@ from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.pipeline_pace import pace_of
-from planner.formulation.search_space import Space, rules_of
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.plan.plan import Plan, Search, describe, refold, reprice, restage, restore
 from planner.search.advice import Request, search_or_advise

@@ -22,7 +22,7 @@ from autopar.runtime.spmd.parameters import gather_parameters, replicate_paramet
 from autopar.runtime.spmd.resharding import convert
 from planner.formulation.assignment import Assignment
 from planner.formulation.remat.backward_slice import Again
-from planner.formulation.resharding import Route, Step
+from planner.formulation.resharding import ReshardStep, Route
 from planner.ir.folding import Block
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, I, Layout, Mark, Mesh, P, R, Shard, local_outer
@@ -35,7 +35,7 @@ class Body:
     """A program under construction.
 
     Attributes:
-        values: where each value is found, in the layout in which it is delivered.
+        values: where each value is found, in the layout in which its readers find it.
         ready: parameters in the layouts in which operators use them; over micro-batches, as they are in all of them.
         gathered: those of them that are in memory of their own.
         counts: what is known of all micro-batches before the first, by name, see :func:`known_before`.
@@ -93,7 +93,7 @@ class Body:
                 self._attributes[name] = self.graph.get_attr(name)
         return self._attributes[name]
 
-    def step(self, value: fx.Node, step: Step) -> fx.Node:
+    def step(self, value: fx.Node, step: ReshardStep) -> fx.Node:
         if self._is_of_micro_batches(step) and self.is_of_a_micro_batch and step.rule in ("I>P", "R>P", "R>S"):
             dim = step.dst.dim if isinstance(step.dst, Shard) else None
             return _call(
@@ -110,7 +110,7 @@ class Body:
         """Whether nothing crosses an axis: it has one rank, or micro-batches, over which the runtime sums."""
         return self.mesh.axes[axis].size == 1 or self.mesh.axes[axis].name == MICRO
 
-    def _is_of_micro_batches(self, step: Step) -> bool:
+    def _is_of_micro_batches(self, step: ReshardStep) -> bool:
         axis = self.mesh.axes[step.axis]
         return axis.name == MICRO and axis.size > 1
 
@@ -126,11 +126,11 @@ class Body:
         known = self.counts[sum_name(ref)] if sums_early(self.mesh, route) else self.values[ref]
         return self.converted(known, route)
 
-    def relay(self, ref: Ref) -> None:
+    def reshard_shared(self, ref: Ref) -> None:
         """Put a value into the layout in which its readers find it; a parameter without what is summed once a step."""
-        route = self.assignment.relay_route(ref)
+        route = self.assignment.shared_route(ref)
         route = route[self.assignment.summed_first(ref, route) :]
-        if self.assignment.relays_by_sums(ref):
+        if self.assignment.only_sums_gradient(ref):
             self.sum(ref, route)
         else:
             self.values[ref] = self.read(ref, route)
@@ -165,7 +165,7 @@ class Body:
                 self.ready[ref, route[-1].after] = value
 
     def brought(
-        self, values: list[fx.Node], steps: tuple[Step, ...], gathering: fx.Node | None = None
+        self, values: list[fx.Node], steps: tuple[ReshardStep, ...], gathering: fx.Node | None = None
     ) -> list[fx.Node]:
         """Parameters made replicated on an axis, together; the same step of each."""
         axis, rule = steps[0].axis, steps[0].rule
@@ -191,8 +191,8 @@ class Body:
         value, route = self.ready.get((ref, layout)), self.assignment.operand_route(node, position)
         if value is None:
             value = self.read(ref, route)
-        elif self.assignment.space.brings_once:
-            steps = (*self.assignment.relay_route(ref), *route)
+        elif self.assignment.space.unsharding.brings_once:
+            steps = (*self.assignment.shared_route(ref), *route)
             value = self.converted(value, tuple(step for step in steps if self._is_of_micro_batches(step)))
         strict = tuple(s.operands[position] for s in choice.axes)
         return self.relabel(value, layout, strict)
@@ -202,12 +202,12 @@ class Body:
         for axis, (src, dst) in enumerate(zip(have, want, strict=True)):
             if src != dst:
                 assert {src, dst} == {R, I}, f"{src} is not {dst}"
-                value = self.step(value, Step(axis, src, dst, have))
+                value = self.step(value, ReshardStep(axis, src, dst, have))
                 have = (*have[:axis], dst, *have[axis + 1 :])
         return value
 
     def emit(self, node: Node, kept: frozenset[Ref]) -> None:
-        """One operator: operands converted, its local form, results relayed."""
+        """One operator: operands converted, its local form, results resharded."""
         choice = self.assignment.choice(node)
         seen: dict[tuple[Ref, Layout, Layout], fx.Node] = {}
         operands = []
@@ -249,7 +249,7 @@ class Body:
             strict = tuple(s.results[ref.index] for s in choice.axes)
             self.values[ref] = self.relabel(value, strict, choice.results[ref.index])
             if space.is_read(ref):
-                self.relay(ref)
+                self.reshard_shared(ref)
 
     def recomputing(self, block: Block, again: Again) -> fx.Graph:
         """Finish the program as :func:`recompute` takes it; returns the one of the statements that are run again."""
@@ -305,7 +305,7 @@ class Body:
 
 
 Entry = Ref | tuple[Ref, Layout] | str
-"""What enters a program: a value as it is delivered, a parameter as it is used, what is known of all micro-batches by
+"""What enters a program: a value as its readers find it, a parameter as it is used, what all micro-batches know by
 name.
 """
 
@@ -315,7 +315,7 @@ def entries_of(block: Block, assignment: Assignment) -> tuple[Entry, ...]:
     space = assignment.space
     if not space.micro_batched:
         return block.inputs
-    if not space.brings_once:
+    if not space.unsharding.brings_once:
         return (*block.inputs, *known_before(block, assignment))
     values: list[Entry] = [ref for ref in block.inputs if not is_param(assignment, ref)]
     return (*values, *parameters_of(block, assignment), *known_before(block, assignment))
@@ -332,7 +332,7 @@ def known_before(block: Block, assignment: Assignment) -> dict[str, Node | Ref]:
             found[count_name(node)] = node
         routes = [(ref, assignment.operand_route(node, position)) for position, ref in enumerate(node.inputs)]
         made = (Ref(node.name, index) for index in range(len(node.results)))
-        routes += [(ref, assignment.relay_route(ref)) for ref in made if assignment.space.is_read(ref)]
+        routes += [(ref, assignment.shared_route(ref)) for ref in made if assignment.space.is_read(ref)]
         found |= {sum_name(ref): ref for ref, route in routes if sums_early(assignment.space.mesh, route)}
     return found
 
@@ -387,7 +387,7 @@ def block_body(block: Block, assignment: Assignment, targets: Mapping[str, Any],
         body.enter(entry, block.path)
     for number in assignment.ahead(block):
         body.gatherings[number] = body.graph.placeholder(f"gathering_{number}")
-    if not assignment.space.brings_once:
+    if not assignment.space.unsharding.brings_once:
         body.bring_parameters(block)
     for node in block.nodes:
         body.emit(node, frozenset(block.outputs))

@@ -48,7 +48,7 @@ from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Layout, Mesh, P, R, Shard, over_micro_batches
 from planner.plan.document.document import EVALUATE
 from planner.solve.pipeline.schedule import Schedule
-from planner.solve.transfers import TransferSchedule, Use
+from planner.solve.transfers import ItemUse, TransferSchedule
 
 MakePart = Callable[[LeafSpec], Tensor]
 """Makes this rank's part of a parameter, buffer or constant."""
@@ -245,7 +245,7 @@ def _check_updates(table: TransferSchedule, carried: Iterable[Carried]) -> None:
         read = [] if each.gradients is None else table.trace.item[each.gradients].uses
         on_host = (place[use.moment] for use in read if moments[place[use.moment]].on == "host")
         updated = min(on_host, default=len(moments))
-        if uses[-1] != Use(moments[-1].name, "rw") or moments[-1].on != "host" or updated < last:
+        if uses[-1] != ItemUse(moments[-1].name, "rw") or moments[-1].on != "host" or updated < last:
             raise PlanError(
                 f"the plan's transfer schedule updates {each.name} before its last use in the step, or not before the "
                 "step "
@@ -348,7 +348,7 @@ def _turned(mesh: Mesh, layout: Layout) -> int | None:
 
 def _leaving(assignment: Assignment, position: int, stage: int) -> Leaving:
     ref, space = assignment.space.leaving[position], assignment.space
-    made = assignment.delivered(ref)
+    made = assignment.consumer_layout(ref)
     summed = space.mesh.micro_batches > 1 and made[0] == P
     dtype = getattr(torch, space.graph.type_of(ref).dtype)
     return Leaving(_turned(space.mesh, made), summed, stage, dtype, space.graph.type_of(ref).grad)
@@ -378,7 +378,7 @@ def interface_of(captured: Captured, assignment: Assignment, leaf_names: Collect
         ref = graph.outputs[position]
         layout = assignment.output_layout(position)
         if mesh.micro_batches > 1:  # micro-batches are put together as they come, whatever the layout says of them
-            layout = over_micro_batches((assignment.delivered(ref)[0], *layout[1:]), mesh)
+            layout = over_micro_batches((assignment.consumer_layout(ref)[0], *layout[1:]), mesh)
         outputs.append(OutputSpec(graph.type_of(ref).shape, layout))
         position += 1
     return Interface(

@@ -75,7 +75,7 @@ def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any
         root.body.enter(Ref(leaf.name))
     root.enter(BEFORE, [chunk for chunk in root.chunks if chunk.is_before])
     for leaf in graph.leaves:
-        root.body.relay(Ref(leaf.name))
+        root.body.reshard_shared(Ref(leaf.name))
     for number in range(len(assignment.space.folded.instances)):
         root.call(number)
     root.body.graph.output(tuple(root.leaving(position) for position in range(len(assignment.space.leaving))))
@@ -122,10 +122,10 @@ class Root:
     def call(self, number: int) -> None:
         """Call an instance of a block, by its number."""
         assignment, space, graph = self.assignment, self.assignment.space, self.body.graph
-        instance, (kind, nth) = space.folded.instances[number], space.skeleton.numbers[number]
+        instance, (kind, nth) = space.folded.instances[number], space.decision_graph.blocks.numbers[number]
         level = assignment.recompute.level(kind, nth)
         read = tuple(space.is_read(ref) for ref in instance.block.outputs)
-        key = (kind, level, read, *(assignment.delivered(ref) for ref in instance.block.inputs))
+        key = (kind, level, read, *(assignment.consumer_layout(ref) for ref in instance.block.inputs))
         if key not in self._made:
             self._made[key] = self._program(instance.block, kind, level)
         name = self._made[key]
@@ -202,7 +202,7 @@ class Root:
         """What was made before the next block, by blocks or for several of them, and is read later or held anyway."""
         leaving = {*self.assignment.space.leaving, *(self._received if number != self._last else ())}
         for ref, last in wiring.last.items():
-            is_made = wiring.made[ref] <= number if ref in wiring.made else bool(self.assignment.relay_route(ref))
+            is_made = wiring.made[ref] <= number if ref in wiring.made else bool(self.assignment.shared_route(ref))
             if is_made and (last > number or ref in leaving) and ref in self.body.values:  # of another stage otherwise
                 yield self.body.values[ref]
 
@@ -216,7 +216,7 @@ class Root:
         if level == "none":
             body.graph.output(one_or_all(body.values[ref] for ref in block.outputs))
         else:
-            again = body.recomputing(block, self.assignment.space.skeleton.again(kind, level))
+            again = body.recomputing(block, self.assignment.space.decision_graph.blocks.again(kind, level))
             self._holder[_again(name)] = module_of(dict(self.groups), again, _again(name))
         self._holder[name] = module_of(dict(self.groups), body.graph, name)
         return name

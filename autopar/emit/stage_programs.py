@@ -161,7 +161,7 @@ class Outline:
     @property
     def joints(self) -> Joints:
         """What the programs take and give."""
-        if not self.space.brings_once:
+        if not self.space.unsharding.brings_once:
             stored = tuple((Ref(name), self._summed(Ref(name))) for name in self.parameters)
             return Joints(stored, tuple(self.received), tuple(self.sent))
         used = (key for block in self.blocks for key in parameters_of(block, self.assignment))
@@ -170,7 +170,7 @@ class Outline:
 
     def _summed(self, parameter: Ref) -> Layout:
         """The layout of a parameter that micro-batches gather: stored, apart from where its gradient is summed once."""
-        routes = [self.assignment.relay_route(parameter)]
+        routes = [self.assignment.shared_route(parameter)]
         routes += [
             chunk[parameter] for block in self.blocks for chunk in self.assignment.chunks(block) if parameter in chunk
         ]
@@ -196,24 +196,24 @@ class Outline:
             received=tuple(map(self._passed, self.received)),
             sent=tuple(map(self._passed, self.sent)),
             outputs=self.outputs,
-            gather=self._gather() if self.space.brings_once else self._sums(),
+            gather=self._gather() if self.space.unsharding.brings_once else self._sums(),
             count=self._count() if self.known else None,
-            program=self._program() if self.space.brings_once else self._program_of_stored(),
+            program=self._program() if self.space.unsharding.brings_once else self._program_of_stored(),
         )
 
     def _passed(self, ref: Ref) -> Passed:
         tensor = self.graph.type_of(ref)
-        shape = local_shape(tensor.shape, self.assignment.delivered(ref), self.space.mesh.sizes)
+        shape = local_shape(tensor.shape, self.assignment.consumer_layout(ref), self.space.mesh.sizes)
         assert shape is not None
         return Passed(shape, getattr(torch, tensor.dtype), ref in self.graph.differentiated)
 
     def _entered(self, leaves: Sequence[str], is_of_a_micro_batch: bool) -> Body:
-        """A program that takes leaves, each delivered."""
+        """A program that takes leaves, each as its readers find it."""
         body = Body(self.assignment, self.targets, self.device, is_of_a_micro_batch)
         for name in leaves:
             body.enter(Ref(name))
         for name in leaves:
-            body.relay(Ref(name))
+            body.reshard_shared(Ref(name))
         return body
 
     def _gather(self) -> fx.GraphModule:
@@ -239,7 +239,7 @@ class Outline:
         """
         body = Body(self.assignment, self.targets, self.device, is_of_a_micro_batch=False)
         for parameter in map(Ref, self.parameters):
-            route = self.assignment.relay_route(parameter)
+            route = self.assignment.shared_route(parameter)
             body.enter(parameter)
             body.sum(parameter, route[: self.assignment.summed_first(parameter, route)])
         for block in self.blocks:
@@ -329,7 +329,7 @@ class Outline:
             body.enter(name)
         root.enter(first, [chunk for chunk in root.chunks if chunk.is_before and self._reads(chunk)])
         for name in (*self.parameters, *self.leaves):
-            body.relay(Ref(name))
+            body.reshard_shared(Ref(name))
         for number in numbers:
             root.call(number)
         return self._finished(root)
@@ -353,7 +353,7 @@ class Outline:
         for name in self.known:
             body.enter(name)
         for name in self.leaves:
-            body.relay(Ref(name))
+            body.reshard_shared(Ref(name))
         for number, ready in zip(self.cut.numbers[self.number], used, strict=True):
             body.ready = ready
             root.call(number)

@@ -145,6 +145,6 @@ class _Block(fx.Interpreter):
         ref = n.meta.get("produced")
         if ref is not None:
             # A program is emitted for one instance and called for all that run alike.
-            _, at = self.watcher.assignment.space.skeleton.seat[ref.node]
+            _, at = self.watcher.assignment.space.decision_graph.blocks.seat[ref.node]
             self.watcher.branch(Ref(self.instance.block.nodes[at].name, ref.index), value)
         return value

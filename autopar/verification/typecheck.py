@@ -113,11 +113,11 @@ def _check_stages(captured: Captured, assignment: Assignment, micro_batched: Mic
             checker.expect(value, layout, space.graph.type_of(ref).shape, f"{ref}, as operators use it")
             used.append(checker.made(ref, layout))
         leaves = [checker.made(Ref(name), assignment.produced(Ref(name))) for name in stage.leaves]
-        received = [checker.made(ref, assignment.delivered(ref)) for ref in joints.received]
+        received = [checker.made(ref, assignment.consumer_layout(ref)) for ref in joints.received]
         with spmd_typecheck():
             counts = () if stage.count is None else _Root(stage.count, checker).run(*leaves)
             results = _Root(stage.program, checker).run(*used, *leaves, *received, *counts)
-        wanted = [(ref, assignment.delivered(ref)) for ref in joints.sent]
+        wanted = [(ref, assignment.consumer_layout(ref)) for ref in joints.sent]
         wanted += [(space.leaving[position], assignment.output_layout(position)) for position in stage.outputs]
         for (ref, layout), value in zip(wanted, results, strict=True):
             shape = space.graph.type_of(ref).shape

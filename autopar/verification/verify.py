@@ -44,13 +44,13 @@ from planner.cost.model import CostModel
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.decisions import Role
 from planner.formulation.pipeline_pace import pace_of
 from planner.formulation.resharding import Collective
-from planner.formulation.search_space import Space, rules_of
+from planner.formulation.search_space import Space
 from planner.formulation.stage_boundaries import Exchange, exchanges
-from planner.formulation.strategies import Choice
+from planner.formulation.strategies import Choice, rules_of
 from planner.formulation.training import Training
+from planner.formulation.variables import Variable
 from planner.ir.folding import Folded, fold, refold
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import Layout, Mesh
@@ -408,7 +408,7 @@ def verify(
     ref = aligned(reference(model, args, kwargs, loss_fn), traced)
     small = real if real.size <= SIMULATED_RANKS else _shrunk(real.micro_batched(1)).micro_batched(real.micro_batches)
     like = refold(assignment.space.folded, ref.traced.graph)
-    training = Training(gathers=assignment.space.gathers)
+    training = Training(gathers=assignment.space.unsharding.gathers)
     space = space_on(ref.traced, small, cluster, Pins.parse(None), like, assignment.space.stages, training)
     simulated, missing = _transfer(assignment, space)
     if simulated is None:
@@ -500,14 +500,14 @@ def decide_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, time
 
 
 def _transfer(assignment: Assignment, space: Space) -> tuple[Assignment | None, str]:
-    """The same decisions for another space of the same roles; ``None``, and what cannot be decided so, if not."""
-    chosen: dict[Role, Choice | Layout] = {}
-    for role in space.roles:
-        wanted = _key(assignment.chosen[role])
-        found = next((option for option in space.options[role] if _key(option) == wanted), None)
+    """The same decisions for another space of the same variables; ``None``, and what cannot be decided so, if not."""
+    chosen: dict[Variable, Choice | Layout] = {}
+    for variable in space.variables:
+        wanted = _key(assignment.chosen[variable])
+        found = next((option for option in space.options[variable] if _key(option) == wanted), None)
         if found is None:
-            return None, space.describe(role)
-        chosen[role] = found
+            return None, space.describe(variable)
+        chosen[variable] = found
     return Assignment(space, chosen, assignment.recompute), ""
 
 

@@ -19,11 +19,11 @@ from planner.analysis.pipeline.staged import MicroBatchTimes, Staged
 from planner.base.formatting import in_bytes, in_lines, in_seconds, in_shares, labelled
 from planner.base.symbolic_float import at_least_zero
 from planner.formulation.assignment import Assignment, Chunk
-from planner.formulation.decisions import Role
 from planner.formulation.remat.levels import Level
 from planner.formulation.resharding import Collective, Route
 from planner.formulation.stage_boundaries import Exchange, crossing, exchanges
 from planner.formulation.strategies import Choice
+from planner.formulation.variables import Variable
 from planner.ir.folding import Instance
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, PIPELINE, Layout
@@ -123,9 +123,9 @@ def calls_by_block(
         if twice and is_asked(assignment, instance, level, of_weights=True):
             for call, count in again.items():
                 calls[call] += count // space.mesh.micro_batches * twice * times
-    for leaf in filter(space.is_read, space.skeleton.relayed_leaves):
+    for leaf in filter(space.is_read, space.decision_graph.variables.resharded_leaves):
         backward = leaf in space.graph.differentiated
-        route = assignment.relay_route(leaf)
+        route = assignment.shared_route(leaf)
         calls = _route_calls(assignment, leaf, route, backward, assignment.summed_first(leaf, route))
         found[None].update({call: count * stages[leaf.node] for call, count in calls.items()})
     for position, ref in enumerate(space.leaving):
@@ -149,8 +149,10 @@ def _undone_twice(assignment: Assignment, bounds: Sequence[int], late: Sequence[
 
 
 def _stages_reading(assignment: Assignment, bounds: Sequence[int]) -> dict[str, int]:
-    """Leaf with a relay -> how many stages read it, each for itself; 1 where none does or there is one stage."""
-    readers: dict[str, set[int]] = {leaf.node: set() for leaf in assignment.space.skeleton.relayed_leaves}
+    """Leaf with a reshard point -> how many stages read it, each for itself; 1 where none does or of one stage."""
+    readers: dict[str, set[int]] = {
+        leaf.node: set() for leaf in assignment.space.decision_graph.variables.resharded_leaves
+    }
     for stage, (low, high) in enumerate(pairwise(bounds)):
         for instance in assignment.space.folded.instances[low:high]:
             for ref in instance.block.inputs:
@@ -185,11 +187,11 @@ def conversions(assignment: Assignment) -> list[tuple[Conversion, int]]:
             found.append((conversion, times))
 
     def deliver(ref: Ref, times: int) -> None:
-        if space.relay_of(ref) is not None:
-            produced, delivered = assignment.produced(ref), assignment.delivered(ref)
-            add(Conversion(ref, produced, delivered, f"result {ref.index}"), times)
+        if space.reshard_point_of(ref) is not None:
+            produced, shared = assignment.produced(ref), assignment.consumer_layout(ref)
+            add(Conversion(ref, produced, shared, f"result {ref.index}"), times)
 
-    for leaf in space.skeleton.relayed_leaves:
+    for leaf in space.decision_graph.variables.resharded_leaves:
         deliver(leaf, 1)
     for instance, *_, times in _alike(assignment):
         for node in instance.block.nodes:
@@ -197,9 +199,12 @@ def conversions(assignment: Assignment) -> list[tuple[Conversion, int]]:
                 deliver(Ref(node.name, index), times)
             for position, ref in _operands(assignment, node):
                 wanted = assignment.choice(node).operands[position]
-                add(Conversion(ref, assignment.delivered(ref), wanted, f"operand {position}", node.name), times)
+                add(Conversion(ref, assignment.consumer_layout(ref), wanted, f"operand {position}", node.name), times)
     for position, ref in enumerate(space.leaving):
-        add(Conversion(ref, assignment.delivered(ref), assignment.output_layout(position), f"output {position}"), 1)
+        add(
+            Conversion(ref, assignment.consumer_layout(ref), assignment.output_layout(position), f"output {position}"),
+            1,
+        )
     return found
 
 
@@ -208,17 +213,19 @@ def _alike(assignment: Assignment, twice: Sequence[int] = ()) -> list[tuple[Inst
     backward
     twice, and how many there are: they do the same.
     """
-    space, role_of = assignment.space, assignment.space.role_of
+    space, variable_of = assignment.space, assignment.space.variable_of
     found: dict[object, tuple[Instance, Level, int, int]] = {}
-    layouts: dict[tuple[Role, int], Layout] = {}
-    for number, (instance, (kind, nth)) in enumerate(zip(space.folded.instances, space.skeleton.numbers, strict=True)):
+    layouts: dict[tuple[Variable, int], Layout] = {}
+    for number, (instance, (kind, nth)) in enumerate(
+        zip(space.folded.instances, space.decision_graph.blocks.numbers, strict=True)
+    ):
         level, often = assignment.recompute.level(kind, nth), twice[number] if twice else 0
         read = tuple(space.is_read(ref) for ref in instance.block.outputs)
         flows = tuple(ref in space.graph.differentiated for ref in instance.block.outputs)
-        values = [(role_of[ref.node], ref.index) for ref in instance.block.inputs]
+        values = [(variable_of[ref.node], ref.index) for ref in instance.block.inputs]
         for value, ref in zip(values, instance.block.inputs, strict=True):
             if value not in layouts:
-                layouts[value] = assignment.delivered(ref)
+                layouts[value] = assignment.consumer_layout(ref)
         key = (kind, level, often, read, flows, tuple([layouts[value] for value in values]))
         first, _, _, times = found.get(key, (instance, level, often, 0))
         found[key] = first, level, often, times + 1
@@ -239,7 +246,9 @@ def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool,
         once: so many of the first steps are taken once a step.
     """
     space, found = assignment.space, Calls()
-    micro_batches = space.brought if space.graph.by_name[ref.node].op == "param" else space.mesh.micro_batches
+    micro_batches = (
+        space.unsharding.brought if space.graph.by_name[ref.node].op == "param" else space.mesh.micro_batches
+    )
     for place, step in enumerate(route):
         for call in step.collectives(space.graph.type_of(ref), space.mesh):
             if call.axis != MICRO and (backward or call.phase == "forward"):
@@ -258,7 +267,7 @@ def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
             ref = Ref(node.name, index)
             if space.is_read(ref):
                 backward = ref in graph.differentiated
-                calls.update(_route_calls(assignment, ref, assignment.relay_route(ref), backward))
+                calls.update(_route_calls(assignment, ref, assignment.shared_route(ref), backward))
         choice = assignment.choice(node)
         differentiated = any(Ref(node.name, i) in graph.differentiated for i in range(len(node.results)))
         for position, ref in _operands(assignment, node):
@@ -283,7 +292,7 @@ def _chunk_calls(assignment: Assignment, chunk: Chunk, backward: bool) -> Calls:
     graph, mesh = assignment.space.graph, assignment.space.mesh
     once = assignment.summed_together(chunk)
     for place, steps in enumerate(zip(*chunk.values(), strict=True)):
-        times = 1 if place < once else assignment.space.brought
+        times = 1 if place < once else assignment.space.unsharding.brought
         made = [step.collectives(graph.type_of(ref), mesh) for ref, step in zip(chunk, steps, strict=True)]
         for each in zip(*made, strict=True):
             if each[0].axis != MICRO and (backward or each[0].phase == "forward"):
@@ -297,7 +306,7 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
     calls: Calls = Counter()
     if not is_asked(assignment, instance, level):
         return calls
-    again = space.skeleton.again(instance.kind, level)
+    again = space.decision_graph.blocks.again(instance.kind, level)
 
     def add(ref: Ref, route: Route) -> None:
         repeat(_route_calls(assignment, ref, route, backward=False))
@@ -309,10 +318,10 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
         choice = assignment.choice(node)
         for index in range(len(node.results)):
             if (at, index) in again.values and space.is_read(Ref(node.name, index)):
-                add(Ref(node.name, index), assignment.relay_route(Ref(node.name, index)))
+                add(Ref(node.name, index), assignment.shared_route(Ref(node.name, index)))
         taken = {(node.inputs[position], choice.operands[position]): position for position in again.taken[at]}
         for (ref, _), position in taken.items():
-            if space.brings_once and space.graph.by_name[ref.node].op == "param":
+            if space.unsharding.brings_once and space.graph.by_name[ref.node].op == "param":
                 continue
             if not assignment.bringing(node, position):
                 add(ref, assignment.operand_route(node, position))
@@ -336,7 +345,7 @@ def use_again(assignment: Assignment, ref: Ref) -> str:
 def _converted_again_s(assignment: Assignment) -> dict[str, float]:
     """Seconds of the reshardings that backward repeats, by use."""
     space, seconds = assignment.space, {"communication": 0.0, "recompute": 0.0}
-    for (tail, head, ref, positions), times in space.skeleton.flows_again(assignment.recompute).items():
+    for (tail, head, ref, positions), times in space.decision_graph.flows_again(assignment.recompute).items():
         source = assignment.chosen[tail]
         layout = source.results[ref.index] if isinstance(source, Choice) else source
         reader = assignment.chosen[head]
@@ -386,7 +395,7 @@ def seconds_by_use(assignment: Assignment) -> dict[str, float]:
     uses = ("compute", "recompute", "communication", "gradients", "optimizer", "offload")
     time = dict.fromkeys(uses, 0.0)
     cover = 0.0
-    for role, names in space.members.items():
+    for variable, names in space.members.items():
         node, times = space.graph.by_name[names[0]], len(names)
         if node.is_leaf:
             layout = assignment.produced(Ref(node.name))
@@ -397,7 +406,7 @@ def seconds_by_use(assignment: Assignment) -> dict[str, float]:
         work = space.work(node, assignment.choice(node))
         time["compute"] += (work.forward_s + work.backward_s) * times
         time["communication"] += work.inner_s * times
-        again = space.skeleton.runs_again(role, assignment.recompute)
+        again = space.decision_graph.runs_again(variable, assignment.recompute)
         time["recompute"] += (work.forward_s + work.inner_forward_s) * again
         cover += work.backward_s * space.overlap * times
     for each, times in conversions(assignment):

@@ -1,5 +1,6 @@
 """Errors that users meet; each message names the thing, the numbers and the way out.
 Each message names the thing, the numbers and the way out.
+
 """
 
 

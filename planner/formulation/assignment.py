@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from planner.formulation.decisions import Role
 from planner.formulation.remat.levels import NOTHING, Level, Recompute
-from planner.formulation.resharding import BROUGHT, Route, Step
+from planner.formulation.resharding import BROUGHT, ReshardStep, Route
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
+from planner.formulation.variables import Variable
 from planner.ir.folding import Block, Instance
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import Layout
@@ -20,50 +20,50 @@ Chunk = dict[Ref, Route]
 
 @dataclass(frozen=True)
 class Assignment:
-    """A decision for every role, and what is recomputed: what the rewrite obeys and the report shows.
+    """A decision for every variable, and what is recomputed: what the rewrite obeys and the report shows.
 
     Attributes:
         waits: of a micro-batched step, see :class:`planner.analysis.pipeline.staged.Staged`.
     """
 
     space: Space
-    chosen: Mapping[Role, Choice | Layout]
+    chosen: Mapping[Variable, Choice | Layout]
     recompute: Recompute = NOTHING
     waits: bool = False
 
     def choice(self, node: Node) -> Choice:
         """How an operator is run."""
-        choice = self.chosen[self.space.role_of[node.name]]
+        choice = self.chosen[self.space.variable_of[node.name]]
         assert isinstance(choice, Choice)
         return choice
 
     def produced(self, ref: Ref) -> Layout:
         """The layout in which a value is produced, or a leaf is stored."""
-        decision = self.chosen[self.space.role_of[ref.node]]
+        decision = self.chosen[self.space.variable_of[ref.node]]
         return decision.results[ref.index] if isinstance(decision, Choice) else decision
 
-    def delivered(self, ref: Ref) -> Layout:
-        """The layout in which a value's readers find it: its relay's, if it has one."""
-        relay = self.space.relay_of(ref)
-        if relay is None:
+    def consumer_layout(self, ref: Ref) -> Layout:
+        """The layout in which a value's readers find it: that of its reshard point, if it has one."""
+        point = self.space.reshard_point_of(ref)
+        if point is None:
             return self.produced(ref)
-        layout = self.chosen[relay]
+        layout = self.chosen[point]
         assert isinstance(layout, tuple)
         return layout
 
-    def relay_route(self, ref: Ref) -> Route:
+    def shared_route(self, ref: Ref) -> Route:
         """The resharding done once, right after a value is produced."""
-        return self._route(ref, self.produced(ref), self.delivered(ref))
+        return self._route(ref, self.produced(ref), self.consumer_layout(ref))
 
-    def relays_by_sums(self, ref: Ref) -> bool:
-        """Whether a parameter is delivered as it is, and its gradient summed in one call an axis."""
+    def only_sums_gradient(self, ref: Ref) -> bool:
+        """Whether readers find a parameter as it is stored, and its gradient summed in one call an axis."""
         is_param = self.space.graph.by_name[ref.node].op == "param"
-        return is_param and all(step.rule == "I>R" for step in self.relay_route(ref))
+        return is_param and all(step.rule == "I>R" for step in self.shared_route(ref))
 
     def operand_route(self, node: Node, position: int) -> Route:
         """The resharding of one operand, done by its reader."""
         ref = node.inputs[position]
-        return self._route(ref, self.delivered(ref), self.choice(node).operands[position])
+        return self._route(ref, self.consumer_layout(ref), self.choice(node).operands[position])
 
     def bringing(self, node: Node, position: int) -> Route:
         """The resharding of a parameter operand that its block does together with those of its other parameters.
@@ -76,7 +76,7 @@ class Assignment:
         operands = self.choice(node).operands
         if len({operands[i] for i, other in enumerate(node.inputs) if other == ref}) > 1:
             return ()
-        if self.space.graph.by_name[ref.node].op != "param" or self.space.relay_of(ref) is not None:
+        if self.space.graph.by_name[ref.node].op != "param" or self.space.reshard_point_of(ref) is not None:
             return ()
         route = self.operand_route(node, position)
         if any(step.rule not in BROUGHT for step in route):
@@ -87,7 +87,7 @@ class Assignment:
         """How many of the first steps of a value's way to its readers are taken once a micro-batched step: of a
         parameter that is gathered in each micro-batch those that only sum its gradients.
         """
-        if not self.space.sums_once or self.space.graph.by_name[ref.node].op != "param":
+        if not self.space.unsharding.sums_once or self.space.graph.by_name[ref.node].op != "param":
             return 0
         return next((place for place, step in enumerate(route) if step.rule != "I>R"), len(route))
 
@@ -99,10 +99,14 @@ class Assignment:
     def gathering_nothing(self) -> set[int]:
         """The kinds of blocks that have no gathered parameter to let go, or use what is gathered once a step."""
         kinds = enumerate(self.space.folded.kinds)
-        return {kind for kind, (first, *_) in kinds if self.space.brings_once or not self._lets_go(kind, first.block)}
+        return {
+            kind
+            for kind, (first, *_) in kinds
+            if self.space.unsharding.brings_once or not self._lets_go(kind, first.block)
+        }
 
     def _lets_go(self, kind: int, block: Block) -> bool:
-        taken = zip(block.nodes, self.space.skeleton.again(kind, "gathered").taken, strict=True)
+        taken = zip(block.nodes, self.space.decision_graph.blocks.again(kind, "gathered").taken, strict=True)
         routes = (self.operand_route(node, position) for node, positions in taken for position in positions)
         return any(step.rule.startswith("S") for route in routes for step in route)
 
@@ -124,9 +128,9 @@ class Assignment:
     def given_up(self, instance: Instance, level: Level) -> set[Ref]:
         """Those of them that a level lets go, whether backward passes the instance or not."""
         space, nodes, found = self.space, instance.block.nodes, set[Ref]()
-        if level == "none" or space.brings_once:
+        if level == "none" or space.unsharding.brings_once:
             return found
-        for node, positions in zip(nodes, space.skeleton.again(instance.kind, level).taken, strict=True):
+        for node, positions in zip(nodes, space.decision_graph.blocks.again(instance.kind, level).taken, strict=True):
             found.update(node.inputs[position] for position in positions if self.bringing(node, position))
         return found
 
@@ -137,7 +141,7 @@ class Assignment:
         none.
         """
         found: dict[int, int] = {}
-        if self.waits or not self.space.gathers_beside:
+        if self.waits or not self.space.unsharding.gathers_beside:
             return found
         for number, chunk in enumerate(self.chunks(block)):
             for place, step in enumerate(next(iter(chunk.values()))):  # like those of the others
@@ -154,7 +158,7 @@ class Assignment:
     def output_route(self, position: int) -> Route:
         """The resharding of an output before it leaves the model."""
         ref = self.space.leaving[position]
-        return self._route(ref, self.delivered(ref), self.output_layout(position))
+        return self._route(ref, self.consumer_layout(ref), self.output_layout(position))
 
     def _route(self, ref: Ref, source: Layout, target: Layout) -> Route:
         """The steps of a resharding; what stays as it is asks for no table."""
@@ -163,7 +167,9 @@ class Assignment:
 
 def assignment_of(space: Space, choices: Sequence[int], recompute: Recompute = NOTHING) -> Assignment:
     """What choices for :meth:`planner.formulation.search_space.Space.problem` decide."""
-    chosen = {role: space.options[role][choice] for role, choice in zip(space.roles, choices, strict=True)}
+    chosen = {
+        variable: space.options[variable][choice] for variable, choice in zip(space.variables, choices, strict=True)
+    }
     found = Assignment(space, chosen, recompute)
     if not recompute.gathers:
         return found
@@ -172,7 +178,7 @@ def assignment_of(space: Space, choices: Sequence[int], recompute: Recompute = N
 
 def _by_axis(route: Route) -> Route:
     """Steps of which each goes for itself, in the order of axes."""
-    found: list[Step] = []
+    found: list[ReshardStep] = []
     for step in sorted(route, key=lambda step: step.axis):
         found.append(replace(step, before=found[-1].after if found else route[0].before))
     return tuple(found)

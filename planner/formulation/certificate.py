@@ -16,11 +16,12 @@ from functools import cached_property
 from typing import Any
 
 from planner.formulation.assignment import Assignment
-from planner.formulation.decisions import Role, Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import Recompute, unfolded
 from planner.formulation.resharding import ConversionTable
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
+from planner.formulation.variables import Variable
 from planner.ir.folding import relabel
 from planner.ir.graph import Ref
 from planner.ir.layout import Layout
@@ -93,12 +94,12 @@ def certify(assignment: Assignment, bound_s: float) -> Certificate:
         bound_s: the proven lower bound on any plan's step time.
     """
     space = assignment.space
-    folded, _, _ = _price(assignment, space.skeleton, assignment.recompute)
+    folded, _, _ = _price(assignment, space.decision_graph, assignment.recompute)
     values = (Ref(node.name, i) for node in space.graph.nodes for i in range(len(node.results)))
-    delivered = frozenset(ref for ref in values if space.relay_of(ref) is not None)
+    shared = frozenset(ref for ref in values if space.reshard_point_of(ref) is not None)
     instances = relabel(space.folded, range(len(space.folded.instances)))
-    recompute = unfolded(assignment.recompute, space.skeleton.numbers)
-    apart, decisions, edges = _price(assignment, Skeleton(instances, space.rules, delivered), recompute)
+    recompute = unfolded(assignment.recompute, space.decision_graph.blocks.numbers)
+    apart, decisions, edges = _price(assignment, DecisionGraph(instances, space.rules, shared), recompute)
     return Certificate(folded.time_s, folded.peak_bytes, apart.time_s, apart.peak_bytes, decisions, edges, bound_s)
 
 
@@ -127,40 +128,40 @@ def of_part(
     return replace(certificate, of=", and of ".join(of), without="; ".join(without), least_s=least_s, step_s=step_s)
 
 
-def _price(assignment: Assignment, skeleton: Skeleton, recompute: Recompute) -> tuple[Evaluation, int, int]:
-    """What the decisions cost on a skeleton of their graph; how many decisions and edges it has."""
-    problem = _Together(assignment, skeleton).problem(None, recompute)
+def _price(assignment: Assignment, decision_graph: DecisionGraph, recompute: Recompute) -> tuple[Evaluation, int, int]:
+    """What the decisions cost on a decision graph of their graph; how many decisions and edges it has."""
+    problem = _Together(assignment, decision_graph).problem(None, recompute)
     choices = (0,) * len(problem.vertices)
     return evaluate(problem, choices), len(problem.vertices), len(problem.edges)
 
 
 class Decided(Space):
-    """A space in which every role has one option: what an assignment decides for the role's first member."""
+    """A space in which every variable has one option: what an assignment decides for the variable's first member."""
 
-    def __init__(self, assignment: Assignment, skeleton: Skeleton):
+    def __init__(self, assignment: Assignment, decision_graph: DecisionGraph):
         space = assignment.space
         super().__init__(
-            skeleton.folded,
+            decision_graph.folded,
             space.mesh,
             space.cost,
             space.training,
             space.rules,
-            skeleton=skeleton,
+            decision_graph=decision_graph,
             pace=space.pace,
         )
         self._assignment = assignment
         self._known.computed = space._known.computed
 
     @cached_property
-    def options(self) -> dict[Role, list[Choice] | list[Layout]]:
+    def options(self) -> dict[Variable, list[Choice] | list[Layout]]:
         chosen, space = self._assignment.chosen, self._assignment.space
-        found: dict[Role, list[Choice] | list[Layout]] = {}
+        found: dict[Variable, list[Choice] | list[Layout]] = {}
         # Roles that are decided together share a list, so that what their operators cost by themselves is found once.
-        lists: dict[Role, Any] = {role: [decision] for role, decision in chosen.items()}
-        for role, names in self.members.items():
-            found[role] = lists[space.role_of[names[0]]]
-        for relay, ref in self.skeleton.relays.items():
-            found[relay] = [self._assignment.delivered(ref)]
+        lists: dict[Variable, Any] = {variable: [decision] for variable, decision in chosen.items()}
+        for variable, names in self.members.items():
+            found[variable] = lists[space.variable_of[names[0]]]
+        for point, ref in self.decision_graph.variables.reshard_points.items():
+            found[point] = [self._assignment.consumer_layout(ref)]
         for position in range(len(self.leaving)):
             found["output", position] = [self._assignment.output_layout(position)]
         return found

@@ -1,6 +1,6 @@
 """The name of a decision in a plan: module path and operator, never an internal id.
 
-``Space -> {role: (section, name)}``. Plan files, reports and explanations all speak these names.
+``Space -> {variable: (section, name)}``. Plan files, reports and explanations all speak these names.
 """
 
 from __future__ import annotations
@@ -8,51 +8,51 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from planner.formulation.decisions import Role
 from planner.formulation.search_space import Space
+from planner.formulation.variables import Variable
 from planner.ir.graph import Node
 
 Section = str | tuple[str, int]
 
 
-def role_names(space: Space) -> dict[Role, tuple[Section, str]]:
-    """Where each role stands in the document: (section, name).
+def variable_names(space: Space) -> dict[Variable, tuple[Section, str]]:
+    """Where each variable stands in the document: (section, name).
 
     A section is ``inputs``, ``parameters``, ``buffers``, ``values`` (of leaves), ``outputs``, or
     ``("ops" | "values", block number)``. Names are unique in their section: a second one is ``"add #2"``.
     """
-    found: dict[Role, tuple[Section, str]] = {}
+    found: dict[Variable, tuple[Section, str]] = {}
     taken: set[tuple[Section, str]] = set()
-    op_names: dict[Role, str] = {}
+    op_names: dict[Variable, str] = {}
     targets = space.graph.columns.targets
-    for role in space.roles:
-        if role[0] == "op":
-            node = space.graph.by_name[space.members[role][0]]
-            section: Section = ("ops", int(str(role[1])))
-            name = _op_name(node, space.folded.names[int(str(role[1]))])
-        elif role[0] == "leaf":
-            names = space.members[role]
+    for variable in space.variables:
+        if variable[0] == "op":
+            node = space.graph.by_name[space.members[variable][0]]
+            section: Section = ("ops", int(str(variable[1])))
+            name = _op_name(node, space.folded.names[int(str(variable[1]))])
+        elif variable[0] == "leaf":
+            names = space.members[variable]
             op, places = space.graph.by_name[names[0]].op, map(space.graph.position.__getitem__, names)
             section = {"param": "parameters", "input": "inputs"}.get(op, "buffers")
             name = pattern([targets[place] or name for place, name in zip(places, names, strict=True)])
-        elif role[0] == "relay":
-            producer = role[1]
+        elif variable[0] == "reshard_point":
+            producer = variable[1]
             assert isinstance(producer, tuple)
-            suffix = f" result {role[2]}" if role[2] else ""
+            suffix = f" result {variable[2]}" if variable[2] else ""
             if producer[0] == "op":
                 section, name = ("values", int(str(producer[1]))), op_names[producer] + suffix
             else:
                 section, name = "values", found[producer][1] + suffix
         else:
-            section, name = "outputs", str(role[1])
+            section, name = "outputs", str(variable[1])
         unique, times = name, 1
         while (section, unique) in taken:
             times += 1
             unique = f"{name} #{times}"
         taken.add((section, unique))
-        found[role] = (section, unique)
-        if role[0] == "op":
-            op_names[role] = unique
+        found[variable] = (section, unique)
+        if variable[0] == "op":
+            op_names[variable] = unique
     return found
 
 

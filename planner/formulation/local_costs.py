@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from planner.cost.kernels import Stream, kernel_of
 from planner.cost.model import CostModel
-from planner.formulation.decisions import Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import NOTHING, Recompute
 from planner.formulation.resharding import ConversionTable, local_bytes
 from planner.formulation.strategies import Choice
@@ -20,7 +20,7 @@ from planner.formulation.training import Tier, Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS
-from planner.ops.memory_traffic import Traffic
+from planner.ops.memory_traffic import MemoryTraffic
 from planner.ops.saved_tensors import COPIES, is_own, own_bytes, saved_words
 from planner.ops.sharding_rule import Inner, Rule
 from planner.solve.problem import Floats, Ints
@@ -39,7 +39,7 @@ class Known:
         tables: reshardings, by type of tensor and where it may be cut.
         pairs: reshardings between choices, by table and layouts.
         computed: seconds of an operator by itself, by rule, local shapes and what it passes over.
-        seconds, works, parts, sizes: of every choice in a list, see :meth:`Priced._works_of` and what it calls.
+        seconds, works, parts, sizes: of every choice in a list, see :meth:`LocalCosts._works_of` and what it calls.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Known:
         self.tables: dict[object, ConversionTable] = {}
         self.pairs: dict[object, tuple[Floats, Floats, Ints]] = {}
         self.computed: dict[object, tuple[float, float]] = {}
-        self.seconds: dict[tuple[int, Traffic], Floats] = {}
+        self.seconds: dict[tuple[int, MemoryTraffic], Floats] = {}
         self.works: dict[object, tuple[Floats, Ints, Ints]] = {}
         self.parts: dict[int, tuple[Ints, Mask, Mask]] = {}
         self.sizes: dict[object, Ints] = {}
@@ -81,7 +81,7 @@ class Moved(NamedTuple):
     besides: float
 
 
-def _moved(traffic: Traffic, sizes: Ints) -> list[Moved]:
+def _moved(traffic: MemoryTraffic, sizes: Ints) -> list[Moved]:
     """What an operator passes over for each of several ways to lay its tensors out.
 
     Args:
@@ -91,22 +91,29 @@ def _moved(traffic: Traffic, sizes: Ints) -> list[Moved]:
     return [Moved(once, *each) for once, each in zip(sizes.sum(axis=0).tolist(), passes.T.tolist(), strict=True)]
 
 
-class Priced:
+class LocalCosts:
     """Single operators and leaves, with their prices.
 
     Args:
-        skeleton: of the folded graph, with the rules of its operators.
+        decision_graph: of the folded graph, with the rules of its operators.
         mesh: the mesh it is laid on; of micro-batches prices are those of one.
         cost: prices of work and communication.
         training: what the step keeps per parameter.
         like: those of another folding of the same graph, on the same mesh.
     """
 
-    def __init__(self, skeleton: Skeleton, mesh: Mesh, cost: CostModel, training: Training, like: Priced | None = None):
-        self.skeleton, self.graph, self.rules = skeleton, skeleton.graph, skeleton.rules
+    def __init__(
+        self,
+        decision_graph: DecisionGraph,
+        mesh: Mesh,
+        cost: CostModel,
+        training: Training,
+        like: LocalCosts | None = None,
+    ):
+        self.decision_graph, self.graph, self.rules = decision_graph, decision_graph.graph, decision_graph.rules
         self.mesh, self.cost, self.training = mesh, cost, training
         # Lists of choices are told apart by the ways that they are made of, so these must be the same ones.
-        is_like = like is not None and like.skeleton.ways is skeleton.ways
+        is_like = like is not None and like.decision_graph.blocks.ways is decision_graph.blocks.ways
         self._known: Known = like._known if like is not None and is_like else Known()
 
     def _works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints, Ints]:
@@ -114,7 +121,7 @@ class Priced:
 
         Operators that share their choices share their rule, and so what they cost; what is held of it may differ.
         """
-        working, traffic = self.skeleton.working(node), self.traffic(node)
+        working, traffic = self.decision_graph.blocks.working(node), self.traffic(node)
         key = (id(options), working, traffic)
         if key not in self._known.works:
             sizes, is_term, is_whole = self._parts_of(node, options)
@@ -228,7 +235,9 @@ class Priced:
 
     def transients(self, node: Node, choice: Choice) -> tuple[int, ...]:
         """Bytes that an operator needs besides what is held, at each moment while it runs that may be the fullest."""
-        return self.skeleton.working(node).moments(self._sizes(node, choice), (*choice.operands, *choice.results))
+        return self.decision_graph.blocks.working(node).moments(
+            self._sizes(node, choice), (*choice.operands, *choice.results)
+        )
 
     def _sizes(self, node: Node, choice: Choice) -> list[int]:
         """Bytes of an operator's tensors on one rank: operands, then results."""
@@ -241,9 +250,9 @@ class Priced:
         ((forward_s, backward_s, _, _),) = self._seconds_of(node, [choice], moved)
         return forward_s, backward_s
 
-    def traffic(self, node: Node) -> Traffic:
+    def traffic(self, node: Node) -> MemoryTraffic:
         """What an operator passes over in memory."""
-        return self.skeleton.traffic(node, on_host=self.cost.cluster.backend == "gloo")
+        return self.decision_graph.blocks.traffic(node, on_host=self.cost.cluster.backend == "gloo")
 
     def _seconds_of(
         self, node: Node, choices: Sequence[Choice], moved: Sequence[Moved]
@@ -286,7 +295,7 @@ class Priced:
         return inner["forward"], inner["backward"]
 
     def _compute(
-        self, node: Node, traffic: Traffic, shapes: Sequence[tuple[int, ...]], moved: Moved, flops: float
+        self, node: Node, traffic: MemoryTraffic, shapes: Sequence[tuple[int, ...]], moved: Moved, flops: float
     ) -> tuple[float, float]:
         """Seconds of an operator forward and backward, from its operands' local shapes and the bytes it passes over."""
         dtype = node.results[0].dtype if node.results else "float32"
@@ -317,4 +326,4 @@ class Priced:
 
     def saved_bytes(self, node: Node, choice: Choice, recompute: Recompute = NOTHING) -> int:
         """Bytes that an operator pays for as kept for backward."""
-        return self.bytes_of(node, choice, self.skeleton.charge(node, recompute))
+        return self.bytes_of(node, choice, self.decision_graph.blocks.charge(node, recompute))

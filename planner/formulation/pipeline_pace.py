@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from planner.formulation.decisions import Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.ir.folding import Instance
 
 OUT_OF_ORDER = ("zero_bubble", "zbv", "dualpipev", "2bw")
@@ -26,7 +26,7 @@ OUT_OF_ORDER = ("zero_bubble", "zbv", "dualpipev", "2bw")
 
 
 @dataclass(frozen=True)
-class Pace:
+class PipelinePace:
     """That of the average rank: how often it takes what one micro-batch takes in each block.
 
     Attributes:
@@ -73,7 +73,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Packed(Pace):
+class Packed(PipelinePace):
     """That of equal blocks, each whole on some rank: how often one rank takes what it takes in them.
 
     NothingFits is known of other blocks, nor of what only some of these recompute.
@@ -110,7 +110,7 @@ class Packed(Pace):
         return part * self.blocks if again == times else 0.0
 
 
-def pace_of(stages: int, micro_batches: int, schedule: str | None = None) -> Pace:
+def pace_of(stages: int, micro_batches: int, schedule: str | None = None) -> PipelinePace:
     """That of the average of so many ranks.
 
     Args:
@@ -118,22 +118,26 @@ def pace_of(stages: int, micro_batches: int, schedule: str | None = None) -> Pac
     """
     average = micro_batches / stages
     if schedule in OUT_OF_ORDER:
-        return Pace(stages, micro_batches, average)
+        return PipelinePace(stages, micro_batches, average)
     waits = ((stages - 1 - at) / stages for at in range(stages - 1) if stages <= micro_batches)
-    return Pace(stages, micro_batches, max(1.0, average), tuple(waits))  # one goes through all stages and back
+    return PipelinePace(stages, micro_batches, max(1.0, average), tuple(waits))  # one goes through all stages and back
 
 
-def packing(pace: Pace, skeleton: Skeleton) -> Packed | None:
+def packing(pace: PipelinePace, decision_graph: DecisionGraph) -> Packed | None:
     """That of equal blocks beside the average rank's; ``None`` where its bound of operations is not higher."""
     if not 1 < pace.stages <= pace.micro_batches:
         return None
-    packed, flops, instances = pack(pace, skeleton.equal_blocks), skeleton.flops, skeleton.folded.instances
-    mean = pace.rounds * sum(len(each) * one for each, one in zip(skeleton.folded.kinds, flops, strict=True))
+    packed, flops, instances = (
+        pack(pace, decision_graph.equal_blocks),
+        decision_graph.blocks.flops,
+        decision_graph.folded.instances,
+    )
+    mean = pace.rounds * sum(len(each) * one for each, one in zip(decision_graph.folded.kinds, flops, strict=True))
     mean += sum(times * flops[instance.kind] for times, instance in zip(pace.waits, instances, strict=False))
     return packed if packed.most * flops[instances[min(packed.instances)].kind] > mean else None
 
 
-def pack(pace: Pace, instances: frozenset[int]) -> Packed:
+def pack(pace: PipelinePace, instances: frozenset[int]) -> Packed:
     """The shortest step into which equal blocks can be packed, in units of one micro-batch in one block."""
     ranks, micro_batches = pace.stages, pace.micro_batches
     waits = [0, *accumulate(bool(pace.waits) and at in instances for at in range(ranks - 1))]

@@ -53,7 +53,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """One axis of a layout changes from ``src`` to ``dst``; ``before`` is the whole layout it acts on."""
 
     axis: int
@@ -96,7 +96,7 @@ def together_on(axis: Axis, together: int) -> int:
     return 0 if axis.size == 1 or axis.name == MICRO else together
 
 
-Route = tuple[Step, ...]
+Route = tuple[ReshardStep, ...]
 PriceOf = Callable[[str, Axis, Ints, bool], Floats]
 """Seconds of a collective of a kind, on an axis, of bytes that each rank passes in; whether parameters share it."""
 
@@ -265,11 +265,11 @@ class ConversionTable:
 
     def route(self, src: Layout, dst: Layout) -> Route:
         """The steps from ``src`` to ``dst``; empty when they are equal."""
-        steps: list[Step] = []
+        steps: list[ReshardStep] = []
         for i, j in self._hops(self.index[src], self.index[dst]):
             before, after = self.layouts[i], self.layouts[j]
             axis = next(k for k, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
-            steps.append(Step(axis, before[axis], after[axis], before))
+            steps.append(ReshardStep(axis, before[axis], after[axis], before))
         return tuple(steps)
 
     def _hops(self, i: int, j: int) -> list[tuple[int, int]]:

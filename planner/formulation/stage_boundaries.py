@@ -72,7 +72,7 @@ def crossing(folded: Folded) -> list[list[Ref]]:
 def sent(assignment: Assignment, refs: Iterable[Ref]) -> dict[Ref, int]:
     """Bytes of values as they are sent from stage to stage."""
     space = assignment.space
-    return {ref: local_bytes(space.graph.type_of(ref), assignment.delivered(ref), space.mesh) for ref in refs}
+    return {ref: local_bytes(space.graph.type_of(ref), assignment.consumer_layout(ref), space.mesh) for ref in refs}
 
 
 def ties(assignment: Assignment, placed: Sequence[int], bounds: Sequence[int]) -> dict[tuple[int, ...], list[str]]:

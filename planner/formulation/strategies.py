@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.folding import Folded
+from planner.ir.graph import Graph, Node, Ref, TensorType, static
 from planner.ir.layout import I, Layout, LocalType, Mesh, R, Shard, local_shape
 from planner.ops import OPS
 from planner.ops.sharding_rule import AxisStrategy, Inner, Rule, axis_strategies, find
@@ -47,6 +48,25 @@ def rule_of(graph: Graph, node: Node) -> Rule:
     rule = row.rule(node, operands)
     rule.check(tuple(t.shape for t in operands), tuple(t.shape for t in node.results))
     return rule
+
+
+def rules_of(graph: Graph, folded: Folded | None = None) -> dict[str, Rule]:
+    """The factor rule of every operator of the graph; those of equal blocks are found once if it is ``folded``."""
+    cache: dict[object, Rule] = {}
+    found: dict[str, Rule] = {}
+    kinds = [[instance.block.span for instance in kind] for kind in folded.kinds] if folded else [[graph.operators]]
+    for node in (node for first, *_ in kinds for node in first):
+        arguments = tuple((name, static(value)) for name, value in node.args)
+        repeats = tuple(node.inputs.index(ref) for ref in node.inputs)
+        key = (node.op, arguments, repeats, graph.input_types(node), node.results)
+        if key not in cache:
+            cache[key] = rule_of(graph, node)
+        found[node.name] = cache[key]
+    for first, *others in kinds:
+        rules = [found[name] for name in first.names]
+        for other in others:
+            found.update(zip(other.names, rules, strict=True))
+    return found
 
 
 def opaque_rule(operands: tuple[TensorType, ...], results: tuple[TensorType, ...]) -> Rule:
@@ -106,6 +126,7 @@ class Wires:
         self.refs: list[Ref] = []
         self.uses: list[list[tuple[list[int], _Seats, int]]] = []
         self.produced: list[bool] = []
+        self._cuts: dict[object, Cuts] = {}
         numbers: dict[Ref, int] = {}
         seats: dict[int, _Seats] = {}
         for rule, operands, results in operators:
@@ -120,6 +141,13 @@ class Wires:
                     self.produced.append(place >= len(operands))
                 values.append(value)
                 self.uses[value].append((values, seats[id(rule)], place))
+
+    def on(self, sizes: tuple[int, ...]) -> Cuts:
+        """Where values may be cut on a mesh of these sizes."""
+        born = self.born(sizes)
+        if born not in self._cuts:
+            self._cuts[born] = self.cuts(born)
+        return self._cuts[born]
 
     def born(self, sizes: tuple[int, ...]) -> frozenset[tuple[int, int, int]]:
         """Cuts (value, dim, strips) at factors that lie behind others in a dim, where an axis may shard them."""

@@ -24,7 +24,7 @@ ADDING = 3
 
 
 @dataclass(frozen=True)
-class Traffic:
+class MemoryTraffic:
     """What one operator moves, in passes over its tensors.
 
     Attributes:
@@ -41,7 +41,7 @@ class Traffic:
     runs: bool
 
 
-def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_host: bool = False) -> Traffic:
+def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_host: bool = False) -> MemoryTraffic:
     """What an operator moves.
 
     Args:
@@ -82,7 +82,7 @@ def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_host: b
         starts += 1
     if not flows:
         backward, besides = nothing, nothing
-    return Traffic(tuple(forward), tuple(backward), tuple(besides), starts, any(forward))
+    return MemoryTraffic(tuple(forward), tuple(backward), tuple(besides), starts, any(forward))
 
 
 def added_places(graph: Graph, node: Node, later: frozenset[Ref]) -> tuple[int, ...]:

@@ -83,14 +83,14 @@ def own_bytes(word: str, node: Node, types: Sequence[TensorType], sizes: Sequenc
 
 
 @dataclass(frozen=True)
-class Beside:
+class ScratchBytes:
     """Bytes that an operator needs while it runs, besides operands, results, their gradients and what it keeps."""
 
     forward: int = 0
     backward: int = 0
 
 
-def beside(node: Node, types: Sequence[TensorType], sizes: Sequence[int], backend: str) -> Beside:
+def beside(node: Node, types: Sequence[TensorType], sizes: Sequence[int], backend: str) -> ScratchBytes:
     """What attention that keeps scores needs while it runs; its operands are taken to be heads that lie side by side.
 
     It scales query and key, copies both and the value for products of batches, and holds the scaled query to the end.
@@ -101,7 +101,7 @@ def beside(node: Node, types: Sequence[TensorType], sizes: Sequence[int], backen
     """
     row = OPS.get(node.op)
     if row is None or backend != "gloo" or "scores" not in row.saved(node, tuple(types)):
-        return Beside()
+        return ScratchBytes()
     drops, scores, wide = bool(node["dropout_p"]), _scores_bytes(types, sizes), _wide(types) // types[0].item_bytes
     query, key, value, result = (wide * sizes[at] for at in (0, 1, 2, len(types)))
     words = (word for word in saved_words(node, tuple(types), backend) if is_own(word, node))
@@ -110,7 +110,7 @@ def beside(node: Node, types: Sequence[TensorType], sizes: Sequence[int], backen
     at_softmax = 2 * query + key + 2 * scores + scores // _wide(types)
     gradients = sum(size for size, tensor in zip(sizes, types, strict=False) if tensor.grad)
     undone = value + scores, 0 if drops else 2 * scores - result // wide
-    return Beside(max(at_end, at_softmax) - counted, max(0, max(undone) - gradients))
+    return ScratchBytes(max(at_end, at_softmax) - counted, max(0, max(undone) - gradients))
 
 
 def _wide(types: Sequence[TensorType]) -> int:

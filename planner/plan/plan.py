@@ -29,12 +29,12 @@ from planner.base.errors import PlanError, ScheduleError
 from planner.base.files import write_text
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.zero import check_together
-from planner.formulation.decision_names import role_names
-from planner.formulation.decisions import Role
+from planner.formulation.decision_names import variable_names
 from planner.formulation.remat.levels import Recompute, at_levels, used
-from planner.formulation.search_space import Space, rules_of
-from planner.formulation.strategies import Choice
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import Choice, rules_of
 from planner.formulation.training import Gathers
+from planner.formulation.variables import Variable
 from planner.ir.folding import Folded, fold, fold_off, relabel
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import Layout, format_layout
@@ -293,14 +293,14 @@ def describe(
     the device.
     """
     space = assignment.space
-    names = role_names(space)
+    names = variable_names(space)
     sections: dict[str, dict[str, str]] = {"inputs": {}, "parameters": {}, "buffers": {}, "values": {}}
     ops: dict[int, dict[str, str]] = {}
     values: dict[int, dict[str, str]] = {}
     outputs: list[str] = []
-    for role in space.roles:
-        text = _write(assignment.chosen[role])
-        section, name = names[role]
+    for variable in space.variables:
+        text = _write(assignment.chosen[variable])
+        section, name = names[variable]
         if section == "outputs":
             outputs.append(text)
         elif isinstance(section, tuple):
@@ -335,7 +335,9 @@ def describe(
         outputs=tuple(outputs),
         predicted=predicted,
         search=replace(search, candidates=tuple(_finite(c) for c in search.candidates)),
-        pipeline=None if staged is None else _pipeline(staged, stated.by_number(staged, assignment), space.gathers),
+        pipeline=None
+        if staged is None
+        else _pipeline(staged, stated.by_number(staged, assignment), space.unsharding.gathers),
         transfer_schedules=transfer_schedules,
         optimizer_bytes_per_element=space.training.optimizer_bytes_per_element,
         coverage=coverage(space.graph),
@@ -431,10 +433,10 @@ def restore(plan: Plan, space: Space, model: Mapping[str, Any]) -> Assignment:
     if plan.model.get("fingerprint") != model["fingerprint"]:
         raise PlanError(difference(plan, space.folded, model))
     check_together(space.folded, plan.pin.get("zero"))
-    names = role_names(space)
-    chosen: dict[Role, Choice | Layout] = {}
-    for role in space.roles:
-        section, name = names[role]
+    names = variable_names(space)
+    chosen: dict[Variable, Choice | Layout] = {}
+    for variable in space.variables:
+        section, name = names[variable]
         if section == "outputs":
             text, where = _entry(plan.outputs, int(name)), f"outputs[{name}]"
         elif isinstance(section, tuple):
@@ -446,7 +448,7 @@ def restore(plan: Plan, space: Space, model: Mapping[str, Any]) -> Assignment:
         if text is None:
             near = stray(plan, names.values(), section, name)
             raise PlanError(f"the plan has no entry for {where}{near}; restore it, or plan again")
-        chosen[role] = _read(text, space.options[role], where, plan.pin)
+        chosen[variable] = _read(text, space.options[variable], where, plan.pin)
     check_entries(plan, names.values())
     assignment = Assignment(space, chosen, Recompute(read_amounts(plan, space)))
     _check_routes(assignment)
@@ -460,7 +462,7 @@ def _check_routes(assignment: Assignment) -> None:
     def check(ref: Ref, source: Layout, target: Layout) -> None:
         table = space.table(ref)
         if not math.isfinite(table.forward_s[table.index[source], table.index[target]]):
-            producer = space.describe(space.role_of[ref.node])
+            producer = space.describe(space.variable_of[ref.node])
             raise PlanError(
                 f"the plan leaves no way from {format_layout(source)} to {format_layout(target)} for the result of "
                 f"{producer}: change its strategy or that of its readers"
@@ -469,11 +471,11 @@ def _check_routes(assignment: Assignment) -> None:
     for node in space.graph.nodes:
         for index in range(len(node.results)):
             check(Ref(node.name, index), assignment.produced(Ref(node.name, index)),
-                  assignment.delivered(Ref(node.name, index)))  # fmt: skip
+                  assignment.consumer_layout(Ref(node.name, index)))  # fmt: skip
         for position, ref in enumerate(node.inputs):
-            check(ref, assignment.delivered(ref), assignment.choice(node).operands[position])
+            check(ref, assignment.consumer_layout(ref), assignment.choice(node).operands[position])
     for position, ref in enumerate(space.leaving):
-        check(ref, assignment.delivered(ref), assignment.output_layout(position))
+        check(ref, assignment.consumer_layout(ref), assignment.output_layout(position))
 
 
 def reprice(plan: Plan, assignment: Assignment) -> Plan:
@@ -484,7 +486,7 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
     """
     space = assignment.space
     problem = space.problem(plan.cluster.device.usable_bytes, assignment.recompute)
-    chosen = tuple(space.options[role].index(assignment.chosen[role]) for role in space.roles)  # type: ignore[arg-type]
+    chosen = tuple(space.options[variable].index(assignment.chosen[variable]) for variable in space.variables)  # type: ignore[arg-type]
     staged = restage(plan, assignment)
     transfer_schedules: tuple[TransferSchedule, ...] = ()
     if staged is not None:

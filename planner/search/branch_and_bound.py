@@ -24,7 +24,7 @@ from planner.analysis.pipeline.staged import Staged
 from planner.analysis.prediction import Prediction, predict, predict_micro_batched
 from planner.base.formatting import in_seconds
 from planner.formulation.assignment import Assignment, assignment_of
-from planner.formulation.decisions import Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import ParetoFrontier, pareto_frontier
 from planner.search.candidate_bounds import (
     PROVED,
@@ -154,14 +154,14 @@ class NothingFits:
 
 
 def branch_and_bound(
-    context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs, known: Incumbent | None = None
+    context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, known: Incumbent | None = None
 ) -> Searched | NothingFits:
     """The fastest plan within the setting's memory, over all divisions; ``known`` if none is faster."""
-    frontier = pareto_frontier(skeleton.folded, context.levels)
-    best, branches = _best_first(context, skeleton, (*configs.plain, *configs.micro_batched), frontier, known)
+    frontier = pareto_frontier(decision_graph.folded, context.levels)
+    best, branches = _best_first(context, decision_graph, (*configs.plain, *configs.micro_batched), frontier, known)
     rows, proofs = _rows(branches), branches
-    if configs.plain and may_differ(skeleton.folded):
-        best, row, closer = _branch_and_bound_unfolded(context, skeleton, configs.plain, frontier, best)
+    if configs.plain and may_differ(decision_graph.folded):
+        best, row, closer = _branch_and_bound_unfolded(context, decision_graph, configs.plain, frontier, best)
         if row is not None:
             rows = [*(each for each in rows if each.config != row.config), row]
         proofs = [*closer, *(branch for branch in branches if branch.candidate.config.micro_batched)]
@@ -191,7 +191,7 @@ def completed(context: SearchContext, best: Incumbent, rows: list[Candidate], bo
 
 def _branch_and_bound_unfolded(
     context: SearchContext,
-    skeleton: Skeleton,
+    decision_graph: DecisionGraph,
     plain: tuple[ParallelConfig, ...],
     frontier: ParetoFrontier,
     alike: Incumbent | None,
@@ -199,11 +199,13 @@ def _branch_and_bound_unfolded(
     """The best plan where equal blocks may differ, what became of its division if it is better than the best known,
     and what became of all.
     """
-    best, branches = _best_first(context, unfolded(skeleton), plain, frontier.unfolded(skeleton.numbers), alike)
+    best, branches = _best_first(
+        context, unfolded(decision_graph), plain, frontier.unfolded(decision_graph.blocks.numbers), alike
+    )
     if best is None or best is alike:
         return best, None, branches
     before = time.monotonic()
-    best = refolded(context, skeleton.folded, best)
+    best = refolded(context, decision_graph.folded, best)
     found, config = best.evaluation, best.config
     bound_s = next(branch.candidate.bound_s for branch in branches if branch.candidate.config == config)
     status = "optimal" if found.time_s - bound_s <= PROVED * found.time_s else "feasible"
@@ -213,16 +215,16 @@ def _branch_and_bound_unfolded(
 
 def _best_first(
     context: SearchContext,
-    skeleton: Skeleton,
+    decision_graph: DecisionGraph,
     configs: tuple[ParallelConfig, ...],
     frontier: ParetoFrontier,
     best: Incumbent | None,
 ) -> tuple[Incumbent | None, list[Branch]]:
     """Incumbent first over the divisions, starting from the best plan known; what became of each, in their order."""
-    arithmetic, schedule = Arithmetic(skeleton, context.cost), context.pins.schedule
+    arithmetic, schedule = Arithmetic(decision_graph, context.cost), context.pins.schedule
     waiting = [begin(config, arithmetic.bound_s(config, schedule), frontier) for config in configs]
     is_split = any(config.micro_batched for config in configs)
-    usual = seeds(configs, context.cost.cluster, skeleton.graph) if is_split else []
+    usual = seeds(configs, context.cost.cluster, decision_graph.graph) if is_split else []
     first = {config: number for number, config in enumerate(usual)}
     closed, is_deeper = list[Branch](), False
     while waiting:
@@ -241,12 +243,12 @@ def _best_first(
             closed.append(close(branch, best))
             waiting += left_behind(context, branch)
             continue
-        for each in evaluate_branch(context, skeleton, branch, best):
+        for each in evaluate_branch(context, decision_graph, branch, best):
             known, best = best, better(best, each)
             if best is not None and best is not known:
                 context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")
             (closed if each.is_done else waiting).append(each)
-    check_divisible(context, skeleton.graph, closed)
+    check_divisible(context, decision_graph.graph, closed)
     order = {(each.stages, each.mesh): number for number, each in enumerate(configs)}
 
     def place(branch: Branch) -> tuple[int, bool, int]:

@@ -37,7 +37,7 @@ from planner.formulation.assignment import assignment_of
 from planner.formulation.certificate import Decided
 from planner.formulation.constraints.filters import Labels, filters, label_dims
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.decisions import Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import packing
 from planner.formulation.remat.levels import Levels, ParetoFrontier, Recompute
 from planner.formulation.search_space import Space
@@ -153,23 +153,23 @@ class SearchContext:
             self.known[label] = label_dims(graph, self.rules, label)
         return self.known[label]
 
-    def formulate(self, skeleton: Skeleton, config: ParallelConfig) -> Space:
+    def formulate(self, decision_graph: DecisionGraph, config: ParallelConfig) -> Space:
         """Every decision to take on one division."""
-        mesh, graph = config.mesh, skeleton.graph
+        mesh, graph = config.mesh, decision_graph.graph
         kept = filters(self.pins, graph, self.rules, mesh, lambda label: self.labels(graph, label))
         space = Space(
-            skeleton.folded,
+            decision_graph.folded,
             mesh,
             self.cost,
             replace(self.training, gathers=config.gathers),
             self.rules,
             *kept,
-            skeleton,
+            decision_graph,
             config.pace(self.pins.schedule),
             like=self.formulated.get(config),
         )
         self.formulated[config] = space
-        empty = [role for role, options in space.options.items() if not options]
+        empty = [variable for variable, options in space.options.items() if not options]
         if empty:
             raise PinError(
                 f"the pins leave no way to run {space.describe(empty[0])} on mesh {mesh.sizes}; relax one of them"
@@ -274,10 +274,12 @@ def begin(config: ParallelConfig, bound_s: float, frontier: ParetoFrontier) -> B
     return Branch(candidate, None, frontier, 0, len(frontier.steps) - 1)
 
 
-def evaluate_branch(context: SearchContext, skeleton: Skeleton, branch: Branch, best: Incumbent | None) -> list[Branch]:
+def evaluate_branch(
+    context: SearchContext, decision_graph: DecisionGraph, branch: Branch, best: Incumbent | None
+) -> list[Branch]:
     """The next look at a candidate, of all that it covers or of its parts."""
     if branch.formulated is None:
-        closer = _at_work(context, skeleton, branch)
+        closer = _at_work(context, decision_graph, branch)
         return [closer, *_gathering_in_each(context, branch, closer)]
     if branch.candidate.config.micro_batched:
         closer = (_for_pipeline if branch.is_priced else _at_average)(context, branch, best)
@@ -327,11 +329,11 @@ def _in_each(branch: Branch, bound_s: float) -> Branch:
     return begin(replace(branch.candidate.config, gathers="each"), bound_s, branch.pareto_frontier)
 
 
-def _at_work(context: SearchContext, skeleton: Skeleton, branch: Branch) -> Branch:
+def _at_work(context: SearchContext, decision_graph: DecisionGraph, branch: Branch) -> Branch:
     """Every decision at its own cheapest and leanest, as if neighbours always agreed."""
     context.say(f"mesh {branch.candidate.config}")
     before = time.monotonic()
-    space = context.formulate(skeleton, branch.candidate.config)
+    space = context.formulate(decision_graph, branch.candidate.config)
     least, more = branch.amounts
     vertices = space.vertices(context.limit_bytes, least, more)
     bound_s = math.fsum(float(vertex.time_s.min()) for vertex in vertices)
@@ -413,7 +415,9 @@ def _for_pipeline(context: SearchContext, branch: Branch, best: Incumbent | None
 
 def _packed(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
     """The look with the bound of equal blocks, each of which one rank has whole, where that may be higher."""
-    pace = None if is_reached(branch.candidate.bound_s, best) else packing(branch.space.pace, branch.space.skeleton)
+    pace = (
+        None if is_reached(branch.candidate.bound_s, best) else packing(branch.space.pace, branch.space.decision_graph)
+    )
     if pace is None:
         return branch
     packed, _ = _bounded(context, replace(branch, formulated=branch.space.at(pace)), best)
@@ -514,7 +518,7 @@ def _with_plan(context: SearchContext, branch: Branch, choices: tuple[int, ...] 
     """The look with these choices as its plan, if they fit with some of its recomputation and are faster."""
     if choices is None:
         return branch
-    decided = Decided(assignment_of(branch.space, choices), branch.space.skeleton)
+    decided = Decided(assignment_of(branch.space, choices), branch.space.decision_graph)
     known: dict[int, Evaluation] = {}
 
     def priced(step: int) -> Evaluation:

@@ -53,7 +53,7 @@ def _forbids(space: Space) -> str:
     node = _first_to_forbid(space)
     if node is None:
         return "its operators ask for it in ways that go together with none, or inputs differ in dim 0"
-    likes = len(space.members[space.role_of[node.name]]) > 1
+    likes = len(space.members[space.variable_of[node.name]]) > 1
     where = (f" in {node.path}" if node.path else "") + ", or one of its kind," * likes
     if reason(node):
         return (
@@ -88,8 +88,8 @@ def _first_to_forbid(space: Space) -> Node | None:
                 possible[edge.head] = left
                 waiting.append(edge.head)
     position = {node.name: at for at, node in enumerate(space.graph.nodes)}
-    without = (role for role, left in zip(space.roles, possible, strict=True) if not left.any())
-    names = [space.members[role][0] for role in without if role in space.members]
+    without = (variable for variable, left in zip(space.variables, possible, strict=True) if not left.any())
+    names = [space.members[variable][0] for variable in without if variable in space.members]
     return space.graph.by_name[min(names, key=position.__getitem__)] if names else None
 
 

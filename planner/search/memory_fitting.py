@@ -9,7 +9,7 @@ import math
 import time
 from dataclasses import replace
 
-from planner.formulation.decisions import Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound, completed
 from planner.search.candidate_bounds import PROVED, Candidate, SearchContext
 from planner.search.infeasibility import check_micro_batches, nothing_fits
@@ -25,7 +25,7 @@ TRIES = 2
 """So many limits are tried between one at which a plan was found that does not fit and one at which none was."""
 
 
-def memory_feasible(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs) -> Searched:
+def memory_feasible(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
     """The fastest plan within the setting's memory that fits when it is simulated.
 
     The search adds up bytes that are not all alive at once; what it misses shows when the plan is simulated. Then it
@@ -36,7 +36,7 @@ def memory_feasible(context: SearchContext, skeleton: Skeleton, configs: Paralle
     nothing: NothingFits | None = None
     below, above = -math.inf, math.inf  # limits at which nothing was found, and from which on all that was does not fit
     while True:
-        found = branch_and_bound(context, skeleton, configs)
+        found = branch_and_bound(context, decision_graph, configs)
         if isinstance(found, NothingFits):
             nothing, below = found, context.limit_bytes
         elif found.staged is not None and context.training.tier == "device":
@@ -52,12 +52,12 @@ def memory_feasible(context: SearchContext, skeleton: Skeleton, configs: Paralle
             limit = context.limit_bytes - (1 + (context.limit_bytes - above) // excess) * excess
         if nothing is not None:  # the step was too long
             if math.isinf(above) or not tries or above - below <= 1 or context.is_late():
-                return _min_memory(context, skeleton, nothing)
+                return _min_memory(context, decision_graph, nothing)
             tries, limit = tries - 1, math.floor((below + above) / 2)
         context = replace(context, spare_bytes=usable - limit)
 
 
-def _min_memory(context: SearchContext, skeleton: Skeleton, nothing: NothingFits) -> Searched:
+def _min_memory(context: SearchContext, decision_graph: DecisionGraph, nothing: NothingFits) -> Searched:
     """Of the minimum-memory plans the fastest that fits when it is simulated; where none does, of those of recipes.
 
     Raises:
@@ -75,9 +75,9 @@ def _min_memory(context: SearchContext, skeleton: Skeleton, nothing: NothingFits
         best = fastest_that_fits(minimal, usable)
         best = None if best is None else freed(best, branches)
     if best is None:
-        raise nothing_fits(context, skeleton.graph, nothing.branches, minimal)
-    if best.staged is None and may_differ(skeleton.folded):
-        best = refolded(context, skeleton.folded, best)
+        raise nothing_fits(context, decision_graph.graph, nothing.branches, minimal)
+    if best.staged is None and may_differ(decision_graph.folded):
+        best = refolded(context, decision_graph.folded, best)
     bounds = bounds_s(nothing.branches)
     row = Candidate(best.config, "feasible", math.inf, bounds[best.config], 0, "relaxation")
     others = (each for each in nothing.rows if each.config != best.config)
@@ -95,7 +95,9 @@ def _wants_no_more(context: SearchContext, found: Searched) -> bool:
     return found.evaluation.time_s * (1 - max(context.gap, PROVED)) <= lower_bounds(problem).time_s
 
 
-def using_headroom(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs, found: Searched) -> Searched:
+def using_headroom(
+    context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, found: Searched
+) -> Searched:
     """The plan found, or a faster one that fits only when it is simulated.
 
     The search adds up bytes that are not all alive at once. Where memory is short, the plan followed leaves
@@ -110,7 +112,7 @@ def using_headroom(context: SearchContext, skeleton: Skeleton, configs: Parallel
         if room < LEAST_HEADROOM * usable or context.is_late():
             break
         limit = found.evaluation.peak_bytes + room
-        more = branch_and_bound(replace(context, spare_bytes=usable - limit), skeleton, configs, found.best)
+        more = branch_and_bound(replace(context, spare_bytes=usable - limit), decision_graph, configs, found.best)
         if isinstance(more, NothingFits):
             break
         if more.best is found.best:  # none is faster, with more memory even

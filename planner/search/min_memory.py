@@ -160,10 +160,10 @@ def _with_chunks(space: Space, problem: Problem) -> Problem:
     if space.training.tier == "device":
         return problem
     vertices = list(problem.vertices)
-    for number, role in enumerate(space.roles):
-        node = space.graph.by_name[space.members[role][0]] if role in space.members else None
+    for number, variable in enumerate(space.variables):
+        node = space.graph.by_name[space.members[variable][0]] if variable in space.members else None
         if node is not None and node.op == "param":
-            layouts = (layout for layout in space.options[role] if isinstance(layout, tuple))
+            layouts = (layout for layout in space.options[variable] if isinstance(layout, tuple))
             sizes = [2 * local_bytes(node.results[0], layout, space.mesh) for layout in layouts]
             vertices[number] = replace(vertices[number], held_bytes=vertices[number].held_bytes + np.array(sizes))
     return replace(problem, vertices=tuple(vertices))

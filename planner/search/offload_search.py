@@ -12,7 +12,7 @@ from planner.analysis.offload.step_timing import holds_all, stages_followed
 from planner.base.errors import InfeasibleError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.decisions import Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import OUT_OF_ORDER
 from planner.formulation.remat.levels import pareto_frontier
 from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound
@@ -45,34 +45,34 @@ def check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
     cluster.home(pins.tier == "disk")
 
 
-def search_offload(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs) -> Searched:
+def search_offload(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
     """The fastest plan with model data elsewhere, whether what blocks save leaves or stays."""
     if context.pins.activations is None:
-        return _staying_or_leaving(context, skeleton, configs)
-    _check_blocks(context.pins, len(skeleton.folded.instances))
-    found = _planned(context, skeleton, configs)
+        return _staying_or_leaving(context, decision_graph, configs)
+    _check_blocks(context.pins, len(decision_graph.folded.instances))
+    found = _planned(context, decision_graph, configs)
     _check_leaving(found, context.pins)
     return found
 
 
-def _planned(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs) -> Searched:
+def _planned(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
     """The fastest plan that fits with model data elsewhere, by what the transfer schedule says of a few."""
-    found = memory_feasible(_with_room(context), skeleton, configs)
+    found = memory_feasible(_with_room(context), decision_graph, configs)
     if context.training.activations and found.staged is None:
-        return _with_amount(context, skeleton, found)
+        return _with_amount(context, decision_graph, found)
     if context.training.activations or context.training.tier != "either":
         return found
-    return _leaving_room(context, skeleton, configs, found)
+    return _leaving_room(context, decision_graph, configs, found)
 
 
-def _staying_or_leaving(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs) -> Searched:
+def _staying_or_leaving(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
     """The faster plan of that in which what blocks save stays on the device and that in which it may leave.
 
     Where all of it fits that is not looked for, unless model data may take its room.
     """
     stays: Searched | None = None
     try:
-        stays = _planned(context, skeleton, configs)
+        stays = _planned(context, decision_graph, configs)
     except InfeasibleError:
         if context.is_late():
             raise
@@ -80,7 +80,7 @@ def _staying_or_leaving(context: SearchContext, skeleton: Skeleton, configs: Par
         return stays
     context = replace(context, training=replace(context.training, activations="all"))
     try:
-        leaves = _planned(context, skeleton, configs)
+        leaves = _planned(context, decision_graph, configs)
     except InfeasibleError:
         if stays is None:
             raise
@@ -99,10 +99,13 @@ def _is_short_of_room(context: SearchContext, found: Searched) -> bool:
     return found.staged is not None and not holds_all(found.recomputing, found.staged)
 
 
-def _with_amount(context: SearchContext, skeleton: Skeleton, found: Searched) -> Searched:
+def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: Searched) -> Searched:
     """The same layouts with the amount of recomputation of the shortest step, as transfer schedules say."""
     space, choices = found.best.space, found.best.choices
-    kinds = {instance.kind: kind for instance, (kind, _) in zip(space.folded.instances, skeleton.numbers, strict=True)}
+    kinds = {
+        instance.kind: kind
+        for instance, (kind, _) in zip(space.folded.instances, decision_graph.blocks.numbers, strict=True)
+    }
     tried = fastest_amount(space, choices, pareto_frontier(space.folded, context.levels.of_kinds(kinds)).steps)
     if tried is None:
         return found
@@ -120,7 +123,9 @@ def _with_room(context: SearchContext) -> SearchContext:
     return replace(context, spare_bytes=context.cost.cluster.device.usable_bytes - ENDLESS)
 
 
-def _leaving_room(context: SearchContext, skeleton: Skeleton, configs: ParallelConfigs, found: Searched) -> Searched:
+def _leaving_room(
+    context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, found: Searched
+) -> Searched:
     """Of plans that leave ever more memory to model data the one of the shortest step, with what then stays.
 
     The search reckons as if nothing stayed, so that it makes nothing again that fits. What it recomputes leaves room,
@@ -131,7 +136,9 @@ def _leaving_room(context: SearchContext, skeleton: Skeleton, configs: ParallelC
     for share in ROOM:
         if context.is_late():
             break
-        leaner = branch_and_bound(replace(context, spare_bytes=usable - int(share * most_bytes)), skeleton, configs)
+        leaner = branch_and_bound(
+            replace(context, spare_bytes=usable - int(share * most_bytes)), decision_graph, configs
+        )
         if isinstance(leaner, NothingFits):
             break
         leaner = leaner.followed()

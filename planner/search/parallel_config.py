@@ -19,8 +19,8 @@ from planner.cost.kernels import kernel_of
 from planner.cost.model import CostModel
 from planner.formulation.constraints.mesh_candidates import batch_ranks, candidate_meshes, pinned_mesh
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.decisions import Skeleton
-from planner.formulation.pipeline_pace import Pace, Packed, pace_of, packing
+from planner.formulation.decisions import DecisionGraph
+from planner.formulation.pipeline_pace import Packed, PipelinePace, pace_of, packing
 from planner.formulation.training import Gathers
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import Mesh
@@ -53,7 +53,7 @@ class ParallelConfig:
         """Whether a step is more than one forward and one backward on every rank."""
         return self.stages > 1 or self.mesh.micro_batches > 1
 
-    def pace(self, schedule: str | None = None) -> Pace:
+    def pace(self, schedule: str | None = None) -> PipelinePace:
         """That of the average rank of all its pipelines."""
         return pace_of(self.stages, self.mesh.micro_batches, schedule)
 
@@ -305,26 +305,26 @@ class Arithmetic:
     With a calibration rates are measured, and nothing is known beforehand.
     """
 
-    def __init__(self, skeleton: Skeleton, cost: CostModel):
-        self._skeleton = skeleton
-        self._kinds = [instance.kind for instance in skeleton.folded.instances]
+    def __init__(self, decision_graph: DecisionGraph, cost: CostModel):
+        self._decision_graph = decision_graph
+        self._kinds = [instance.kind for instance in decision_graph.folded.instances]
         self._of = {kind: Least() for kind in self._kinds}
         start_s = 0.0 if cost.cluster.calibration is not None else cost.cluster.device.launch_overhead_s
-        for role, names in skeleton.members.items():
-            node = skeleton.graph.by_name[names[0]]
-            if role[0] == "op":
-                work_s, runs = _work_s(node, skeleton, cost)
-                kind = cast(int, role[1])
+        for variable, names in decision_graph.variables.members.items():
+            node = decision_graph.graph.by_name[names[0]]
+            if variable[0] == "op":
+                work_s, runs = _work_s(node, decision_graph, cost)
+                kind = cast(int, variable[1])
                 self._of[kind] += Least(work_s / cost.cluster.world_size, runs * start_s)
         self._step = sum((self._of[kind] for kind in self._kinds), Least())
 
     def bound_s(self, config: ParallelConfig, schedule: str | None = None) -> float:
         """Seconds of a step at least, at the pace of the average rank or of equal blocks."""
         pace = config.pace(schedule)
-        packed = packing(pace, self._skeleton)
+        packed = packing(pace, self._decision_graph)
         return max(self._at(each) for each in (pace, packed) if each is not None)
 
-    def _at(self, pace: Pace) -> float:
+    def _at(self, pace: PipelinePace) -> float:
         if isinstance(pace, Packed):
             least = self._of[self._kinds[min(pace.instances)]] * pace.most
         else:
@@ -347,13 +347,13 @@ class Least:
         return Least(self.work_s * times, self.starts_s * times)
 
 
-def _work_s(node: Node, skeleton: Skeleton, cost: CostModel) -> tuple[float, int]:
+def _work_s(node: Node, decision_graph: DecisionGraph, cost: CostModel) -> tuple[float, int]:
     """Seconds of all devices together that an operator takes at least, both ways, and how often it starts."""
-    row, operands = OPS.get(node.op), skeleton.graph.input_types(node)
-    flops = 0.0 if row is None else row.flops(node, operands, skeleton.rules[node.name])
+    row, operands = OPS.get(node.op), decision_graph.graph.input_types(node)
+    flops = 0.0 if row is None else row.flops(node, operands, decision_graph.rules[node.name])
     dtype = node.results[0].dtype if node.results else "float32"
     kernel = kernel_of(node.op, [t.shape for t in operands], causal=dict(node.args).get("is_causal") is True)
-    traffic = skeleton.traffic(node, on_host=cost.cluster.backend == "gloo")
+    traffic = decision_graph.blocks.traffic(node, on_host=cost.cluster.backend == "gloo")
     sizes = [tensor.size_bytes for tensor in (*operands, *node.results)]
     forward, backward, besides = (
         sum(times * size for times, size in zip(passes, sizes, strict=True))

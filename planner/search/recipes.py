@@ -50,7 +50,7 @@ def _held(context: SearchContext, branch: Branch, mesh: Mesh) -> Branch | None:
         pins = replace(context.pins, sizes=sizes, sequence_parallel=sequence_parallel)
         try:
             space = replace(context, pins=pins, formulated={config: branch.space}).formulate(
-                branch.space.skeleton, config
+                branch.space.decision_graph, config
             )
         except PinError:
             continue
@@ -63,9 +63,9 @@ def freed(best: Incumbent, branches: list[Branch]) -> Incumbent:
     held = best.space
     free = next(branch.space for branch in branches if _unnamed(branch.candidate.config) == _unnamed(best.config))
     choices = []
-    for role, choice in zip(held.roles, best.choices, strict=True):
-        decision = _ways(held.options[role][choice])
-        choices.append([_ways(option) for option in free.options[role]].index(decision))
+    for variable, choice in zip(held.variables, best.choices, strict=True):
+        decision = _ways(held.options[variable][choice])
+        choices.append([_ways(option) for option in free.options[variable]].index(decision))
     return replace(best, space=free, choices=tuple(choices))
 
 

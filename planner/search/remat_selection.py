@@ -24,7 +24,7 @@ from itertools import pairwise
 from planner.base.errors import PinError
 from planner.cost.kernels import kernel_of
 from planner.cost.model import CostModel
-from planner.formulation.decisions import Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.backward_slice import Backward
 from planner.formulation.remat.levels import Level, Levels
 from planner.ir.graph import Node, Ref
@@ -48,7 +48,7 @@ class Point:
     held_bytes: int
 
 
-def with_levels_between(levels: Levels, skeleton: Skeleton, cost: CostModel) -> Levels:
+def with_levels_between(levels: Levels, decision_graph: DecisionGraph, cost: CostModel) -> Levels:
     """The same with levels that are found for every kind of block instead of ``selective`` and ``full``.
 
     What leaves the most bytes free for its seconds goes first, whatever block it is of.
@@ -56,12 +56,12 @@ def with_levels_between(levels: Levels, skeleton: Skeleton, cost: CostModel) -> 
     moves = [move for move in levels.moves if move[1] not in ("selective", "full")]
     dear: list[tuple[float, int, Level]] = []
     for kind in (kind for kind, level in levels.moves if level == "full"):
-        points = corners(skeleton, kind, cost)
+        points = corners(decision_graph, kind, cost)
         dear += [(_slope(some, next_), kind, next_.level) for some, next_ in pairwise(points)]
     return Levels(levels.first, (*moves, *((kind, level) for _, kind, level in sorted(dear, key=lambda each: each[0]))))
 
 
-def keeping(levels: Levels, skeleton: Skeleton, globs: Sequence[str]) -> Levels:
+def keeping(levels: Levels, decision_graph: DecisionGraph, globs: Sequence[str]) -> Levels:
     """The same where every block that would begin at ``full`` keeps the results of some modules.
 
     Args:
@@ -72,8 +72,8 @@ def keeping(levels: Levels, skeleton: Skeleton, globs: Sequence[str]) -> Levels:
     """
     first, paths = list(levels.first), []
     for kind in (kind for kind, level in enumerate(levels.first) if level == "full"):
-        nodes = skeleton.backward(kind).nodes
-        found = can_keep(skeleton.backward(kind))
+        nodes = decision_graph.blocks.backward(kind).nodes
+        found = can_keep(decision_graph.blocks.backward(kind))
         kept = (at for at in found if any(fnmatchcase(nodes[at].path, each) for each in globs))
         first[kind] = tuple(kept) or "full"
         paths += [nodes[at].path for at in found]
@@ -86,10 +86,10 @@ def keeping(levels: Levels, skeleton: Skeleton, globs: Sequence[str]) -> Levels:
     return Levels(tuple(first), levels.moves)
 
 
-def corners(skeleton: Skeleton, kind: int, cost: CostModel) -> list[Point]:
+def corners(decision_graph: DecisionGraph, kind: int, cost: CostModel) -> list[Point]:
     """From keeping everything to keeping nothing, the levels of a kind of block that are worth having."""
     front: list[Point] = []
-    for point in _Block(skeleton, kind, cost).points():
+    for point in _Block(decision_graph, kind, cost).points():
         if front and point.held_bytes >= front[-1].held_bytes:
             continue
         while len(front) > 1 and _slope(front[-2], front[-1]) >= _slope(front[-1], point):
@@ -130,9 +130,9 @@ class _State:
 class _Block:
     """One kind of block, whose results are discarded one after another."""
 
-    def __init__(self, skeleton: Skeleton, kind: int, cost: CostModel):
-        self.graph, self.backward = skeleton.graph, skeleton.backward(kind)
-        self.seconds = [_forward_s(skeleton, node, cost) for node in self.backward.nodes]
+    def __init__(self, decision_graph: DecisionGraph, kind: int, cost: CostModel):
+        self.graph, self.backward = decision_graph.graph, decision_graph.blocks.backward(kind)
+        self.seconds = [_forward_s(decision_graph, node, cost) for node in self.backward.nodes]
 
     def points(self) -> list[Point]:
         """The sets on the way from keeping everything to keeping nothing."""
@@ -190,13 +190,13 @@ class _Block:
         return self.graph.type_of(ref).size_bytes
 
 
-def _forward_s(skeleton: Skeleton, node: Node, cost: CostModel) -> float:
+def _forward_s(decision_graph: DecisionGraph, node: Node, cost: CostModel) -> float:
     """Seconds of an operator forward, on one device that has all of it."""
-    row, operands = OPS.get(node.op), skeleton.graph.input_types(node)
-    traffic = skeleton.traffic(node, on_host=cost.cluster.backend == "gloo")
+    row, operands = OPS.get(node.op), decision_graph.graph.input_types(node)
+    traffic = decision_graph.blocks.traffic(node, on_host=cost.cluster.backend == "gloo")
     if not traffic.runs:
         return 0.0
-    flops = 0.0 if row is None else row.flops(node, operands, skeleton.rules[node.name])
+    flops = 0.0 if row is None else row.flops(node, operands, decision_graph.rules[node.name])
     dtype = node.results[0].dtype if node.results else "float32"
     kernel = kernel_of(node.op, [each.shape for each in operands], causal=dict(node.args).get("is_causal") is True)
     sizes = [tensor.size_bytes for tensor in (*operands, *node.results)]

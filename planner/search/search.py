@@ -20,9 +20,9 @@ from planner.cost.model import CostModel
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.constraints.zero import pinned_apart, ways_of_kinds
-from planner.formulation.decisions import Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import named_by_kind
-from planner.formulation.search_space import rules_of
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph
@@ -95,23 +95,23 @@ def search(
         plain = dividing(plain, graph) if in_parts else plain
     configs = ParallelConfigs(plain, in_parts)
     folded = pinned_apart(folded, pins.zero)
-    skeleton = Skeleton(folded, rules)
-    skeleton.survey()
+    decision_graph = DecisionGraph(folded, rules)
+    decision_graph.survey()
     levels = named_by_kind(folded, map(pins.levels, ways_of_kinds(folded, pins.zero)))
     cost = CostModel(cluster)
     if pins.recompute is None:
-        levels = with_levels_between(levels, skeleton, cost)
+        levels = with_levels_between(levels, decision_graph, cost)
     elif pins.keep:
-        levels = keeping(levels, skeleton, pins.keep)
+        levels = keeping(levels, decision_graph, pins.keep)
     context = SearchContext(cost, training, rules, pins, levels, start + time_limit_s, progress, gap=gap)
     context.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
     if training.tier != "device":
-        return search_offload(context, skeleton, configs)
+        return search_offload(context, decision_graph, configs)
     first = context
     if not in_parts and pins.recompute is None:
         first = replace(first, deadline=start + FIRST * time_limit_s)
-    found = memory_feasible(first, skeleton, configs)
-    return using_headroom(context, skeleton, configs, found)
+    found = memory_feasible(first, decision_graph, configs)
+    return using_headroom(context, decision_graph, configs, found)
 
 
 def check_time_limit(seconds: float) -> None:

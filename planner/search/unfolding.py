@@ -7,10 +7,11 @@ say. So the search also decides for every instance of a small model; instances t
 from __future__ import annotations
 
 from planner.formulation.assignment import Assignment, assignment_of
-from planner.formulation.decisions import Role, Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import together
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
+from planner.formulation.variables import Variable
 from planner.ir.folding import Block, Folded, relabel
 from planner.ir.graph import Ref
 from planner.ir.layout import Layout
@@ -27,10 +28,10 @@ def may_differ(folded: Folded) -> bool:
     return len(folded.instances) > len(folded.kinds) and operators <= UNFOLDED_OPERATORS
 
 
-def unfolded(skeleton: Skeleton) -> Skeleton:
+def unfolded(decision_graph: DecisionGraph) -> DecisionGraph:
     """The same graph with every block a kind of its own."""
-    folded = skeleton.folded
-    return Skeleton(relabel(folded, range(len(folded.instances))), skeleton.rules, like=skeleton)
+    folded = decision_graph.folded
+    return DecisionGraph(relabel(folded, range(len(folded.instances))), decision_graph.rules, like=decision_graph)
 
 
 def refolded(context: SearchContext, folded: Folded, best: Incumbent) -> Incumbent:
@@ -42,36 +43,39 @@ def refolded(context: SearchContext, folded: Folded, best: Incumbent) -> Incumbe
         (
             levels[instance.kind],
             *(
-                (chosen.chosen[space.role_of[name]], *(chosen.delivered(Ref(name, i)) for i in range(results)))
+                (
+                    chosen.chosen[space.variable_of[name]],
+                    *(chosen.consumer_layout(Ref(name, i)) for i in range(results)),
+                )
                 for name, results in _decided(instance.block, space)
             ),
         )
         for instance in space.folded.instances
     ]
-    skeleton = Skeleton(relabel(folded, labels), context.rules, like=space.skeleton)
-    merged = context.formulate(skeleton, best.config)
+    decision_graph = DecisionGraph(relabel(folded, labels), context.rules, like=space.decision_graph)
+    merged = context.formulate(decision_graph, best.config)
     picks = []
-    for role in merged.roles:
-        decision = chosen.chosen.get(role) if role[0] == "output" else _decision(merged, role, chosen)
-        picks.append(list(merged.options[role]).index(decision))
-    recompute = together(best.recompute, [kind for kind, _ in merged.skeleton.numbers])
+    for variable in merged.variables:
+        decision = chosen.chosen.get(variable) if variable[0] == "output" else _decision(merged, variable, chosen)
+        picks.append(list(merged.options[variable]).index(decision))
+    recompute = together(best.recompute, [kind for kind, _ in merged.decision_graph.blocks.numbers])
     problem = merged.problem(context.limit_bytes, recompute)
     return Incumbent(merged, tuple(picks), recompute, evaluate(problem, tuple(picks)))
 
 
 def _decided(block: Block, space: Space) -> list[tuple[str, int]]:
     """Nodes whose decisions belong to a block: its own, and the leaves that only it reads."""
-    own = space.skeleton.own
-    leaves = [ref.node for ref in block.inputs if space.role_of[ref.node][0] == "leaf" and ref.node in own]
+    own = space.decision_graph.variables.own
+    leaves = [ref.node for ref in block.inputs if space.variable_of[ref.node][0] == "leaf" and ref.node in own]
     return [(node.name, len(node.results)) for node in block.span] + [(name, 1) for name in leaves]
 
 
-def _decision(space: Space, role: Role, chosen: Assignment) -> Choice | Layout:
-    """What the unfolded decisions say for a role of the folded space."""
-    if role[0] == "relay":
-        producer = role[1]
+def _decision(space: Space, variable: Variable, chosen: Assignment) -> Choice | Layout:
+    """What the unfolded decisions say for a variable of the folded space."""
+    if variable[0] == "reshard_point":
+        producer = variable[1]
         assert isinstance(producer, tuple)
-        assert isinstance(role[2], int)
-        return chosen.delivered(Ref(space.members[producer][0], role[2]))
-    name = space.members[role][0]
-    return chosen.chosen[chosen.space.role_of[name]]
+        assert isinstance(variable[2], int)
+        return chosen.consumer_layout(Ref(space.members[producer][0], variable[2]))
+    name = space.members[variable][0]
+    return chosen.chosen[chosen.space.variable_of[name]]

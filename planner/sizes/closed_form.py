@@ -225,10 +225,10 @@ class _Grown:
 def _without_micro_batches(assignment: Assignment) -> _Grown:
     space, memory = assignment.space, usage(assignment)
     flops: Formula = {}
-    for role, names in space.members.items():
+    for variable, names in space.members.items():
         node = space.graph.by_name[names[0]]
         if not node.is_leaf:
-            again = space.skeleton.runs_again(role, assignment.recompute)
+            again = space.decision_graph.runs_again(variable, assignment.recompute)
             flops = added(flops, _flops(assignment, node, len(names), again))
     return _Grown(
         {**_by_use(memory.left), "activations": _by_use(memory.kept).get("activations", 0)},
@@ -313,7 +313,7 @@ def _flops_micro_batched(assignment: Assignment, staged: Staged) -> Formula:
     space, levels, total = assignment.space, staged.levels, dict[Atom, Any]()
     for number in staged.alive.blocks_of(staged.busiest):
         instance, level = space.folded.instances[number], levels[number]
-        again = space.skeleton.again(instance.kind, level).operators if level != "none" else ()
+        again = space.decision_graph.blocks.again(instance.kind, level).operators if level != "none" else ()
         for at, node in enumerate(instance.block.nodes):
             total = added(total, _flops(assignment, node, 1, int(at in again)))
     return times(total, staged.micro_batches)

@@ -14,8 +14,9 @@ from fractions import Fraction
 from planner.base.symbolic_float import Formula, divided, formula_of, growing, largest, smallest
 from planner.formulation.constraints.filters import ATTENTION
 from planner.formulation.decisions import Together
-from planner.formulation.resharding import BROUGHT, Phase, Step, local_bytes, passes, together_on
-from planner.formulation.search_space import NOT_BROUGHT, Space
+from planner.formulation.resharding import BROUGHT, Phase, ReshardStep, local_bytes, passes, together_on
+from planner.formulation.resharding_tables import NOT_BROUGHT
+from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout
@@ -49,9 +50,9 @@ class ClosedSpace(Space):
         tensor, device = self.graph.type_of(ref), self.cost.cluster.device
         forward_s: float = 0.0
         backward_s: float = 0.0
-        together = self.together(ref)
+        together = self.tables.together(ref)
 
-        def copied_s(step: Step, phase: Phase) -> float:
+        def copied_s(step: ReshardStep, phase: Phase) -> float:
             sizes = [local_bytes(tensor, layout, self.mesh) for layout in (step.before, step.after)]
             often = passes(step.rule, phase, together_on(self.mesh.axes[step.axis], together.parameters))
             each = (growing(0.0, n / self._bandwidth, size) for size, n in zip(sizes, often, strict=True) if n)
@@ -63,7 +64,9 @@ class ClosedSpace(Space):
             axis = self.mesh.axes[step.axis]
             for call in step.collectives(tensor, self.mesh):
                 sharing = together if step.rule in BROUGHT else NOT_BROUGHT
-                called_s = self.collective_s(call.kind, axis, call.bytes_in, sharing) / self.parts(ref, call.kind, axis)
+                called_s = self.collective_s(call.kind, axis, call.bytes_in, sharing) / self.tables.parts(
+                    ref, call.kind, axis
+                )
                 forward_s += called_s if call.phase == "forward" else 0.0
                 backward_s += called_s if call.phase == "backward" else 0.0
         return forward_s, backward_s

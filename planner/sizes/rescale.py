@@ -14,6 +14,7 @@ its formula.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,9 +37,10 @@ from planner.base.symbolic_int import (
     terms_of,
 )
 from planner.formulation.assignment import Assignment
-from planner.formulation.decisions import Role, Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice, Cuts
+from planner.formulation.variables import Variable
 from planner.ir.folding import Folded, refold
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, Layout, Shard
@@ -99,23 +101,23 @@ class Scale:
             if isinstance(part, Size)
         }
         self._chosen = {
-            role: _laid_out(decision, map(self._layout, self._values(role), _layouts(decision)))
-            for role, decision in assignment.chosen.items()
+            variable: _laid_out(decision, map(self._layout, self._values(variable), _layouts(decision)))
+            for variable, decision in assignment.chosen.items()
         }
         self.divisors = tuple(dict.fromkeys(self._divisors()))
 
     # ---- what moves ----
 
-    def _values(self, role: Role) -> tuple[Ref, ...]:
-        """Those that a decision has layouts of: operands and results, a leaf, what a relay delivers, or an output."""
+    def _values(self, variable: Variable) -> tuple[Ref, ...]:
+        """Those that a decision has layouts of: operands and results, a leaf, a reshard point, or an output."""
         space = self.planned.space
-        if role[0] == "output":
-            position = role[1]
+        if variable[0] == "output":
+            position = variable[1]
             assert isinstance(position, int)
             return (space.leaving[position],)
-        if role[0] == "relay":
-            return (space.skeleton.relays[role],)
-        node = space.graph.by_name[space.members[role][0]]
+        if variable[0] == "reshard_point":
+            return (space.decision_graph.variables.reshard_points[variable],)
+        node = space.graph.by_name[space.members[variable][0]]
         return (*node.inputs, *(Ref(node.name, i) for i in range(len(node.results))))
 
     def _layout(self, ref: Ref, layout: Layout) -> Layout:
@@ -147,8 +149,8 @@ class Scale:
         for part, where in self._parts.items():
             if any(value.denominator > 1 for value in part.terms.values()):
                 yield Divisibility.of(part, 1, f"equal pieces, in {where}")
-        for role, decision in self._chosen.items():
-            values = self._values(role)
+        for variable, decision in self._chosen.items():
+            values = self._values(variable)
             node = space.graph.by_name[values[-1].node]
             for ref, layout in zip(values, _layouts(decision), strict=True):
                 yield from self._cut_by(ref, layout, node.path or node.target or node.name)
@@ -204,18 +206,18 @@ class Scale:
         folded = refold(space.folded, graph)
         cuts = {
             ref: {dim: self._strips(ref, dim, counts, moved) for dim, counts in by_dim.items()}
-            for ref, by_dim in space.skeleton.cuts(tuple(map(int, mesh.sizes))).items()
+            for ref, by_dim in space.decision_graph.cuts(tuple(map(int, mesh.sizes))).items()
         }
-        skeleton = _Twin(space.skeleton, folded, rules, cuts)
-        scaled = kind(folded, mesh, space.cost, space.training, rules, None, None, skeleton, space.pace)
+        decision_graph = _Twin(space.decision_graph, folded, rules, cuts)
+        scaled = kind(folded, mesh, space.cost, space.training, rules, None, None, decision_graph, space.pace)
         chosen = {
-            role: _laid_out(decision, (_moved(layout, moved) for layout in _layouts(decision)))
-            for role, decision in self._chosen.items()
+            variable: _laid_out(decision, (_moved(layout, moved) for layout in _layouts(decision)))
+            for variable, decision in self._chosen.items()
         }
         return replace(self.planned, space=scaled, chosen=chosen)
 
     def _graph(self, moved: Callable[[int], int]) -> tuple[Graph, dict[str, Rule]]:
-        """The graph and its rules; members of a role share both."""
+        """The graph and its rules; members of a variable share both."""
         space, followed = self.planned.space, self.followed
         nodes: dict[str, Node] = {}
         rules: dict[str, Rule] = {}
@@ -371,14 +373,16 @@ def check_size(name: str, size: object) -> None:
         raise PlanError(f"{name} is {size!r}: give a whole number from 1, or leave it out for the planned one")
 
 
-class _Twin(Skeleton):
-    """The skeleton of a graph that differs from another one's in sizes alone: what it found does not depend on them."""
+class _Twin(DecisionGraph):
+    """The decision graph of a graph that differs from another one in sizes alone, on which nothing found depends."""
 
-    def __init__(self, planned: Skeleton, folded: Folded, rules: Mapping[str, Rule], cuts: Cuts):
+    def __init__(self, planned: DecisionGraph, folded: Folded, rules: Mapping[str, Rule], cuts: Cuts):
         vars(self).update(vars(planned))
         self.folded, self.graph, self.rules = folded, folded.graph, rules
         self._at_sizes = cuts
-        self.ways = {}  # known by the rules of their operators, which are others at other sizes
+        self.blocks = copy.copy(planned.blocks)
+        self.blocks.folded, self.blocks.graph, self.blocks.rules = folded, folded.graph, rules
+        self.blocks.ways = {}  # known by the rules of their operators, which are others at other sizes
 
     def cuts(self, sizes: tuple[int, ...]) -> Cuts:
         """The planned cuts, moved."""

@@ -16,7 +16,7 @@ from planner.analysis.offload.chunks import SAVED
 from planner.analysis.offload.step_timing import saved_homes
 from planner.base.errors import PlanError
 from planner.plan.plan import Plan
-from planner.solve.transfers import Use, fewest_bytes
+from planner.solve.transfers import ItemUse, fewest_bytes
 from tests.autopar.carried import loss_of, model_of, parallel
 from tests.autopar.models import MODELS
 
@@ -59,7 +59,7 @@ def refuses_what_comes_too_late(name: str, document: dict[str, Any]) -> None:
     trace = plan.transfer_schedule.trace
     item = next(item for item in trace.items if item.name.startswith(SAVED))
     made, back = item.uses
-    late = replace(item, uses=(made, Use(trace.moments[trace.place[back.moment] + 1].name)))
+    late = replace(item, uses=(made, ItemUse(trace.moments[trace.place[back.moment] + 1].name)))
     items = tuple(late if each is item else each for each in trace.items)
     table = fewest_bytes(replace(trace, items=items), plan.transfer_schedule.budget_bytes)
     with pytest.raises(PlanError, match="of other chunks or blocks than its layouts make"):

@@ -28,6 +28,33 @@ ROOMS = {
     ],
     "autopar.runtime": ["host", "spmd", "layers", "autograd", "optim", "offload", "pipeline"],
 }
+# Classes of one name in several modules, with how many: rooms that never meet, and private ones of one file each.
+# A name that is here no longer twice leaves the table.
+SAME_NAME = {
+    "Body": 2,
+    "Call": 4,
+    "Candidate": 2,
+    "Carried": 2,
+    "Chunk": 2,
+    "Disk": 2,
+    "ParallelConfig": 2,
+    "Followed": 2,
+    "Gathering": 2,
+    "Held": 4,
+    "Link": 2,
+    "Part": 2,
+    "Step": 3,
+    "Walk": 2,
+    "_Block": 2,
+    "_Call": 2,
+    "_Form": 3,
+    "_Found": 2,
+    "_Operator": 2,
+    "_Refusing": 2,
+    "_Root": 2,
+    "_Saved": 2,
+    "_Watch": 2,
+}
 DOORS = {"planner": {"__init__"}, "autopar": {"__init__", "__main__"}, "autopar.runtime": {"__init__", "module"}}
 
 
@@ -118,6 +145,18 @@ def test_rooms_import_only_rooms_below_them(package: str) -> None:
         if (target := room_of(name, package)) in floors and floors.index(target) > floors.index(room)
     ]
     assert not wrong, "\n".join(["see ROOMS:", *wrong])
+
+
+def test_no_class_name_stands_in_two_modules() -> None:
+    found: dict[str, list[str]] = {}
+    for path in (path for package in ("planner", "autopar") for path in files(ROOT / package)):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    wrong = [f"{name}: {', '.join(places)}" for name, places in found.items() if len(places) > SAME_NAME.get(name, 1)]
+    assert not wrong, "\n".join(["one name is one idea; rename all but one, or see SAME_NAME:", *wrong])
+    once = [name for name, count in SAME_NAME.items() if len(found.get(name, ())) < count]
+    assert not once, f"SAME_NAME says more than there is of {', '.join(once)}"
 
 
 @pytest.mark.parametrize("module", ["autopar", "autopar.cli.main"])

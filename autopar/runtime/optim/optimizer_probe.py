@@ -1,5 +1,6 @@
 """Probes what an optimizer does by trying it on small tensors, instead of asking its name.
 What all trials share.
+
 """
 
 from __future__ import annotations

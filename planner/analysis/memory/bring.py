@@ -11,7 +11,7 @@ from planner.analysis.memory.autograd_tape import Target, Value
 from planner.analysis.memory.storages import Storage
 from planner.analysis.memory.walk import Walk
 from planner.formulation.assignment import Chunk
-from planner.formulation.resharding import Route, Step, local_bytes
+from planner.formulation.resharding import ReshardStep, Route, local_bytes
 from planner.ir.folding import Block
 from planner.ir.graph import Ref
 from planner.ir.layout import MICRO, Shard
@@ -28,8 +28,8 @@ def bucket_bytes(walk: Walk, values: Mapping[Ref, Value]) -> int:
     for skip in walk.skips:
         times.subtract(range(skip.start, skip.end))
         times.update(dict.fromkeys(range(skip.start - skip.period, skip.start), skip.times))
-    relayed = [value for ref, value in values.items() if sums_of(walk, ref) and _are_parameters([value])]
-    found = sum(value.bytes for value in relayed if value.made)
+    resharded = [value for ref, value in values.items() if sums_of(walk, ref) and _are_parameters([value])]
+    found = sum(value.bytes for value in resharded if value.made)
     for number in +times:
         for chunk in walk.assignment.chunks(walk.instances[number].block):
             steps = _crossing_steps(walk, next(iter(chunk.values())))  # like those of the others
@@ -39,17 +39,17 @@ def bucket_bytes(walk: Walk, values: Mapping[Ref, Value]) -> int:
     return found
 
 
-def sums_of(walk: Walk, ref: Ref) -> list[Step]:
-    """The steps by which a parameter is delivered to several readers, if its gradient is only summed."""
-    return _crossing_steps(walk, walk.assignment.relay_route(ref)) if walk.assignment.relays_by_sums(ref) else []
+def sums_of(walk: Walk, ref: Ref) -> list[ReshardStep]:
+    """The steps by which a parameter reaches its several readers, if its gradient is only summed."""
+    return _crossing_steps(walk, walk.assignment.shared_route(ref)) if walk.assignment.only_sums_gradient(ref) else []
 
 
-def _crossing_steps(walk: Walk, route: Route) -> list[Step]:
+def _crossing_steps(walk: Walk, route: Route) -> list[ReshardStep]:
     """The steps that cross ranks."""
     return [step for step in route if _is_crossing(walk, step)]
 
 
-def _is_crossing(walk: Walk, step: Step) -> bool:
+def _is_crossing(walk: Walk, step: ReshardStep) -> bool:
     axis = walk.mesh.axes[step.axis]
     return axis.size > 1 and axis.name != MICRO
 
@@ -71,7 +71,7 @@ def bring(walk: Walk, block: Block, frame: dict[Ref, Value]) -> dict[Ref, Value]
 
 
 def prefetch(
-    walk: Walk, values: list[Value], chunk: Chunk, steps: tuple[Step, ...], ahead: int | None = None
+    walk: Walk, values: list[Value], chunk: Chunk, steps: tuple[ReshardStep, ...], ahead: int | None = None
 ) -> list[Value]:
     """The same held values after one step, held in their place.
 
@@ -127,7 +127,12 @@ def _start(walk: Walk, parts: list[Storage], names: list[str], sizes: list[int])
 
 
 def _gather(
-    walk: Walk, parts: list[Storage], names: list[str], sizes: list[int], steps: tuple[Step, ...], ahead: int | None
+    walk: Walk,
+    parts: list[Storage],
+    names: list[str],
+    sizes: list[int],
+    steps: tuple[ReshardStep, ...],
+    ahead: int | None,
 ) -> list[Storage]:
     """Storages of whole parameters, made of those of their parts, which are no longer held."""
     heap = walk.heap

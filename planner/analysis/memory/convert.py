@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planner.analysis.memory.autograd_tape import Target, Value
 from planner.analysis.memory.walk import Walk
-from planner.formulation.resharding import Route, Step, local_bytes
+from planner.formulation.resharding import ReshardStep, Route, local_bytes
 from planner.ir.graph import Ref, TensorType
 from planner.ir.layout import MICRO, Shard
 
@@ -32,7 +32,7 @@ def convert(walk: Walk, value: Value, tensor: TensorType, route: Route, ref: Ref
     return value
 
 
-def _of_this_micro_batch(walk: Walk, value: Value, tensor: TensorType, step: Step, name: str) -> Value:
+def _of_this_micro_batch(walk: Walk, value: Value, tensor: TensorType, step: ReshardStep, name: str) -> Value:
     """A held value as one micro-batch sees it, a part of what is the same in all or the value itself, in its memory."""
     size = local_bytes(tensor, step.after, walk.mesh)
     if value.made is None or size == value.bytes:
@@ -42,7 +42,7 @@ def _of_this_micro_batch(walk: Walk, value: Value, tensor: TensorType, step: Ste
     return Value(value.storage, size, (tape, 0))
 
 
-def _take_step(walk: Walk, value: Value, tensor: TensorType, step: Step, name: str, gathered: bool) -> Value:
+def _take_step(walk: Walk, value: Value, tensor: TensorType, step: ReshardStep, name: str, gathered: bool) -> Value:
     heap = walk.heap
     size = local_bytes(tensor, step.after, walk.mesh)
     use = "gathered" if gathered and size > value.bytes else "activations"
@@ -60,7 +60,7 @@ def _take_step(walk: Walk, value: Value, tensor: TensorType, step: Step, name: s
     return Value(storage, size, made)
 
 
-def _scratch_bytes(walk: Walk, step: Step, value: Value, tensor: TensorType) -> int:
+def _scratch_bytes(walk: Walk, step: ReshardStep, value: Value, tensor: TensorType) -> int:
     """What a step of a resharding needs besides: a shard of an inner dim is put in order before it is sent, or
     after it was received.
     """

@@ -32,7 +32,7 @@ def run(walk: Walk, instance: Instance, nth: int, inputs: dict[Ref, Value]) -> d
     if level == "none":
         return _run_block(walk, instance, inputs)
     before = len(walk.tapes)
-    walk.frame = Frame(instance.block, walk.space.skeleton.again(instance.kind, level), walk.before)
+    walk.frame = Frame(instance.block, walk.space.decision_graph.blocks.again(instance.kind, level), walk.before)
     outputs = _run_block(walk, instance, inputs)
     walk.frame.discard(walk.heap, walk.tapes[before:])
     walk.holding = walk.frame.held
@@ -84,11 +84,11 @@ def _run_operator(walk: Walk, node: Node, frame: dict[Ref, Value], ready: dict[R
     results = _results_of(walk, node, types, operands)
     for value in converted.values():
         heap.drop(value.storage)
-    relayed = {}
+    resharded = {}
     for number, value in enumerate(results):
         ref = Ref(node.name, number)
-        relayed[ref] = relay(walk, ref, value) if walk.space.is_read(ref) else value
-    return relayed
+        resharded[ref] = reshard_shared(walk, ref, value) if walk.space.is_read(ref) else value
+    return resharded
 
 
 def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands: list[Value]) -> list[Value]:
@@ -156,14 +156,14 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
     ]
 
 
-def relay(walk: Walk, ref: Ref, value: Value) -> Value:
+def reshard_shared(walk: Walk, ref: Ref, value: Value) -> Value:
     """A held value, converted to the layout in which its readers find it; held."""
     sums = sums_of(walk, ref)
     for step in sums:
         (value,) = prefetch(walk, [value], {ref: (step,)}, (step,))
     if sums:
         return value
-    route = walk.assignment.relay_route(ref)
+    route = walk.assignment.shared_route(ref)
     keeps = walk.frame is not None and (walk.frame.at[ref.node], ref.index) not in walk.frame.again.values
     result = convert(walk, value, walk.graph.type_of(ref), route, ref, keeps)
     walk.heap.drop(value.storage)

@@ -34,4 +34,4 @@ def shares_of(node: Node) -> tuple[int, ...]:
 
 def enters_before(assignment: Assignment, name: str, readers: tuple[int, ...]) -> bool:
     """Whether a parameter enters the program before the first block, since several read it or it is converted there."""
-    return len(readers) > 1 or bool(assignment.relay_route(Ref(name)))
+    return len(readers) > 1 or bool(assignment.shared_route(Ref(name)))

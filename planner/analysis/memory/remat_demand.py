@@ -25,7 +25,10 @@ def is_asked(assignment: Assignment, instance: Instance, level: Level, of_weight
     space, nodes = assignment.space, instance.block.nodes
     if level == "none":
         return False
-    again, at_of = space.skeleton.again(instance.kind, level), {node.name: at for at, node in enumerate(nodes)}
+    again, at_of = (
+        space.decision_graph.blocks.again(instance.kind, level),
+        {node.name: at for at, node in enumerate(nodes)},
+    )
     reads_weights = _reading_weights(space, nodes) if of_weights else at_of.keys()
     for at, node in enumerate(nodes):
         results = [Ref(node.name, index) for index in range(len(node.results))]
@@ -67,6 +70,6 @@ def gathered_again(assignment: Assignment, instance: Instance, level: Level, of_
 def _is_converted(assignment: Assignment, node: Node, position: int) -> bool:
     """Whether an operand is other memory in the layout in which an operator takes it."""
     is_param = assignment.space.graph.by_name[node.inputs[position].node].op == "param"
-    if is_param and assignment.space.brings_once:
+    if is_param and assignment.space.unsharding.brings_once:
         return False
     return any(step.rule != "I>R" for step in assignment.operand_route(node, position))

@@ -24,13 +24,13 @@ class UnevenError(Exception):
 
 
 def skipped_leaves(walk: Walk) -> dict[str, int]:
-    """The leaves that only an instance reads which is not followed -> for how many of its role it stands."""
-    own, role_of = walk.space.skeleton.own, walk.space.role_of
+    """The leaves that only an instance reads which is not followed -> for how many of its variable it stands."""
+    own, variable_of = walk.space.decision_graph.variables.own, walk.space.variable_of
     numbers = (each for skip in walk.skips for each in range(skip.start, skip.end))
     names = (ref.node for each in numbers for ref in walk.instances[each].block.inputs)
     found = [name for name in names if name in own]
-    times = Counter(role_of[name] for name in found)
-    return {name: times.pop(role_of[name], 0) for name in found}
+    times = Counter(variable_of[name] for name in found)
+    return {name: times.pop(variable_of[name], 0) for name in found}
 
 
 def skip_over(walk: Walk, skip: Skip, values: dict[Ref, Value]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.formulation.assignment import Assignment
-from planner.formulation.decisions import Role
+from planner.formulation.variables import Variable
 from planner.ir.graph import Node, Ref
 from planner.ir.repetition import Run, periodic
 
@@ -63,12 +63,14 @@ class Wiring:
         self.assignment, self.space = assignment, assignment.space
         self.instances = self.space.folded.instances
         self._leaving = frozenset(self.space.leaving)
-        self._converted: dict[Role, bool] = {}
+        self._converted: dict[Variable, bool] = {}
         self.made: dict[Ref, int] = {}
         self.last: dict[Ref, int] = {}
         numbers: dict[object, int] = {}
         self.labels = []
-        for number, (instance, (kind, nth)) in enumerate(zip(self.instances, self.space.skeleton.numbers, strict=True)):
+        for number, (instance, (kind, nth)) in enumerate(
+            zip(self.instances, self.space.decision_graph.blocks.numbers, strict=True)
+        ):
             self.made.update(dict.fromkeys(instance.block.outputs, number))
             self.last.update(dict.fromkeys(instance.block.outputs, number))
             self.last.update(dict.fromkeys(instance.block.inputs, number))
@@ -87,21 +89,21 @@ class Wiring:
         yield Run(start, run.end, run.period)
 
     def _entering(self, number: int) -> list[object]:
-        """For each input of an instance its role, and how long ago it was made: a leaf that stays as it is, never."""
+        """For each input of an instance its variable, and how long ago it was made: a leaf as it is stored, never."""
         found: list[object] = []
         for ref in self.instances[number].block.inputs:
-            role, made = self.space.role_of[ref.node], self.made.get(ref)
-            if made is None and self._is_converted(role, ref):
+            variable, made = self.space.variable_of[ref.node], self.made.get(ref)
+            if made is None and self._is_converted(variable, ref):
                 found.append(ref)
             else:
-                found.append((role, ref.index, None if made is None else number - made))
+                found.append((variable, ref.index, None if made is None else number - made))
         return found
 
-    def _is_converted(self, role: Role, leaf: Ref) -> bool:
-        """Whether leaves of a role are converted where they enter."""
-        if role not in self._converted:
-            self._converted[role] = bool(self.assignment.relay_route(leaf))
-        return self._converted[role]
+    def _is_converted(self, variable: Variable, leaf: Ref) -> bool:
+        """Whether leaves of a variable are converted where they enter."""
+        if variable not in self._converted:
+            self._converted[variable] = bool(self.assignment.shared_route(leaf))
+        return self._converted[variable]
 
     def _enters_again(self, before: int, number: int, theirs: list[object], ours: list[object]) -> bool:
         """Whether instance ``number`` finds its values as ``before`` did: the same, or others in the same way."""

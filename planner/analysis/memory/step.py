@@ -8,7 +8,7 @@ from dataclasses import replace
 from planner.analysis.memory.autograd_tape import Tape, Value
 from planner.analysis.memory.backward import run_backward
 from planner.analysis.memory.bring import bucket_bytes, following_of
-from planner.analysis.memory.forward import output_at, relay, run
+from planner.analysis.memory.forward import output_at, reshard_shared, run
 from planner.analysis.memory.offloadable import Saves, first_of
 from planner.analysis.memory.readers import enters_before, readers_of
 from planner.analysis.memory.skip import ENDS, UnevenError, fill_in, skip_over, skipped_leaves
@@ -60,7 +60,7 @@ def follow(walk: Walk) -> Usage:
     heap.moment("forward")
     if walk.space.cost.cluster.backend == "gloo" and not walk.is_away:  # see autopar/runtime/host/gradient_buckets.py
         walk.buckets = heap.new("gradients", "gradients", bucket_bytes(walk, values))
-    values = {ref: relay(walk, ref, value) for ref, value in values.items()}
+    values = {ref: reshard_shared(walk, ref, value) for ref, value in values.items()}
     received, sent = _received_by(walk), _crossing_after(walk, walk.blocks.stop - 1)
     if walk.saves is None:  # else what saves them holds them, once the program has returned
         for value in received.values():
@@ -77,7 +77,7 @@ def follow(walk: Walk) -> Usage:
         heap.enter("forward", number)
         instance = walk.instances[number]
         inputs, before = {ref: values[ref] for ref in instance.block.inputs}, len(walk.tapes)
-        values.update(run(walk, instance, walk.space.skeleton.numbers[number][1], inputs))
+        values.update(run(walk, instance, walk.space.decision_graph.blocks.numbers[number][1], inputs))
         for ref in dropped.get(number, ()):
             if ref in values:
                 heap.drop(values.pop(ref).storage)
@@ -141,7 +141,7 @@ def _received_by(walk: Walk) -> dict[Ref, Value]:
     """What comes from the stage before, held; its gradients stay until they are sent back."""
     found = {}
     for ref in _crossing_after(walk, walk.blocks.start - 1):
-        size = local_bytes(walk.graph.type_of(ref), walk.assignment.delivered(ref), walk.mesh)
+        size = local_bytes(walk.graph.type_of(ref), walk.assignment.consumer_layout(ref), walk.mesh)
         made = None
         if ref in walk.graph.differentiated:
             tape = walk.tape(ref.node, 1)

@@ -38,8 +38,7 @@ from planner.analysis.offload.chunks import (
     update,
     updated_early,
 )
-from planner.analysis.pipeline.chain import Link as BlockLink
-from planner.analysis.pipeline.chain import links_of
+from planner.analysis.pipeline.chain import Link, links_of
 from planner.analysis.pipeline.leaf_memory import Leaves
 from planner.analysis.pipeline.staged import Staged
 from planner.cost.cluster import Home
@@ -51,7 +50,7 @@ from planner.formulation.training import Tier
 from planner.ir.graph import Ref
 from planner.ir.layout import MICRO, Shard
 from planner.solve.pipeline.schedule import Action, schedule
-from planner.solve.transfers import Item, Link, Moment, Trace, TransferSchedule, Use, simulate
+from planner.solve.transfers import Item, ItemUse, Moment, TierLink, Trace, TransferSchedule, simulate
 
 UPDATE, UPDATE_THERE = "update", "update what stays"
 OUTPUTS = "outputs"
@@ -121,7 +120,7 @@ class RankStep:
         held = home_bytes(self.assignment, stays)
         early = {chunk.entered: chunk for chunk in updated_early(self.assignment, trained)}
         moments: list[Moment] = []
-        uses: dict[str, list[Use]] = {name: [] for chunk in moves for name in (parameters(chunk), gradients(chunk))}
+        uses: dict[str, list[ItemUse]] = {name: [] for chunk in moves for name in (parameters(chunk), gradients(chunk))}
         for at, (action, others) in enumerate(zip(self.actions, self._of_others, strict=True)):
             is_again = any(each.kind != "F" and each.stage == action.stage for each in self.actions[:at])
             for number in self._entered(action, moves):
@@ -129,11 +128,11 @@ class RankStep:
                 moments.append(self._moment(name, number, action, others + held, is_again))
                 for chunk in self._read_by.get(number, ()):
                     if chunk in moves and (action.kind == "F" or self._reads_again(chunk, number)):
-                        uses[parameters(chunk)].append(Use(name))
+                        uses[parameters(chunk)].append(ItemUse(name))
                 for chunk in self._made_by.get(number, ()) if action.kind != "F" else ():
                     if chunk in moves:
                         made = uses[gradients(chunk)]
-                        made.append(Use(name, "rw" if made else "w"))
+                        made.append(ItemUse(name, "rw" if made else "w"))
                 if action.kind != "F" and number in early:
                     moments.append(Moment(update(early[number]), self.update_s(early[number], "host"), on="host"))
         if self.staged is not None:  # beside all micro-batches' what they are put together into
@@ -147,12 +146,12 @@ class RankStep:
         for chunk in moves:
             own = update(chunk) if chunk in early.values() else UPDATE
             # Whatever is not trained, and what is updated by then, may be changed between steps, too.
-            ends = [Use(moment, "rw") for moment in dict.fromkeys((own, UPDATE))]
+            ends = [ItemUse(moment, "rw") for moment in dict.fromkeys((own, UPDATE))]
             items.append(Item(parameters(chunk), chunk.bytes, (*uses[parameters(chunk)], *ends)))
             if uses[gradients(chunk)]:
-                items.append(Item(gradients(chunk), chunk.gradient_bytes, (*uses[gradients(chunk)], Use(own))))
+                items.append(Item(gradients(chunk), chunk.gradient_bytes, (*uses[gradients(chunk)], ItemUse(own))))
         items += self._saved_items()
-        link = Link(self.home.fetch_bytes_per_s, self.home.evict_bytes_per_s)
+        link = TierLink(self.home.fetch_bytes_per_s, self.home.evict_bytes_per_s)
         return Trace(tuple(moments), tuple(items), {"host": link})
 
     def _saved_items(self) -> list[Item]:
@@ -161,8 +160,8 @@ class RankStep:
         for there in (action for action in self.actions if action.kind == "F"):
             again = Action(there.stage, "B", there.micro_batch)
             for saved in self.usages[there.stage].saved:
-                back = (Use(self._called(number, again)) for number in reversed(saved.savers))
-                uses = (Use(self._called(saved.left, there), "w"), *back)
+                back = (ItemUse(self._called(number, again)) for number in reversed(saved.savers))
+                uses = (ItemUse(self._called(saved.left, there), "w"), *back)
                 name = of_micro_batch(saved_item(self.assignment, saved), self._micro_batch(there))
                 found.append(Item(name, saved.bytes, uses))
         return found
@@ -271,7 +270,7 @@ class RankStep:
             sides = ((stage - 1, blocks.start - 1), (stage + 1, blocks.stop - 1))
             for last in (last for other, last in sides if 0 <= other < len(placed) and placed[other] != self.rank):
                 for ref in behind[last]:
-                    size = local_bytes(graph.type_of(ref), self.assignment.delivered(ref), mesh)
+                    size = local_bytes(graph.type_of(ref), self.assignment.consumer_layout(ref), mesh)
                     found += size * (1 + (ref in graph.differentiated))
         return found
 
@@ -310,10 +309,10 @@ class RankStep:
     @cached_property
     def _seconds(self) -> dict[tuple[Direction, int], float]:
         """Seconds on the device of every block, by direction and number."""
-        recompute, skeleton = self.assignment.recompute, self.assignment.space.skeleton
-        links = self.staged.links if self.staged else links_of(self.assignment, used(recompute, skeleton.folded))
+        recompute, decision_graph = self.assignment.recompute, self.assignment.space.decision_graph
+        links = self.staged.links if self.staged else links_of(self.assignment, used(recompute, decision_graph.folded))
         found: dict[tuple[Direction, int], float] = {}
-        for number, (link, (kind, nth)) in enumerate(zip(links, skeleton.numbers, strict=True)):
+        for number, (link, (kind, nth)) in enumerate(zip(links, decision_graph.blocks.numbers, strict=True)):
             found["forward", number] = link.block.forward_s + link.gather_s
             found["backward", number] = link.block.input_s + link.block.weight_s + link.reduce_s
             found["backward", number] += _again_s(link, recompute.level(kind, nth))
@@ -361,6 +360,6 @@ def without(table: TransferSchedule, left: Collection[Moment]) -> TransferSchedu
     return replace(table, trace=replace(table.trace, moments=moments))
 
 
-def _again_s(link: BlockLink, level: Level) -> float:
+def _again_s(link: Link, level: Level) -> float:
     ways = dict(zip(link.levels, link.block.savings, strict=True))
     return ways[level].recompute_s if level in ways else 0.0

@@ -1,7 +1,7 @@
 """Chain: the blocks of an assignment, one after another, as a pipeline is cut from them.
 
 An assignment says how one stage's ranks share each block; here its blocks, in the order of the graph, become a chain of
-:class:`planner.solve.pipeline.stages.Block`: seconds and bytes of one micro-batch on one rank, with the levels of
+:class:`planner.solve.pipeline.stages.ChainBlock`: seconds and bytes of one micro-batch on one rank, with the levels of
 recomputation as ways to save. What happens once a step is told apart: the update, and gathering parameters and reducing
 gradients, unless each micro-batch does so.
 """
@@ -27,7 +27,7 @@ from planner.ir.layout import MICRO, PIPELINE, Axis, Layout
 from planner.ops import OPS
 from planner.ops.table import contraction_flops
 from planner.solve.pipeline.schedule import versions
-from planner.solve.pipeline.stages import Block, Chain, Cut, Pipeline, Saving
+from planner.solve.pipeline.stages import Chain, ChainBlock, Cut, Pipeline, RematOption
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Link:
-    """One block of the chain, and what :class:`planner.solve.pipeline.stages.Block` leaves out.
+    """One block of the chain, and what :class:`planner.solve.pipeline.stages.ChainBlock` leaves out.
 
     Attributes:
         communication_s: what of the block's seconds is communication.
@@ -78,7 +78,7 @@ class Link:
         uses: of the parameters that several operators of the model read.
     """
 
-    block: Block
+    block: ChainBlock
     communication_s: float
     gather_s: float
     reduce_s: float
@@ -196,7 +196,7 @@ class _Chain:
         back = sum(size for ref, size in sizes.items() if ref in self.graph.differentiated)
         leaves = self.leaves.first_read[number]
         shared = tuple(name for name in leaves if self.leaves.is_read_elsewhere(name))
-        entered = tuple(self.assignment.delivered(ref) for ref in instance.block.inputs)
+        entered = tuple(self.assignment.consumer_layout(ref) for ref in instance.block.inputs)
         left = tuple((self.space.is_read(ref), self._leaving(ref)) for ref in instance.block.outputs)
         first = tuple(self._savers.get(ref, [number])[0] == number for ref in instance.block.inputs)
         key = (instance.kind, entered, left, shared, first, sum(sizes.values()), back)
@@ -214,12 +214,12 @@ class _Chain:
     def _shared(self) -> dict[str, Shared]:
         """The leaves that several blocks read."""
         readers = Counter(name for each in self.folded.instances for name in {ref.node for ref in each.block.inputs})
-        pair, times = Axis(PIPELINE, 2, self.space.stages * self.space.mesh.size // 2), self.space.brought
+        pair, times = Axis(PIPELINE, 2, self.space.stages * self.space.mesh.size // 2), self.space.unsharding.brought
         found: dict[str, Shared] = {}
         for leaf in (leaf for leaf in self.graph.leaves if readers[leaf.name] > 1 and self.space.stages > 1):
             name = leaf.name
-            layout, delivered = self.assignment.produced(Ref(name)), self.assignment.delivered(Ref(name))
-            gather_s, reduce_s = self._conversion(Ref(name), layout, delivered)
+            layout, wanted = self.assignment.produced(Ref(name)), self.assignment.consumer_layout(Ref(name))
+            gather_s, reduce_s = self._conversion(Ref(name), layout, wanted)
             size = local_bytes(leaf.results[0], layout, self.space.mesh) if leaf.op == "param" else 0
             is_summed = leaf.op == "param" and leaf.results[0].grad
             sum_s = self.space.cost.collective_s("all_reduce", pair, size) if is_summed else 0.0
@@ -237,7 +237,7 @@ class _Chain:
         for name in leaves:
             layout = self.assignment.produced(Ref(name))
             sums.update_s += self.space.storage(self.graph.by_name[name], layout)[0]
-            self._convert_once(sums, Ref(name), layout, self.assignment.delivered(Ref(name)))
+            self._convert_once(sums, Ref(name), layout, self.assignment.consumer_layout(Ref(name)))
         for node in instance.block.nodes:
             self._run(sums, node)
         parts = self.leaves.parts(number)
@@ -251,11 +251,11 @@ class _Chain:
         again_s = [self._again_s(number, level) for level in levels]
         saved = tuple(self._saved(number, level) for level in levels)
         savings = tuple(
-            Saving(made_s + gathered_s, self._bytes_of(number, places, level) + brought.saved_bytes(level))
+            RematOption(made_s + gathered_s, self._bytes_of(number, places, level) + brought.saved_bytes(level))
             for (made_s, gathered_s), level, places in zip(again_s, levels, saved, strict=True)
         )
         return Link(
-            block=Block(
+            block=ChainBlock(
                 name=self.folded.names[instance.kind],
                 forward_s=sums.forward_s,
                 input_s=sums.input_s,
@@ -313,7 +313,7 @@ class _Chain:
         """
         there_s, back_s = self._conversion(ref, source, target)
         summed_s = self._summed_s(ref, source, target)
-        if not self.space.brings_once:
+        if not self.space.unsharding.brings_once:
             sums.forward_s += there_s
             sums.weight_s += back_s
             sums.communication_s += there_s + back_s - summed_s * self.space.mesh.micro_batches
@@ -326,10 +326,10 @@ class _Chain:
         """Reshardings of a node's operands, each value to each layout once, then of what it delivers."""
         assignment = self.assignment
         wanted = dict.fromkeys(zip(node.inputs, assignment.choice(node).operands, strict=True))
-        found = [(ref, assignment.delivered(ref), layout) for ref, layout in wanted]
+        found = [(ref, assignment.consumer_layout(ref), layout) for ref, layout in wanted]
         for ref in (Ref(node.name, index) for index in range(len(node.results))):
-            found.append((ref, assignment.produced(ref), assignment.delivered(ref)))
-            found += [(ref, assignment.delivered(ref), layout) for layout in self._leaving(ref)]
+            found.append((ref, assignment.produced(ref), assignment.consumer_layout(ref)))
+            found += [(ref, assignment.consumer_layout(ref), layout) for layout in self._leaving(ref)]
         return [(ref, source, target) for ref, source, target in found if source != target]
 
     def _leaving(self, ref: Ref) -> tuple[Layout, ...]:
@@ -377,7 +377,11 @@ class _Chain:
             sizes = map(len, self.folded.kinds)
             recompute = Recompute(tuple(Amount.of({each: size}) for each, size in zip(last, sizes, strict=True)))
         return tuple(
-            tuple(place for place in self.space.skeleton.charge(node, recompute) if not self._is_held(node, place))
+            tuple(
+                place
+                for place in self.space.decision_graph.blocks.charge(node, recompute)
+                if not self._is_held(node, place)
+            )
             for node in instance.block.nodes
         )
 
@@ -401,20 +405,20 @@ class _Chain:
         if level == "none":
             return 0.0, 0.0
         instance, space, made_s, gathered_s = self.folded.instances[number], self.space, 0.0, 0.0
-        again = space.skeleton.again(instance.kind, level)
+        again = space.decision_graph.blocks.again(instance.kind, level)
         for at, node in enumerate(instance.block.nodes):
             choice = self.assignment.choice(node)
             if at in again.operators:
                 work = space.work(node, choice)
                 made_s += work.forward_s + work.inner_forward_s
             wanted = {(node.inputs[i], choice.operands[i]) for i in again.taken[at]}
-            moves = [(ref, self.assignment.delivered(ref), to) for ref, to in wanted]
+            moves = [(ref, self.assignment.consumer_layout(ref), to) for ref, to in wanted]
             made = [Ref(node.name, index) for index in range(len(node.results)) if (at, index) in again.values]
-            moves += [(ref, self.assignment.produced(ref), self.assignment.delivered(ref)) for ref in made]
+            moves += [(ref, self.assignment.produced(ref), self.assignment.consumer_layout(ref)) for ref in made]
             for ref, source, target in moves:
                 seconds = self._conversion(ref, source, target)[0]
                 if self.graph.by_name[ref.node].op != "param":
                     made_s += seconds
-                elif not space.brings_once:
+                elif not space.unsharding.brings_once:
                     gathered_s += seconds
         return made_s, gathered_s

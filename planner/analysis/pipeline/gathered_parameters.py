@@ -23,7 +23,7 @@ def dropped_bytes(assignment: Assignment, instance: Instance, level: Level) -> i
     """Bytes that an instance has recomputed while it runs its backward, at a level of recomputation."""
     if level == "none":
         return 0
-    again = assignment.space.skeleton.again(instance.kind, level)
+    again = assignment.space.decision_graph.blocks.again(instance.kind, level)
     dropped = sum(
         assignment.space.bytes_of(node, assignment.choice(node), places)
         for node, places in zip(instance.block.nodes, again.dropped, strict=True)
@@ -37,7 +37,7 @@ def owned(assignment: Assignment, instance: Instance, level: Level, *, again: bo
     Args:
         again: of those that draw again at a level of recomputation; else of the others, which keep it from forward on.
     """
-    found = assignment.space.skeleton.again(instance.kind, level).drawing if level != "none" else ()
+    found = assignment.space.decision_graph.blocks.again(instance.kind, level).drawing if level != "none" else ()
     for at, node in enumerate(instance.block.nodes):
         if (at in found) == again:
             size = assignment.space.own_bytes(node, assignment.choice(node))
@@ -96,11 +96,11 @@ class GatheredParameters:
 def savers_of(assignment: Assignment) -> dict[Ref, list[int]]:
     """The parameters that each micro-batch gathers before all blocks -> the blocks whose backward reads them again."""
     space, found = assignment.space, defaultdict[Ref, list[int]](list)
-    if space.brings_once:
+    if space.unsharding.brings_once:
         return {}
-    before = {leaf for leaf in space.skeleton.relayed_leaves if _grows(assignment, leaf)}
+    before = {leaf for leaf in space.decision_graph.variables.resharded_leaves if _grows(assignment, leaf)}
     for number, instance in enumerate(space.folded.instances):
-        first, backward = space.folded.kinds[instance.kind][0], space.skeleton.backward(instance.kind)
+        first, backward = space.folded.kinds[instance.kind][0], space.decision_graph.blocks.backward(instance.kind)
         for ref, like in zip(instance.block.inputs, first.block.inputs, strict=True):
             if ref in before and like in backward.read:
                 found[ref].append(number)
@@ -109,11 +109,11 @@ def savers_of(assignment: Assignment) -> dict[Ref, list[int]]:
 
 def _grows(assignment: Assignment, leaf: Ref) -> bool:
     """Whether a parameter is gathered before all blocks."""
-    space, (stored, delivered) = assignment.space, (assignment.produced(leaf), assignment.delivered(leaf))
-    if space.graph.by_name[leaf.node].op != "param" or stored == delivered:
+    space, (stored, shared) = assignment.space, (assignment.produced(leaf), assignment.consumer_layout(leaf))
+    if space.graph.by_name[leaf.node].op != "param" or stored == shared:
         return False
     tensor = space.graph.type_of(leaf)
-    return local_bytes(tensor, delivered, space.mesh) > local_bytes(tensor, stored, space.mesh)
+    return local_bytes(tensor, shared, space.mesh) > local_bytes(tensor, stored, space.mesh)
 
 
 def gathered_by(assignment: Assignment, number: int, saved: Mapping[Ref, Sequence[int]]) -> GatheredParameters:
@@ -123,10 +123,13 @@ def gathered_by(assignment: Assignment, number: int, saved: Mapping[Ref, Sequenc
         saved: see :func:`savers_of`; the first of them counts what all need.
     """
     space = assignment.space
-    if space.brings_once:
+    if space.unsharding.brings_once:
         return GatheredParameters()
     instance = space.folded.instances[number]
-    backward, taken = space.skeleton.backward(instance.kind), space.skeleton.again(instance.kind, "gathered").taken
+    backward, taken = (
+        space.decision_graph.blocks.backward(instance.kind),
+        space.decision_graph.blocks.again(instance.kind, "gathered").taken,
+    )
     found = GatheredParameters()
     for at, node in enumerate(instance.block.nodes):
         places = {key: i for i, key in enumerate(zip(node.inputs, assignment.choice(node).operands, strict=True))}
@@ -134,17 +137,17 @@ def gathered_by(assignment: Assignment, number: int, saved: Mapping[Ref, Sequenc
             if space.graph.by_name[ref.node].op != "param":
                 continue
             tensor = space.graph.type_of(ref)
-            delivered, used = (local_bytes(tensor, each, space.mesh) for each in (assignment.delivered(ref), layout))
-            if used > delivered:
+            shared, used = (local_bytes(tensor, each, space.mesh) for each in (assignment.consumer_layout(ref), layout))
+            if used > shared:
                 again, is_read = place in taken[at], backward.tensors[at][place] in backward.read
                 found.own[ref.node] += used
-                found.parts[ref.node] += delivered
+                found.parts[ref.node] += shared
                 found.lets_go[ref.node] += used * again
                 found.stays[ref.node] += used * (is_read and not again)
                 found.gradients[node.name] += used * tensor.grad
     for ref in instance.block.inputs:
         if _grows(assignment, ref) and number in (saved.get(ref) or [number])[:1]:
-            size = local_bytes(space.graph.type_of(ref), assignment.delivered(ref), space.mesh)
+            size = local_bytes(space.graph.type_of(ref), assignment.consumer_layout(ref), space.mesh)
             found.before[ref.node] += size
             found.stays[ref.node] += size * (ref in saved)
     return found

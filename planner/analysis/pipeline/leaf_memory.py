@@ -115,9 +115,9 @@ class Leaves:
         with.
         """
         own, found = self.first_read[number], Parts()
-        whole = Counter({name: self.relayed(name) for name in own})
-        for ref, layout in self._taken(number) if self.space.brings_once else ():
-            whole[ref.node] += self.gathered(ref, self.assignment.delivered(ref), layout)
+        whole = Counter({name: self.resharded(name) for name in own})
+        for ref, layout in self._taken(number) if self.space.unsharding.brings_once else ():
+            whole[ref.node] += self.gathered(ref, self.assignment.consumer_layout(ref), layout)
         for name in dict.fromkeys((*own, *(+whole))):
             if name in own:
                 found += self._stored(name, whole[name], is_late=whole[name] > 0 and self._is_late(name, number))
@@ -131,15 +131,17 @@ class Leaves:
         gathered before all blocks one by one.
         """
         sent = [part._replace(words=SENT, use="temporary") for part in gradients if part.words == WHOLE]
-        alone = [(part,) for part in sent if self.relayed(part.leaf)]
-        together = tuple(part for part in sent if not self.relayed(part.leaf))
+        alone = [(part,) for part in sent if self.resharded(part.leaf)]
+        together = tuple(part for part in sent if not self.resharded(part.leaf))
         return (
-            max([together, *alone], key=lambda each: sum(part.bytes for part in each)) if self.space.brings_once else ()
+            max([together, *alone], key=lambda each: sum(part.bytes for part in each))
+            if self.space.unsharding.brings_once
+            else ()
         )
 
     def is_read_elsewhere(self, name: str) -> bool:
         """Whether a leaf is none of a block's own."""
-        return len(self.space.role_of[name]) == 2
+        return len(self.space.variable_of[name]) == 2
 
     def _taken(self, number: int) -> Iterator[tuple[Ref, Layout]]:
         """What operators of a block read, in which layout, each once for each operator."""
@@ -149,9 +151,9 @@ class Leaves:
     def _ways(self, number: int) -> Iterator[tuple[Ref, Layout, Layout]]:
         """The leaves of a block on their way to what its operators read."""
         for name in self.first_read[number]:
-            yield Ref(name), self._stored_as(name), self._relayed_as(name)
+            yield Ref(name), self._stored_as(name), self._consumer_layout(name)
         for ref, layout in self._taken(number):
-            yield ref, self.assignment.delivered(ref), layout
+            yield ref, self.assignment.consumer_layout(ref), layout
 
     def _is_late(self, name: str, number: int) -> bool:
         """Whether all that read a parameter read it gathered once a step, so that its gradient as it is stored comes at
@@ -159,10 +161,12 @@ class Leaves:
         """
         if not self._is_gathered_twice(name):
             return False
-        if self.relayed(name):
+        if self.resharded(name):
             return True
         taken = [layout for ref, layout in self._taken(number) if ref.node == name]
-        is_whole = (self.gathered(Ref(name), self.assignment.delivered(Ref(name)), layout) > 0 for layout in taken)
+        is_whole = (
+            self.gathered(Ref(name), self.assignment.consumer_layout(Ref(name)), layout) > 0 for layout in taken
+        )
         return not self.is_read_elsewhere(name) and all(is_whole)
 
     def _stored(self, name: str, whole: int, *, is_late: bool) -> Parts:
@@ -183,7 +187,7 @@ class Leaves:
             return Parts()
         size, versions = local_bytes(node.results[0], layout, self.mesh), self.versions
         gradient, state = Part(name, GRADIENT, "gradients", size), Part(name, STATE, "optimizer", all_bytes - 2 * size)
-        if whole and self.space.brings_once:
+        if whole and self.space.unsharding.brings_once:
             held = Part(name, STORED, "parameters", size), state
             return Parts(held, at_end=(gradient,)) if is_late else Parts(held, (gradient,))
         return Parts((Part(name, STORED, "parameters", size, versions), state, *self._before(gradient)), (gradient,))
@@ -195,7 +199,7 @@ class Leaves:
             whole: bytes of what it is gathered into; 0: it is used as it is stored.
         """
         gradient = Part(name, WHOLE, "gathered", whole)
-        if not whole or not self.space.brings_once:
+        if not whole or not self.space.unsharding.brings_once:
             return Parts(gradients=(gradient,)) if whole and self._is_trained(self.graph.by_name[name]) else Parts()
         gathered = Part(name, GATHERED, "gathered", whole, self.versions)
         if not self._is_gathered_twice(name):
@@ -219,7 +223,7 @@ class Leaves:
         for position, ref in enumerate(self.space.leaving):
             if ref in made:
                 layout = self.assignment.output_layout(position)
-                first = self.assignment.delivered(ref)[0] if micro_batches > 1 else layout[0]
+                first = self.assignment.consumer_layout(ref)[0] if micro_batches > 1 else layout[0]
                 size = local_bytes(self.graph.type_of(ref), (first, *layout[1:]), self.mesh)
                 times = (
                     (micro_batches if terms is None else terms)
@@ -235,10 +239,10 @@ class Leaves:
         """The parameters of a block that several operators read, there or in other blocks; none that each micro-batch
         gathers.
         """
-        instance, is_read = self.space.folded.instances[number], self.space.skeleton.readers
+        instance, is_read = self.space.folded.instances[number], self.space.decision_graph.variables.readers
         if self.space.training.tier != "device":
             return
-        once = self.space.brings_once
+        once = self.space.unsharding.brings_once
         leaves = (ref for ref in instance.block.inputs if self._is_trained(self.graph.by_name[ref.node]))
         several = {ref for ref in leaves if is_read(ref) > 1}
         readers = Counter[tuple[Ref, Layout]]()
@@ -247,8 +251,8 @@ class Leaves:
             readers.update({(ref, layout) for ref, layout in uses if ref in several})
         for (ref, layout), count in readers.items():
             size = local_bytes(self.graph.type_of(ref), layout, self.mesh)
-            is_gathered = self.gathered(ref, self.assignment.delivered(ref), layout) > 0
-            if once or not (is_gathered or self.relayed(ref.node)):
+            is_gathered = self.gathered(ref, self.assignment.consumer_layout(ref), layout) > 0
+            if once or not (is_gathered or self.resharded(ref.node)):
                 held = self.versions * size if once and not is_gathered else 0
                 yield Use(ref.node, count, size if once else 2 * size, held, not once)  # it waits, and the sum comes
 
@@ -257,10 +261,12 @@ class Leaves:
         if source == target or not self._is_trained(self.graph.by_name[ref.node]) or space.training.tier != "device":
             return 0
         steps = space.table(ref).route(source, target)
-        once = steps[: self.assignment.summed_first(ref, steps)] if not space.brings_once else steps
+        once = steps[: self.assignment.summed_first(ref, steps)] if not space.unsharding.brings_once else steps
         crosses = any(self.mesh.axes[step.axis].size > 1 and self.mesh.axes[step.axis].name != MICRO for step in once)
         size = local_bytes(self.graph.type_of(ref), once[-1].after, self.mesh) if crosses else 0
-        return 0 if self.gathered(ref, source, target) and space.brings_once else size  # which has one of its own
+        return (
+            0 if self.gathered(ref, source, target) and space.unsharding.brings_once else size
+        )  # which has one of its own
 
     def shared(self, name: str, *, is_saved: bool) -> Parts:
         """Of a leaf on another rank, whose blocks read it too.
@@ -268,7 +274,7 @@ class Leaves:
         Args:
             is_saved: whether that rank holds what each micro-batch gathers of it from forward to backward.
         """
-        whole = self.relayed(name)
+        whole = self.resharded(name)
         found = self._stored(name, whole, is_late=whole > 0 and self._is_gathered_twice(name))
         found += self._brought(name, whole)
         return found + Parts((Part(name, GATHERED, "gathered", whole),) * (is_saved and whole > 0))
@@ -278,9 +284,9 @@ class Leaves:
         cut = zip(self._stored_as(leaf.name), self.mesh.axes, strict=True) if leaf.op == "input" else ()
         return any(axis.name == MICRO and isinstance(local_type, Shard) for local_type, axis in cut)
 
-    def relayed(self, name: str) -> int:
+    def resharded(self, name: str) -> int:
         """Bytes of what a leaf is gathered into before all blocks."""
-        return self.gathered(Ref(name), self._stored_as(name), self._relayed_as(name))
+        return self.gathered(Ref(name), self._stored_as(name), self._consumer_layout(name))
 
     def gathered(self, ref: Ref, source: Layout, target: Layout) -> int:
         """Bytes of what a parameter is gathered into on its way from a layout to another."""
@@ -292,7 +298,7 @@ class Leaves:
 
     def _is_gathered_twice(self, name: str) -> bool:
         """Whether what a parameter is gathered into once a step has a gradient, to which micro-batches add."""
-        is_once = self.space.brings_once and self.mesh.micro_batches > 1
+        is_once = self.space.unsharding.brings_once and self.mesh.micro_batches > 1
         return is_once and self._is_trained(self.graph.by_name[name])
 
     def _is_trained(self, leaf: Node) -> bool:
@@ -301,5 +307,5 @@ class Leaves:
     def _stored_as(self, name: str) -> Layout:
         return self.assignment.produced(Ref(name))
 
-    def _relayed_as(self, name: str) -> Layout:
-        return self.assignment.delivered(Ref(name))
+    def _consumer_layout(self, name: str) -> Layout:
+        return self.assignment.consumer_layout(Ref(name))

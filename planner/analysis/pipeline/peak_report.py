@@ -232,7 +232,7 @@ class _Rank:
         ]
         again = list(there)
         if level != "none":
-            dropped = self.space.skeleton.again(instance.kind, level).dropped
+            dropped = self.space.decision_graph.blocks.again(instance.kind, level).dropped
             for node, places in zip(instance.block.nodes, dropped, strict=True):
                 again += (
                     Held(f"{self._at(node, place)} again", "temporary", self._bytes(node, place), block=number)
@@ -248,7 +248,7 @@ class _Rank:
             choice = self.assignment.choice(node)
             tensors, layouts = (*self.graph.input_types(node), *node.results), (*choice.operands, *choice.results)
             sizes = [local_bytes(tensor, at, self.space.mesh) for tensor, at in zip(tensors, layouts, strict=True)]
-            for pieces in self.space.skeleton.working(node).pieces(sizes, layouts):
+            for pieces in self.space.decision_graph.blocks.working(node).pieces(sizes, layouts):
                 alive = [
                     Held(_in_words(what, self._at(node, place)), "temporary", size, block=number)
                     for what, place, size in pieces

@@ -13,7 +13,7 @@ from planner.base.errors import PinError
 from planner.formulation.constraints.mesh_candidates import BATCH, batch_ranks
 from planner.formulation.constraints.pins import FREE_AXES, SIZES, Pins
 from planner.formulation.constraints.zero import check_zero, way_of, ways_of
-from planner.formulation.search_space import AllowLeaf
+from planner.formulation.node_options import AllowLeaf
 from planner.formulation.strategies import Allow, factor_at, tensors_of
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, Axis, I, Layout, Mesh, R, Shard

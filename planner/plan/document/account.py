@@ -13,11 +13,11 @@ from dataclasses import replace
 from planner.analysis.prediction import calls_by_block, conversions, sorted_calls
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.filters import ATTENTION, Labels, label_dims, labelled_parts
-from planner.formulation.decision_names import Section, fillings, pattern, role_names
-from planner.formulation.decisions import Role
+from planner.formulation.decision_names import Section, fillings, pattern, variable_names
 from planner.formulation.resharding import Collective, local_bytes
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
+from planner.formulation.variables import Variable
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, format_layout
 from planner.ops import OPS
@@ -25,27 +25,27 @@ from planner.ops.sharding_rule import AxisStrategy, find
 from planner.ops.table import contraction_flops
 from planner.plan.document.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
 
-Names = Mapping[Role, tuple[Section, str]]
+Names = Mapping[Variable, tuple[Section, str]]
 Meanings = Callable[[Node, Choice], tuple[str, ...]]
 
 
 def account(assignment: Assignment) -> Account:
     """Write down what an assignment makes of every operator and leaf."""
     space = assignment.space
-    names = role_names(space)
+    names = variable_names(space)
     moves = _moves(assignment, names)
     reads = _parameters_read(space)
     meaning_of = meanings(space)
     called = calls_by_block(assignment)
     ops: list[dict[str, OpDetail]] = [{} for _ in space.folded.kinds]
     leaves: dict[str, LeafDetail] = {}
-    for role, members in space.members.items():
-        section, name = names[role]
+    for variable, members in space.members.items():
+        section, name = names[variable]
         if isinstance(section, str):
-            leaves[name] = _leaf_detail(assignment, members, moves.get(("after", role), ()))
+            leaves[name] = _leaf_detail(assignment, members, moves.get(("after", variable), ()))
         else:
-            detail = _op_detail(assignment, role, names, meaning_of, reads)
-            before, after = moves.get(("before", role), ()), moves.get(("after", role), ())
+            detail = _op_detail(assignment, variable, names, meaning_of, reads)
+            before, after = moves.get(("before", variable), ()), moves.get(("after", variable), ())
             ops[section[1]][name] = replace(detail, before=tuple(before), after=tuple(after))
     blocks = [BlockDetail(each, tuple(sorted_calls(called.get(kind, {})))) for kind, each in enumerate(ops)]
     return Account(tuple(blocks), leaves)
@@ -63,10 +63,10 @@ def _leaf_detail(assignment: Assignment, members: Sequence[str], after: Iterable
 
 
 def _op_detail(
-    assignment: Assignment, role: Role, names: Names, meaning_of: Meanings, reads: Mapping[Ref, Ref]
+    assignment: Assignment, variable: Variable, names: Names, meaning_of: Meanings, reads: Mapping[Ref, Ref]
 ) -> OpDetail:
     space = assignment.space
-    graph, members = space.graph, space.members[role]
+    graph, members = space.graph, space.members[variable]
     node = graph.by_name[members[0]]
     choice, row, rule = assignment.choice(node), OPS.get(node.op), space.rules[node.name]
     work = space.work(node, choice)
@@ -84,7 +84,7 @@ def _op_detail(
         for position in places
     )
     operands = [
-        (_name_of(space, names, ref, role[1]), format_layout(layout))
+        (_name_of(space, names, ref, variable[1]), format_layout(layout))
         for ref, layout in zip(node.inputs, choice.operands, strict=True)
     ]
     paths = [graph.by_name[m].path for m in members]
@@ -108,13 +108,17 @@ def _op_detail(
 
 def _name_of_all(space: Space, names: Names, leaves: Sequence[str]) -> str:
     """What the parameters are called that an operator reads in the instances of its block."""
-    roles = {space.role_of[leaf] for leaf in leaves}
-    return names[roles.pop()][1] if len(roles) == 1 else pattern([space.graph.by_name[leaf].target for leaf in leaves])
+    variables = {space.variable_of[leaf] for leaf in leaves}
+    return (
+        names[variables.pop()][1]
+        if len(variables) == 1
+        else pattern([space.graph.by_name[leaf].target for leaf in leaves])
+    )
 
 
 def _name_of(space: Space, names: Names, ref: Ref, kind: object) -> str:
     """What a value is called in block ``kind``: a leaf, an operator of the block, or one of another block."""
-    section, name = names[space.role_of[ref.node]]
+    section, name = names[space.variable_of[ref.node]]
     name += f" result {ref.index}" if ref.index else ""
     away = isinstance(section, tuple) and section[1] != kind
     return f"{name} in {space.folded.names[section[1]]}" if away and isinstance(section, tuple) else name
@@ -123,14 +127,14 @@ def _name_of(space: Space, names: Names, ref: Ref, kind: object) -> str:
 # ---- reshardings -----------------------------------------------------------------------------------------------------
 
 
-def _moves(assignment: Assignment, names: Names) -> dict[tuple[str, Role], list[Move]]:
-    """Every resharding by where it happens: before an operator (role), or after the one that makes the value."""
+def _moves(assignment: Assignment, names: Names) -> dict[tuple[str, Variable], list[Move]]:
+    """Every resharding by where it happens: before an operator (variable), or after the one that makes the value."""
     space, graph = assignment.space, assignment.space.graph
-    found: dict[tuple[str, Role], dict[object, Move]] = {}
+    found: dict[tuple[str, Variable], dict[object, Move]] = {}
 
     for each, times in conversions(assignment):
-        role = space.role_of[each.reader or each.ref.node]
-        at = found.setdefault(("before" if each.reader else "after", role), {})
+        variable = space.variable_of[each.reader or each.ref.node]
+        at = found.setdefault(("before" if each.reader else "after", variable), {})
         key = (each.place, each.source, each.target)
         if key in at:
             at[key] = replace(at[key], times=at[key].times + times)
@@ -139,7 +143,7 @@ def _moves(assignment: Assignment, names: Names) -> dict[tuple[str, Role], list[
         pair = table.index[each.source], table.index[each.target]
         route = table.route(each.source, each.target)
         at[key] = Move(
-            _name_of(space, names, each.ref, role[1] if role[0] == "op" else None),
+            _name_of(space, names, each.ref, variable[1] if variable[0] == "op" else None),
             format_layout(each.source),
             format_layout(each.target),
             tuple(f"{step.rule} {space.mesh.axes[step.axis].name}" for step in route),

@@ -63,7 +63,7 @@ class BlockPlan:
     """One distinct block: how often it occurs, and the decision of each of its operators and values.
 
     ``ops`` maps ``"module path: operator"`` to the strategy on every axis (``"data:m tensor:n"``);
-    ``values`` maps the same keys to the layout in which a result with several readers is delivered;
+    ``values`` maps the same keys to the layout in which a result with several readers is found by them;
     ``at`` numbers its instances among all blocks in execution order; ``recompute`` says how many of them (the first
     ones) recompute in backward what they computed or gathered: ``{"full": 3, "selective": 2, "gathered": 1}``, see
     :mod:`planner.formulation.remat.levels`. For levels that are none of these, ``keeps`` has the operators whose
@@ -113,7 +113,7 @@ class Document:
         optimizer_bytes_per_element: of optimizer state, per parameter element, that it was planned with.
         inputs, parameters, buffers: layout of every leaf, one local type per axis, by original name
             (``*`` where the instances of a block share it).
-        values: layout in which leaves with several readers are delivered.
+        values: layout in which leaves with several readers are found by them.
         blocks: every distinct block once.
         outputs: layout of every output.
         predicted: the step's time, memory and collectives.

@@ -15,7 +15,7 @@ from functools import cached_property
 from planner.analysis.pipeline.staged import Staged
 from planner.base.errors import PlanError
 from planner.formulation.assignment import Assignment
-from planner.formulation.decision_names import role_names
+from planner.formulation.decision_names import variable_names
 from planner.formulation.remat.levels import LEVELS, Amount, Kept, Level, leanest_first
 from planner.formulation.search_space import Space
 from planner.ops.aliasing import shares
@@ -75,7 +75,7 @@ class Stated:
 
 def operators_of(space: Space) -> tuple[tuple[str, ...], ...]:
     """Of every kind of block, what a plan calls its operators, by position."""
-    names = role_names(space)
+    names = variable_names(space)
     return tuple(
         tuple(names["op", kind, at][1] for at in range(len(first.block.span)))
         for kind, (first, *_) in enumerate(space.folded.kinds)
@@ -126,7 +126,9 @@ def read_by_number(plan: Document, space: Space) -> tuple[Level, ...]:
         for number in numbers:
             kind = folded.instances[number].kind if number < len(found) else 0
             known = {
-                each: level for each, level in levels[kind].items() if level != "gathered" or not space.brings_once
+                each: level
+                for each, level in levels[kind].items()
+                if level != "gathered" or not space.unsharding.brings_once
             }
             is_alone = len(folded.kinds[kind]) == 1 and name != "gathered"
             if number >= len(found) or name not in known or is_alone:

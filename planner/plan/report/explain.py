@@ -20,9 +20,9 @@ from planner.analysis.memory.storages import Held, PeakReport
 from planner.base.errors import PlanError
 from planner.base.formatting import in_bytes, in_percent, in_seconds, shape_text, sizes_text
 from planner.formulation.assignment import Assignment
-from planner.formulation.decision_names import refined, role_names
-from planner.formulation.decisions import Role
+from planner.formulation.decision_names import refined, variable_names
 from planner.formulation.strategies import Choice
+from planner.formulation.variables import Variable
 from planner.ir.layout import Layout
 from planner.plan.document.account import Meanings, meanings
 from planner.plan.document.detail import LeafDetail, Move, OpDetail
@@ -358,30 +358,32 @@ class _Rival:
         self._assignment, self._deadline = assignment, deadline
         self._problem: Problem = space.problem(space.cost.cluster.device.usable_bytes, assignment.recompute)
         self._chosen = tuple(
-            next(i for i, option in enumerate(space.options[role]) if option == assignment.chosen[role])
-            for role in space.roles
+            next(i for i, option in enumerate(space.options[variable]) if option == assignment.chosen[variable])
+            for variable in space.variables
         )
         self._now: Evaluation = evaluate(self._problem, self._chosen)
         self._meaning_of: Meanings = meanings(space)
-        self._role_of = {name: role for role, name in role_names(space).items()}
+        self._variable_of = {name: variable for variable, name in variable_names(space).items()}
 
     def of_op(self, op: ExplainedOp) -> Alternative:
         """The best plan in which an operator shards something else (not merely the same on a mirrored mesh)."""
         space = self._assignment.space
         names = list(space.folded.names)
-        return self._without(self._role_of[("ops", names.index(op.block.name)), op.name])
+        return self._without(self._variable_of[("ops", names.index(op.block.name)), op.name])
 
     def of_leaf(self, leaf: ExplainedLeaf) -> Alternative:
         """The best plan in which a leaf is stored otherwise."""
         sections = ("parameters", "inputs", "buffers")
-        return self._without(next(self._role_of[s, leaf.name] for s in sections if (s, leaf.name) in self._role_of))
+        return self._without(
+            next(self._variable_of[s, leaf.name] for s in sections if (s, leaf.name) in self._variable_of)
+        )
 
-    def _without(self, role: Role) -> Alternative:
+    def _without(self, variable: Variable) -> Alternative:
         space = self._assignment.space
-        number = space.roles.index(role)
-        options = space.options[role]
-        now = self._mirrored(self._words(role, options[self._chosen[number]]))
-        allowed = np.array([self._mirrored(self._words(role, option)) != now for option in options])
+        number = space.variables.order.index(variable)
+        options = space.options[variable]
+        now = self._mirrored(self._words(variable, options[self._chosen[number]]))
+        allowed = np.array([self._mirrored(self._words(variable, option)) != now for option in options])
         if not allowed.any():
             return Alternative("")
         vertex = self._problem.vertices[number]
@@ -393,11 +395,11 @@ class _Rival:
         extra = found.time_s - self._now.time_s if found.feasible else math.inf
         changes = sum(
             self._words(each, space.options[each][mine]) != self._words(each, space.options[each][other])
-            for each, mine, other in zip(space.roles, self._chosen, answer.choices, strict=True)
-            if each in space.members and each != role
+            for each, mine, other in zip(space.variables, self._chosen, answer.choices, strict=True)
+            if each in space.members and each != variable
         )
         return Alternative(
-            self._say(role, options[answer.choices[number]]),
+            self._say(variable, options[answer.choices[number]]),
             0.0 if abs(extra) <= 1e-9 * self._now.time_s else extra,
             extra / self._now.time_s if self._now.time_s else 0.0,
             answer.status != "feasible",
@@ -405,11 +407,11 @@ class _Rival:
             changes,
         )
 
-    def _words(self, role: Role, option: Choice | Layout) -> tuple[str, ...]:
+    def _words(self, variable: Variable, option: Choice | Layout) -> tuple[str, ...]:
         """A decision, one word for each axis."""
         if isinstance(option, Choice):
             space = self._assignment.space
-            return self._meaning_of(space.graph.by_name[space.members[role][0]], option)
+            return self._meaning_of(space.graph.by_name[space.members[variable][0]], option)
         return tuple(map(str, option))
 
     def _mirrored(self, words: tuple[str, ...]) -> list[list[str]]:
@@ -425,9 +427,9 @@ class _Rival:
             groups.setdefault((axis.size, prices), []).append(word)
         return [sorted(group) for group in groups.values()]
 
-    def _say(self, role: Role, option: Choice | Layout) -> str:
+    def _say(self, variable: Variable, option: Choice | Layout) -> str:
         """A decision in words."""
-        words = self._words(role, option)
+        words = self._words(variable, option)
         if not isinstance(option, Choice):
             return f"stored {' '.join(words)}"
         names = self._assignment.space.mesh.names

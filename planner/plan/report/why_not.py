@@ -22,7 +22,7 @@ from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Decided
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decision_names import called, state_of
-from planner.formulation.decisions import Role
+from planner.formulation.variables import Variable
 from planner.ir.layout import MICRO
 from planner.plan.document.document import WITHOUT_GRAPH, Document
 from planner.search.branch_and_bound import Searched
@@ -231,9 +231,9 @@ def _seconds_by_block(assignment: Assignment) -> dict[str, float]:
     Communication belongs to the block that reads; what of it backward does not hide is spread over all that might
     have been hidden.
     """
-    space = Decided(assignment, assignment.space.skeleton)
+    space = Decided(assignment, assignment.space.decision_graph)
     problem = space.problem(None, assignment.recompute)
-    blocks = [_block(assignment, role) for role in space.roles]
+    blocks = [_block(assignment, variable) for variable in space.variables]
     time_s, background_s = dict.fromkeys(blocks, 0.0), dict.fromkeys(blocks, 0.0)
     for block, vertex in zip(blocks, problem.vertices, strict=True):
         time_s[block] += float(vertex.time_s[0])
@@ -249,7 +249,7 @@ def _seconds_by_block(assignment: Assignment) -> dict[str, float]:
 def _bytes_by_block(assignment: Assignment, memory: Usage) -> dict[str, int]:
     """Bytes at the peak by block: together the peak. Leaves belong to the block that alone reads them."""
     space, found = assignment.space, Counter[str]()
-    leaves = [(leaf, _block(assignment, space.role_of[leaf.name])) for leaf in space.graph.leaves]
+    leaves = [(leaf, _block(assignment, space.variable_of[leaf.name])) for leaf in space.graph.leaves]
     owners = {name: block for leaf, block in leaves for name in (called(leaf), state_of(leaf))}
     for held in memory.alive:
         if is_before(held.block):
@@ -260,14 +260,14 @@ def _bytes_by_block(assignment: Assignment, memory: Usage) -> dict[str, int]:
     return dict(found)
 
 
-def _block(assignment: Assignment, role: Role) -> str:
-    """The block that a role belongs to; blocks that a plan decides apart have one name."""
-    if role[0] == "relay":
-        assert isinstance(role[1], tuple)
-        return _block(assignment, role[1])
-    if len(role) != 3:
+def _block(assignment: Assignment, variable: Variable) -> str:
+    """The block that a variable belongs to; blocks that a plan decides apart have one name."""
+    if variable[0] == "reshard_point":
+        assert isinstance(variable[1], tuple)
+        return _block(assignment, variable[1])
+    if len(variable) != 3:
         return ELSEWHERE
-    return _name(assignment, int(str(role[1])))
+    return _name(assignment, int(str(variable[1])))
 
 
 def _name(assignment: Assignment, kind: int) -> str:

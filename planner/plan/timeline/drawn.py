@@ -16,7 +16,7 @@ from planner.plan.timeline.step import Event, Step
 from planner.plan.timeline.svg import svg
 from planner.plan.timeline.text import text
 from planner.plan.timeline.trace import trace
-from planner.solve.pipeline.simulate import Simulated
+from planner.solve.pipeline.simulate import SimulatedSchedule
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,7 +59,7 @@ class StepTimeline(Step):
 
 
 def predicted(
-    found: Simulated,
+    found: SimulatedSchedule,
     gather_s: Sequence[float],
     reduce_s: Sequence[float],
     update_s: Sequence[float],

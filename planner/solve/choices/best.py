@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from planner.solve.choices.model import Model, total
+from planner.solve.choices.model import ChoiceModel, total
 from planner.solve.problem import Ints, Problem, evaluate
 
 _TIE = 1e-9  # relative; an assignment must be better by this much to be looked for
 
 
-class Best:
+class BestFound:
     """Keeps the cheapest feasible assignment that it is offered; nothing above ``cutoff_s`` is worth looking for.
 
     ``lightest`` is what came nearest to fitting, while nothing fitted; ``bound_s`` is proven so far.
@@ -56,7 +56,7 @@ class Best:
         if found.feasible and found.time_s < self.objective_s:
             self._found = choices, found.time_s
 
-    def offer_assignment(self, model: Model, assignment: Ints) -> None:
+    def offer_assignment(self, model: ChoiceModel, assignment: Ints) -> None:
         """Keep a model's assignment if it is feasible and better."""
         totals = total(model, assignment)
         excess = totals.excess_bytes(model) if totals.allowed else math.inf

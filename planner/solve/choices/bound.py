@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.solve.choices.best import Best
-from planner.solve.choices.cheapest import Cheapest, Least, low_peak
-from planner.solve.choices.model import HALF_BYTE, Model, Totals, build_model, drop_forbidden, restrict
-from planner.solve.choices.relax import Box, Multipliers, Plane, plane
+from planner.solve.choices.best import BestFound
+from planner.solve.choices.cheapest import Cheapest, LeastWeighted, low_peak
+from planner.solve.choices.model import HALF_BYTE, ChoiceModel, Totals, build_model, drop_forbidden, restrict
+from planner.solve.choices.relax import Multipliers, Plane, TrustRegion, plane
 from planner.solve.problem import Problem, evaluate, least_bytes, most_bytes
 
 _STEPS = 14
@@ -43,9 +43,9 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
     end = _end(problem)
     if end is None:
         return Bounds(math.inf, math.inf)
-    is_limited, best, light = problem.limit_bytes is not None, Best(problem, math.inf), None
+    is_limited, best, light = problem.limit_bytes is not None, BestFound(problem, math.inf), None
     peak_bytes = problem.limit_bytes - end.room_bytes if problem.limit_bytes is not None else 0.0
-    time_s, box = -math.inf, Box(end.model, [], end.room_bytes)
+    time_s, box = -math.inf, TrustRegion(end.model, [], end.room_bytes)
     for (found,) in _climb((end,), box):
         time_s = max(time_s, found.bound_s)
         best.offer_assignment(found.least.model, found.least.assignment)
@@ -88,11 +88,11 @@ def almost_lightest(problem: Problem, slacks: Sequence[float], most: float = mat
     assert end is not None, "the assignment that was found is allowed"
     met = [end.cheapest.leanest]
     for limit in limits:
-        best = Best(replace(problem, limit_bytes=limit), math.inf)
+        best = BestFound(replace(problem, limit_bytes=limit), math.inf)
         for each in met:
             best.offer_assignment(each.model, each.assignment)
         limited = replace(end, room_bytes=end.room_bytes - (max(limits) - limit))
-        box = Box(end.model, [limited.plane(each) for each in met], limited.room_bytes)
+        box = TrustRegion(end.model, [limited.plane(each) for each in met], limited.room_bytes)
         for (found,) in _climb((limited,), box, box.highest()[0], _NEAR):
             met.append(found.least)
             best.offer_assignment(end.model, found.least.assignment)
@@ -110,10 +110,11 @@ def corners(problem: Problem) -> tuple[tuple[int, ...], ...]:
     if end is None:
         return ()
     free = max(
-        (found for (found,) in _climb((end,), Box(end.model, [], end.room_bytes))), key=lambda each: each.bound_s
+        (found for (found,) in _climb((end,), TrustRegion(end.model, [], end.room_bytes))),
+        key=lambda each: each.bound_s,
     )
 
-    def between(fast: Least, lean: Least, depth: int) -> list[Least]:
+    def between(fast: LeastWeighted, lean: LeastWeighted, depth: int) -> list[LeastWeighted]:
         first, last = fast.totals, lean.totals
         slower_s, fewer_bytes = mixed_s(last) - mixed_s(first), first.held_bytes - last.held_bytes
         if not depth or slower_s <= 0 or fewer_bytes <= 0:
@@ -134,14 +135,14 @@ def corners(problem: Problem) -> tuple[tuple[int, ...], ...]:
 
 
 @dataclass(frozen=True)
-class Between:
+class BoundBetween:
     """No assignment that fits takes less than ``time_s``; ``choices`` are those met at the best bound, to be tried."""
 
     time_s: float
     choices: tuple[tuple[int, ...], ...] = ()
 
 
-def lower_bound_between(first: Problem, last: Problem, enough_s: float = math.inf) -> Between:
+def lower_bound_between(first: Problem, last: Problem, enough_s: float = math.inf) -> BoundBetween:
     """A bound for every problem on the way from ``first`` to ``last``, whose costs change evenly between both.
 
     At a fixed mix and price the least weighted cost is a minimum of straight lines, so concave along the way: no
@@ -149,23 +150,23 @@ def lower_bound_between(first: Problem, last: Problem, enough_s: float = math.in
     """
     ends = tuple(end for end in (_end(first), _end(last)) if end is not None)
     if len(ends) < 2 or all(end.cheapest.leanest.bound > end.room_bytes for end in ends):
-        return Between(math.inf)
-    bound_s, best = -math.inf, tuple[_Found, ...]()
-    box = Box(ends[0].model, [end.plane(end.cheapest.leanest) for end in ends], ends[0].room_bytes)
+        return BoundBetween(math.inf)
+    bound_s, best = -math.inf, tuple[_EndBound, ...]()
+    box = TrustRegion(ends[0].model, [end.plane(end.cheapest.leanest) for end in ends], ends[0].room_bytes)
     for found in _climb(ends, box):
         if _least_s(found) > bound_s:
             bound_s, best = _least_s(found), found
         if bound_s >= enough_s:
             break
-    return Between(bound_s, tuple(dict.fromkeys(each.least.choices for each in best)))
+    return BoundBetween(bound_s, tuple(dict.fromkeys(each.least.choices for each in best)))
 
 
 @dataclass(frozen=True)
-class _Found:
+class _EndBound:
     """An end's cheapest assignment at some multipliers, its plane, and the bound that they give."""
 
     multipliers: Multipliers
-    least: Least
+    least: LeastWeighted
     plane: Plane
     bound_s: float
 
@@ -177,23 +178,23 @@ class _End:
     ``room_bytes`` may be held beside the operator that needs most for itself at least.
     """
 
-    model: Model
+    model: ChoiceModel
     cheapest: Cheapest
     room_bytes: float
 
-    def at(self, multipliers: Multipliers) -> _Found:
+    def at(self, multipliers: Multipliers) -> _EndBound:
         """The cheapest assignment."""
         least = self.cheapest.under(multipliers.weights(self.model))
-        return _Found(multipliers, least, self.plane(least), least.bound - multipliers.price * self.room_bytes)
+        return _EndBound(multipliers, least, self.plane(least), least.bound - multipliers.price * self.room_bytes)
 
-    def plane(self, least: Least) -> Plane:
+    def plane(self, least: LeastWeighted) -> Plane:
         """No multipliers give a bound above it."""
         return plane(self.model, least.totals, self.room_bytes)
 
 
 def _climb(
-    ends: tuple[_End, ...], box: Box, multipliers: Multipliers = _FREE, close: float = _CLOSE
-) -> Iterator[tuple[_Found, ...]]:
+    ends: tuple[_End, ...], box: TrustRegion, multipliers: Multipliers = _FREE, close: float = _CLOSE
+) -> Iterator[tuple[_EndBound, ...]]:
     """The ends at one point after another, each where the lowest plane so far is highest, up to where that is close.
 
     The step time is the larger of two sums, so any mix of them is a lower bound; bytes beyond the limit may be charged
@@ -213,7 +214,7 @@ def _climb(
             break
 
 
-def _least_s(found: tuple[_Found, ...]) -> float:
+def _least_s(found: tuple[_EndBound, ...]) -> float:
     """The bound for all that lies between the ends."""
     return min(each.bound_s for each in found)
 

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from planner.solve.choices.eliminate import Elimination, choice_bounds, decode, eliminate
-from planner.solve.choices.model import Model, Totals, Weights, drop_forbidden, restrict, total
+from planner.solve.choices.model import ChoiceModel, Totals, Weights, drop_forbidden, restrict, total
 from planner.solve.choices.tree import build_tree
 from planner.solve.choices.window import MAX_ENTRIES
 from planner.solve.problem import Ints
@@ -25,11 +25,11 @@ _REACHED = 1e-9  # relative distance at which a bound counts as reached
 
 
 @dataclass(frozen=True, eq=False)
-class Least:
+class LeastWeighted:
     """No assignment's weighted cost is below ``bound``; ``assignment``, of this part of the model, comes near it."""
 
     bound: float
-    model: Model
+    model: ChoiceModel
     assignment: Ints
 
     @property
@@ -46,27 +46,27 @@ class Least:
 class Cheapest:
     """Cheapest assignments of a model, under one set of weights after another."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: ChoiceModel):
         self._model = model
         self._tree = build_tree(model, _FEW_ENTRIES)
 
-    def under(self, weights: Weights) -> Least:
+    def under(self, weights: Weights) -> LeastWeighted:
         """The least weighted sum."""
         done = eliminate(self._model, self._tree, weights)
         assignment = decode(done)
         cost = _cost(done, assignment)
         if self._tree.exact or (cost < math.inf and cost - done.bound <= _REACHED * abs(cost)):
-            return Least(done.bound, self._model, assignment)
+            return LeastWeighted(done.bound, self._model, assignment)
         left = self._model if math.isinf(cost) else self._below(done, cost)
         exact = eliminate(left, build_tree(left, MAX_ENTRIES), weights)
-        return Least(exact.bound, left, decode(exact))
+        return LeastWeighted(exact.bound, left, decode(exact))
 
     @cached_property
-    def leanest(self) -> Least:
+    def leanest(self) -> LeastWeighted:
         """The assignment that holds least."""
         return self.under(Weights(np.array([0.0, 0.0, 1.0, 1.0]), 0.0, np.zeros(len(self._model.rooms))))
 
-    def _below(self, done: Elimination, cost: float) -> Model:
+    def _below(self, done: Elimination, cost: float) -> ChoiceModel:
         """The model without choices that cost more, by more than rounding."""
         tables = (*done.singles, *done.pairs.values())
         largest = max(
@@ -78,14 +78,14 @@ class Cheapest:
         return left
 
 
-def low_peak(model: Model, leanest: Callable[[Model], Least]) -> Least | None:
+def low_peak(model: ChoiceModel, leanest: Callable[[ChoiceModel], LeastWeighted]) -> LeastWeighted | None:
     """An assignment of low peak, of least peak where ``leanest`` finds what holds least; ``None`` if none is allowed.
 
     The least held bytes under a cap on the transients bound every peak under that cap: a few caps suffice.
     """
-    found: Least | None = None
+    found: LeastWeighted | None = None
     least_bytes = math.inf
-    capped: Model | None = model
+    capped: ChoiceModel | None = model
     while capped is not None:
         least = leanest(capped)
         totals = least.totals

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.solve.choices.model import Model, Weights
+from planner.solve.choices.model import ChoiceModel, Weights
 from planner.solve.choices.tree import Cluster, Scope, Tree
 from planner.solve.problem import Floats, Ints
 
@@ -36,7 +36,7 @@ class Elimination:
     bound: float
 
 
-def eliminate(model: Model, tree: Tree, weights: Weights) -> Elimination:
+def eliminate(model: ChoiceModel, tree: Tree, weights: Weights) -> Elimination:
     """Minimise the weighted sum, less what the moments' rooms are worth."""
     singles = tuple(weights.singles(model))
     pairs = {pair: costs @ weights.columns for pair, costs in model.pairs.items()}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 
-from planner.solve.choices.best import Best
+from planner.solve.choices.best import BestFound
 from planner.solve.choices.large import search_large
-from planner.solve.choices.model import Model, build_model, drop_forbidden
+from planner.solve.choices.model import ChoiceModel, build_model, drop_forbidden
 from planner.solve.choices.peak import least_peak
 from planner.solve.choices.reduce import reduce
 from planner.solve.choices.tree import build_tree
@@ -40,7 +40,7 @@ def solve(
     start = time.monotonic()
     deadline = start + time_limit_s
     problem.check()
-    best = Best(problem, cutoff_s)
+    best = BestFound(problem, cutoff_s)
     if incumbent is not None:
         best.offer(incumbent)
     try:
@@ -63,7 +63,7 @@ def solve(
     return Answer(best.choices, best.objective_s, bound, status, time.monotonic() - start)
 
 
-def _search(problem: Problem, best: Best, deadline: float) -> float:
+def _search(problem: Problem, best: BestFound, deadline: float) -> float:
     """Improve ``best``; the lower bound proven."""
     model = build_model(problem)
     if _easy(model):
@@ -75,16 +75,16 @@ def _search(problem: Problem, best: Best, deadline: float) -> float:
     return search(smaller, best, deadline) if _exact(smaller) else search_large(smaller, best, deadline)
 
 
-def _easy(model: Model) -> bool:
+def _easy(model: ChoiceModel) -> bool:
     """Whether elimination takes the model as it is, and no moments need to be dropped."""
     return not len(model.rooms) and _exact(model)
 
 
-def _exact(model: Model) -> bool:
+def _exact(model: ChoiceModel) -> bool:
     return len(model.sizes) <= _MANY and build_tree(model, MAX_ENTRIES).exact
 
 
-def _least_peak(problem: Problem, best: Best, deadline: float) -> tuple[int, ...]:
+def _least_peak(problem: Problem, best: BestFound, deadline: float) -> tuple[int, ...]:
     """The choices of least peak, or what came nearest to fitting if the time is up."""
     if best.lightest is not None and time.monotonic() > deadline:
         return best.lightest

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solve.choices.eliminate import Elimination
-from planner.solve.choices.model import EXPOSED, HALF_BYTE, HELD, Mask, Model
+from planner.solve.choices.model import EXPOSED, HALF_BYTE, HELD, ChoiceModel, Mask
 from planner.solve.choices.tree import Scope, Tree
 from planner.solve.problem import Floats, Ints
 
@@ -28,7 +28,7 @@ _NEIGHBOURS = 24  # labels that each label is compared with for dominance
 
 
 @dataclass(frozen=True, eq=False)
-class Searched:
+class BeamResult:
     """The best assignment below the cutoff, if any, and the least bound among labels that did not fit the beam."""
 
     assignment: Ints | None
@@ -60,14 +60,14 @@ class _Labels:
 
 
 def search_labels(
-    model: Model,
+    model: ChoiceModel,
     seconds: Sequence[Elimination],
     held: Elimination,
     floor_bytes: float,
     cutoff_s: float,
     width: int,
     deadline: float,
-) -> Searched:
+) -> BeamResult:
     """Look for assignments that fit the limit and take less than ``cutoff_s``, with at most ``width`` labels.
 
     ``seconds`` are eliminations under different multipliers, the sharpest first; all are of the model along one
@@ -103,11 +103,11 @@ def search_labels(
             dropped = min(dropped, float(bounds[kept[fitting:]].min(initial=math.inf)))
             kept = kept[:fitting]
         if len(kept) == 0:
-            return Searched(None, dropped)
+            return BeamResult(None, dropped)
         labels = labels.take(kept)
         history.append((vertex, labels.parent, labels.choice))
     at = int(np.argmin(labels.costs[:, : EXPOSED + 1].max(axis=1)))
-    return Searched(_trace(history, at), dropped)
+    return BeamResult(_trace(history, at), dropped)
 
 
 def _order(tree: Tree, sizes: tuple[int, ...]) -> list[list[int]]:
@@ -135,7 +135,7 @@ def _order(tree: Tree, sizes: tuple[int, ...]) -> list[list[int]]:
     return order
 
 
-def _alike(model: Model) -> dict[int, dict[int, Ints]]:
+def _alike(model: ChoiceModel) -> dict[int, dict[int, Ints]]:
     """Per vertex and neighbour, one number per choice: equal for choices that the neighbour cannot tell apart."""
     alike: dict[int, dict[int, Ints]] = {v: {} for v in range(len(model.singles))}
     for (tail, head), costs in model.pairs.items():
@@ -146,7 +146,12 @@ def _alike(model: Model) -> dict[int, dict[int, Ints]]:
 
 
 def _extend(
-    model: Model, labels: _Labels, seen: list[int], guides: Sequence[Elimination], group: list[int], cutoff_s: float
+    model: ChoiceModel,
+    labels: _Labels,
+    seen: list[int],
+    guides: Sequence[Elimination],
+    group: list[int],
+    cutoff_s: float,
 ) -> _Labels:
     """Every label with every choice of the group's vertex, without those that cannot lead below the limits."""
     vertex = guides[0].tree.clusters[group[0]].vertex
@@ -159,7 +164,12 @@ def _extend(
 
 
 def _extend_batch(
-    model: Model, labels: _Labels, seen: list[int], guides: Sequence[Elimination], group: list[int], cutoff_s: float
+    model: ChoiceModel,
+    labels: _Labels,
+    seen: list[int],
+    guides: Sequence[Elimination],
+    group: list[int],
+    cutoff_s: float,
 ) -> _Labels:
     clusters = guides[0].tree.clusters
     vertex = clusters[group[0]].vertex
@@ -207,7 +217,7 @@ def _extend_batch(
     return extended.take(np.flatnonzero(_bounds(model, extended, guides) < cutoff_s))
 
 
-def _alive(model: Model, vertex: int) -> Floats:
+def _alive(model: ChoiceModel, vertex: int) -> Floats:
     """Bytes alive per choice of a vertex and moment."""
     alive = np.zeros((model.sizes[vertex], len(model.rooms)))
     for span in model.spans[vertex]:
@@ -215,7 +225,7 @@ def _alive(model: Model, vertex: int) -> Floats:
     return alive
 
 
-def _bounds(model: Model, labels: _Labels, guides: Sequence[Elimination]) -> Floats:
+def _bounds(model: ChoiceModel, labels: _Labels, guides: Sequence[Elimination]) -> Floats:
     """The largest of the guides' bounds on completed labels, bytes over the limit charged at the guide's price."""
     prices = np.array([guide.weights.price for guide in guides])
     each = labels.least + (labels.transient - model.limit_bytes)[:, None] * prices

@@ -11,13 +11,13 @@ import time
 
 import numpy as np
 
-from planner.solve.choices.best import Best
+from planner.solve.choices.best import BestFound
 from planner.solve.choices.messages import Messages, Near
 from planner.solve.choices.mip import solve_mip
-from planner.solve.choices.model import HALF_BYTE, WALL, Mask, Model, Weights, at, restrict, total
+from planner.solve.choices.model import HALF_BYTE, WALL, ChoiceModel, Mask, Weights, at, restrict, total
 from planner.solve.choices.neighbourhood import Neighbourhood
 from planner.solve.choices.reduce import reduce
-from planner.solve.choices.relax import Box, Multipliers, plane
+from planner.solve.choices.relax import Multipliers, TrustRegion, plane
 from planner.solve.problem import Floats, Ints
 
 _STEPS = 40  # of the prices in one cycle: regions are worth solving only under good ones
@@ -32,7 +32,7 @@ _MAX_PAIRS = 200_000  # allowed in a mixed-integer program
 _SHARE = 0.4  # of the time left that a cycle's prices may take
 
 
-def search_large(model: Model, best: Best, deadline: float) -> float:
+def search_large(model: ChoiceModel, best: BestFound, deadline: float) -> float:
     """Improve ``best`` until nothing useful is left, cycles stop helping, or ``deadline``; the lower bound proven."""
     start = np.zeros(len(model.sizes), dtype=np.int64) if best.choices is None else model.assignment(best.choices)
     stage = _Stage(model, best, Multipliers(), start)
@@ -66,14 +66,14 @@ def search_large(model: Model, best: Best, deadline: float) -> float:
 class _Stage:
     """A model with its best prices so far, messages, and an assignment under improvement."""
 
-    def __init__(self, model: Model, best: Best, multipliers: Multipliers, assignment: Ints) -> None:
+    def __init__(self, model: ChoiceModel, best: BestFound, multipliers: Multipliers, assignment: Ints) -> None:
         self.model, self.bound = model, -math.inf
         self._best, self._multipliers = best, multipliers
-        self._box = Box(model, [], model.limit_bytes)
+        self._box = TrustRegion(model, [], model.limit_bytes)
         self._neighbourhood = Neighbourhood(model, assignment)
         self._passing: tuple[Near, Messages] | None = None
 
-    def on(self, smaller: Model) -> _Stage:
+    def on(self, smaller: ChoiceModel) -> _Stage:
         """The same for a smaller model."""
         known = self._best.choices or self.model.choices(self._neighbourhood.assignment)
         multipliers = self._multipliers.moved(self.model, smaller)
@@ -185,5 +185,5 @@ class _Stage:
             self._best.offer_assignment(self.model, assignment)
 
 
-def _pairs_allowed(model: Model) -> int:
+def _pairs_allowed(model: ChoiceModel) -> int:
     return sum(int(np.isfinite(costs[..., WALL]).sum()) for costs in model.pairs.values())

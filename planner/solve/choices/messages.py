@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.solve.choices.model import Model
+from planner.solve.choices.model import ChoiceModel
 from planner.solve.problem import Floats, Ints
 
 Near = Sequence[dict[int, Floats]]
 
 
-def weigh_pairs(model: Model, columns: Floats) -> Near:
+def weigh_pairs(model: ChoiceModel, columns: Floats) -> Near:
     """Per vertex and neighbour the pair's weighted costs, axes (choices of the vertex, choices of the neighbour)."""
     weighted: dict[int, Floats] = {}  # pairs often share their costs
     near: list[dict[int, Floats]] = [{} for _ in model.sizes]

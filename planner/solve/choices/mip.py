@@ -9,7 +9,7 @@ import numpy as np
 from ortools.math_opt.python import mathopt
 
 from planner.solve import milp
-from planner.solve.choices.model import EXPOSED, HELD, TIME, WALL, Mask, Model
+from planner.solve.choices.model import EXPOSED, HELD, TIME, WALL, ChoiceModel, Mask
 from planner.solve.problem import Floats, Ints
 
 _GAP = 1e-7
@@ -25,7 +25,7 @@ class Outcome:
     bound: float
 
 
-def solve_mip(model: Model, floor_bytes: float, target_s: float, time_limit_s: float) -> Outcome:
+def solve_mip(model: ChoiceModel, floor_bytes: float, target_s: float, time_limit_s: float) -> Outcome:
     """Minimise the step time of assignments within the limit that take at most ``target_s``.
 
     Transient bytes count as at least ``floor_bytes``.
@@ -95,7 +95,7 @@ def solve_mip(model: Model, floor_bytes: float, target_s: float, time_limit_s: f
     return Outcome(np.array([int(np.argmax([values[x] for x in pick])) for pick in picks]), bound)
 
 
-def _within(model: Model, target_s: float) -> tuple[list[Mask], dict[tuple[int, int], Mask]]:
+def _within(model: ChoiceModel, target_s: float) -> tuple[list[Mask], dict[tuple[int, int], Mask]]:
     """Choices and pairs that are not forbidden, nor beyond the target with the least of everything else."""
     singles = [single[:, TIME] + single[:, WALL] for single in model.singles]
     pairs = {pair: costs[..., TIME] + costs[..., WALL] for pair, costs in model.pairs.items()}

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.base.errors import AutoparError
-from planner.solve.choices.moments import FlatSpans, LiveMemory, Spans, essential
+from planner.solve.choices.moments import FlatSpans, LiveSpan, Spans, essential
 from planner.solve.problem import Edge, Floats, Ints, Problem
 
 TIME, EXPOSED, HELD, WALL = range(4)
@@ -35,7 +35,7 @@ class Settled:
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class ChoiceModel:
     """Per vertex ``(choices, 4)`` costs and ``(choices,)`` transient bytes; per pair ``(tail, head, 4)`` costs.
 
     An assignment fits if what it holds and its largest transient are within ``limit_bytes``, and what it holds and
@@ -83,7 +83,7 @@ class Model:
         return np.minimum(np.array(found, dtype=np.int64), np.array(self.sizes, dtype=np.int64) - 1)
 
 
-def build_model(problem: Problem) -> Model:
+def build_model(problem: Problem) -> ChoiceModel:
     """Stack the costs, merge parallel edges, fold self-edges into their vertex, and keep the moments that matter."""
     counted = 0 if problem.limit_bytes is None else 1
     singles = []
@@ -119,7 +119,7 @@ def build_model(problem: Problem) -> Model:
             taken += least
     limit -= taken
     spans, rooms = _moments(problem, limit) if counted else (((),) * len(singles), np.zeros(0))
-    return Model(
+    return ChoiceModel(
         singles=tuple(singles),
         transient=tuple(counted * np.maximum(v.transient_bytes, 0).astype(np.float64) for v in problem.vertices),
         spans=spans,
@@ -145,7 +145,7 @@ def _moments(problem: Problem, limit_bytes: float) -> tuple[Spans, Floats]:
     number = dict(zip(bounds.tolist(), np.concatenate([[0], np.cumsum(kept)]).tolist(), strict=False))
     moved = tuple(
         tuple(
-            LiveMemory(number[s.first], number[s.last], s.held_bytes.astype(np.float64))
+            LiveSpan(number[s.first], number[s.last], s.held_bytes.astype(np.float64))
             for s in v.spans
             if s.first < s.last
         )
@@ -166,7 +166,7 @@ def _stack(time: Floats, background: Floats, held: Ints, cover: Floats | float =
     return np.stack([*finite, np.where(allowed, 0.0, math.inf)], axis=-1)
 
 
-def drop_forbidden(model: Model) -> Model | None:
+def drop_forbidden(model: ChoiceModel) -> ChoiceModel | None:
     """Drop choices that no choice of some neighbour allows (arc consistency); None when a vertex has none left."""
     keep = [np.isfinite(single[:, WALL]) for single in model.singles]
     allowed = {pair: np.isfinite(costs[..., WALL]) for pair, costs in model.pairs.items()}
@@ -181,14 +181,14 @@ def drop_forbidden(model: Model) -> Model | None:
     return restrict(model, keep)
 
 
-def restrict(model: Model, keep: list[Mask]) -> Model | None:
+def restrict(model: ChoiceModel, keep: list[Mask]) -> ChoiceModel | None:
     """The model with only the kept choices; None when a vertex has none left."""
     if not all(mask.any() for mask in keep):
         return None
     if all(mask.all() for mask in keep):
         return model
     spans = tuple(
-        each if mask.all() else tuple(LiveMemory(span.first, span.last, span.bytes[mask]) for span in each)
+        each if mask.all() else tuple(LiveSpan(span.first, span.last, span.bytes[mask]) for span in each)
         for each, mask in zip(model.spans, keep, strict=True)
     )
     pairs = {}
@@ -208,7 +208,7 @@ def restrict(model: Model, keep: list[Mask]) -> Model | None:
     )
 
 
-def drop_moments(model: Model) -> Model:
+def drop_moments(model: ChoiceModel) -> ChoiceModel:
     """The model with only the moments that can decide whether an assignment fits."""
     if not len(model.rooms):
         return model
@@ -218,13 +218,13 @@ def drop_moments(model: Model) -> Model:
     return replace(model, spans=spans, rooms=rooms, moments=model.moments[kept])
 
 
-def at(model: Model, moments: Collection[int]) -> Model:
+def at(model: ChoiceModel, moments: Collection[int]) -> ChoiceModel:
     """The model with only these moments."""
     kept = np.array(sorted(moments), dtype=np.int64)
     number = np.searchsorted(kept, np.arange(len(model.rooms) + 1))
     spans = tuple(
         tuple(
-            LiveMemory(int(number[span.first]), int(number[span.last]), span.bytes)
+            LiveSpan(int(number[span.first]), int(number[span.last]), span.bytes)
             for span in each
             if number[span.first] < number[span.last]
         )
@@ -260,7 +260,7 @@ class Weights:
         raised = Weights(self.columns, self.price + (by if moment < 0 else 0.0), prices)
         return raised.scaled(1.0)
 
-    def singles(self, model: Model) -> list[Floats]:
+    def singles(self, model: ChoiceModel) -> list[Floats]:
         """Weighted costs per vertex and choice."""
         singles = [single @ self.columns for single in model.singles]
         if not self.prices.any():
@@ -289,13 +289,13 @@ class Totals:
         """Held bytes and the largest transient together."""
         return self.held_bytes + self.transient_bytes
 
-    def excess_bytes(self, model: Model) -> float:
+    def excess_bytes(self, model: ChoiceModel) -> float:
         """By how much the assignment is over the limit, or over the room of its worst moment; at most 0 if it fits."""
         over_rooms = float((self.held_bytes + self.span_bytes - model.rooms).max(initial=-math.inf))
         return max(self.peak_bytes - model.limit_bytes, over_rooms)
 
 
-def total(model: Model, assignment: Ints) -> Totals:
+def total(model: ChoiceModel, assignment: Ints) -> Totals:
     """Add up an assignment's costs."""
     rows = [single[c] for single, c in zip(model.singles, assignment, strict=True)]
     rows += [costs[assignment[tail], assignment[head]] for (tail, head), costs in model.pairs.items()]

@@ -16,7 +16,7 @@ from planner.solve.problem import Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)
-class LiveMemory:
+class LiveSpan:
     """Bytes per choice of one vertex that are alive at the moments ``first`` to ``last - 1``."""
 
     first: int
@@ -24,7 +24,7 @@ class LiveMemory:
     bytes: Floats
 
 
-Spans = tuple[tuple[LiveMemory, ...], ...]
+Spans = tuple[tuple[LiveSpan, ...], ...]
 
 
 def essential(spans: Spans, rooms: Floats, held_bytes: float) -> tuple[Spans, Floats, Ints]:
@@ -42,7 +42,7 @@ def essential(spans: Spans, rooms: Floats, held_bytes: float) -> tuple[Spans, Fl
         numbers = numbers[keep]
         number = np.concatenate([[0], np.cumsum(keep)])
         moved = tuple(
-            tuple(LiveMemory(int(number[span.first]), int(number[span.last]), span.bytes) for span in each)
+            tuple(LiveSpan(int(number[span.first]), int(number[span.last]), span.bytes) for span in each)
             for each in spans
         )
         spans, rooms = _normalised(moved, rooms[keep])
@@ -65,7 +65,7 @@ def _normalised(spans: Spans, rooms: Floats) -> tuple[Spans, Floats]:
             taken[first] += least
             taken[last] -= least
             if values.max() > least:
-                kept.append(LiveMemory(first, last, values - least if least else values))
+                kept.append(LiveSpan(first, last, values - least if least else values))
         result.append(tuple(kept))
     return tuple(result), rooms - np.cumsum(taken)[:-1]
 

@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from planner.solve.choices.messages import Near, weigh_pairs
-from planner.solve.choices.model import EXPOSED, HALF_BYTE, HELD, TIME, WALL, Model, Weights
+from planner.solve.choices.model import EXPOSED, HALF_BYTE, HELD, TIME, WALL, ChoiceModel, Weights
 from planner.solve.choices.regions import grow, solve_region
 from planner.solve.problem import Floats, Ints
 
@@ -26,7 +26,7 @@ _GUIDES = (0.0, 0.5, 1.0, 2.0)  # times the prices, tried in turn: spare room is
 class Neighbourhood:
     """An assignment under improvement: ``assignment``, its cost columns' sums, and the bytes over the limits."""
 
-    def __init__(self, model: Model, assignment: Ints) -> None:
+    def __init__(self, model: ChoiceModel, assignment: Ints) -> None:
         self._model = model
         self._chance = random.Random(0)
         self._columns: list[dict[int, Floats]] = [{} for _ in model.sizes]

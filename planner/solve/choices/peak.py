@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.solve.choices.best import Best
-from planner.solve.choices.cheapest import Least, low_peak
+from planner.solve.choices.best import BestFound
+from planner.solve.choices.cheapest import LeastWeighted, low_peak
 from planner.solve.choices.eliminate import decode, eliminate
-from planner.solve.choices.model import Model, build_model, drop_forbidden
+from planner.solve.choices.model import ChoiceModel, build_model, drop_forbidden
 from planner.solve.choices.tree import build_tree
 from planner.solve.choices.window import MAX_ENTRIES, held_only, search
 from planner.solve.problem import Problem, evaluate
@@ -66,9 +66,9 @@ def _least_allowed_peak(weighed: Problem, deadline: float) -> tuple[int, ...] | 
         return None
     tree = build_tree(model, MAX_ENTRIES)
 
-    def leanest(part: Model) -> Least:
+    def leanest(part: ChoiceModel) -> LeastWeighted:
         done = eliminate(part, tree, held_only(part))
-        return Least(done.bound, part, decode(done))
+        return LeastWeighted(done.bound, part, decode(done))
 
     capped = low_peak(model, leanest)
     choices = None if capped is None else capped.choices
@@ -92,7 +92,7 @@ def _least_allowed_peak(weighed: Problem, deadline: float) -> tuple[int, ...] | 
 def _find(weighed: Problem, limit_bytes: int | None, deadline: float) -> tuple[int, ...] | None:
     """An assignment within the limit that holds as little as possible, if there is one and time suffices."""
     problem = replace(weighed, limit_bytes=limit_bytes)
-    model, best = drop_forbidden(build_model(problem)), Best(problem, math.inf)
+    model, best = drop_forbidden(build_model(problem)), BestFound(problem, math.inf)
     if model is not None:
         search(model, best, deadline)
     return best.choices

@@ -20,17 +20,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solve.choices.model import TIME, WALL, Mask, Model, Settled, drop_moments
-from planner.solve.choices.moments import LiveMemory
+from planner.solve.choices.model import TIME, WALL, ChoiceModel, Mask, Settled, drop_moments
+from planner.solve.choices.moments import LiveSpan
 from planner.solve.problem import Floats, Ints
 
 _COMPARED = 64  # choices of a vertex, and neighbours, up to which choices are compared for dominance
 _LARGEST = 1_000_000  # entries of a table to compare or eliminate over
 
 
-def reduce(model: Model, deadline: float = math.inf) -> Model | None:
+def reduce(model: ChoiceModel, deadline: float = math.inf) -> ChoiceModel | None:
     """The smaller model, as far as ``deadline`` (``time.monotonic``) allows; None when no assignment is allowed."""
-    work = _Work(model)
+    work = _Reduction(model)
     try:
         work.run(deadline)
     except _NothingLeft:
@@ -53,10 +53,10 @@ class _Shape:
     sums: bool
 
 
-class _Work:
+class _Reduction:
     """A model under reduction. ``near[v][u]`` are the costs of a pair, axes (choices of v, choices of u, columns)."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ChoiceModel) -> None:
         self._source = model
         self._single = list(model.singles)
         self._transient = list(model.transient)
@@ -88,13 +88,13 @@ class _Work:
                 if v in self._alive:
                     self._see(v)
 
-    def model(self) -> Model:
+    def model(self) -> ChoiceModel:
         """What is left."""
         new = {v: number for number, v in enumerate(self._alive)}
-        return Model(
+        return ChoiceModel(
             singles=tuple(self._single[v] for v in new),
             transient=tuple(self._transient[v] for v in new),
-            spans=tuple(tuple(LiveMemory(*key, values) for key, values in self._spans[v].items()) for v in new),
+            spans=tuple(tuple(LiveSpan(*key, values) for key, values in self._spans[v].items()) for v in new),
             pairs={(new[v], new[u]): costs for v in new for u, costs in self._near[v].items() if v < u},
             original=tuple(self._original[v] for v in new),
             limit_bytes=self._source.limit_bytes,
@@ -286,7 +286,7 @@ class _Work:
             self._link(v, u, costs)
 
 
-def _by_moments(spans: Iterable[LiveMemory]) -> dict[tuple[int, int], Floats]:
+def _by_moments(spans: Iterable[LiveSpan]) -> dict[tuple[int, int], Floats]:
     """The bytes alive over each stretch of moments, summed: spans that differ may keep the same of the moments."""
     found: dict[tuple[int, int], Floats] = {}
     for span in spans:

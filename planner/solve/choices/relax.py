@@ -18,7 +18,7 @@ import numpy as np
 from ortools.linear_solver import pywraplp
 
 from planner.solve.choices.eliminate import Elimination, decode, eliminate
-from planner.solve.choices.model import Model, Totals, Weights, total
+from planner.solve.choices.model import ChoiceModel, Totals, Weights, total
 from planner.solve.choices.tree import Tree
 from planner.solve.problem import Floats, Ints
 
@@ -38,7 +38,7 @@ class Multipliers:
     price: float = 0.0
     moments: tuple[tuple[int, float], ...] = ()
 
-    def weights(self, model: Model) -> Weights:
+    def weights(self, model: ChoiceModel) -> Weights:
         """The weights of the model's columns and moments."""
         prices = np.zeros(len(model.rooms))
         for moment, price in self.moments:
@@ -46,7 +46,7 @@ class Multipliers:
         columns = np.array([1.0 - self.mix, self.mix, self.price + prices.sum(), 1.0])
         return Weights(columns, self.price, prices)
 
-    def moved(self, old: Model, new: Model) -> Multipliers:
+    def moved(self, old: ChoiceModel, new: ChoiceModel) -> Multipliers:
         """The same for a model with only some of the moments."""
         kept = {int(number): moment for moment, number in enumerate(new.moments)}
         numbers = ((int(old.moments[moment]), price) for moment, price in self.moments)
@@ -83,14 +83,20 @@ class Plane:
     over_rooms: Floats
 
 
-def plane(model: Model, totals: Totals, room_bytes: float) -> Plane:
+def plane(model: ChoiceModel, totals: Totals, room_bytes: float) -> Plane:
     """The plane of an assignment that may hold ``room_bytes``."""
     over_rooms = totals.held_bytes + totals.span_bytes - model.rooms
     return Plane(totals.time_s, totals.exposed_s, totals.held_bytes - room_bytes, over_rooms)
 
 
 def relax(
-    model: Model, tree: Tree, room_bytes: float, best: float, start: Multipliers, known: list[Ints], deadline: float
+    model: ChoiceModel,
+    tree: Tree,
+    room_bytes: float,
+    best: float,
+    start: Multipliers,
+    known: list[Ints],
+    deadline: float,
 ) -> Relaxation:
     """Maximise the lower bound on the step time of assignments that hold at most ``room_bytes`` and fit the rooms.
 
@@ -98,7 +104,7 @@ def relax(
     ``deadline`` (``time.monotonic``).
     """
     totals = [total(model, assignment) for assignment in known]
-    box = Box(model, [plane(model, each, room_bytes) for each in totals if each.allowed], room_bytes)
+    box = TrustRegion(model, [plane(model, each, room_bytes) for each in totals if each.allowed], room_bytes)
     assignments: list[Ints] = []
     tried: set[Multipliers] = set()
     found = Relaxation(start, eliminate(model, tree, start.weights(model)), -math.inf, ())
@@ -127,7 +133,7 @@ def relax(
     return Relaxation(found.multipliers, found.elimination, found.bound, tuple(assignments))
 
 
-class Box:
+class TrustRegion:
     """All planes so far, and the part of the space of multipliers in which the next point is looked for.
 
     Only moments at which some assignment exceeded its room most have a price.
@@ -136,7 +142,7 @@ class Box:
     _GROW, _SHRINK = 1.5, 0.6  # of the box, after a point that was better than the best and one that was not
     _PLANES = 200  # looked at; older ones are forgotten
 
-    def __init__(self, model: Model, planes: list[Plane], room_bytes: float) -> None:
+    def __init__(self, model: ChoiceModel, planes: list[Plane], room_bytes: float) -> None:
         self.planes: list[Plane] = []
         self.moments: list[int] = []
         self._room = max(abs(room_bytes), float(np.abs(model.rooms).max(initial=0.0)))
@@ -145,10 +151,10 @@ class Box:
         for each in planes:
             self.add(each)
 
-    def moved(self, old: Model, new: Model) -> Box:
+    def moved(self, old: ChoiceModel, new: ChoiceModel) -> TrustRegion:
         """The same for a model with only some of the moments."""
         kept = np.searchsorted(old.moments, new.moments)
-        box = Box(new, [replace(each, over_rooms=each.over_rooms[kept]) for each in self.planes], self._room)
+        box = TrustRegion(new, [replace(each, over_rooms=each.over_rooms[kept]) for each in self.planes], self._room)
         box._radius, box._best, box._centre = self._radius, self._best, self._centre.moved(old, new)
         return box
 

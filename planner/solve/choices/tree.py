@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from planner.solve.choices.model import Model
+from planner.solve.choices.model import ChoiceModel
 
 _MAX_AXES = 64  # of an array; many vertices of one choice each are few entries
 Scope = tuple[int, ...]
@@ -47,23 +47,23 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PendingTable:
     """A table waiting to be taken up: a pair's costs, or the message of a cluster."""
 
     scope: Scope
     cluster: int | None = None
 
 
-def build_tree(model: Model, max_entries: int) -> Tree:
+def build_tree(model: ChoiceModel, max_entries: int) -> Tree:
     """Eliminate, again and again, the vertex whose table is smallest; no table exceeds ``max_entries``.
 
     A vertex without neighbours has no table but its single costs, however many.
     """
     log_size = [math.log(size) for size in model.sizes]
-    waiting: list[list[_Part]] = [[] for _ in log_size]
+    waiting: list[list[_PendingTable]] = [[] for _ in log_size]
     for pair in sorted(model.pairs):
         for v in pair:
-            waiting[v].append(_Part(pair))
+            waiting[v].append(_PendingTable(pair))
 
     def log_entries(scopes: list[Scope], v: int) -> float:
         return sum(log_size[u] for u in {v}.union(*scopes))
@@ -76,7 +76,7 @@ def build_tree(model: Model, max_entries: int) -> Tree:
 
     weight = {v: weigh(v) for v in range(len(log_size))}
     clusters: list[Cluster] = []
-    groups: list[list[_Part]]
+    groups: list[list[_PendingTable]]
     exact = True
     while weight:
         v = min(weight, key=lambda u: (weight[u], u))
@@ -97,7 +97,7 @@ def build_tree(model: Model, max_entries: int) -> Tree:
         for group in groups:
             separator = tuple(sorted({u for part in group for u in part.scope} - {v}))
             for u in separator:
-                waiting[u].append(_Part(separator, len(clusters)))
+                waiting[u].append(_PendingTable(separator, len(clusters)))
             pairs = tuple((part.scope[0], part.scope[1]) for part in group if part.cluster is None)
             children = tuple(part.cluster for part in group if part.cluster is not None)
             clusters.append(Cluster(v, separator, group is groups[0], pairs, children))

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from planner.solve.choices.best import Best
+from planner.solve.choices.best import BestFound
 from planner.solve.choices.eliminate import Elimination, choice_bounds, decode, eliminate, pair_bounds
 from planner.solve.choices.labels import search_labels
 from planner.solve.choices.mip import solve_mip
 from planner.solve.choices.model import (
     HALF_BYTE,
     WALL,
+    ChoiceModel,
     Mask,
-    Model,
     Weights,
     drop_forbidden,
     drop_moments,
@@ -43,10 +43,10 @@ _SPLIT = 0.5  # part of the gap that a window's transient range may account for
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class TransientWindow:
     """Assignments of ``model`` whose largest transient is at least ``floor_bytes``; none is faster than ``bound``."""
 
-    model: Model
+    model: ChoiceModel
     floor_bytes: float = 0.0
     bound: float = -math.inf
     multipliers: Multipliers = field(default_factory=Multipliers)
@@ -56,7 +56,7 @@ class Window:
         """What may be held beside the floor."""
         return self.model.limit_bytes - self.floor_bytes
 
-    def keep(self, masks: list[Mask]) -> Window | None:
+    def keep(self, masks: list[Mask]) -> TransientWindow | None:
         """The window with only the kept choices and what they allow; None when no assignment is left."""
         kept = restrict(self.model, masks)
         model = None if kept is None else drop_forbidden(kept)
@@ -74,13 +74,13 @@ class Window:
 class Bounded:
     """A window with its relaxation, what each choice costs at least, and held bytes along the same tree."""
 
-    window: Window
+    window: TransientWindow
     held: Elimination
     relaxation: Relaxation
     least_s: list[Floats]
 
 
-def search(model: Model, best: Best, deadline: float) -> float:
+def search(model: ChoiceModel, best: BestFound, deadline: float) -> float:
     """Improve ``best`` until nothing useful is left, or until ``deadline``; the lower bound proven.
 
     What lies just above the bound is searched first and the aim raised only when nothing was found there: the work
@@ -90,7 +90,7 @@ def search(model: Model, best: Best, deadline: float) -> float:
     best.offer_assignment(model, decode(free))
     if free.bound >= best.target_s:
         return free.bound
-    root = _bound(Window(model, bound=free.bound), best, deadline)
+    root = _bound(TransientWindow(model, bound=free.bound), best, deadline)
     if root is None:
         return best.target_s
     bound = start = root.window.bound
@@ -104,7 +104,7 @@ def search(model: Model, best: Best, deadline: float) -> float:
     raise AssertionError("the last aim is everything useful")
 
 
-def _search_windows(start: Window, best: Best, deadline: float) -> float:
+def _search_windows(start: TransientWindow, best: BestFound, deadline: float) -> float:
     """Improve ``best`` until nothing below its target is left, or until ``deadline``; the lower bound proven."""
     waiting, given_up = [start], math.inf
     while waiting:
@@ -126,7 +126,7 @@ def _search_windows(start: Window, best: Best, deadline: float) -> float:
     return min(given_up, best.target_s)
 
 
-def _bound(window: Window, best: Best, deadline: float) -> Bounded | None:
+def _bound(window: TransientWindow, best: BestFound, deadline: float) -> Bounded | None:
     """Bound and prune in turn while pruning helps; None when no assignment below the target is left."""
     while True:
         model = window.model
@@ -156,12 +156,12 @@ def _bound(window: Window, best: Best, deadline: float) -> Bounded | None:
         window = promising
 
 
-def held_only(model: Model) -> Weights:
+def held_only(model: ChoiceModel) -> Weights:
     """Weights that count held bytes, whatever they cost."""
     return Weights(np.array([0.0, 0.0, 1.0, 1.0]), 1.0, np.zeros(len(model.rooms)))
 
 
-def _fitting(window: Window, held: Elimination) -> list[Mask]:
+def _fitting(window: TransientWindow, held: Elimination) -> list[Mask]:
     """Choices whose least peak is within the limit."""
     model = window.model
     least = zip(choice_bounds(held), model.transient, model.spans, strict=True)
@@ -173,14 +173,14 @@ def _fitting(window: Window, held: Elimination) -> list[Mask]:
     ]
 
 
-def _least_times(window: Window, relaxation: Relaxation) -> list[Floats]:
+def _least_times(window: TransientWindow, relaxation: Relaxation) -> list[Floats]:
     """The relaxed time of each choice, bytes over the limit charged at their price."""
     price, limit = relaxation.multipliers.price, window.model.limit_bytes
     least = zip(choice_bounds(relaxation.elimination), window.model.transient, strict=True)
     return [seconds + price * (np.maximum(values, window.floor_bytes) - limit) for seconds, values in least]
 
 
-def _wall_off(bounded: Bounded, target_s: float) -> Model:
+def _wall_off(bounded: Bounded, target_s: float) -> ChoiceModel:
     """The model with every pair forbidden whose relaxed time is not below the target."""
     model, relaxation = bounded.window.model, bounded.relaxation
     most = target_s + relaxation.multipliers.price * bounded.window.room_bytes
@@ -191,15 +191,15 @@ def _wall_off(bounded: Bounded, target_s: float) -> Model:
     return replace(model, pairs=pairs)
 
 
-def _pairs_allowed(model: Model) -> int:
+def _pairs_allowed(model: ChoiceModel) -> int:
     return sum(int(np.isfinite(costs[..., WALL]).sum()) for costs in model.pairs.values())
 
 
-def _shrunk(before: Window, after: Window) -> bool:
+def _shrunk(before: TransientWindow, after: TransientWindow) -> bool:
     return sum(after.model.sizes) <= _SHRUNK * sum(before.model.sizes)
 
 
-def _search(bounded: Bounded, best: Best, width: int, deadline: float) -> float:
+def _search(bounded: Bounded, best: BestFound, width: int, deadline: float) -> float:
     """Offer what a label search of this width finds; a bound on what it may have missed below the target."""
     model, relaxation, held = bounded.window.model, bounded.relaxation, bounded.held
     others = [eliminate(model, held.tree, other.weights(model)) for other in relaxation.multipliers.around()]
@@ -210,7 +210,7 @@ def _search(bounded: Bounded, best: Best, width: int, deadline: float) -> float:
     return found.dropped_bound
 
 
-def _split(bounded: Bounded, best: Best) -> list[Window]:
+def _split(bounded: Bounded, best: BestFound) -> list[TransientWindow]:
     """The window cut in two between its transients, or nothing where they explain little of the gap."""
     window, relaxation = bounded.window, bounded.relaxation
     transients = np.unique(np.concatenate(window.model.transient))
@@ -230,7 +230,7 @@ def _split(bounded: Bounded, best: Best) -> list[Window]:
     return [high] if low is None else [low, high]
 
 
-def _close(bounded: Bounded, left: float, best: Best, deadline: float) -> float:
+def _close(bounded: Bounded, left: float, best: BestFound, deadline: float) -> float:
     """Search wider while that soon closes the gap, else solve exactly; a bound on what was missed below the target."""
     for width, promising in _WIDER:
         closed = left - bounded.window.bound

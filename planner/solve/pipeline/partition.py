@@ -29,7 +29,7 @@ from planner.base.errors import InfeasibleError
 from planner.base.formatting import in_bytes
 from planner.solve.pipeline.schedule import InFlight, placed
 from planner.solve.pipeline.simulate import Path, Times, critical
-from planner.solve.pipeline.stages import Block, Chain, Cut, Pipeline, blocks_of, bound_s, check_chain, evaluate
+from planner.solve.pipeline.stages import Chain, ChainBlock, Cut, Pipeline, blocks_of, bound_s, check_chain, evaluate
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -129,7 +129,7 @@ class _Work:
             for stages, each in rows
         ]
         self.thinned = False
-        kinds: dict[Block, int] = {}
+        kinds: dict[ChainBlock, int] = {}
         self.kinds = [kinds.setdefault(b, len(kinds)) for b in self.blocks]
 
     @cached_property

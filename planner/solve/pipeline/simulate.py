@@ -79,7 +79,7 @@ class Path:
 
 
 @dataclass(frozen=True, eq=False)
-class Simulated:
+class SimulatedSchedule:
     """When each action runs: what :mod:`planner.plan.timeline` draws. Arrays have an entry per action.
 
     Where steps overlap (2bw) it is one in the middle of a run: what the one before has done is there at its start.
@@ -94,13 +94,13 @@ class Simulated:
     bubble: float
 
 
-def simulate(found: Schedule, times: Times) -> Simulated:
+def simulate(found: Schedule, times: Times) -> SimulatedSchedule:
     """When each action of the schedule starts and ends, and what part of the ranks' time is idle."""
     times.check(found.stages)
     ends = np.array(_ends(found, times)[:-1])
     step = float(ends.max())
     durations = _durations(times)[_program(found).work]
-    return Simulated(
+    return SimulatedSchedule(
         found, found.flow.actions, found.flow.ranks, ends - durations, ends, step,
         bubble(found.micro_batches, times, found.ranks, step),
     )  # fmt: skip

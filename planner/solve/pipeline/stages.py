@@ -27,7 +27,7 @@ from planner.solve.pipeline.simulate import Times, step_s
 
 
 @dataclass(frozen=True)
-class Saving:
+class RematOption:
     """A way to save a block's activations: bytes per micro-batch, and seconds of recomputing the rest."""
 
     recompute_s: float
@@ -35,7 +35,7 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class Block:
+class ChainBlock:
     """A block of the chain on one rank: seconds and bytes per micro-batch.
 
     ``held_bytes`` are there always: parameters, optimizer state, for 2bw the second version of the weights and the
@@ -48,7 +48,7 @@ class Block:
     input_s: float
     weight_s: float
     held_bytes: int
-    savings: tuple[Saving, ...]
+    savings: tuple[RematOption, ...]
     send_s: float = 0.0
     gradient_bytes: int = 0
 
@@ -58,7 +58,7 @@ class Block:
         return self.forward_s + self.input_s + self.weight_s + min(saving.recompute_s for saving in self.savings)
 
 
-Chain = Sequence[tuple[Block, int]]
+Chain = Sequence[tuple[ChainBlock, int]]
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Cut:
         return "optimal" if self.gap <= 1e-6 else "feasible"
 
 
-def blocks_of(chain: Chain) -> tuple[Block, ...]:
+def blocks_of(chain: Chain) -> tuple[ChainBlock, ...]:
     """The blocks one by one."""
     return tuple(block for block, count in chain for _ in range(count))
 

@@ -5,20 +5,20 @@ Knows nothing of models, layouts or chunks' contents; whoever has these makes a 
 """
 
 from planner.solve.transfers.plan import fewest_bytes, shortest_step
-from planner.solve.transfers.simulate import Simulated, Span, simulate
+from planner.solve.transfers.simulate import LaneSpan, SimulatedTransfers, simulate
 from planner.solve.transfers.table import Entry, TransferSchedule
-from planner.solve.transfers.trace import Item, Link, Moment, Trace, Use
+from planner.solve.transfers.trace import Item, ItemUse, Moment, TierLink, Trace
 
 __all__ = [
     "Entry",
     "Item",
-    "Link",
+    "ItemUse",
+    "LaneSpan",
     "Moment",
-    "Simulated",
-    "Span",
+    "SimulatedTransfers",
+    "TierLink",
     "Trace",
     "TransferSchedule",
-    "Use",
     "fewest_bytes",
     "shortest_step",
     "simulate",

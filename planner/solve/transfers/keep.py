@@ -42,7 +42,7 @@ ANSWERS = (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptGaps:
     """The gaps in which items stay, by number; ``link_s`` of all links and directions; a proved bound on it; and why
     none that take less were looked for.
     """
@@ -53,7 +53,7 @@ class Kept:
     stopped: Stopped
 
 
-def keep(trace: Trace, gaps: Sequence[Gap], room: Sequence[int], window: int = 0, thorough: bool = True) -> Kept:
+def keep(trace: Trace, gaps: Sequence[Gap], room: Sequence[int], window: int = 0, thorough: bool = True) -> KeptGaps:
     """The choice of least seconds on the links that is found.
 
     Args:
@@ -81,7 +81,7 @@ def keep(trace: Trace, gaps: Sequence[Gap], room: Sequence[int], window: int = 0
     link_s = _seconds(trace, gaps, stays)
     if link_s <= bound_s * (1 + GAP):
         stopped = "proved"
-    return Kept(frozenset(stays), link_s, min(bound_s, link_s), stopped)
+    return KeptGaps(frozenset(stays), link_s, min(bound_s, link_s), stopped)
 
 
 def _seconds(trace: Trace, gaps: Sequence[Gap], stays: set[int]) -> float:
@@ -171,7 +171,7 @@ def _groups(trace: Trace, ways: Sequence[Way], stays: set[int], fits: Sequence[W
 
 
 @dataclass(frozen=True)
-class _Program:
+class _KeepProgram:
     """What saves most, for a solver: bytes in ``1 / scale`` and seconds in ``unit_s``, so that numbers are near 1.
 
     ``held`` is, of every moment, what stays over it, of the items in ``takes``.
@@ -184,7 +184,7 @@ class _Program:
     unit_s: float
 
 
-def _program(groups: Sequence[_Group], room: Sequence[int]) -> _Program:
+def _program(groups: Sequence[_Group], room: Sequence[int]) -> _KeepProgram:
     fits = sorted((way for group in groups for way in group.ways), key=lambda way: way.gap.number)
     scale = math.ldexp(HELD, -max(room).bit_length())  # a power of two: what fits to the byte still does
     unit_s = max(group.fetch_s + group.evict_s for group in groups) or 1.0
@@ -218,7 +218,7 @@ def _program(groups: Sequence[_Group], room: Sequence[int]) -> _Program:
                 model.add_linear_constraint(together <= take)
             saved.append(group.evict_s / unit_s * together)
     model.maximize(mathopt.fast_sum(saved))
-    return _Program(model, takes, held, scale, unit_s)
+    return _KeepProgram(model, takes, held, scale, unit_s)
 
 
 def _search(groups: Sequence[_Group], room: Sequence[int], thorough: bool) -> tuple[set[int], float, Stopped]:
@@ -262,7 +262,7 @@ def _searched(result: mathopt.SolveResult, takes: int) -> float:
     return bound + GAP * abs(bound) + takes * PASSED_OVER
 
 
-def _relaxed(program: _Program) -> tuple[dict[int, float], list[float]]:
+def _relaxed(program: _KeepProgram) -> tuple[dict[int, float], list[float]]:
     """The solution of the linear relaxation, and the seconds that a byte more at each moment would save.
 
     Nothing and zeros where the solver gives none.

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from planner.solve.transfers.gaps import Gap
-from planner.solve.transfers.simulate import Simulated, simulate
+from planner.solve.transfers.simulate import SimulatedTransfers, simulate
 from planner.solve.transfers.table import ACTIONS, Entry, TransferSchedule
 from planner.solve.transfers.trace import Trace
 from planner.solve.transfers.ways import Way, room_of, spread, ways_of
@@ -25,11 +25,11 @@ ROUNDS = 2
 
 def place(
     trace: Trace, budget_bytes: int, gaps: Sequence[Gap], room: Sequence[int], kept: Collection[int]
-) -> tuple[TransferSchedule, Simulated]:
+) -> tuple[TransferSchedule, SimulatedTransfers]:
     """The transfer schedule of shortest step that was found in which items stay in the gaps ``kept``, and its
     simulation.
     """
-    found: list[tuple[TransferSchedule, Simulated]] = []
+    found: list[tuple[TransferSchedule, SimulatedTransfers]] = []
     for depth in DEPTHS:
         ended: dict[int, int] = {}
         for _ in range(ROUNDS):
@@ -57,7 +57,7 @@ def _spread(
         stays |= idle
 
 
-def _ended(trace: Trace, ways: Iterable[Way], seen: Simulated) -> dict[int, int]:
+def _ended(trace: Trace, ways: Iterable[Way], seen: SimulatedTransfers) -> dict[int, int]:
     """On which entry each eviction has ended, by gap: on the first one that the device reaches after its end."""
     reached = [span.start_s - seen.waiting_s.get(span.name, 0.0) for span in seen.spans if span.lane == "device"]
     ends = {(span.name, span.moment): span.end_s for span in seen.spans if span.lane.startswith("evict")}

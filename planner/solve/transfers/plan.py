@@ -13,7 +13,7 @@ from dataclasses import replace
 from planner.solve.transfers.gaps import gaps_of
 from planner.solve.transfers.keep import WHOLE, keep
 from planner.solve.transfers.place import place
-from planner.solve.transfers.simulate import Simulated
+from planner.solve.transfers.simulate import SimulatedTransfers
 from planner.solve.transfers.table import Stopped, TransferSchedule
 from planner.solve.transfers.trace import Trace
 
@@ -55,7 +55,7 @@ def _best(trace: Trace, budget_bytes: int, windows: Sequence[int], thorough: boo
     choices = sum(gap.is_choice for gap in gaps)
     link_bound_s = 0.0
     stopped: Stopped = ""
-    found: list[tuple[TransferSchedule, Simulated]] = []
+    found: list[tuple[TransferSchedule, SimulatedTransfers]] = []
     for window in windows:
         kept = keep(trace, gaps, room, window, thorough or (window == 0 and choices <= WHOLE))
         if window == 0:

@@ -16,7 +16,7 @@ STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LaneSpan:
     """What a lane does from ``start_s`` to ``end_s`` after the step began.
 
     ``lane`` is ``device``, ``host``, or ``fetch`` or ``evict`` and a tier (``fetch host``); ``name`` is a moment or an
@@ -31,7 +31,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulatedTransfers:
     """A step in the middle of a run.
 
     Attributes:
@@ -41,7 +41,7 @@ class Simulated:
         high_water_bytes: the most that is taken at a time, at these speeds.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[LaneSpan, ...]
     step_s: float
     waiting_s: dict[str, float]
     high_water_bytes: int
@@ -52,7 +52,7 @@ class Simulated:
         return sum(self.waiting_s.values())
 
 
-def simulate(table: TransferSchedule) -> Simulated:
+def simulate(table: TransferSchedule) -> SimulatedTransfers:
     """Follow a checked transfer schedule for a few steps, and say when everything in the last of them happens."""
     follow = _Follow(table)
     for _ in range(STEPS):
@@ -62,7 +62,7 @@ def simulate(table: TransferSchedule) -> Simulated:
         (replace(span, start_s=span.start_s - begin, end_s=span.end_s - begin) for span in follow.spans),
         key=lambda span: (span.lane, span.start_s, span.end_s),
     )
-    return Simulated(tuple(spans), follow.now - begin, follow.waiting, follow.high_water())
+    return SimulatedTransfers(tuple(spans), follow.now - begin, follow.waiting, follow.high_water())
 
 
 class _Follow:
@@ -73,7 +73,7 @@ class _Follow:
         self.now = self.begin = 0.0
         self.free: dict[str, float] = {}
         self.ends = {item.name: 0.0 for item in self.trace.items}
-        self.spans: list[Span] = []
+        self.spans: list[LaneSpan] = []
         self.waiting: dict[str, float] = {}
         self.changes: list[tuple[float, int]] = []
         there = ("resident", "coming")  # before the first step of all nothing is leaving
@@ -115,7 +115,7 @@ class _Follow:
     def _run(self, lane: str, name: str, moment: str, start: float, seconds: float) -> float:
         start = max(start, self.free.get(lane, 0.0))
         self.free[lane] = start + seconds
-        self.spans.append(Span(lane, name, moment, start, start + seconds))
+        self.spans.append(LaneSpan(lane, name, moment, start, start + seconds))
         return start + seconds
 
     def high_water(self) -> int:

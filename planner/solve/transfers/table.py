@@ -22,7 +22,7 @@ from typing import Any, Literal
 from planner.base.errors import TransferScheduleError
 from planner.base.formatting import in_all_bytes, in_bytes
 from planner.base.json_schema import Misread, fields_of, read_fields
-from planner.solve.transfers.trace import Access, Item, Link, Moment, Trace, Use, check_whole
+from planner.solve.transfers.trace import Access, Item, ItemUse, Moment, TierLink, Trace, check_whole
 
 ACTIONS: dict[str, tuple[str, str]] = {
     "drop": ("resident", "home"),
@@ -136,7 +136,7 @@ class TransferSchedule:
                 for name in names:
                     yield way, self.trace.item[name]
 
-    def _on_device(self, use: Use) -> bool:
+    def _on_device(self, use: ItemUse) -> bool:
         return self.trace.moments[self.trace.place[use.moment]].on == "device"
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ class TransferSchedule:
                     raise TransferScheduleError(
                         f"{self.trace.moments[place].name}: {action} {name}: there is no such item"
                     )
-        state = _State(self)
+        state = _ItemStates(self)
         state.step(settled=False)
         for name, begun in self.beginning.items():
             if state.where[name] != begun:
@@ -225,7 +225,7 @@ FIELDS = {
     "budget_bytes": int,
     "link_bound_s": float,
     "stopped": Stopped,
-    "links": Mapping[str, Link],
+    "links": Mapping[str, TierLink],
     "moments": tuple[tuple[Moment, Entry], ...],
     "items": tuple[Item, ...],
 }
@@ -243,7 +243,7 @@ def _read_moment(data: Any) -> tuple[Moment, Entry]:
 def _read_item(data: Any) -> Item:
     kinds, required = fields_of(Item)
     found = read_fields(data, {**kinds, "uses": Mapping[str, Access]}, required)
-    return Item(**{**found, "uses": tuple(Use(*use) for use in found["uses"].items())})
+    return Item(**{**found, "uses": tuple(ItemUse(*use) for use in found["uses"].items())})
 
 
 def _short(each: Moment | Entry | Item) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def _short(each: Moment | Entry | Item) -> dict[str, Any]:
     }
 
 
-class _State:
+class _ItemStates:
     """Items as a transfer schedule is simulated: where they are, and on which side their value is that was last
     written.
 
@@ -314,7 +314,7 @@ class _State:
         self.where[name] = after
         self.history[name] = f"{action} on entering {moment.name}"
 
-    def _on_device(self, moment: Moment, item: Item, use: Use, settled: bool) -> None:
+    def _on_device(self, moment: Moment, item: Item, use: ItemUse, settled: bool) -> None:
         name = item.name
         if self.where[name] != "resident":
             raise TransferScheduleError(
@@ -328,7 +328,7 @@ class _State:
             self.here[name], self.at_home[name] = True, False
             self.history[name] = f"written by {moment.name}"
 
-    def _on_host(self, moment: Moment, item: Item, use: Use, settled: bool) -> None:
+    def _on_host(self, moment: Moment, item: Item, use: ItemUse, settled: bool) -> None:
         name = item.name
         if settled and use.reads and not self.at_home[name]:
             raise TransferScheduleError(

@@ -30,7 +30,7 @@ ACCESSES = ("r", "w", "rw")
 
 
 @dataclass(frozen=True)
-class Link:
+class TierLink:
     """The way between the device and one tier. Both directions run at once."""
 
     fetch_bytes_per_s: float
@@ -52,7 +52,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Use:
+class ItemUse:
     """That a moment reads an item, writes the whole of it without reading (``w``), or reads and then writes it."""
 
     moment: str
@@ -73,7 +73,7 @@ class Item:
 
     name: str
     bytes: int
-    uses: tuple[Use, ...]
+    uses: tuple[ItemUse, ...]
     home: str = "host"
 
 
@@ -87,7 +87,7 @@ class Trace:
 
     moments: tuple[Moment, ...]
     items: tuple[Item, ...]
-    links: Mapping[str, Link]
+    links: Mapping[str, TierLink]
 
     def __post_init__(self) -> None:
         _check_moments(self)
@@ -117,9 +117,9 @@ class Trace:
         return {item.name: item for item in self.items}
 
     @cached_property
-    def used(self) -> tuple[tuple[tuple[Item, Use], ...], ...]:
+    def used(self) -> tuple[tuple[tuple[Item, ItemUse], ...], ...]:
         """Of each moment: the items that it uses, and how."""
-        found: list[list[tuple[Item, Use]]] = [[] for _ in self.moments]
+        found: list[list[tuple[Item, ItemUse]]] = [[] for _ in self.moments]
         for item in self.items:
             for use in item.uses:
                 found[self.place[use.moment]].append((item, use))

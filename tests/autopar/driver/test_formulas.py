@@ -18,7 +18,8 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Decided
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.search_space import Space, rules_of
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, relabel
 from planner.ir.graph import Graph
@@ -64,7 +65,7 @@ def repriced(assignment: Assignment, graph: Graph) -> Prediction:
     folded = relabel(fold(graph), [instance.kind for instance in planned.folded.instances])
     space = Space(folded, planned.mesh, planned.cost, planned.training, rules_of(graph))
     there = replace(assignment, space=space)
-    problem = Decided(there, space.skeleton).problem(None, there.recompute)
+    problem = Decided(there, space.decision_graph).problem(None, there.recompute)
     return predict(there, evaluate(problem, (0,) * len(problem.vertices)).time_s)
 
 

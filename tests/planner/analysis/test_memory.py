@@ -20,7 +20,8 @@ from planner.formulation.assignment import assignment_of
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.remat.levels import Amount, Recompute
-from planner.formulation.search_space import Space, rules_of
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Tier, Training
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType

@@ -15,7 +15,7 @@ from planner.base.formatting import in_all_bytes
 from planner.formulation.assignment import Assignment
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.plan.plan import Plan, reprice
-from planner.solve.transfers import Use
+from planner.solve.transfers import ItemUse
 from tests.planner.plans import residual_mlp, unwrapped
 from tests.planner.search.test_offload import GRAPH, cluster, decided, gpu, offload, with_usable
 
@@ -74,7 +74,7 @@ def test_a_block_s_own_values_are_an_item_counted_by_hand() -> None:
     assert saved_in(plan) == {**layers, "saved 5 head": NARROW}
     assert plan.transfer_schedule is not None
     uses = plan.transfer_schedule.trace.item["saved 2 layers.1"].uses
-    assert uses == (Use("forward 2 layers.1", "w"), Use("backward 2 layers.1"))
+    assert uses == (ItemUse("forward 2 layers.1", "w"), ItemUse("backward 2 layers.1"))
 
 
 def test_a_block_that_recomputes_has_only_what_it_keeps_leave() -> None:
@@ -90,7 +90,11 @@ def test_what_two_blocks_save_is_in_one_item_and_back_for_both() -> None:
     names = [label(decided(plan), number) for number in (1, 2)]
     assert plan.transfer_schedule is not None
     uses = plan.transfer_schedule.trace.item[name].uses
-    assert uses == (Use(f"forward {names[1]}", "w"), Use(f"backward {names[1]}"), Use(f"backward {names[0]}"))
+    assert uses == (
+        ItemUse(f"forward {names[1]}", "w"),
+        ItemUse(f"backward {names[1]}"),
+        ItemUse(f"backward {names[0]}"),
+    )
 
 
 def test_what_is_beside_is_less_by_what_may_leave() -> None:

@@ -18,7 +18,7 @@ from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan, reprice
-from planner.solve.transfers import Item, Link, Moment, Trace, TransferSchedule, Use, fewest_bytes
+from planner.solve.transfers import Item, ItemUse, Moment, TierLink, Trace, TransferSchedule, fewest_bytes
 from tests.planner.plans import residual_mlp, unwrapped
 from tests.planner.search.test_offload import cluster, gpu, with_usable
 from tests.planner.search.test_offload_micro_batched import decided, offload
@@ -60,8 +60,8 @@ def test_each_micro_batch_has_items_of_its_own_counted_by_hand() -> None:
         assert saved_in(table, micro_batch) == {**layers, "saved 5 head": NARROW}
         uses = table.trace.item[of_micro_batch("saved 2 layers.1", micro_batch)].uses
         assert uses == (
-            Use(of_micro_batch("forward 2 layers.1", micro_batch), "w"),
-            Use(of_micro_batch("backward 2 layers.1", micro_batch)),
+            ItemUse(of_micro_batch("forward 2 layers.1", micro_batch), "w"),
+            ItemUse(of_micro_batch("backward 2 layers.1", micro_batch)),
         )
 
 
@@ -110,9 +110,9 @@ def test_memories_at_home_are_as_many_as_are_taken_at_once(seed: int) -> None:
     items = []
     for number in range(8):
         first, *more = sorted(draw.sample(range(12), draw.choice((2, 3))))
-        uses = (Use(str(first), "w"), *(Use(str(place)) for place in more))
+        uses = (ItemUse(str(first), "w"), *(ItemUse(str(place)) for place in more))
         items.append(Item(f"{draw.choice((SAVED, SAVED, 'other '))}{number}", draw.choice((8, 16, 16)), uses))
-    trace = Trace(moments, tuple(items), {"host": Link(1.0, 1.0)})
+    trace = Trace(moments, tuple(items), {"host": TierLink(1.0, 1.0)})
     table = fewest_bytes(trace, max(trace.needed_bytes) + draw.randrange(16))
     taken: dict[int, list[int]] = {8: [], 16: []}
     for place in range(12):

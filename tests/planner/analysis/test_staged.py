@@ -18,10 +18,12 @@ from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.certificate import Decided, certify
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.pipeline_pace import Pace, pace_of, pack
+from planner.formulation.pipeline_pace import PipelinePace, pace_of, pack
 from planner.formulation.remat.levels import COMPUTED, LEVELS, NOTHING, Level, named, pareto_frontier
 from planner.formulation.resharding import local_bytes
-from planner.formulation.search_space import BUCKET_BYTES, Space, rules_of
+from planner.formulation.resharding_tables import BUCKET_BYTES
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Gathers, Training
 from planner.ir.folding import Folded, fold
 from planner.ir.graph import Graph, Ref
@@ -95,7 +97,7 @@ def test_the_chain_adds_up_to_the_problem(which: str, micro_batches: int, gather
             links = links_of(assignment, named(space.folded, COMPUTED, ("none",)))
             for number, level in enumerate(COMPUTED):
                 step = pareto_frontier(space.folded, named(space.folded, (level,), ("none",))).steps[0]
-                problem = Decided(assignment, space.skeleton).problem(None, step)
+                problem = Decided(assignment, space.decision_graph).problem(None, step)
                 whole = evaluate(problem, (0,) * len(problem.vertices))
                 ways = [min(number, len(link.block.savings) - 1) for link in links]
                 work_s = math.fsum(
@@ -105,7 +107,9 @@ def test_the_chain_adds_up_to_the_problem(which: str, micro_batches: int, gather
                 once_s = math.fsum(link.once_s for link in links)
                 if micro_batches > 1 or level == "none":  # one micro-batch gathers parameters again, several do not
                     assert micro_batches * work_s + once_s == pytest.approx(whole.time_s, rel=1e-9)
-                if level == "none" and space.brings_once:  # else gradients are counted beside their buckets, too
+                if (
+                    level == "none" and space.unsharding.brings_once
+                ):  # else gradients are counted beside their buckets, too
                     blocks = [link.block for link in links]
                     held = sum(b.held_bytes + b.gradient_bytes + b.savings[0].saved_bytes for b in blocks)
                     held -= sum(space.own_bytes(node, assignment.choice(node)) for node in space.graph.operators)
@@ -124,7 +128,7 @@ def inputs_beside(assignment: Assignment) -> list[int]:
         saved = sum(
             node.inputs[place].node == leaf.name
             for node in space.graph.operators
-            for place in space.skeleton.charge(node, NOTHING)
+            for place in space.decision_graph.blocks.charge(node, NOTHING)
             if place < len(node.inputs)
             and assignment.choice(node).operands[place] == assignment.produced(Ref(leaf.name))
         )
@@ -147,7 +151,7 @@ def test_gradients_are_summed_over_micro_batches_before_they_are_reduced(which: 
                     weight_s += space.work(node, assignment.choice(node)).backward_s / 2
                 for position in (at for at, each in enumerate(is_param) if each):
                     ref, layout = node.inputs[position], assignment.choice(node).operands[position]
-                    route = (*assignment.relay_route(ref), *assignment.operand_route(node, position))
+                    route = (*assignment.shared_route(ref), *assignment.operand_route(node, position))
                     axes = [space.mesh.axes[step.axis].name for step in route]
                     assert axes.count(MICRO) == 1 and axes[-1] == MICRO
                     reduced += len(axes) > 1
@@ -174,7 +178,7 @@ def test_no_pipeline_beats_the_average_rank_or_equal_blocks(
         space = space_of(which, spec, stages, micro_batches, names[0], gathers, all=8 // stages)
         levels = named(space.folded, LEVELS if level is None else (level,))
         if level is None:
-            levels = with_levels_between(levels, space.skeleton, space.cost)
+            levels = with_levels_between(levels, space.decision_graph, space.cost)
         steps = pareto_frontier(space.folded, levels)
         least, *more = steps.between(0, len(steps.steps) - 1)
         bound = space.problem(None, least, more)
@@ -195,13 +199,13 @@ def test_no_pipeline_beats_the_average_rank_or_equal_blocks(
                     assert math.fsum(found.time_s.values()) == pytest.approx(found.step_s)
                     assert sum(found.memory_bytes.values()) == found.peak_bytes
                     recompute = found.recompute(space.folded)
-                    assert found.levels == tuple(recompute.level(*each) for each in space.skeleton.numbers)
+                    assert found.levels == tuple(recompute.level(*each) for each in space.decision_graph.blocks.numbers)
     assert seen >= (9 if level is None else 3)
 
 
 def packing(space: Space) -> Space:
     """At the pace of equal blocks, whether its bound is higher or not."""
-    return space.at(pack(space.pace, space.skeleton.equal_blocks))
+    return space.at(pack(space.pace, space.decision_graph.equal_blocks))
 
 
 @pytest.mark.parametrize("gathers", ["once", "each"])
@@ -227,7 +231,7 @@ def test_no_way_to_share_blocks_out_is_shorter_than_what_they_are_packed_into(wa
         ways = [
             [(own * micro_batches + wait, own) for own, wait in zip(each, waits, strict=True) if own] for each in shares
         ]
-        packed = pack(Pace(ranks, micro_batches, micro_batches / ranks, (0.5,) * waiting), blocks)
+        packed = pack(PipelinePace(ranks, micro_batches, micro_batches / ranks, (0.5,) * waiting), blocks)
         assert packed.most == min(max(rank[0] for rank in way) for way in ways)
         for way in ways:
             assert any(length >= packed.most and own * micro_batches >= packed.own for length, own in way)

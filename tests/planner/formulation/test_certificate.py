@@ -8,7 +8,7 @@ import pytest
 
 from planner.formulation.certificate import Decided, certify
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.decisions import Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.training import Training
 from planner.ir.folding import relabel
 from planner.plan.plan import Plan
@@ -56,9 +56,11 @@ def test_a_fold_that_counts_wrongly_is_found():
     """An operator that the fold forgets is priced on the unfolded graph only."""
     plan = plan_of(MODELS["deep"])
     assert plan.assignment is not None
-    members = plan.assignment.space.skeleton.members
-    role = max((role for role in members if role[0] == "op"), key=lambda role: len(members[role]))
-    members[role].pop()
+    members = plan.assignment.space.decision_graph.variables.members
+    variable = max(
+        (variable for variable in members if variable[0] == "op"), key=lambda variable: len(members[variable])
+    )
+    members[variable].pop()
     certificate = certify(plan.assignment, 0.0)
     assert not certificate.holds
     assert certificate.difference_s < 0 and "NOT CERTIFIED" in str(certificate)
@@ -68,14 +70,18 @@ def test_stages_that_divide_no_size_are_no_miscount():
     """Of every decision the average rank's share is rounded; what all stages hold together is not, and says it all."""
     graph = residual_mlp(layers=7, width=100, batch=24)
     found = search(graph, cluster(3), Pins.parse({"pipeline": 3, "micro_batches": 2}), Training())
-    skeleton = found.assignment.space.skeleton
-    unfolded = Skeleton(relabel(skeleton.folded, range(len(skeleton.folded.instances))), skeleton.rules)
-    rounded = [peak_bytes(Decided(found.assignment, each).problem(None)) for each in (skeleton, unfolded)]
+    decision_graph = found.assignment.space.decision_graph
+    unfolded = DecisionGraph(
+        relabel(decision_graph.folded, range(len(decision_graph.folded.instances))), decision_graph.rules
+    )
+    rounded = [peak_bytes(Decided(found.assignment, each).problem(None)) for each in (decision_graph, unfolded)]
     assert rounded[0] != rounded[1]
     certificate = certify(found.assignment, 0.0)
     assert certificate.holds and 0 <= certificate.peak_bytes - 3 * rounded[0] < 3 * certificate.decisions
-    members = skeleton.members
-    repeated = max((role for role in members if role[0] == "leaf"), key=lambda role: len(members[role]))
+    members = decision_graph.variables.members
+    repeated = max(
+        (variable for variable in members if variable[0] == "leaf"), key=lambda variable: len(members[variable])
+    )
     members[repeated].pop()
     certificate = certify(found.assignment, 0.0)
     assert not certificate.holds and certificate.difference_bytes < 0

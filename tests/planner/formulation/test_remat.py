@@ -9,7 +9,7 @@ import pytest
 
 from planner.cost.model import CostModel
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
-from planner.formulation.decisions import Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.backward_slice import Again, Backward
 from planner.formulation.remat.levels import (
     COMPUTED,
@@ -21,7 +21,8 @@ from planner.formulation.remat.levels import (
     together,
     unfolded,
 )
-from planner.formulation.search_space import Space, rules_of
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
@@ -131,7 +132,7 @@ def test_levels_go_to_the_first_instances() -> None:
 
 
 def test_apart_and_together_are_inverse() -> None:
-    numbers = Skeleton(FOLDED, rules_of(GRAPH)).numbers
+    numbers = DecisionGraph(FOLDED, rules_of(GRAPH)).blocks.numbers
     for step in pareto_frontier(FOLDED, named(FOLDED)).steps:
         single = unfolded(step, numbers)
         assert [single.level(i, 0) for i in range(len(numbers))] == [step.level(*number) for number in numbers]

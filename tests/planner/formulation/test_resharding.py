@@ -7,8 +7,10 @@ import pytest
 
 from planner.cost.calibration import Calibration
 from planner.cost.model import CostModel
-from planner.formulation.resharding import STEPS, Collective, ConversionTable, Step, passes
-from planner.formulation.search_space import BUCKET_BYTES, NOT_BROUGHT, Space, rules_of
+from planner.formulation.resharding import STEPS, Collective, ConversionTable, ReshardStep, passes
+from planner.formulation.resharding_tables import BUCKET_BYTES, NOT_BROUGHT
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Ref, TensorType
@@ -54,17 +56,19 @@ def test_each_step_has_its_collectives(src, dst, forward, backward):
         for call, phase in ((forward, "forward"), (backward, "backward"))
         if call
     ]
-    assert list(Step(0, src, dst, (src,)).collectives(TENSOR, mesh)) == expected
+    assert list(ReshardStep(0, src, dst, (src,)).collectives(TENSOR, mesh)) == expected
 
 
 def test_without_a_gradient_nothing_runs_backward():
     tensor = TensorType((8, 4), "int64")
     for src, dst in ((P, R), (Shard(0), R), (Shard(0), Shard(1))):
-        assert all(call.phase == "forward" for call in Step(0, src, dst, (src,)).collectives(tensor, Mesh.of(a=4)))
+        assert all(
+            call.phase == "forward" for call in ReshardStep(0, src, dst, (src,)).collectives(tensor, Mesh.of(a=4))
+        )
 
 
 def test_an_axis_of_one_rank_is_silent():
-    assert Step(0, P, R, (P,)).collectives(TENSOR, Mesh.of(a=1)) == ()
+    assert ReshardStep(0, P, R, (P,)).collectives(TENSOR, Mesh.of(a=1)) == ()
 
 
 @pytest.mark.parametrize("mesh", [Mesh.of(a=4), Mesh.of(a=2, b=2)])
@@ -185,7 +189,7 @@ def test_parameters_that_one_call_brings_pay_for_one_call_together(source, kind,
         shares.append(back_s - start_s - copied_s * sizes[ref])
     assert sum(shares) == pytest.approx(cost.collective_s(kind, mesh.axes[0], sum(sizes.values()), beside=beside))
     assert min(shares) >= cost.collective_s(kind, mesh.axes[0], 0, beside=beside) / len(refs)
-    assert all(stated.together(ref) == NOT_BROUGHT for ref in refs)
+    assert all(stated.tables.together(ref) == NOT_BROUGHT for ref in refs)
 
 
 @pytest.mark.parametrize("gathers", ["each", "once"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from planner.formulation.decisions import Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import Amount, Recompute, named, pareto_frontier
 from planner.ir.folding import Folded, fold, relabel
 from planner.ir.graph import Graph, Node, Ref, TensorType
@@ -72,9 +72,9 @@ def graph_of(unit: tuple[Step, ...], layers: int, kept: frozenset[int]) -> Graph
     return graph
 
 
-def walked(skeleton: Skeleton, recompute: Recompute) -> dict[str, tuple[int, ...]]:
+def walked(decision_graph: DecisionGraph, recompute: Recompute) -> dict[str, tuple[int, ...]]:
     """Which tensors each operator pays for, operator by operator over the whole graph."""
-    graph = skeleton.graph
+    graph = decision_graph.graph
     root: dict[Ref, Ref] = {}
     whole: dict[Ref, Ref] = {}
     paid: set[Ref] = set()
@@ -93,13 +93,13 @@ def walked(skeleton: Skeleton, recompute: Recompute) -> dict[str, tuple[int, ...
                 viewed = node.inputs[place]
                 is_part = graph.type_of(ref).numel < graph.type_of(viewed).numel
                 (whole if is_part else root)[ref] = root.get(viewed, viewed)
-        number, at = skeleton.seat[node.name]
-        kind, nth = skeleton.numbers[number]
+        number, at = decision_graph.blocks.seat[node.name]
+        kind, nth = decision_graph.blocks.numbers[number]
         level, types = recompute.level(kind, nth), graph.input_types(node)
         saved, all_ = saved_places(node, types), saved_places(node, types, own=True)
         kept: tuple[int, ...] = all_ if any(tensor.grad for tensor in node.results) else ()
         if level != "none":
-            again = skeleton.again(kind, level)
+            again = decision_graph.blocks.again(kind, level)
             own = () if at in again.drawing else tuple(place for place in all_ if place not in saved)
             kept = (*again.kept[at], *own)
         mine = []
@@ -113,11 +113,13 @@ def walked(skeleton: Skeleton, recompute: Recompute) -> dict[str, tuple[int, ...
 
 
 def check(folded: Folded, recompute: Recompute) -> None:
-    skeleton = Skeleton(folded, {})
-    expected = walked(skeleton, recompute)
-    assert {name: skeleton.charge(folded.graph.by_name[name], recompute) for name in expected} == expected
-    assert skeleton.charged(recompute) == {
-        role: Counter(expected[name] for name in names) for role, names in skeleton.members.items() if role[0] == "op"
+    decision_graph = DecisionGraph(folded, {})
+    expected = walked(decision_graph, recompute)
+    assert {name: decision_graph.blocks.charge(folded.graph.by_name[name], recompute) for name in expected} == expected
+    assert decision_graph.blocks.charged(recompute) == {
+        variable: Counter(expected[name] for name in names)
+        for variable, names in decision_graph.variables.members.items()
+        if variable[0] == "op"
     }
 
 
@@ -187,12 +189,18 @@ def test_layers_that_hand_values_on_or_are_read_by_the_last(layers: int, crossin
 
 def test_equal_blocks_are_walked_once_for_each_way_to_find_them() -> None:
     folded = fold(residual_mlp(layers=40))
-    skeleton = Skeleton(folded, {})
+    decision_graph = DecisionGraph(folded, {})
     for step in pareto_frontier(folded, named(folded)).steps:
-        skeleton.charged(step)
-    assert sum(skeleton._charges._goes_on) >= 37, "one layer after another"
+        decision_graph.blocks.charged(step)
+    assert sum(decision_graph.blocks._charges._goes_on) >= 37, "one layer after another"
     # The layers at four levels, and the first of them, whose value the stem makes; the stem and the head.
     assert (
-        len({paid for step in pareto_frontier(folded, named(folded)).steps for paid in skeleton._charges.of(step)})
+        len(
+            {
+                paid
+                for step in pareto_frontier(folded, named(folded)).steps
+                for paid in decision_graph.blocks._charges.of(step)
+            }
+        )
         <= 14
     )

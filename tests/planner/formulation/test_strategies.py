@@ -2,9 +2,8 @@
 
 import pytest
 
-from planner.formulation.decisions import Skeleton
-from planner.formulation.search_space import rules_of
-from planner.formulation.strategies import leaf_layouts, op_choices, rule_of
+from planner.formulation.decisions import DecisionGraph
+from planner.formulation.strategies import leaf_layouts, op_choices, rule_of, rules_of
 from planner.ir.folding import fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import I, Mesh, P, R, Shard
@@ -68,7 +67,7 @@ def test_a_sequence_survives_being_merged_behind_the_batch():
         (Ref("parted"),),
     )
     rules = rules_of(graph)
-    cuts = Skeleton(fold_off(graph), rules).cuts((4,))
+    cuts = DecisionGraph(fold_off(graph), rules).cuts((4,))
     assert cuts[Ref("merged")] == {0: frozenset({2})}
     strips = cuts[Ref("merged")], cuts[Ref("middle")]
     choices = op_choices(graph, graph.by_name["middle"], rules["middle"], Mesh.of(a=4), strips)
@@ -86,7 +85,7 @@ def test_a_cut_that_no_one_can_use_is_dropped():
         ),
         (Ref("soft"),),
     )
-    assert not Skeleton(fold_off(graph), rules_of(graph)).cuts((2, 4))
+    assert not DecisionGraph(fold_off(graph), rules_of(graph)).cuts((2, 4))
 
 
 def test_an_unknown_operator_is_replicated():

@@ -14,7 +14,8 @@ from planner.cost.model import CostModel
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.search_space import Space, rules_of
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, refold, restore

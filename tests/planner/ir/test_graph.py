@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.formulation.decisions import Skeleton
-from planner.formulation.search_space import rules_of
+from planner.formulation.decisions import DecisionGraph
+from planner.formulation.strategies import rules_of
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.node_table import Nodes
@@ -108,7 +108,7 @@ def test_copies_are_made_where_they_are_asked_for() -> None:
     fingerprint(graph)
     folded = fold(graph)
     assert len(folded.kinds[-2]) >= 58
-    Skeleton(folded, rules_of(graph, folded)).survey()
+    DecisionGraph(folded, rules_of(graph, folded)).survey()
     written = {graph.columns.names[place] for place in made if not graph.columns.is_leaf[place]}
     whole = {node.name for kind in folded.kinds for node in kind[0].block.span}
     assert len(written) < 6 * len(whole) < len(graph.operators)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from planner.ir.graph import Graph, Node, Ref, TensorType
-from planner.ops.memory_traffic import Traffic, added_places, traffic
+from planner.ops.memory_traffic import MemoryTraffic, added_places, traffic
 
 X = TensorType((8, 64), "bfloat16", True)
 
 
-def of(op: str, *operands: TensorType, results: tuple[TensorType, ...] = (X,), **options: Any) -> Traffic:
+def of(op: str, *operands: TensorType, results: tuple[TensorType, ...] = (X,), **options: Any) -> MemoryTraffic:
     """The traffic of one operator over values of its own."""
     shares, on_host = options.pop("shares", ()), options.pop("on_host", False)
     leaves = [Node(f"v{i}", "input", (), (tensor,)) for i, tensor in enumerate(operands)]
@@ -56,7 +56,7 @@ PASSES = {
 
 
 @pytest.mark.parametrize(("found", "forward", "backward", "besides"), PASSES.values(), ids=PASSES)
-def test_passes(found: Traffic, forward: list[float], backward: list[float], besides: list[float]) -> None:
+def test_passes(found: MemoryTraffic, forward: list[float], backward: list[float], besides: list[float]) -> None:
     assert (list(found.forward), list(found.backward), list(found.besides)) == (forward, backward, besides)
     assert found.runs == any(forward) and bool(found.starts) == any(besides)
 

@@ -130,13 +130,13 @@ def cheapest_otherwise(plan: Document, path: str) -> float:
     """By enumeration: the least step time in which the operators of a module shard something else."""
     assert plan.assignment is not None
     space = plan.assignment.space
-    role = next(r for r, names in space.members.items() if space.graph.by_name[names[0]].path == path)
-    problem, number = space.problem(plan.cluster.device.usable_bytes), space.roles.index(role)
-    now = str(plan.assignment.choice(space.graph.by_name[space.members[role][0]]).axes[0])
+    variable = next(r for r, names in space.members.items() if space.graph.by_name[names[0]].path == path)
+    problem, number = space.problem(plan.cluster.device.usable_bytes), space.variables.order.index(variable)
+    now = str(plan.assignment.choice(space.graph.by_name[space.members[variable][0]]).axes[0])
     whole = {"invariant", "replicate"}
     best = math.inf
     for choices in itertools.product(*(range(vertex.choices) for vertex in problem.vertices)):
-        word = str(space.options[role][choices[number]].axes[0])  # type: ignore[union-attr]
+        word = str(space.options[variable][choices[number]].axes[0])  # type: ignore[union-attr]
         if word != now and not {word, now} <= whole:
             cost = evaluate(problem, choices)
             best = min(best, cost.time_s if cost.feasible else math.inf)

@@ -22,7 +22,8 @@ from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decision_names import parse_runs, runs
-from planner.formulation.search_space import Space, rules_of
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, relabel
 from planner.ir.graph import Graph

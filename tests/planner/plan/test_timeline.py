@@ -16,12 +16,12 @@ import pytest
 from planner.base.errors import InputError
 from planner.plan.timeline import StepTimeline, bubble_of, predicted
 from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
-from planner.solve.pipeline.simulate import Simulated, Times, simulate
+from planner.solve.pipeline.simulate import SimulatedSchedule, Times, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def simulated(name: str, ranks: int, count: int, virtual: int = 1) -> Simulated:
+def simulated(name: str, ranks: int, count: int, virtual: int = 1) -> SimulatedSchedule:
     stages = ranks * virtual
     work = 1e-3 * (1 + 0.2 * np.random.default_rng(0).random((3, stages)))
     return simulate(schedule(name, ranks, count, virtual), Times(*work, np.full(stages - 1, 1e-4)))

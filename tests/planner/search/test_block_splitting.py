@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import planner.formulation.decisions
 from planner.cost.model import CostModel
-from planner.formulation.search_space import Space, rules_of
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import Folded, fold, fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType

@@ -24,7 +24,8 @@ from planner.cost.model import CostModel
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.remat.levels import named, pareto_frontier
-from planner.formulation.search_space import Space, rules_of
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType

@@ -42,7 +42,7 @@ from planner.plan.plan import Plan, Search, describe, reprice
 from planner.search import memory_fitting, offload_search
 from planner.search.branch_and_bound import Searched, branch_and_bound
 from planner.search.search import search
-from planner.solve.transfers import Use, fewest_bytes, simulate
+from planner.solve.transfers import ItemUse, fewest_bytes, simulate
 from tests.planner.plans import plan_of, residual_mlp, unwrapped
 
 
@@ -168,12 +168,14 @@ def test_the_trace_has_a_chunk_s_parameters_and_the_gradients_of_the_trained(
     for chunk in chunks:
         uses = items[parameters(chunk)].uses
         updated = "update" if name != "early" or chunk.is_before else update(chunk)
-        assert [use for use in uses if use.writes] == [Use(each, "rw") for each in dict.fromkeys((updated, "update"))]
+        assert [use for use in uses if use.writes] == [
+            ItemUse(each, "rw") for each in dict.fromkeys((updated, "update"))
+        ]
         assert uses[-1].writes
         entered, left = moments_of(decided(plan))[chunk.entered]
-        assert uses[0] == Use(entered)
+        assert uses[0] == ItemUse(entered)
         if chunk.gradient_bytes:
-            assert items[gradients(chunk)].uses == (Use(left, "w"), Use(updated))
+            assert items[gradients(chunk)].uses == (ItemUse(left, "w"), ItemUse(updated))
 
 
 @each_plan
@@ -220,7 +222,7 @@ def test_a_shared_parameter_enters_before_all_blocks_and_its_gradient_leaves_aft
     assert [use.moment for use in items[parameters(chunk)].uses] == [
         "begin", "forward 0 stem", f"forward {last} head", f"backward {last} head", "backward 0 stem", "update",
     ]  # fmt: skip
-    assert items[gradients(chunk)].uses[0] == Use("end", "w")
+    assert items[gradients(chunk)].uses[0] == ItemUse("end", "w")
 
 
 def test_backward_fetches_again_only_what_it_reads(plans: Callable[[str], Plan]) -> None:

@@ -21,7 +21,7 @@ from planner.ir.graph import Graph
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, Search, describe, reprice
 from planner.search.search import search
-from planner.solve.transfers import Use, fewest_bytes, simulate
+from planner.solve.transfers import ItemUse, fewest_bytes, simulate
 from tests.planner.plans import residual_mlp, unwrapped
 from tests.planner.search.test_offload import cluster, gpu, tied
 
@@ -96,11 +96,11 @@ def test_the_first_backward_makes_gradients_and_others_add_to_them(plans: Callab
     for chunk in chunks_of(decided(plan)):
         *made, last = trace.item[gradients(chunk)].uses
         assert [use.access for use in made] == ["w", *["rw"] * (micro_batches - 1)]
-        assert last == Use("update")
+        assert last == ItemUse("update")
         wanted = {of_micro_batch("end", micro_batch) for micro_batch in range(micro_batches)}
         if chunk.is_before:
             assert {use.moment for use in made} == wanted
-        assert trace.item[parameters(chunk)].uses[-1] == Use("update", "rw")
+        assert trace.item[parameters(chunk)].uses[-1] == ItemUse("update", "rw")
     assert ("tied" in name) == any(chunk.is_before for chunk in chunks_of(decided(plan)))
 
 

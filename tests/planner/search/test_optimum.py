@@ -23,9 +23,10 @@ from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import certify
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.decisions import Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import Level, named, pareto_frontier
-from planner.formulation.search_space import Space, rules_of
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off, relabel
 from planner.ir.graph import Graph, Node, Ref, TensorType
@@ -110,8 +111,12 @@ def problems_with_recomputation(graph: Graph, spec: ClusterSpec, limit_bytes: in
     cost, rules, folded = CostModel(spec), rules_of(graph), fold(graph)
     single = relabel(folded, range(len(folded.instances)))
     spaces = [Space(single, mesh, cost, Training(), rules) for mesh in candidate_meshes(spec, max_axes=2)]
-    skeleton = Skeleton(folded, rules)
-    steps = pareto_frontier(folded, with_levels_between(named(folded), skeleton, cost)).unfolded(skeleton.numbers).steps
+    decision_graph = DecisionGraph(folded, rules)
+    steps = (
+        pareto_frontier(folded, with_levels_between(named(folded), decision_graph, cost))
+        .apart(decision_graph.blocks.numbers)
+        .steps
+    )
     return [space.problem(limit_bytes, step) for space in spaces for step in steps]
 
 

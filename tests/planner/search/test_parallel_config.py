@@ -57,7 +57,7 @@ def test_no_assignment_beats_the_arithmetic(which: str, stages: int, micro_batch
         spec = random_cluster(rng, (2, 4))
         space = space_of(which, spec, stages, micro_batches, schedule, all=8 // stages)
         config = ParallelConfig(stages, Mesh.of(all=8 // stages).micro_batched(micro_batches))
-        bound_s = Arithmetic(space.skeleton, space.cost).bound_s(config, schedule)
+        bound_s = Arithmetic(space.decision_graph, space.cost).bound_s(config, schedule)
         assert bound_s > 0
         steps = pareto_frontier(space.folded, named(space.folded)).steps
         bound = space.problem(None, steps[0], [steps[-1]])

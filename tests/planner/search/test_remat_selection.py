@@ -10,9 +10,9 @@ import pytest
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.decisions import Skeleton
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import named
-from planner.formulation.search_space import rules_of
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
@@ -53,9 +53,11 @@ def bottlenecks(layers: int = 6) -> Graph:
     return Graph(tuple(nodes), (Ref("loss"),))
 
 
-def skeleton_of(graph: Graph) -> tuple[Skeleton, int]:
+def decision_graph_of(graph: Graph) -> tuple[DecisionGraph, int]:
     folded = fold(graph)
-    return Skeleton(folded, rules_of(graph, folded)), max(range(len(folded.kinds)), key=lambda k: len(folded.kinds[k]))
+    return DecisionGraph(folded, rules_of(graph, folded)), max(
+        range(len(folded.kinds)), key=lambda k: len(folded.kinds[k])
+    )
 
 
 def priced(flops_per_s: float = 1e9) -> ClusterSpec:
@@ -74,9 +76,9 @@ def priced(flops_per_s: float = 1e9) -> ClusterSpec:
 
 
 def test_what_is_dear_for_its_bytes_is_given_up_last() -> None:
-    skeleton, kind = skeleton_of(bottlenecks())
-    names = [node.name[:-1] for node in skeleton.backward(kind).nodes]
-    front = corners(skeleton, kind, CostModel(priced()))
+    decision_graph, kind = decision_graph_of(bottlenecks())
+    names = [node.name[:-1] for node in decision_graph.blocks.backward(kind).nodes]
+    front = corners(decision_graph, kind, CostModel(priced()))
     kept = [{names[at] for at in each.level} if isinstance(each.level, tuple) else each.level for each in front]
     assert kept == ["gathered", {"up", "down"}, {"down"}, "full"]
     narrow, wide = (BATCH * width * 4 for width in (WIDTH, WIDE))
@@ -96,12 +98,12 @@ def test_what_is_dear_for_its_bytes_is_given_up_last() -> None:
 
 @pytest.mark.parametrize("flops_per_s", [1e6, 1e9, 1e10, 1e15])
 def test_levels_are_few_convex_and_within_one_another(flops_per_s: float) -> None:
-    skeleton, kind = skeleton_of(bottlenecks())
-    front = corners(skeleton, kind, CostModel(priced(flops_per_s)))
+    decision_graph, kind = decision_graph_of(bottlenecks())
+    front = corners(decision_graph, kind, CostModel(priced(flops_per_s)))
     assert 2 < len(front) <= MOST + 2
     slopes = [(b.seconds - a.seconds) / (a.held_bytes - b.held_bytes) for a, b in itertools.pairwise(front)]
     assert slopes == sorted(slopes) and all(slope > 0 for slope in slopes)
-    runs = [skeleton.again(kind, each.level) for each in front]
+    runs = [decision_graph.blocks.again(kind, each.level) for each in front]
     for some, more in itertools.pairwise(runs):
         assert some.operators < more.operators and some.values < more.values
         assert all(few <= many for few, many in zip(some.taken, more.taken, strict=True))
@@ -112,13 +114,13 @@ def test_levels_are_few_convex_and_within_one_another(flops_per_s: float) -> Non
 
 
 def test_every_kind_goes_its_own_way_and_what_is_cheap_for_its_bytes_goes_first() -> None:
-    skeleton, kind = skeleton_of(bottlenecks())
-    plain = named(skeleton.folded)
-    levels = with_levels_between(plain, skeleton, CostModel(priced()))
+    decision_graph, kind = decision_graph_of(bottlenecks())
+    plain = named(decision_graph.folded)
+    levels = with_levels_between(plain, decision_graph, CostModel(priced()))
     assert levels.first == plain.first
     gathers = [move for move in plain.moves if move[1] == "gathered"]
     assert [*levels.moves[: len(gathers)]] == gathers
-    assert [*levels.of(kind)[1:]] == [each.level for each in corners(skeleton, kind, CostModel(priced()))]
+    assert [*levels.of(kind)[1:]] == [each.level for each in corners(decision_graph, kind, CostModel(priced()))]
     others = {each: levels.of(each) for each in range(len(plain.first)) if each != kind}
     assert others == dict.fromkeys(others, ("none", "gathered"))
 

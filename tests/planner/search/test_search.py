@@ -24,7 +24,8 @@ from planner.cost.cluster import ClusterSpec, Device, Level, PeakFlops
 from planner.cost.model import CostModel
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.search_space import Space, rules_of
+from planner.formulation.search_space import Space
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType
@@ -357,7 +358,10 @@ def test_what_a_search_with_less_memory_proves_is_not_said_of_all(monkeypatch):
         return evaluate(assignment.space.problem(None, assignment.recompute), choices_of(assignment)).peak_bytes
 
     def choices_of(assignment):
-        return tuple(assignment.space.options[role].index(assignment.chosen[role]) for role in assignment.space.roles)
+        return tuple(
+            assignment.space.options[variable].index(assignment.chosen[variable])
+            for variable in assignment.space.variables
+        )
 
     monkeypatch.setattr("planner.search.memory_fitting.branch_and_bound", noted)
     monkeypatch.setattr("planner.search.branch_and_bound.usage", needs_more)

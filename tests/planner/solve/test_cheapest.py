@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.solve.choices import almost_lightest, cheapest, corners, lightest, lower_bounds
 from planner.solve.choices.cheapest import Cheapest
-from planner.solve.choices.model import Model, Weights, build_model, drop_forbidden, total
+from planner.solve.choices.model import ChoiceModel, Weights, build_model, drop_forbidden, total
 from planner.solve.problem import Problem, evaluate, least_bytes, most_bytes
 from tests.planner.solve.test_solve import random_problem
 
@@ -27,7 +27,7 @@ problems = st.builds(
 )
 
 
-def weighted(model: Model, weights: Weights) -> list[float]:
+def weighted(model: ChoiceModel, weights: Weights) -> list[float]:
     """What every assignment costs."""
     every = (total(model, np.array(each)) for each in itertools.product(*map(range, model.sizes)))
     return [

@@ -23,8 +23,8 @@ from planner.base.errors import AutoparError
 from planner.solve import __main__ as solve_main
 from planner.solve.__main__ import main
 from planner.solve.choices import front
-from planner.solve.choices.best import Incumbent
-from planner.solve.choices.model import Model, build_model
+from planner.solve.choices.best import BestFound
+from planner.solve.choices.model import ChoiceModel, build_model
 from planner.solve.choices.read import read_problem
 from planner.solve.choices.reduce import reduce
 from planner.solve.choices.window import search
@@ -283,7 +283,7 @@ def test_an_interrupt_ends_with_what_is_known(tmp_path: Path) -> None:
 def test_stopped_before_any_assignment_nothing_more_is_looked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, by_clock: bool
 ) -> None:
-    def search_forever(model: Model, best: Incumbent, deadline: float) -> float:
+    def search_forever(model: ChoiceModel, best: BestFound, deadline: float) -> float:
         best.prove(7.0)
         while True:
             if not by_clock:
@@ -326,7 +326,7 @@ def test_a_reduction_cut_short_leaves_the_same_problem(tmp_path: Path, document:
     least = least_cost(document)
     assert (smaller is not None) or math.isinf(least)
     if smaller is not None:
-        best = Incumbent(problem, math.inf)
+        best = BestFound(problem, math.inf)
         assert search(smaller, best, math.inf) >= least * (1 - 1e-9) - 1e-9
         assert best.objective_s == least
 

@@ -14,10 +14,10 @@ from planner.solve.pipeline.partition import cut
 from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
 from planner.solve.pipeline.simulate import simulate
 from planner.solve.pipeline.stages import (
-    Block,
     Chain,
+    ChainBlock,
     Pipeline,
-    Saving,
+    RematOption,
     blocks_of,
     bound_s,
     evaluate,
@@ -26,12 +26,18 @@ from planner.solve.pipeline.stages import (
 )
 
 MiB, GiB = 2**20, 2**30
-EVERYTHING = (Saving(0.0, 0),)
-LAYER = Block(
-    "layer", 1.0, 1.0, 1.0, 3 * GiB, (Saving(0.0, 400 * MiB), Saving(0.15, 150 * MiB), Saving(1.0, 34 * MiB)), 0.05
+EVERYTHING = (RematOption(0.0, 0),)
+LAYER = ChainBlock(
+    "layer",
+    1.0,
+    1.0,
+    1.0,
+    3 * GiB,
+    (RematOption(0.0, 400 * MiB), RematOption(0.15, 150 * MiB), RematOption(1.0, 34 * MiB)),
+    0.05,
 )
-EMBEDDING = Block("embedding", 0.1, 0.05, 0.1, 6 * GiB, (Saving(0.0, 34 * MiB),), 0.05)
-HEAD = Block("head", 1.3, 1.3, 1.3, 6 * GiB, (Saving(0.0, 500 * MiB),), 0.05)
+EMBEDDING = ChainBlock("embedding", 0.1, 0.05, 0.1, 6 * GiB, (RematOption(0.0, 34 * MiB),), 0.05)
+HEAD = ChainBlock("head", 1.3, 1.3, 1.3, 6 * GiB, (RematOption(0.0, 500 * MiB),), 0.05)
 LLAMA: Chain = [(EMBEDDING, 1), (LAYER, 126), (HEAD, 1)]
 
 
@@ -53,11 +59,11 @@ def random_chain(rng: np.random.Generator, size: int, ways: int) -> Chain:
     way = float(rng.choice([0.0, 0.3]))
     return [
         (
-            Block(
+            ChainBlock(
                 f"block {i}",
                 *(rng.random(3) + 0.05).tolist(),
                 int(rng.integers(1, 50)),
-                tuple(Saving(float(rng.random() * each), int(rng.integers(1, 30))) for each in range(ways)),
+                tuple(RematOption(float(rng.random() * each), int(rng.integers(1, 30))) for each in range(ways)),
                 float(rng.random() * way),
                 int(rng.integers(0, 50)),
             ),
@@ -130,8 +136,8 @@ def test_more_effort_proves_more() -> None:
 def test_a_cut_by_hand() -> None:
     """1f1b on two ranks, four micro-batches; rank 0 holds two of them, rank 1 one."""
     chain = [
-        (Block("a", 1, 1, 1, 100, (Saving(0, 10), Saving(0.5, 4)), 0.25), 3),
-        (Block("b", 2, 2, 2, 7, EVERYTHING), 1),
+        (ChainBlock("a", 1, 1, 1, 100, (RematOption(0, 10), RematOption(0.5, 4)), 0.25), 3),
+        (ChainBlock("b", 2, 2, 2, 7, EVERYTHING), 1),
     ]
     pipeline = Pipeline("1f1b", 2, 4)
     found = evaluate(pipeline, chain, (0, 2, 4), (0, 1, 0, 0))
@@ -147,7 +153,7 @@ def test_a_cut_by_hand() -> None:
 def test_gradients_count_when_the_first_backward_is_over() -> None:
     """Four micro-batches of 2 x 10 bytes: all of them with gpipe, or three and gradients, whichever is more."""
     for gradient_bytes, most in ((3, 80), (30, 60 + 2 * 30)):
-        chain = [(Block("a", 1, 1, 1, 100, (Saving(0, 10),), gradient_bytes=gradient_bytes), 4)]
+        chain = [(ChainBlock("a", 1, 1, 1, 100, (RematOption(0, 10),), gradient_bytes=gradient_bytes), 4)]
         assert rank_bytes(Pipeline("gpipe", 2, 4), chain, (0, 2, 4), (0,) * 4) == (200 + most, 200 + most)
         in_micro_batch = rank_bytes(Pipeline("1f1b", 2, 4), chain, (0, 2, 4), (0,) * 4)
         assert in_micro_batch == (200 + 2 * gradient_bytes + 40, 200 + 2 * gradient_bytes + 20)
@@ -156,14 +162,14 @@ def test_gradients_count_when_the_first_backward_is_over() -> None:
 def test_equal_blocks_may_be_cut_unevenly_where_the_head_is_heavy() -> None:
     found = cut(
         Pipeline("1f1b", 4, 32),
-        [(Block("layer", 1, 1, 1, 1, EVERYTHING), 10), (Block("head", 2, 2, 2, 1, EVERYTHING), 1)],
+        [(ChainBlock("layer", 1, 1, 1, 1, EVERYTHING), 10), (ChainBlock("head", 2, 2, 2, 1, EVERYTHING), 1)],
     )
     assert found is not None and found.status == "optimal"
     assert np.diff(found.bounds).tolist() == [3, 3, 3, 2]
 
 
 def test_early_stages_recompute_more_since_they_hold_more() -> None:
-    chain = [(Block("layer", 1, 1, 1, 0, (Saving(0.0, 10), Saving(0.5, 1))), 8)]
+    chain = [(ChainBlock("layer", 1, 1, 1, 0, (RematOption(0.0, 10), RematOption(0.5, 1))), 8)]
     found = cut(Pipeline("1f1b", 4, 16), chain, limit_bytes=30)
     assert found is not None and found.status == "optimal"
     recomputed = [sum(found.savings[i:j]) for i, j in zip(found.bounds, found.bounds[1:], strict=False)]
@@ -198,10 +204,10 @@ def test_more_memory_and_less_work_never_make_it_slower_where_it_is_proved(name:
 
 def test_what_does_not_fit_is_said_by_how_much() -> None:
     with pytest.raises(InfeasibleError, match=re.escape("no cut into 4 stages was found that fits")) as told:
-        cut(Pipeline("interleaved_1f1b", 2, 4, 2), [(Block("layer", 1, 1, 1, 100, (Saving(0, 1),)), 8)], 403)
+        cut(Pipeline("interleaved_1f1b", 2, 4, 2), [(ChainBlock("layer", 1, 1, 1, 100, (RematOption(0, 1),)), 8)], 403)
     assert told.value.excess_bytes > 0
     with pytest.raises(InfeasibleError, match="layer alone needs"):
-        cut(Pipeline("1f1b", 2, 4), [(Block("layer", 1, 1, 1, 100, (Saving(0, 1),)), 8)], 50)
+        cut(Pipeline("1f1b", 2, 4), [(ChainBlock("layer", 1, 1, 1, 100, (RematOption(0, 1),)), 8)], 50)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +217,10 @@ def test_what_does_not_fit_is_said_by_how_much() -> None:
         (Pipeline("interleaved_1f1b", 2, 4, 2), [(LAYER, 3)], "4 stages (2 ranks of 2)"),
         (Pipeline("1f1c", 2, 4), LLAMA, "no schedule '1f1c'"),
         (Pipeline("2bw", 4, 2), LLAMA, "at least as many micro-batches as stages"),
-        (Pipeline("1f1b", 2, 4), [(Block("x", 1, -1, 1, 1, EVERYTHING), 2)], "block x: seconds"),
-        (Pipeline("1f1b", 2, 4), [(Block("x", 1, math.nan, 1, 1, EVERYTHING), 2)], "block x: seconds"),
-        (Pipeline("1f1b", 2, 4), [(Block("x", 1, 1, 1, 1, ()), 2)], "block x: count 2, 0 savings"),
-        (Pipeline("1f1b", 2, 4), [(Block("x", 1, 1, 1, 1, (Saving(0, -1),)), 2)], "less than nothing"),
+        (Pipeline("1f1b", 2, 4), [(ChainBlock("x", 1, -1, 1, 1, EVERYTHING), 2)], "block x: seconds"),
+        (Pipeline("1f1b", 2, 4), [(ChainBlock("x", 1, math.nan, 1, 1, EVERYTHING), 2)], "block x: seconds"),
+        (Pipeline("1f1b", 2, 4), [(ChainBlock("x", 1, 1, 1, 1, ()), 2)], "block x: count 2, 0 savings"),
+        (Pipeline("1f1b", 2, 4), [(ChainBlock("x", 1, 1, 1, 1, (RematOption(0, -1),)), 2)], "less than nothing"),
     ],
 )
 def test_wrong_input_is_refused(pipeline: Pipeline, chain: Chain, words: str) -> None:

@@ -15,11 +15,11 @@ from planner.base.errors import InfeasibleError, TransferScheduleError
 from planner.solve.transfers import (
     Entry,
     Item,
-    Link,
+    ItemUse,
     Moment,
+    TierLink,
     Trace,
     TransferSchedule,
-    Use,
     fewest_bytes,
     keep,
     shortest_step,
@@ -28,7 +28,7 @@ from planner.solve.transfers import (
 from planner.solve.transfers.table import ACTIONS
 from planner.solve.transfers.trace import ACCESSES
 
-LINKS = {"host": Link(8.0, 8.0), "disk": Link(2.0, 1.0)}
+LINKS = {"host": TierLink(8.0, 8.0), "disk": TierLink(2.0, 1.0)}
 
 
 @st.composite
@@ -45,7 +45,7 @@ def traces(draw: st.DrawFn, most_items: int = 5, most_moments: int = 6) -> Trace
         home = draw(st.sampled_from(["host", "host", "disk"]))
         may = [moment.name for moment in moments if home == "host" or moment.on == "device"]
         used = draw(st.lists(st.sampled_from(may), unique=True, max_size=4))
-        uses = tuple(Use(name, draw(st.sampled_from(ACCESSES))) for name in may if name in used)
+        uses = tuple(ItemUse(name, draw(st.sampled_from(ACCESSES))) for name in may if name in used)
         items.append(Item(f"i{number}", draw(sizes), uses, home))
     return Trace(tuple(moments), tuple(items), LINKS)
 
@@ -90,9 +90,9 @@ def test_nothing_keeps_the_links_busy_for_less(case: tuple[Trace, int]) -> None:
 def test_sizes_far_apart(spare: int) -> None:
     """Room for two items of a gigabyte, and beside them for none to two of 5 bytes, just or not quite."""
     moments = tuple(Moment(f"m{at}", 1) for at in range(5))
-    large = [Item(f"large {n}", 10**9, (Use(f"m{n}"), Use(f"m{n + 2}"))) for n in range(2)]
-    small = [Item(f"small {n}", 5, (Use(f"m{n}"), Use(f"m{n + 3}"))) for n in range(2)]
-    trace = Trace(moments, (*large, *small), {"host": Link(1, 1)})
+    large = [Item(f"large {n}", 10**9, (ItemUse(f"m{n}"), ItemUse(f"m{n + 2}"))) for n in range(2)]
+    small = [Item(f"small {n}", 5, (ItemUse(f"m{n}"), ItemUse(f"m{n + 3}"))) for n in range(2)]
+    trace = Trace(moments, (*large, *small), {"host": TierLink(1, 1)})
     table = fewest_bytes(trace, 2 * 10**9 + spare)
     assert table.stopped == "proved"
     assert sum(table.link_s.values()) == pytest.approx(tried(trace, 2 * 10**9 + spare), rel=1e-12)
@@ -136,7 +136,7 @@ def tried(trace: Trace, budget: int) -> float:
     )
 
 
-def followed(trace: Trace, budget: int, stays: dict[tuple[Item, Use], bool]) -> float | None:
+def followed(trace: Trace, budget: int, stays: dict[tuple[Item, ItemUse], bool]) -> float | None:
     """The seconds of the second step that goes as said; ``None`` if it does not fit, or a stale copy would stay."""
     here = dict.fromkeys(trace.items, False)
     behind = dict(here)
@@ -171,7 +171,7 @@ def followed(trace: Trace, budget: int, stays: dict[tuple[Item, Use], bool]) -> 
 @given(cases())
 def test_no_rule_on_demand_and_no_fixed_set_moves_less(case: tuple[Trace, int]) -> None:
     """On average over the steps after which a rule repeats: so none is below the bound on one step."""
-    trace, budget = replace(case[0], links=dict.fromkeys(LINKS, Link(1, 1))), case[1]
+    trace, budget = replace(case[0], links=dict.fromkeys(LINKS, TierLink(1, 1))), case[1]
     table = fewest_bytes(trace, budget)
     for rule in (least_recent, farthest):
         assert table.link_bound_s <= on_demand(trace, budget, rule) * (1 + 1e-9)
@@ -224,12 +224,14 @@ def two_layers() -> Trace:
         item
         for n in (0, 1)
         for item in (
-            Item(f"parameters {n}", 4, (Use(f"forward {n}"), Use(f"backward {n}"), Use(f"update {n}", "w"))),
-            Item(f"gradients {n}", 4, (Use(f"backward {n}", "w"), Use(f"update {n}"))),
-            Item(f"state {n}", 8, (Use(f"update {n}", "rw"),)),
+            Item(
+                f"parameters {n}", 4, (ItemUse(f"forward {n}"), ItemUse(f"backward {n}"), ItemUse(f"update {n}", "w"))
+            ),
+            Item(f"gradients {n}", 4, (ItemUse(f"backward {n}", "w"), ItemUse(f"update {n}"))),
+            Item(f"state {n}", 8, (ItemUse(f"update {n}", "rw"),)),
         )
     ]
-    return Trace(tuple(moments), tuple(items), {"host": Link(8, 8)})
+    return Trace(tuple(moments), tuple(items), {"host": TierLink(8, 8)})
 
 
 def test_by_hand() -> None:
@@ -267,11 +269,11 @@ def test_an_update_on_the_host() -> None:
     """Gradients go there as soon as they are there, and parameters are fetched when the host has written them."""
     moments = (Moment("forward", 1), Moment("backward", 2), Moment("update", 4, on="host"))
     items = (
-        Item("parameters", 8, (Use("forward"), Use("backward"), Use("update", "w"))),
-        Item("gradients", 8, (Use("backward", "w"), Use("update"))),
-        Item("state", 100, (Use("update", "rw"),)),
+        Item("parameters", 8, (ItemUse("forward"), ItemUse("backward"), ItemUse("update", "w"))),
+        Item("gradients", 8, (ItemUse("backward", "w"), ItemUse("update"))),
+        Item("state", 100, (ItemUse("update", "rw"),)),
     )
-    table = fewest_bytes(Trace(moments, items, {"host": Link(8, 8)}), 16)
+    table = fewest_bytes(Trace(moments, items, {"host": TierLink(8, 8)}), 16)
     assert table.bytes_moved == {("host", "fetch"): 8, ("host", "evict"): 8}
     assert table.entries[2] == Entry(drop=("parameters",), evict=("gradients",))
     seen = simulate(table)
@@ -282,8 +284,8 @@ def test_an_update_on_the_host() -> None:
 def test_double_buffering_hides_what_fewest_bytes_cannot() -> None:
     """Frozen layers are streamed, each as long on its way as one computes."""
     moments = tuple(Moment(f"layer {n}", 1) for n in range(12))
-    items = tuple(Item(f"weights {n}", 8, (Use(f"layer {n}"),)) for n in range(12))
-    trace = Trace(moments, items, {"host": Link(8, 8)})
+    items = tuple(Item(f"weights {n}", 8, (ItemUse(f"layer {n}"),)) for n in range(12))
+    trace = Trace(moments, items, {"host": TierLink(8, 8)})
     assert simulate(shortest_step(trace, 8)).step_s == 24  # one at a time
     assert simulate(shortest_step(trace, 16)).step_s == 12  # the next comes while one is in use
     assert simulate(fewest_bytes(trace, 16)).exposed_s > 0
@@ -299,8 +301,8 @@ def test_a_budget_below_the_largest_working_set() -> None:
         fewest_bytes(two_layers(), -1)
 
 
-M, HOST = (Moment("a", 1), Moment("b", 1), Moment("c", 1, on="host")), {"host": Link(1, 1)}
-DISK = {**HOST, "disk": Link(1, 1)}
+M, HOST = (Moment("a", 1), Moment("b", 1), Moment("c", 1, on="host")), {"host": TierLink(1, 1)}
+DISK = {**HOST, "disk": TierLink(1, 1)}
 WRONG = {
     "no moment computes on the device": ((), (), HOST),
     "2 moments have the name 'a'": ((*M, M[0]), (), HOST),
@@ -308,17 +310,17 @@ WRONG = {
     "a takes -1 bytes": ((Moment("a", 1, -1),), (), HOST),
     "b computes on 'disk'": ((M[0], Moment("b", 1, on="disk")), (), HOST),  # type: ignore[arg-type]
     "c computes on the host and cannot take 5 bytes": ((*M[:2], Moment("c", 1, 5, "host")), (), HOST),
-    "host would evict at 0 bytes": (M, (), {"host": Link(1, 0)}),
+    "host would evict at 0 bytes": (M, (), {"host": TierLink(1, 0)}),
     "a beside its items: 1.5 bytes; give a whole number": ((Moment("a", 1, 1.5),), (), HOST),  # type: ignore[arg-type]
     "item x: nan bytes; give a whole number": (M, (Item("x", float("nan"), ()),), HOST),  # type: ignore[arg-type]
     "2 items have the name 'x'": (M, (Item("x", 1, ()), Item("x", 1, ())), HOST),
     "item x has -1 bytes": (M, (Item("x", -1, ()),), HOST),
     "item x is with their home on 'disk'": (M, (Item("x", 1, (), "disk"),), HOST),
-    "access 'read'": (M, (Item("x", 1, (Use("a", "read"),)),), HOST),  # type: ignore[arg-type]
-    "there is no such moment": (M, (Item("x", 1, (Use("d"),)),), HOST),
-    "x is used by a after b": (M, (Item("x", 1, (Use("b"), Use("a"))),), HOST),
-    "x is used by a after a": (M, (Item("x", 1, (Use("a"), Use("a"))),), HOST),
-    "c computes on the host, but item x": (M, (Item("x", 1, (Use("c"),), "disk"),), DISK),
+    "access 'read'": (M, (Item("x", 1, (ItemUse("a", "read"),)),), HOST),  # type: ignore[arg-type]
+    "there is no such moment": (M, (Item("x", 1, (ItemUse("d"),)),), HOST),
+    "x is used by a after b": (M, (Item("x", 1, (ItemUse("b"), ItemUse("a"))),), HOST),
+    "x is used by a after a": (M, (Item("x", 1, (ItemUse("a"), ItemUse("a"))),), HOST),
+    "c computes on the host, but item x": (M, (Item("x", 1, (ItemUse("c"),), "disk"),), DISK),
 }
 
 
@@ -352,7 +354,7 @@ def test_wrong_files() -> None:
 
 def test_fetching_what_is_not_at_home() -> None:
     """The state is written by the update, so that dropping it loses what was written."""
-    trace = Trace((Moment("a", 1), Moment("b", 1)), (Item("state", 1, (Use("a", "rw"),)),), HOST)
+    trace = Trace((Moment("a", 1), Moment("b", 1)), (Item("state", 1, (ItemUse("a", "rw"),)),), HOST)
     with pytest.raises(
         TransferScheduleError, match="a: fetch state: its home does not hold the value; last: drop on enter"
     ):

@@ -1,0 +1,127 @@
+"""Block facts: what is known of the operators of each distinct block before anything is decided, on any mesh.
+
+Each fact is found once, from the first instance of a kind of block, and holds for the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+
+from planner.formulation.remat.backward_slice import Again, Backward
+from planner.formulation.remat.levels import NOTHING, Level, Recompute
+from planner.formulation.remat.saved_accounting import Charges, Places
+from planner.formulation.strategies import Ways
+from planner.formulation.variables import Variable
+from planner.ir.folding import Folded
+from planner.ir.graph import Node, Ref
+from planner.ops import OPS
+from planner.ops.memory_traffic import MemoryTraffic, added_places, traffic
+from planner.ops.sharding_rule import Rule
+from planner.ops.workspace import Working, working
+
+
+class BlockFacts:
+    """Operations, memory traffic, workspace, saved tensors and recomputation of the blocks of a folded graph.
+
+    Args:
+        folded: the graph and its distinct blocks.
+        rules: the factor rule of every operator.
+        ways: those to run operators on an axis that were found already with the same rules, see
+            :func:`planner.formulation.strategies.axis_ways`.
+    """
+
+    def __init__(self, folded: Folded, rules: Mapping[str, Rule], ways: dict[object, Ways] | None = None):
+        self.folded, self.graph, self.rules = folded, folded.graph, rules
+        self.ways: dict[object, Ways] = {} if ways is None else ways
+        self._backward: dict[int, Backward] = {}
+        self._again: dict[tuple[int, Level], Again] = {}
+        self._working: dict[str, Working] = {}
+        self._last: dict[int, dict[Ref, int]] = {}
+        self._traffic: dict[tuple[int, int, bool], MemoryTraffic] = {}
+        self._charges = Charges(folded, self.again)
+        self._charged: dict[Recompute, Mapping[Variable, Counter[Places]]] = {}
+
+    @cached_property
+    def numbers(self) -> tuple[tuple[int, int], ...]:
+        """The kind of every instance, and which of its kind it is."""
+        count: Counter[int] = Counter()
+        found = []
+        for instance in self.folded.instances:
+            found.append((instance.kind, count[instance.kind]))
+            count[instance.kind] += 1
+        return tuple(found)
+
+    @cached_property
+    def flops(self) -> tuple[int, ...]:
+        """Forward operations of one block of each kind."""
+        found = []
+        for first, *_ in self.folded.kinds:
+            rows = ((node, OPS.get(node.op)) for node in first.block.nodes)
+            each = (row.flops(node, self.graph.input_types(node), self.rules[node.name]) for node, row in rows if row)
+            found.append(sum(each))
+        return tuple(found)
+
+    def charge(self, node: Node, recompute: Recompute) -> Places:
+        """Which tensors an operator owns as saved for backward (:mod:`planner.formulation.remat.saved_accounting`)."""
+        number, at = self.seat[node.name]
+        return self._charges.of(recompute or NOTHING)[number].places[at]
+
+    @cached_property
+    def seat(self) -> dict[str, tuple[int, int]]:
+        """Operator -> the number of its block in execution order, and its position in the block."""
+        return {
+            name: (number, at)
+            for number, instance in enumerate(self.folded.instances)
+            for at, name in enumerate(instance.block.span.names)
+        }
+
+    def again(self, kind: int, level: Level) -> Again:
+        """What the instances of a kind recompute at a level other than ``none``."""
+        if (kind, level) not in self._again:
+            self._again[kind, level] = self.backward(kind).again(level)
+        return self._again[kind, level]
+
+    def backward(self, kind: int) -> Backward:
+        """What backward of the instances of a kind needs."""
+        if kind not in self._backward:
+            self._backward[kind] = Backward(self.graph, self.folded.kinds[kind][0].block)
+        return self._backward[kind]
+
+    def working(self, node: Node) -> Working:
+        """What an operator needs while it runs."""
+        if node.name not in self._working:
+            self._working[node.name] = working(self.graph, node)
+        return self._working[node.name]
+
+    def traffic(self, node: Node, on_host: bool) -> MemoryTraffic:
+        """What an operator passes over, see :mod:`planner.ops.memory_traffic`; all of a variable do the same."""
+        number, at = self.seat[node.name]
+        kind = self.folded.instances[number].kind
+        if (kind, at, on_host) not in self._traffic:
+            first = self.folded.kinds[kind][0].block.nodes[at]
+            last = self._read_last(kind)
+            where = added_places(self.graph, first, frozenset(ref for ref in first.inputs if last.get(ref, at) > at))
+            self._traffic[kind, at, on_host] = traffic(self.graph, first, where, on_host=on_host)
+        return self._traffic[kind, at, on_host]
+
+    def _read_last(self, kind: int) -> dict[Ref, int]:
+        """Value -> the last operator with a gradient in a kind's first instance that reads it."""
+        if kind not in self._last:
+            nodes = enumerate(self.folded.kinds[kind][0].block.nodes)
+            differentiated = [(at, node) for at, node in nodes if any(tensor.grad for tensor in node.results)]
+            self._last[kind] = {ref: at for at, node in differentiated for ref in node.inputs}
+        return self._last[kind]
+
+    def charged(self, recompute: Recompute) -> Mapping[Variable, Counter[Places]]:
+        """Which tensors the members of an operator's variable pay for, and how many members pay for just these."""
+        recompute = recompute or NOTHING
+        if recompute not in self._charged:
+            found: dict[Variable, Counter[Places]] = {}
+            paid = zip(self.folded.instances, self._charges.of(recompute), strict=True)
+            for (kind, each), times in Counter((instance.kind, each) for instance, each in paid).items():
+                for at, places in enumerate(each.places):
+                    found.setdefault(("op", kind, at), Counter())[places] += times
+            self._charged[recompute] = found
+        return self._charged[recompute]

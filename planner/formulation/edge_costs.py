@@ -1,0 +1,98 @@
+"""Edge costs: what it takes to reshard a value from what its source is decided to what its reader is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from planner.formulation.decisions import Flow
+from planner.formulation.resharding import ConversionTable
+from planner.formulation.strategies import Choice
+from planner.formulation.variables import Variable
+from planner.ir.graph import Graph, Ref
+from planner.ir.layout import Layout, Mesh, P
+from planner.solve.problem import Floats, Ints
+
+Pair = tuple[Floats, Floats, Ints]
+"""For every pair of choices: seconds forward, seconds backward, and bytes gathered."""
+
+
+class EdgeCosts:
+    """What one resharding of each flow costs, for every choice of its source and of its reader.
+
+    Args:
+        graph: whose values flow.
+        mesh: the mesh they are laid on.
+        options: the choices of every variable.
+        table: the resharding table of a value.
+        pairs: costs that were found for the same mesh, see :class:`planner.formulation.local_costs.Known`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        options: Mapping[Variable, list[Choice] | list[Layout]],
+        table: Callable[[Ref], ConversionTable],
+        pairs: dict[object, Pair],
+    ):
+        self.graph, self.mesh, self.options, self.table, self._pairs = graph, mesh, options, table, pairs
+        self._of: dict[Flow, Pair] = {}
+
+    def of(self, flow: Flow) -> Pair:
+        """Seconds forward and backward, and bytes gathered, of one resharding, for every pair of choices."""
+        if flow not in self._of:
+            self._of[flow] = self._find(*flow)
+        return self._of[flow]
+
+    def _find(self, tail: Variable, head: Variable, ref: Ref, positions: tuple[int, ...]) -> Pair:
+        table = self.table(ref)
+        is_param = self.graph.by_name[ref.node].op == "param"
+        rows = np.array([table.index[_layout_at_tail(o, ref.index)] for o in self.options[tail]])
+        columns = [np.array([table.index[_layout_at_head(o, p)] for o in self.options[head]]) for p in positions]
+        key = (id(table), rows.tobytes(), tuple(each.tobytes() for each in columns), is_param)
+        if key not in self._pairs:
+            self._pairs[key] = _convert(table, rows, columns, is_param)
+        forward, backward, gathered = self._pairs[key]
+        if self.mesh.micro_batches > 1 and head[0] != "output" and not self._known_before(ref):
+            # A sum over micro-batches is there after the last of them: only what leaves the model can wait for that.
+            summed = np.array([layout[0] == P for layout in table.layouts])
+            early = summed[rows][:, None] & ~np.all([summed[each] for each in columns], axis=0)[None, :]
+            forward = np.where(early, math.inf, forward)
+        return forward, backward, gathered
+
+    def _known_before(self, ref: Ref) -> bool:
+        """Whether a value is one number without a gradient, such as how many tokens a loss is averaged over."""
+        tensor = self.graph.type_of(ref)
+        return not tensor.grad and tensor.numel == 1
+
+
+def _layout_at_tail(option: Choice | Layout, index: int) -> Layout:
+    return option.results[index] if isinstance(option, Choice) else option
+
+
+def _layout_at_head(option: Choice | Layout, position: int) -> Layout:
+    return option.operands[position] if isinstance(option, Choice) else option
+
+
+def _convert(table: ConversionTable, rows: Ints, columns: list[Ints], is_param: bool) -> Pair:
+    """Seconds forward, seconds backward, and bytes gathered, of the reshardings of a value from layouts to layouts.
+
+    Args:
+        rows: the number of its layout for each choice of its source.
+        columns: for every operand that reads it, the number of the layout for each choice of the reader; one layout
+            is made once.
+    """
+    shape = (len(rows), len(columns[0]))
+    forward, backward = np.zeros(shape), np.zeros(shape)
+    gathered = np.zeros(shape, np.int64)
+    for nth, wanted in enumerate(columns):
+        pairs = np.ix_(rows, wanted)
+        repeated = np.any([wanted == earlier for earlier in columns[:nth]], axis=0)
+        forward += np.where(repeated, 0.0, table.forward_s[pairs])
+        backward += np.where(repeated, 0.0, table.backward_s[pairs])
+        if is_param:
+            gathered += np.where(table.held[wanted][None, :] > table.held[rows][:, None], table.held[wanted], 0)
+    return forward, backward, gathered

@@ -1,0 +1,128 @@
+"""Resharding tables: for each value of a graph, what it takes on one mesh to turn any of its layouts into another."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import numpy as np
+
+from planner.cost.model import CostModel
+from planner.formulation.decisions import DecisionGraph, Together
+from planner.formulation.node_options import NodeOptions
+from planner.formulation.resharding import ConversionTable
+from planner.formulation.strategies import Choice, shards_of
+from planner.formulation.unsharding import Unsharding
+from planner.ir.graph import Ref
+from planner.ir.layout import MICRO, Axis, LocalType
+from planner.solve.problem import Floats, Ints
+
+BUCKET_BYTES = 25 * 2**20
+NOT_BROUGHT = Together(0, 1.0)
+"""Of what is no parameter that one operator of one block reads."""
+
+
+class ReshardingTables:
+    """The tables of all values; those of equal type that are cut and priced alike are one.
+
+    Args:
+        decision_graph: the variables, and the values between them.
+        options: how nodes may run, which says in which layouts a value may be.
+        cost: prices of communication.
+        unsharding: when parameters are gathered.
+        tables: those that were found for the same mesh, see :class:`planner.formulation.local_costs.Known`.
+    """
+
+    def __init__(
+        self,
+        decision_graph: DecisionGraph,
+        options: NodeOptions,
+        cost: CostModel,
+        unsharding: Unsharding,
+        tables: dict[object, ConversionTable],
+    ):
+        self.decision_graph, self.variables, self.graph = decision_graph, decision_graph.variables, decision_graph.graph
+        self.options, self.mesh, self.cost, self.unsharding = options, options.mesh, cost, unsharding
+        self._tables = tables
+        self._micro_batches_of: dict[Ref, frozenset[LocalType]] = {}
+
+    def table(self, ref: Ref) -> ConversionTable:
+        """All reshardings of a value on this mesh."""
+        tensor = self.graph.type_of(ref)
+        shards = tuple(shards_of(tensor, self.options.strips(ref)))
+        micro_batches = self._micro_batches(ref) if self.mesh.micro_batches > 1 else None
+        is_param = self.graph.by_name[ref.node].op == "param"
+        # What is gathered is used by all micro-batches; what they sum up is reduced once.
+        is_summed_first = micro_batches is not None and tensor.grad and is_param and self.unsharding.brings_once
+        comes = is_param and not self.unsharding.brings_once, is_param and self.unsharding.sums_once
+        together, is_brought = self.together(ref), self.variables.variable_of[ref.node] in self.decision_graph.together
+        beside = self.unsharding.gathers_beside, self.unsharding.brings_beside
+        key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_brought, beside)
+        if key not in self._tables:
+            touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
+            launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
+
+            def price(kind: str, axis: Axis, bytes_in: Ints, is_shared: bool) -> Floats:
+                parts = self.parts(ref, kind, axis)
+                if axis.name != MICRO:
+                    if not is_shared:
+                        return self.cost.collective_s(kind, axis, bytes_in) / parts
+                    is_beside = (
+                        self.unsharding.gathers_beside if kind == "all_gather" else self.unsharding.brings_beside
+                    )
+                    start_s = self.cost.collective_s(kind, axis, 0.0, beside=is_beside)
+                    whole_s = self.cost.collective_s(kind, axis, bytes_in * together.times, beside=is_beside)
+                    return (start_s / together.parameters + (whole_s - start_s) / together.times) / parts
+                # NothingFits but sums crosses from micro-batch to micro-batch; they are added up as they come, in
+                # place.
+                each_s = 3 * touch if kind == "all_reduce" else math.inf
+                return np.asarray((axis.size - 1) / parts * each_s * np.maximum(bytes_in, 1), np.float64)
+
+            self._tables[key] = ConversionTable(
+                tensor,
+                self.mesh,
+                shards,
+                price,
+                touch,
+                launch,
+                micro_batches,
+                is_summed_first,
+                together.parameters,
+                is_brought,
+            )
+        return self._tables[key]
+
+    def parts(self, ref: Ref, kind: str, axis: Axis) -> int:
+        """Among how many micro-batches a call is shared out that is made once for all: a parameter that comes with each
+        of them is priced for one.
+        """
+        is_param = self.graph.by_name[ref.node].op == "param"
+        is_once = kind == "all_reduce" and (axis.name == MICRO or self.unsharding.sums_once)
+        return self.mesh.micro_batches if is_param and is_once and not self.unsharding.brings_once else 1
+
+    def together(self, ref: Ref) -> Together:
+        """Parameters that are brought in one call with this one, itself included; each has its share of the call.
+
+        The shares are equal in what a call takes however small it is, and by bytes in the rest. Of a cluster that was
+        not measured each pays for a call of its own: what a call there is stated to take is the wire's part alone.
+        """
+        if self.cost.cluster.calibration is None:
+            return NOT_BROUGHT
+        return self.decision_graph.together.get(self.variables.variable_of[ref.node], NOT_BROUGHT)
+
+    def _micro_batches(self, ref: Ref) -> frozenset[LocalType]:
+        """The local types that a value has over micro-batches where it is made and where it is read."""
+        ref = self.variables.representative(ref)
+        if ref not in self._micro_batches_of:
+            self._micro_batches_of[ref] = self._find_micro_batches(ref)
+        return self._micro_batches_of[ref]
+
+    def _find_micro_batches(self, ref: Ref) -> frozenset[LocalType]:
+        produced = self.options.of_producer(ref)
+        found = {each.results[ref.index][0] if isinstance(each, Choice) else each[0] for each in produced}
+        for head, positions in self.decision_graph.reads.get(ref, ()):
+            if head[0] == "op":
+                found.update(choice.operands[at][0] for choice in self.options.choices(head) for at in positions)
+            elif head[0] == "output":
+                found.update(layout[0] for layout in self.options.of_output(cast(int, head[1])))
+        return frozenset(found)
