@@ -17,7 +17,6 @@ from planner.analysis.prediction import Prediction, predict_micro_batched
 from planner.base.errors import PlanError
 from planner.base.symbolic_float import growing, largest
 from planner.base.symbolic_int import along, at_sizes, batch_of, describe, micro_batches_of, quotient, sequence_of
-from planner.formulation.search_space import rules_of
 from planner.formulation.strategies import rules_of
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.plan.document.fingerprint import model_facts
