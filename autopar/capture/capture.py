@@ -26,16 +26,17 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
 
+from autopar.capture.buffer_assignment import assigned, buffers, written_in_place
 from autopar.capture.export_errors import failure, on_values, reads_values, without_torchs_notes
 from autopar.capture.flatten import flatten
 from autopar.capture.model_state import Snapshot
-from autopar.capture.passes.buffer_assignment import assigned, buffers, written_in_place
-from autopar.capture.passes.no_grad_regions import detach_ungraded
+from autopar.capture.passes.functionalization import mutates
 from autopar.capture.repeats.candidates import nominate
-from autopar.capture.repeats.markers import NotFoldable, writes_in_place
+from autopar.capture.repeats.markers import NotFoldable
 from autopar.capture.repeats.repeats import Repeats
 from autopar.functions.applying import Applied, carrying
 from autopar.functions.carry import Carried
+from autopar.graph import dump
 from autopar.graph.interpreter import no_garbage
 from autopar.graph.module_walk import Walk
 from autopar.graph.program import Program, expand
@@ -53,7 +54,6 @@ class Captured:
 
     Attributes:
         program: its operators; what is repeated is held once.
-        constants: tensors that the model's code holds, by name of leaf.
         static_outputs: the static values, aligned with ``outputs``.
         in_spec, out_spec: how nested inputs (args, kwargs) and outputs are flattened.
         input_names: aligned with the flattened inputs: a placeholder's name, or ``None`` for a static value.
@@ -64,7 +64,6 @@ class Captured:
     """
 
     program: Program
-    constants: Mapping[str, torch.Tensor]
     static_outputs: tuple[Any, ...]
     input_names: tuple[str | None, ...]
     in_spec: pytree.TreeSpec
@@ -82,6 +81,11 @@ class Captured:
     def leaves(self) -> Mapping[str, tuple[str, str]]:
         """Name of a leaf -> (kind, original name), kind one of ``input``, ``param``, ``buffer``, ``const``."""
         return {leaf.name: (leaf.kind, leaf.target) for leaf in self.program.leaves}
+
+    @cached_property
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        """Tensors that the model's code holds, by name of leaf."""
+        return self.program.constants
 
     @property
     def outputs(self) -> tuple[str | None, ...]:
@@ -170,6 +174,7 @@ def capture(
         InputError: no example inputs and no ``dummy_inputs``, inputs on which the model fails, or a loss that is none.
         CaptureError: the model cannot be exported; the message names the line and the way out.
     """
+    dump.folder()  # one that cannot be written to is told of before the work
     args, kwargs = _example_inputs(model, example_args, example_kwargs)
     _check_inputs(args, kwargs)
     whole = model
@@ -212,7 +217,7 @@ def _capture_folded(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs:
             raise NotFoldable("the model assigns to buffers")
     if before.had_new_tensors:
         raise NotFoldable("the model keeps tensors that it made")
-    if _mutates(exported):
+    if mutates(exported):
         raise NotFoldable("the model writes in place")
     if _shares_memory(exported.constants.values(), [*repeats.tensors_held, *repeats.copies]):
         raise NotFoldable("a parameter or a copied result is used in another form")
@@ -240,11 +245,6 @@ def _capture_whole(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs: 
     except Exception as error:
         with _caches_off(model), _masks_not_read(), _undone(walk):
             raise failure(model, whole, args, kwargs, error) from error
-    if _mutates(exported):
-        detach_ungraded(exported)
-        with warnings.catch_warnings():  # of torch about its own copying
-            warnings.simplefilter("ignore", FutureWarning)
-            exported = exported.run_decompositions({})
     return _captured(exported, model, Repeats(walk, []), applied)
 
 
@@ -356,53 +356,19 @@ def _quick_tracing() -> Iterator[None]:
         torch.fx.config.do_not_emit_stack_traces = before
 
 
-def _mutates(exported: ExportedProgram) -> bool:
-    """Whether the graph writes to a tensor in place."""
-    graphs = [module.graph for module in exported.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
-    return any(writes_in_place(node) for graph in graphs for node in graph.nodes)
-
-
 def _captured(exported: ExportedProgram, model: nn.Module, repeats: Repeats, applied: Applied) -> Captured:
-    """What the signature says of inputs and outputs, beside the program."""
-    input_names: list[str | None] = []
-    static_inputs: list[Any] = []
-    for spec in exported.graph_signature.input_specs:
-        if spec.kind == InputKind.USER_INPUT:
-            input_names.append(spec.arg.name if isinstance(spec.arg, TensorArgument) else None)
-            static_inputs.append(getattr(spec.arg, "value", None))
-        elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            raise CaptureError(
-                f"the model holds an input of kind {spec.kind.name} ({spec.target}), which has no graph form"
-            )
-    updates: list[tuple[str, str]] = []
-    outputs: list[str | None] = []
-    static: list[Any] = []
-    for spec in exported.graph_signature.output_specs:
-        name = spec.arg.name if isinstance(spec.arg, TensorArgument) else None
-        if spec.kind == OutputKind.BUFFER_MUTATION:
-            assert name is not None
-            updates.append((str(spec.target), name))
-        elif spec.kind == OutputKind.USER_OUTPUT:
-            outputs.append(name)
-            static.append(getattr(spec.arg, "value", None))
-        elif spec.kind == OutputKind.USER_INPUT_MUTATION:
-            raise CaptureError(
-                f"the model writes into its input {spec.target!r} in place; clone the input before writing"
-            )
-        else:
-            raise CaptureError(
-                f"the model's forward writes into {spec.target!r} in place ({spec.kind.name.lower()}), which a plan "
-                "cannot carry: write to parameters between steps (constraints, max_norm), not in forward"
-            )
-    program, constants = flatten(exported, model, repeats, outputs, updates)
+    """The program, and what the signature says of inputs and outputs."""
+    program = flatten(exported, model, repeats)
+    given = [spec.arg for spec in exported.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
+    inputs = iter([leaf.name for leaf in program.leaves if leaf.kind == "input"])
+    returned = [spec.arg for spec in exported.graph_signature.output_specs if spec.kind == OutputKind.USER_OUTPUT]
     return Captured(
         program,
-        constants,
-        tuple(static),
-        tuple(input_names),
+        tuple(getattr(arg, "value", None) for arg in returned),
+        tuple(next(inputs) if isinstance(arg, TensorArgument) else None for arg in given),
         exported.call_spec.in_spec,
         exported.call_spec.out_spec,
         any(module.training for module in model.modules()),
-        tuple(static_inputs),
+        tuple(getattr(arg, "value", None) for arg in given),
         tuple(applied.values()),
     )

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import Captured
-from autopar.capture.flatten import canonical_names
 from autopar.emit.block_program import CARRIER, STATE
 from autopar.emit.rewrite import rewrite
 from autopar.emit.stage_programs import Outline, stages_of
+from autopar.graph import dump
+from autopar.graph.module_walk import canonical_names
 from autopar.runtime.host.disk import Disk
 from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModule, Program
 from autopar.runtime.offload.executor import Carried, CarriedSaved, Carrier
@@ -131,7 +132,7 @@ def build(
     interface = interface_of(captured, assignment, leaves)
     if micro_batched is not None and micro_batched.pipeline is not None:
         make_part = _made_together(interface_of(captured, assignment), interface, make_part)
-    return ParallelModule(
+    made = ParallelModule(
         program,
         interface,
         mesh=assignment.space.mesh.micro_batched(1),
@@ -145,6 +146,9 @@ def build(
         carrier=carrier,
         state_bytes=assignment.space.training.optimizer_bytes_per_element,
     )
+    stage = "" if micro_batched is None or micro_batched.rank is None else f"_stage{micro_batched.rank}"
+    dump.write(f"emitted{stage}_rank{rank}", made.code)
+    return made
 
 
 def _carrier(

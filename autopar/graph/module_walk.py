@@ -66,6 +66,12 @@ def tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return _named(held) + _named([(path, module._buffers) for path, module in found])
 
 
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter and buffer -> the first name of the same tensor (tied weights share one)."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors(model)}
+
+
 def _named(held: Sequence[tuple[str, Mapping[str, Tensor | None]]]) -> list[tuple[str, Tensor]]:
     return [
         (f"{path}.{name}" if path else name, tensor)

@@ -6,11 +6,7 @@ path of its own. :func:`expand` writes all calls out as one fx graph; lowering w
 
 from __future__ import annotations
 
-import builtins
-import itertools
-import keyword
-import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,7 +22,7 @@ class Leaf(NamedTuple):
         name: unique in the program.
         kind: ``input``, ``param``, ``buffer`` or ``const``.
         target: original name.
-        value: something with its shape, dtype and ``requires_grad``.
+        value: something with its shape, dtype and ``requires_grad``; of a constant, itself.
     """
 
     name: str
@@ -60,11 +56,6 @@ class Body:
         """The modules whose forwards made the nodes, each once."""
         return tuple(dict.fromkeys(map(module_path, self.nodes)))
 
-    @cached_property
-    def stems(self) -> tuple[str, ...]:
-        """What the name of each node begins with."""
-        return tuple(_stem(node.target) for node in self.nodes)
-
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -87,15 +78,43 @@ class Call:
         inside = path == self.traced or path.startswith(f"{self.traced}.")
         return self.path + path[len(self.traced) :] if inside else path
 
+    @property
+    def values(self) -> dict[fx.Node, str]:
+        """What every node that the body reads or makes is called here."""
+        return dict(zip((*self.body.operands, *self.body.nodes), (*self.operands, *self.names), strict=True))
+
+    def of(self, body: Body) -> Call:
+        """The same call of some of its body's nodes, maybe in another order."""
+        if body is self.body:
+            return self
+        values = self.values
+        operands, names = ([values[node] for node in nodes] for nodes in (body.operands, body.nodes))
+        return replace(self, body=body, operands=tuple(operands), names=tuple(names))
+
 
 @dataclass(frozen=True)
 class Program:
-    """Leaves, calls in execution order, and the names of the values that leave; ``None`` for a static output."""
+    """Leaves, and calls in execution order.
+
+    Attributes:
+        outputs: names of the values that the model returns, ``None`` for a static output.
+        updates: for each buffer that the model writes to, the name of its new value.
+    """
 
     leaves: tuple[Leaf, ...]
     calls: tuple[Call, ...]
     outputs: tuple[str | None, ...]
     updates: tuple[tuple[str, str], ...]
+
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """Names of all values that leave."""
+        return (*(name for name in self.outputs if name is not None), *(name for _, name in self.updates))
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Tensors that the model's code holds, by name of leaf."""
+        return {leaf.name: leaf.value for leaf in self.leaves if leaf.kind == "const"}
 
 
 def module_path(node: fx.Node) -> str:
@@ -104,73 +123,22 @@ def module_path(node: fx.Node) -> str:
     return next(reversed(stack.values()))[0] if stack else ""
 
 
-def without_dead_code(program: Program) -> Program:
-    """Leave out every operator that nothing reads, in each call for itself; leaves stay."""
-    live = {name for name in program.outputs if name is not None} | {name for _, name in program.updates}
-    trimmed: dict[tuple[Body, frozenset[int]], tuple[Body, tuple[int, ...]]] = {}
-    calls = []
-    for call in reversed(program.calls):
-        read = frozenset(at for at, name in enumerate(call.names) if name in live)
-        if (call.body, read) not in trimmed:
-            trimmed[call.body, read] = _trim(call.body, read)
-        body, kept = trimmed[call.body, read]
-        values = dict(zip(call.body.operands, call.operands, strict=True))
-        operands = tuple(values[node] for node in body.operands)
-        live.update(operands)
-        calls.append(replace(call, body=body, operands=operands, names=tuple(call.names[at] for at in kept)))
-    return replace(program, calls=tuple(reversed(calls)))
+def renamed(program: Program, names: Mapping[str, str]) -> Program:
+    """The program with other names for some of its values."""
 
+    def new(name: str) -> str:
+        return names.get(name, name)
 
-def _trim(body: Body, read: frozenset[int]) -> tuple[Body, tuple[int, ...]]:
-    needed = {body.nodes[at] for at in read}
-    for node in reversed(body.nodes):
-        if node in needed or node.is_impure():
-            needed.add(node)
-            needed.update(node.all_input_nodes)
-    kept = tuple(at for at, node in enumerate(body.nodes) if node in needed)
-    if len(kept) == len(body.nodes):
-        return body, kept
-    return Body(tuple(body.nodes[at] for at in kept)), kept
-
-
-def named(program: Program) -> Program:
-    """Number the nodes by kind in execution order, so that names do not say how the model was captured."""
-    taken = frozenset([leaf.name for leaf in program.leaves])
-    numbered: dict[str, Iterator[str]] = {}
-    of_body: dict[Body, list[Iterator[str]]] = {}
-    for body in dict.fromkeys([call.body for call in program.calls]):
-        of_body[body] = [numbered.setdefault(stem, _numbered(stem, taken)) for stem in body.stems]
-    renamed: dict[str, str] = {}
-    calls = []
-    for call in program.calls:
-        names = tuple(map(next, of_body[call.body]))
-        operands = tuple([renamed.get(name, name) for name in call.operands])
-        renamed.update(zip(call.names, names, strict=True))
-        calls.append(replace(call, operands=operands, names=names))
-    outputs = tuple(None if name is None else renamed.get(name, name) for name in program.outputs)
-    updates = tuple((buffer, renamed.get(name, name)) for buffer, name in program.updates)
-    return Program(program.leaves, tuple(calls), outputs, updates)
-
-
-def _numbered(stem: str, taken: Set[str]) -> Iterator[str]:
-    """A name, then the same with numbers, but for those that are taken or mean something to Python."""
-    if stem not in taken and not (keyword.iskeyword(stem) or hasattr(builtins, stem)):
-        yield stem
-    for number in itertools.count(1):
-        name = f"{stem}_{number}"
-        if name not in taken:
-            yield name
-
-
-def _stem(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return _snake(re.sub(r"__\d+$", "", target.overloadpacket.__name__))  # Functions are numbered
-    return _snake(getattr(target, "__name__", "node"))
-
-
-def _snake(name: str) -> str:
-    """A Python identifier that does not end in a number of its own."""
-    return re.sub(r"_(\d+)$", r"\1", re.sub(r"\W", "_", name)).lower() or "node"
+    leaves = [leaf._replace(name=names[leaf.name]) if leaf.name in names else leaf for leaf in program.leaves]
+    calls = [
+        call
+        if names.keys().isdisjoint(call.operands) and names.keys().isdisjoint(call.names)
+        else replace(call, operands=tuple(map(new, call.operands)), names=tuple(map(new, call.names)))
+        for call in program.calls
+    ]
+    outputs = tuple(None if name is None else new(name) for name in program.outputs)
+    updates = tuple((buffer, new(name)) for buffer, name in program.updates)
+    return Program(tuple(leaves), tuple(calls), outputs, updates)
 
 
 def expand(program: Program) -> fx.Graph:
@@ -190,38 +158,10 @@ def expand(program: Program) -> fx.Graph:
             assert copy.name == name, f"fx does not allow the name {name}"
             copy.meta = {**node.meta, "nn_module_stack": _stack(node, call)}
             at[node] = made[name] = copy
-    leaving = [name for name in program.outputs if name is not None] + [name for _, name in program.updates]
-    graph.output(tuple(made[name] for name in leaving))
+    graph.output(tuple(made[name] for name in program.leaving))
     return graph
 
 
 def _stack(node: fx.Node, call: Call) -> Mapping[str, tuple[str, Any]]:
     stack = node.meta.get("nn_module_stack") or {}
     return {key: (call.module_path(path), kind) for key, (path, kind) in stack.items()}
-
-
-def constants_in_order(program: Program) -> tuple[Program, dict[str, str]]:
-    """Number constants in order of first use, leaving out those without one; old names -> new names."""
-    kinds = {leaf.name: leaf.kind for leaf in program.leaves}
-    used = [name for call in program.calls for name in call.operands]
-    used += [name for name in (*program.outputs, *(name for _, name in program.updates)) if name is not None]
-    found = dict.fromkeys(name for name in used if kinds.get(name) == "const")
-    taken = {name for name, kind in kinds.items() if kind != "const"}.union(*(call.names for call in program.calls))
-    fresh = (name for name in (f"c_{number}" for number in itertools.count()) if name not in taken)
-    order = dict(zip(found, fresh, strict=False))
-    by_name = {leaf.name: leaf for leaf in program.leaves}
-    consts = [by_name[old]._replace(name=new, target=new) for old, new in order.items()]
-    stored = [leaf for leaf in program.leaves if leaf.kind in ("param", "buffer")]
-    inputs = [leaf for leaf in program.leaves if leaf.kind == "input"]
-    renamed = Program(
-        (*stored, *consts, *inputs),
-        tuple([call if order.keys().isdisjoint(call.operands) else _reading(call, order) for call in program.calls]),
-        tuple(None if name is None else order.get(name, name) for name in program.outputs),
-        tuple((buffer, order.get(name, name)) for buffer, name in program.updates),
-    )
-    return renamed, order
-
-
-def _reading(call: Call, instead: Mapping[str, str]) -> Call:
-    """The call with others in place of some of its operands."""
-    return replace(call, operands=tuple(instead.get(name, name) for name in call.operands))

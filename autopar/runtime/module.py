@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
+from autopar.graph.listing import readable
 from autopar.runtime.host.disk import check_there
 from autopar.runtime.host.gradient_buckets import Buckets
 from autopar.runtime.host.pages import READ, WRITE
@@ -530,13 +531,11 @@ def _whole(name: str, value: DTensor) -> Tensor:
 
 def _readable(code: str, name: str) -> str:
     """A program's text without what fx adds for the interpreter."""
-    code = re.sub(r";  (?:\w+ = )+None", "", code)
     words = "convert|(?:replicate|gather)_parameters|gather_ahead|draw|(?:enter|leave)_block"
     code = re.sub(rf"\bautopar_runtime_\w+?_(?={words})", "", code)
     code = re.sub(r"\bautopar_runtime_layers_[a-z]+_", "layers.", code)
     code = re.sub(r"\bautopar_body_getitem\((\w+), (\d+)\)", r"\1[\2]", code)
-    code = code.replace("torch.ops.aten.", "aten.").replace("def forward(self", f"def {name}(self", 1)
-    return "\n".join(line for line in code.splitlines() if line.strip())
+    return readable(code, name)
 
 
 class _Part(nn.Module):

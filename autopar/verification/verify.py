@@ -144,7 +144,9 @@ def aligned(reference: Reference, traced: Traced) -> Reference:
     exactly, constants = reference.traced.captured.constants, widen(dict(traced.captured.constants))
     if {name: c.shape for name, c in exactly.items()} == {name: c.shape for name, c in constants.items()}:
         constants = exactly  # computed in float64, not rounded before
-    captured = replace(traced.captured, constants=constants)
+    program = traced.captured.program
+    leaves = tuple(leaf._replace(value=constants.get(leaf.name, leaf.value)) for leaf in program.leaves)
+    captured = replace(traced.captured, program=replace(program, leaves=leaves))
     return replace(reference, traced=replace(traced, captured=captured, graph=widened(traced.graph)))
 
 

@@ -69,13 +69,13 @@ class _Form:
         return self.free.isdisjoint((self.body.nodes[0], self.body.nodes[-1]))
 
 
-def in_order(program: Program) -> Program:
+def canonical_order(program: Program) -> Program:
     """Put every run in the order of its readers.
 
     Args:
         program: without dead code.
     """
-    leaving = [*program.outputs, *(name for _, name in program.updates)]
+    leaving = program.leaving
     elsewhere = {name for call in program.calls for name in call.operands}.union(leaving)
     forms = list(_forms(program))
     module = _modules(forms)
@@ -88,10 +88,10 @@ def in_order(program: Program) -> Program:
             runs = first_with([module(call.module_path(path)) for path in form.unreached])
             if (form, runs) not in bodies:
                 (bodies[form, runs],) = (found.body for found in _calls(_ordered(_operators(call, form), module, {})))
-            units.append(_rearranged(call, bodies[form, runs]))
+            units.append(call.of(bodies[form, runs]))
         else:
             units += _operators(call, form)
-    read = {name: -at for at, name in reversed([*enumerate(leaving)]) if name is not None}
+    read = {name: -at for at, name in reversed([*enumerate(leaving)])}
     return replace(program, calls=tuple(_calls(_ordered(units, module, read))))
 
 
@@ -197,17 +197,8 @@ def _calls(units: Sequence[_Unit]) -> Iterator[Call]:
     for call, found in itertools.groupby(units, _call_of):
         nodes = tuple(unit.node for unit in found if isinstance(unit, _Operator))
         whole = not nodes or nodes == call.body.nodes
-        yield call if whole else _rearranged(call, parts.setdefault((call.body, nodes), Body(nodes)))
+        yield call if whole else call.of(parts.setdefault((call.body, nodes), Body(nodes)))
 
 
 def _call_of(unit: _Unit) -> Call:
     return unit.call if isinstance(unit, _Operator) else unit
-
-
-def _rearranged(call: Call, body: Body) -> Call:
-    """The call with some of its operators, in another order."""
-    if body is call.body:
-        return call
-    names = dict(zip((*call.body.operands, *call.body.nodes), (*call.operands, *call.names), strict=True))
-    operands, own = ([names[node] for node in nodes] for nodes in (body.operands, body.nodes))
-    return replace(call, body=body, operands=tuple(operands), names=tuple(own))

@@ -3,7 +3,7 @@
 Libraries decide between the two while a model runs, and while it is exported they cannot know that a shortcut will
 stay legal, so they write the mask out: ``[batch, 1, query, key]`` elements that take memory and time in every layer
 and keep kernels from leaving out what is hidden. The shapes of a captured graph are fixed, so here it can be known.
-A mask is discarded only if its value is known in full (:mod:`autopar.capture.passes.constant_folding`) and is the same.
+A mask is discarded only if its value is known in full (:mod:`autopar.capture.constant_propagation`) and is the same.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from enum import Enum
 import torch
 from torch import Tensor, fx
 
-from autopar.capture.passes.constant_folding import Constants, Limits, Unknown, argument, evaluate
-from autopar.graph.program import Body, Call, Program
+from autopar.capture.constant_propagation import Constants, Limits, Unknown, argument, evaluate
+from autopar.graph.program import Body, Program
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
@@ -37,23 +37,24 @@ class _Question:
     keys: int
 
 
-def simplify_masks(program: Program, tensors: Mapping[str, Tensor], limits: Limits | None = None) -> Program:
+def causal_masks(program: Program, limits: Limits | None = None) -> Program:
     """Replace causal masks by ``is_causal`` and drop masks that hide nothing; what made them is left as dead code.
 
     Calls of one body whose masks differ in what they say become calls of different bodies.
 
     Args:
-        tensors: values of constants, by name of leaf.
         limits: how much work a mask is worth.
     """
     masked = {body: _masks(body) for body in dict.fromkeys(call.body for call in program.calls)}
     lengths = {node: _lengths(node) for found in masked.values() for node in found}
     asked = {
-        (call, node): _Question(_name(call, mask), *lengths[node])
+        (call, node): _Question(values[mask], *lengths[node])
         for call in program.calls
+        if masked[call.body]
+        for values in [call.values]
         for node, mask in masked[call.body].items()
     }
-    says = _answers(program, list(dict.fromkeys(asked.values())), tensors, limits)
+    says = _answers(program, list(dict.fromkeys(asked.values())), limits)
     changed: dict[object, tuple[Body, tuple[fx.Node, ...]]] = {}
     calls = []
     for call in program.calls:
@@ -63,7 +64,7 @@ def simplify_masks(program: Program, tensors: Mapping[str, Tensor], limits: Limi
             if key not in changed:
                 changed[key] = _without_masks(call.body, told)
             body, sources = changed[key]
-            values = dict(zip(call.body.operands, call.operands, strict=True))
+            values = call.values
             call = replace(call, body=body, operands=tuple([values[source] for source in sources]))
         calls.append(call)
     return replace(program, calls=tuple(calls))
@@ -74,25 +75,16 @@ def _masks(body: Body) -> dict[fx.Node, fx.Node]:
     return {node: mask for node in body.nodes if (mask := _mask(node)) is not None}
 
 
-def _name(call: Call, node: fx.Node) -> str:
-    """What a node that a body makes or reads is called in one of its calls."""
-    if node in call.body.position:
-        return call.names[call.body.position[node]]
-    return call.operands[call.body.operands.index(node)]
-
-
 def _lengths(attention: fx.Node) -> tuple[int, int]:
     """How many queries and keys there are."""
     query, key = (argument(attention, name).meta["val"].shape for name in ("query", "key"))
     return query[-2], key[-2]
 
 
-def _answers(
-    program: Program, asked: Sequence[_Question], tensors: Mapping[str, Tensor], limits: Limits | None
-) -> dict[_Question, Meaning | None]:
+def _answers(program: Program, asked: Sequence[_Question], limits: Limits | None) -> dict[_Question, Meaning | None]:
     """What masks say; each that is computed differently is worked out once."""
     graph, made = _makers(program, {question.mask for question in asked})
-    constants = evaluate(graph, [made[question.mask] for question in asked], tensors, limits)
+    constants = evaluate(graph, [made[question.mask] for question in asked], program.constants, limits)
     known: dict[tuple[fx.Node, int, int], Meaning | None] = {}
     found = {}
     for question in asked:
@@ -108,9 +100,10 @@ def _makers(program: Program, names: Set[str]) -> tuple[fx.Graph, dict[str, fx.N
     needed = set(names)
     for call in reversed(program.calls):
         if not needed.isdisjoint(call.names):
-            for name, node in zip(reversed(call.names), reversed(call.body.nodes), strict=True):
-                if name in needed:
-                    needed.update(_name(call, operand) for operand in node.all_input_nodes)
+            values = call.values
+            for node in reversed(call.body.nodes):
+                if values[node] in needed:
+                    needed.update(values[operand] for operand in node.all_input_nodes)
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for leaf in program.leaves:
@@ -118,11 +111,12 @@ def _makers(program: Program, names: Set[str]) -> tuple[fx.Graph, dict[str, fx.N
             made[leaf.name] = graph.placeholder(leaf.name)
             made[leaf.name].meta["val"] = leaf.value
     for call in program.calls:
-        for name in () if needed.isdisjoint(call.names) else call.names:
-            if name in needed:
-                node = call.body.nodes[call.names.index(name)]
-                operands = {operand: made[_name(call, operand)] for operand in node.all_input_nodes}
-                made[name] = graph.node_copy(node, operands.__getitem__)
+        if not needed.isdisjoint(call.names):
+            values = call.values
+            for node in call.body.nodes:
+                if values[node] in needed:
+                    operands = {operand: made[values[operand]] for operand in node.all_input_nodes}
+                    made[values[node]] = graph.node_copy(node, operands.__getitem__)
     return graph, made
 
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, fx
+from torch.export import ExportedProgram
 
-from autopar.capture.passes.constant_folding import evaluate
+from autopar.capture.constant_propagation import evaluate
 
 INDEX = torch.ops.aten.index.Tensor
 UNSQUEEZE = torch.ops.aten.unsqueeze.default
 
 
-def drop_lookups_of_everything(graph: fx.Graph) -> None:
+def identity_indexing(exported: ExportedProgram) -> ExportedProgram:
     """Replace lookups of every element in its place by a view; what made the indices is left as dead code."""
+    graph = exported.graph
     lookups = [node for node in graph.nodes if node.op == "call_function" and node.target is INDEX]
     asked = {index for node in lookups for index in _indices(node)}
     constants = evaluate(graph, list(asked), {})
@@ -32,6 +34,7 @@ def drop_lookups_of_everything(graph: fx.Graph) -> None:
                     value = _unsqueezed(graph, node, value, dim)
             node.replace_all_uses_with(value)
             graph.erase_node(node)
+    return exported
 
 
 def _indices(node: fx.Node) -> list[fx.Node]:
@@ -47,7 +50,7 @@ def _places(node: fx.Node, values: list[Tensor | None]) -> list[int] | None:
     repeats what is found.
 
     Args:
-        values: of the indices, compressed (:mod:`autopar.capture.passes.constant_folding`), where they are known.
+        values: of the indices, compressed (:mod:`autopar.capture.constant_propagation`), where they are known.
     """
     source, result = node.args[0], node.meta["val"]
     assert isinstance(source, fx.Node)

@@ -12,18 +12,21 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from autopar.capture.passes.functionalization import mutates
 from autopar.capture.repeats.markers import writes_in_place
 from autopar.graph.aten import SHAPE_ONLY
 from planner.base.errors import CaptureError
 
 
-def detach_ungraded(exported: ExportedProgram) -> None:
-    """Detach what regions without gradients read, in place.
+def no_grad_regions(exported: ExportedProgram) -> ExportedProgram:
+    """Detach what regions without gradients read, if the model writes in place.
 
     Raises:
         CaptureError: such a region turns gradients on again, or writes to a tensor that has one, whose gradient torch
             leaves as it was.
     """
+    if not mutates(exported):
+        return exported
     root = exported.graph_module
     trained = set(exported.graph_signature.inputs_to_parameters)
     for module in [each for each in root.modules() if isinstance(each, fx.GraphModule)]:
@@ -49,6 +52,7 @@ def detach_ungraded(exported: ExportedProgram) -> None:
                     )
                 _detach(inner.graph, inside)
             inner.recompile()
+    return exported
 
 
 def _regions(graph: fx.Graph, *, is_on: bool) -> Iterator[fx.Node]:

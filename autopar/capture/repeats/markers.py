@@ -1,6 +1,7 @@
 """Marks the calls of repeated submodules in the graph that ``torch.export`` traces.
 
-:mod:`autopar.capture.repeats.repeats` leaves them while the model runs, :mod:`autopar.capture.flatten` takes them out.
+:mod:`autopar.capture.repeats.repeats` leaves them while the model runs, and
+:mod:`autopar.capture.passes.call_splitting` takes them out.
 """
 
 from __future__ import annotations

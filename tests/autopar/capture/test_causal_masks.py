@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autopar.capture.capture import Captured, capture
+from autopar.capture.constant_propagation import Limits, argument, evaluate
 from autopar.capture.passes.causal_masks import ATTENTION, Meaning, meaning
-from autopar.capture.passes.constant_folding import Limits, argument, evaluate
 from tests.autopar.models import gpt2, labels, llama, tokens
 
 INF = float("inf")

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.export import ExportedProgram
 
-from autopar.capture.passes.identity_indexing import INDEX, drop_lookups_of_everything
+from autopar.capture.passes.identity_indexing import INDEX, identity_indexing
 
 B, L = 4, 6
 
@@ -41,21 +42,21 @@ OTHERS: dict[str, Picks] = {
 }
 
 
-def graph_of(picks: Picks) -> tuple[nn.Module, fx.GraphModule, Tensor]:
+def exported(picks: Picks) -> tuple[nn.Module, ExportedProgram, Tensor]:
     model, x = Looks(picks), torch.randn(B, L, dtype=torch.float64)
-    return model, torch.export.export(model, (x,), strict=False).graph_module, x
+    return model, torch.export.export(model, (x,), strict=False), x
 
 
-def lookups(module: fx.GraphModule) -> int:
-    return sum(node.target is INDEX for node in module.graph.nodes)
+def lookups(program: ExportedProgram) -> int:
+    return sum(node.target is INDEX for node in program.graph.nodes)
 
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_lookup_of_everything_is_a_view(name: str) -> None:
-    model, module, x = graph_of(VIEWS[name])
-    assert lookups(module) == 1
-    drop_lookups_of_everything(module.graph)
-    assert not lookups(module)
+    model, program, x = exported(VIEWS[name])
+    assert lookups(program) == 1
+    module = identity_indexing(program).graph_module
+    assert not lookups(program)
     module.recompile()
     (result,) = module(x)
     assert torch.equal(result, model(x))
@@ -65,6 +66,5 @@ def test_a_lookup_of_everything_is_a_view(name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_lookups_stay(name: str) -> None:
-    _, module, _ = graph_of(OTHERS[name])
-    drop_lookups_of_everything(module.graph)
-    assert lookups(module) == 1
+    _, program, _ = exported(OTHERS[name])
+    assert lookups(identity_indexing(program)) == 1

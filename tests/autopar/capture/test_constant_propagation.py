@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor, fx
 
-from autopar.capture.passes.constant_folding import Constants, Limits, Unknown, compressed, evaluate, ordered
+from autopar.capture.constant_propagation import Constants, Limits, Unknown, compressed, evaluate, ordered
 
 aten = torch.ops.aten
 TINY = Limits(small=8, part=4)
