@@ -369,8 +369,8 @@ def _ours(search: Search, job: Job, shape: Shape, found: Try) -> Try:
     found = replace(found, predicted_s=plan.predicted.step_time_s, predicted_bytes=plan.predicted.peak_bytes)
     found = _timed(step, found, not search.is_simulated)
     if search.is_simulated:
-        assert pmodel.carrier is not None
-        found = replace(found, peak_bytes=pmodel.carrier.arena.high_water_bytes)
+        assert pmodel.offload is not None
+        found = replace(found, peak_bytes=pmodel.offload.transfers.arena.high_water_bytes)
     return found
 
 

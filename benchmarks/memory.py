@@ -22,7 +22,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from autopar.driver.plan import plan_traced
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import build
-from autopar.runtime.module import LeafSpec, ParallelModule
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.spmd.interface import LeafSpec
 from autopar.runtime.spmd.mesh import device_mesh
 from autopar.verification.simulator import fake_process_group
 from planner.base.errors import PinError

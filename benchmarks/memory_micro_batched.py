@@ -18,7 +18,7 @@ from torch import Tensor
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import Traced
 from autopar.emit.build import build
-from autopar.runtime.module import LeafSpec
+from autopar.runtime.spmd.interface import LeafSpec
 from autopar.runtime.spmd.mesh import pipeline_mesh
 from autopar.verification.memory_meter import LiveBytes, held_tensors
 from autopar.verification.simulator import fake_process_group

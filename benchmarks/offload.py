@@ -88,16 +88,18 @@ def _rows() -> list[dict[str, object]]:
             losses[key].append(loss.item())
     rows: list[dict[str, object]] = []
     for (micro_batches, share), (pmodel, _, predicted_s) in found.items():
-        carrier = pmodel.carrier
+        offload = pmodel.offload
         rows.append(
             {
                 "micro_batches": micro_batches,
                 "share": share,
                 "data_bytes": data_bytes,
-                "budget_bytes": 0 if carrier is None else carrier.arena.budget_bytes,
-                "high_water_bytes": 0 if carrier is None else carrier.arena.high_water_bytes,
-                "moved": {} if carrier is None else dict(carrier.bytes_moved),
-                "planned": {} if carrier is None else {way: n for (_, way), n in carrier.table.bytes_moved.items()},
+                "budget_bytes": 0 if offload is None else offload.transfers.arena.budget_bytes,
+                "high_water_bytes": 0 if offload is None else offload.transfers.arena.high_water_bytes,
+                "moved": {} if offload is None else dict(offload.transfers.bytes_moved),
+                "planned": {}
+                if offload is None
+                else {way: n for (_, way), n in offload.transfers.table.bytes_moved.items()},
                 "predicted_s": predicted_s,
                 "seconds": median(seconds[micro_batches, share][2:]),
                 "differs": max(

@@ -1,7 +1,7 @@
 """Schedules as simulated beside schedules as run: stages that sleep, on local processes, under every schedule.
 
-The runtime's own step (:class:`autopar.runtime.pipeline.executor.Step`) runs them; what differs from the simulation is
-all that is no work: waiting for messages, Python, autograd. A step starts with all ranks at a barrier.
+The runtime's own step (:class:`autopar.runtime.pipeline.executor.PipelineStep`) runs them; what differs from the
+simulation is all that is no work: waiting for messages, Python, autograd. A step starts with all ranks at a barrier.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar.measure.local_processes import LocalProcesses
-from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.pipeline.outputs import Leaving
-from autopar.runtime.pipeline.p2p import Between
+from autopar.runtime.pipeline.p2p import RankLinks
 from autopar.runtime.pipeline.stage import Passed, Stage
+from autopar.runtime.pipeline.step_spec import StepSpec
 from autopar.runtime.pipeline.trace import Recorder
 from autopar.runtime.spmd.mesh import pipeline_mesh
 from autopar.runtime.spmd.micro_batch import MicroBatches
@@ -101,20 +102,22 @@ def _steps(name: str, virtual: int, count: int) -> Beside:
     here = [_stage(s, actions.stages, NAP_S) for s in range(actions.stages) if actions.rank_of[s] == dist.get_rank()]
     _, pipeline = pipeline_mesh(Mesh.of(all=1), "cpu", RANKS)
     assert pipeline is not None
-    step = Step(
-        here,
-        actions.rows[pipeline.rank],
+    spec = StepSpec(
+        stages={stage.number: stage for stage in here},
+        actions=actions.rows[pipeline.rank],
         leaves=["weight"],
-        split_leaves={},
+        split={},
         outputs=[Leaving(None, True, actions.stages - 1, torch.float32, True)],
         loss=0,
         micro_batches=MicroBatches(count),
         state=RunState(RandomState(0)),
-        mail=Between(actions, here, pipeline, torch.device("cpu")),
+        links=RankLinks(actions, here, pipeline, torch.device("cpu")),
         draws=[0] * actions.stages,
         recorder=Recorder(actions, torch.device("cpu")),
         trained=True,
+        offloaded={},
     )
+    step = PipelineStep(spec)
     weight = torch.ones(1, requires_grad=True)
     observed = []
     for _ in range(REPEATS + 1):

@@ -14,7 +14,7 @@ from autopar.checkpoint.files import Stored
 from autopar.checkpoint.parts import Part, boxes
 from autopar.checkpoint.save import idle
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.pipeline.executor import PipelineStep
 from planner.base.errors import CheckpointError
 
 
@@ -154,7 +154,7 @@ class _Load:
         if isinstance(module, ParallelModule):
             if self.index.random is not None:
                 module.state.random.seed, module.state.random.calls = self.index.random
-            if isinstance(module.program, Step):
+            if isinstance(module.program, PipelineStep):
                 module.program.left = None  # gradients of other weights
         for name, value in extra.items():
             value.load_state_dict(self.extra[name])

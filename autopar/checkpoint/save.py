@@ -174,8 +174,8 @@ def idle(module: nn.Module) -> Ranks:
     ranks, saving = _known.get(module, (None, None))
     if saving is not None:
         saving.wait()
-    if isinstance(module, ParallelModule) and module.carrier is not None:
-        module.carrier.settle()
+    if isinstance(module, ParallelModule) and module.offload is not None:
+        module.offload.early.settle()
     if ranks is None or not ranks.are_all:
         ranks = Ranks.all()
     _known[module] = ranks, None

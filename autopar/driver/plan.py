@@ -200,7 +200,7 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     rules = rules_of(traced.graph)
     pins = Pins.parse(plan.pin)
     kept, stages = filters(pins, traced.graph, rules, plan.mesh), 1 if plan.pipeline is None else plan.pipeline.ranks
-    training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.gathers)
+    training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.unsharding)
     pace = pace_of(stages, plan.mesh.micro_batches, pins.schedule)
     space = Space(folded, plan.mesh, CostModel(plan.cluster), training, rules, *kept, pace=pace)
     return restore(plan, space, facts)
@@ -217,5 +217,5 @@ def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, MicroBatched
         return assignment, None
     pipeline = found.pipeline
     actions = schedule(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
-    recomputing = replace(assignment, recompute=found.recompute(assignment.space.folded), waits=found.waits)
+    recomputing = replace(assignment, recompute=found.recompute(assignment.space.folded), prefetch=found.prefetch)
     return recomputing, MicroBatched(actions, found.cut.bounds, bubble=found.bubble)

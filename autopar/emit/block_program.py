@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.emit.local_ops import Call, local_form
+from autopar.emit.local_ops import LocalCall, local_form
 from autopar.functions.carry import carried_in
 from autopar.runtime.layers import LOCAL_FORMS
 from autopar.runtime.layers.loss import MEAN
@@ -28,10 +28,10 @@ from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, I, Layout, Mark, Mesh, P, R, Shard, local_outer
 from planner.ops import saved_places
 
-STATE, CARRIER = "state", "carrier"
+STATE, OFFLOAD = "state", "offload"
 
 
-class Body:
+class ProgramBuilder:
     """A program under construction.
 
     Attributes:
@@ -44,13 +44,13 @@ class Body:
     """
 
     def __init__(
-        self, assignment: Assignment, targets: Mapping[str, Any], device: torch.device, is_of_a_micro_batch: bool = True
+        self, assignment: Assignment, targets: Mapping[str, Any], device: torch.device, is_of_micro_batch: bool = True
     ):
-        self.assignment, self.targets, self.device, self.is_of_a_micro_batch = (
+        self.assignment, self.targets, self.device, self.is_of_micro_batch = (
             assignment,
             targets,
             device,
-            is_of_a_micro_batch,
+            is_of_micro_batch,
         )
         self.mesh = assignment.space.mesh
         self.graph = fx.Graph()
@@ -94,7 +94,7 @@ class Body:
         return self._attributes[name]
 
     def step(self, value: fx.Node, step: ReshardStep) -> fx.Node:
-        if self._is_of_micro_batches(step) and self.is_of_a_micro_batch and step.rule in ("I>P", "R>P", "R>S"):
+        if self._is_of_micro_batches(step) and self.is_of_micro_batch and step.rule in ("I>P", "R>P", "R>S"):
             dim = step.dst.dim if isinstance(step.dst, Shard) else None
             return _call(
                 self.graph, of_this_micro_batch, (value, self.attribute(MICRO), dim), f"{value.name}_micro_batch"
@@ -191,7 +191,7 @@ class Body:
         value, route = self.ready.get((ref, layout)), self.assignment.operand_route(node, position)
         if value is None:
             value = self.read(ref, route)
-        elif self.assignment.space.unsharding.brings_once:
+        elif self.assignment.space.unsharding.once_per_step:
             steps = (*self.assignment.shared_route(ref), *route)
             value = self.converted(value, tuple(step for step in steps if self._is_of_micro_batches(step)))
         strict = tuple(s.operands[position] for s in choice.axes)
@@ -220,7 +220,7 @@ class Body:
         self.taken.update({(node.name, place): value for place, value in enumerate(operands)})
         remaining = iter(operands)
         args = {name: self._argument(value, remaining) for name, value in node.args}
-        call = Call(
+        call = LocalCall(
             self.graph,
             node,
             self.assignment.space.graph.input_types(node),
@@ -315,7 +315,7 @@ def entries_of(block: Block, assignment: Assignment) -> tuple[Entry, ...]:
     space = assignment.space
     if not space.micro_batched:
         return block.inputs
-    if not space.unsharding.brings_once:
+    if not space.unsharding.once_per_step:
         return (*block.inputs, *known_before(block, assignment))
     values: list[Entry] = [ref for ref in block.inputs if not is_param(assignment, ref)]
     return (*values, *parameters_of(block, assignment), *known_before(block, assignment))
@@ -323,8 +323,7 @@ def entries_of(block: Block, assignment: Assignment) -> tuple[Entry, ...]:
 
 def known_before(block: Block, assignment: Assignment) -> dict[str, Node | Ref]:
     """What a block must know of all micro-batches before the first, by name: of how many tokens a loss is the mean, and
-    sums without a gradient that are read before the last micro-batch, such as what a loss that is written out divides
-    by.
+    sums without a gradient that are read before the last, such as what a loss that is written out divides by.
     """
     found: dict[str, Node | Ref] = {}
     for node in block.nodes:
@@ -380,14 +379,16 @@ def is_param(assignment: Assignment, ref: Ref) -> bool:
     return assignment.space.graph.by_name[ref.node].op == "param"
 
 
-def block_body(block: Block, assignment: Assignment, targets: Mapping[str, Any], device: torch.device) -> Body:
+def block_body(
+    block: Block, assignment: Assignment, targets: Mapping[str, Any], device: torch.device
+) -> ProgramBuilder:
     """The program of a block, without its output."""
-    body = Body(assignment, targets, device)
+    body = ProgramBuilder(assignment, targets, device)
     for entry in entries_of(block, assignment):
         body.enter(entry, block.path)
     for number in assignment.ahead(block):
         body.gatherings[number] = body.graph.placeholder(f"gathering_{number}")
-    if not assignment.space.unsharding.brings_once:
+    if not assignment.space.unsharding.once_per_step:
         body.bring_parameters(block)
     for node in block.nodes:
         body.emit(node, frozenset(block.outputs))

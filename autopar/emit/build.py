@@ -12,19 +12,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import Captured
-from autopar.emit.block_program import CARRIER, STATE
+from autopar.emit.block_program import OFFLOAD, STATE
 from autopar.emit.rewrite import rewrite
 from autopar.emit.stage_programs import Outline, stages_of
 from autopar.graph import dump
 from autopar.graph.module_walk import canonical_names
-from autopar.runtime.host.disk import Disk
-from autopar.runtime.module import Interface, LeafSpec, OutputSpec, ParallelModule, Program
-from autopar.runtime.offload.executor import Carried, CarriedSaved, Carrier
-from autopar.runtime.pipeline.executor import Step, Tie, Trainers
+from autopar.runtime.host.disk import OffloadFiles
+from autopar.runtime.module import ParallelModule, Program
+from autopar.runtime.offload.executor import ChunkSpec, OffloadExecutor, SavedSpec
+from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.pipeline.outputs import Leaving
-from autopar.runtime.pipeline.p2p import Between, Within
+from autopar.runtime.pipeline.p2p import InProcessLinks, RankLinks
 from autopar.runtime.pipeline.stage import Stage
+from autopar.runtime.pipeline.step_spec import StepSpec, Tie, Trainers
 from autopar.runtime.pipeline.trace import Recorder
+from autopar.runtime.spmd.interface import Interface, LeafSpec, OutputSpec
 from autopar.runtime.spmd.mesh import groups_of
 from autopar.runtime.spmd.micro_batch import MicroBatches
 from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
@@ -99,7 +101,7 @@ def build(
     seed: int = 0,
     micro_batched: MicroBatched | None = None,
     transfer_schedule: TransferSchedule | None = None,
-    disk: Disk | None = None,
+    disk: OffloadFiles | None = None,
 ) -> ParallelModule:
     """Emit the program and hold its parameters.
 
@@ -113,17 +115,17 @@ def build(
     """
     state = RunState(RandomState(seed))
     device = torch.device(device_mesh.device_type)
-    carrier = None
+    offload = None
     if transfer_schedule is not None:
-        carrier = _carrier(assignment, transfer_schedule, device, disk, micro_batched)
-    holder = {**groups_of(device_mesh), STATE: state, **({} if carrier is None else {CARRIER: carrier})}
+        offload = _offload(assignment, transfer_schedule, device, disk, micro_batched)
+    holder = {**groups_of(device_mesh), STATE: state, **({} if offload is None else {OFFLOAD: offload})}
     leaves = [leaf.name for leaf in assignment.space.graph.leaves]
     program: Program
     if micro_batched is None:
         program = rewrite(captured, assignment, holder, device).module
     else:
-        program = _step(captured, assignment, micro_batched, holder, device, carrier)
-        leaves = list(program.leaves)
+        program = _pipeline_step(captured, assignment, micro_batched, holder, device, offload)
+        leaves = list(program.spec.leaves)
     names = {
         name: first
         for name, first in canonical_names(model).items()
@@ -143,7 +145,7 @@ def build(
         make_part=make_part,
         state=state,
         pipeline=None if micro_batched is None else micro_batched.pipeline,
-        carrier=carrier,
+        offload=offload,
         state_bytes=assignment.space.training.optimizer_bytes_per_element,
     )
     stage = "" if micro_batched is None or micro_batched.rank is None else f"_stage{micro_batched.rank}"
@@ -151,13 +153,13 @@ def build(
     return made
 
 
-def _carrier(
+def _offload(
     assignment: Assignment,
     table: TransferSchedule,
     device: torch.device,
-    disk: Disk | None,
+    disk: OffloadFiles | None,
     micro_batched: MicroBatched | None,
-) -> Carrier:
+) -> OffloadExecutor:
     """What moves chunks of parameters and gradients as a transfer schedule says.
 
     Raises:
@@ -182,9 +184,9 @@ def _carrier(
         entered: tuple[int, ...] = (chunk.entered,)
         if chunk.is_before:
             entered = tuple(before(s) for s, own in stages.items() if any(n in own for n in chunk.readers))
-        carried.append(Carried(parameters(chunk), chunk.bytes, starts, entered, item, trained))
+        carried.append(ChunkSpec(parameters(chunk), chunk.bytes, starts, entered, item, trained))
         sizes |= {parameters(chunk): chunk.bytes} | ({item: chunk.gradient_bytes} if item else {})
-    saved = _carried_saved(assignment, micro_batched, stages)
+    saved = _saved_specs(assignment, micro_batched, stages)
     sizes |= {each.name: sum(each.sizes) for each in saved}
     entering = {number for each in carried for number in each.entered}
     entering.update(number for own in stages.values() for number in own)
@@ -199,8 +201,8 @@ def _carrier(
                 "only made "
                 f"and evicted: it was edited; make another with {EVALUATE}"
             )
-    micro_batches = (None,) if micro_batched is None else range(assignment.space.mesh.micro_batches)
-    wanted = (of_micro_batch(name, micro_batch) for name, _ in moments.values() for micro_batch in micro_batches)
+    numbers = (None,) if micro_batched is None else range(assignment.space.mesh.micro_batches)
+    wanted = (of_micro_batch(name, number) for name, _ in moments.values() for number in numbers)
     is_fit = items == sizes and all(moment in places for moment in wanted)
     if not is_fit or any(_moments_of(each, table) != _needing(each, moments) for each in saved):
         raise PlanError(
@@ -209,38 +211,36 @@ def _carrier(
             f"another with {EVALUATE}"
         )
     _check_updates(table, carried)
-    return Carrier(table, carried, moments, device, disk, micro_batched is not None, saved, saved_homes(table))
+    return OffloadExecutor(table, carried, moments, device, disk, micro_batched is not None, saved, saved_homes(table))
 
 
-def _carried_saved(
+def _saved_specs(
     assignment: Assignment, micro_batched: MicroBatched | None, stages: Mapping[int, range]
-) -> list[CarriedSaved]:
+) -> list[SavedSpec]:
     """What blocks of these stages save for backward and may leave in between, of each micro-batch."""
     if not assignment.space.training.activations:
         return []
-    micro_batches = [None] if micro_batched is None else range(assignment.space.mesh.micro_batches)
+    numbers = [None] if micro_batched is None else range(assignment.space.mesh.micro_batches)
     found = (each for own in stages.values() for each in usage(assignment, own).saved)
     return [
-        CarriedSaved(
-            of_micro_batch(saved_item(assignment, each), micro_batch), each.sizes, each.left, each.savers, micro_batch
-        )
+        SavedSpec(of_micro_batch(saved_item(assignment, each), number), each.sizes, each.left, each.savers, number)
         for each in found
-        for micro_batch in micro_batches
+        for number in numbers
     ]
 
 
-def _needing(saved: CarriedSaved, moments: Mapping[int, tuple[str, str]]) -> list[str]:
+def _needing(saved: SavedSpec, moments: Mapping[int, tuple[str, str]]) -> list[str]:
     """The moments in which it must be on the device."""
     found = [moments[saved.left][0], *(moments[number][1] for number in reversed(saved.savers))]
     return [of_micro_batch(name, saved.micro_batch) for name in found]
 
 
-def _moments_of(saved: CarriedSaved, table: TransferSchedule) -> list[str]:
+def _moments_of(saved: SavedSpec, table: TransferSchedule) -> list[str]:
     """The moments in which a transfer schedule has it on the device."""
     return [use.moment for use in table.trace.item[saved.name].uses]
 
 
-def _check_updates(table: TransferSchedule, carried: Iterable[Carried]) -> None:
+def _check_updates(table: TransferSchedule, carried: Iterable[ChunkSpec]) -> None:
     """Raise :class:`PlanError` if a parameter were read in a step after its update, or fetched before all updates."""
     moments, place = table.trace.moments, table.trace.place
     for each in carried:
@@ -268,34 +268,38 @@ def _made_together(whole: Interface, own: Interface, make_part: MakePart) -> Mak
     return lambda leaf: parts.pop(leaf.name)
 
 
-def _step(
+def _pipeline_step(
     captured: Captured,
     assignment: Assignment,
     micro_batched: MicroBatched,
     holder: Mapping[str, Any],
     device: torch.device,
-    carrier: Carrier | None,
-) -> Step:
+    offload: OffloadExecutor | None,
+) -> PipelineStep:
     """What this process runs of a micro-batched step."""
     space, schedule, rank = assignment.space, micro_batched.schedule, micro_batched.rank
     micro_batches = MicroBatches(space.mesh.micro_batches)
     stages = stages_of(captured, assignment, micro_batched.bounds, {**holder, MICRO: micro_batches}, device)
     here = [each.stage() for each in stages if each.number in micro_batched.stages]
-    mail = Within() if micro_batched.pipeline is None else Between(schedule, here, micro_batched.pipeline, device)
+    links = (
+        InProcessLinks()
+        if micro_batched.pipeline is None
+        else RankLinks(schedule, here, micro_batched.pipeline, device)
+    )
     kept = _kept(space.graph.leaves, stages, here)
     leaves = [leaf for leaf in space.graph.leaves if leaf.name in kept or leaf.op == "input"]
     home = {position: stage.number for stage in stages for position in stage.outputs}
-    split_leaves = {leaf.name: _turned(space.mesh, assignment.produced(Ref(leaf.name))) for leaf in leaves}
-    return Step(
-        here,
-        schedule.flow.actions if rank is None else schedule.rows[rank],
+    split = {leaf.name: _micro_batch_dim(space.mesh, assignment.produced(Ref(leaf.name))) for leaf in leaves}
+    spec = StepSpec(
+        stages={stage.number: stage for stage in here},
+        actions=schedule.flow.actions if rank is None else schedule.rows[rank],
         leaves=[leaf.name for leaf in leaves],
-        split_leaves={name: dim for name, dim in split_leaves.items() if dim is not None},
+        split={name: dim for name, dim in split.items() if dim is not None},
         outputs=[_leaving(assignment, position, home[position]) for position in range(len(space.leaving))],
         loss=space.graph.loss,
         micro_batches=micro_batches,
         state=holder[STATE],
-        mail=mail,
+        links=links,
         draws=[stage.draws for stage in stages],
         trained=any(leaf.results[0].grad for leaf in space.graph.leaves),
         recorder=Recorder(schedule, device, micro_batched.bubble),
@@ -305,9 +309,10 @@ def _step(
         trainers=None
         if micro_batched.pipeline is None
         else _trainers(assignment, stages, schedule, micro_batched.pipeline),
-        carrier=carrier,
-        carried={leaf.target: leaf.name for leaf in leaves if leaf.op == "param"},
+        offload=offload,
+        offloaded={leaf.target: leaf.name for leaf in leaves if leaf.op == "param"},
     )
+    return PipelineStep(spec)
 
 
 def _kept(leaves: Sequence[Node], stages: Sequence[Outline], here: Sequence[Stage]) -> set[str]:
@@ -344,10 +349,10 @@ def _trainers(
     return None if group is None else Trainers(group, len({*map(frozenset, dtypes.values())}) == 1)
 
 
-def _turned(mesh: Mesh, layout: Layout) -> int | None:
+def _micro_batch_dim(mesh: Mesh, layout: Layout) -> int | None:
     """The dim along which micro-batches lie behind one another."""
-    micro_batches = layout[0] if mesh.micro_batches > 1 else R
-    return micro_batches.dim if isinstance(micro_batches, Shard) else None
+    local_type = layout[0] if mesh.micro_batches > 1 else R
+    return local_type.dim if isinstance(local_type, Shard) else None
 
 
 def _leaving(assignment: Assignment, position: int, stage: int) -> Leaving:
@@ -355,7 +360,7 @@ def _leaving(assignment: Assignment, position: int, stage: int) -> Leaving:
     made = assignment.consumer_layout(ref)
     summed = space.mesh.micro_batches > 1 and made[0] == P
     dtype = getattr(torch, space.graph.type_of(ref).dtype)
-    return Leaving(_turned(space.mesh, made), summed, stage, dtype, space.graph.type_of(ref).grad)
+    return Leaving(_micro_batch_dim(space.mesh, made), summed, stage, dtype, space.graph.type_of(ref).grad)
 
 
 def interface_of(captured: Captured, assignment: Assignment, leaf_names: Collection[str] | None = None) -> Interface:

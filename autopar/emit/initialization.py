@@ -25,7 +25,7 @@ from autopar.capture.capture import Captured
 from autopar.checkpoint.contents import MODEL
 from autopar.checkpoint.files import Stored, is_checkpoint
 from autopar.checkpoint.together import Ranks
-from autopar.runtime.module import LeafSpec
+from autopar.runtime.spmd.interface import LeafSpec
 from autopar.runtime.spmd.mesh import Rows, rows_of, take
 from planner.base.errors import InputError
 from planner.ir.layout import Mesh

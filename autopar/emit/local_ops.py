@@ -30,7 +30,7 @@ from planner.ops.sharding_rule import Rule, find
 
 
 @dataclass
-class Call:
+class LocalCall:
     """One operator call being emitted.
 
     Attributes:
@@ -98,7 +98,7 @@ class Call:
         return shapes  # type: ignore[return-value]
 
 
-def local_form(call: Call) -> fx.Node:
+def local_form(call: LocalCall) -> fx.Node:
     """Emit ``call`` on local tensors."""
     call.target, call.args = local_call(call.target, call.args, call.operand_shapes(), call.result_shapes())
     _ask_whether_training(call)
@@ -149,14 +149,14 @@ def draws(node: Node, target: torch._ops.OpOverload) -> bool:
     return bool(rate) if node.op == ATTENTION or "dropout" in node.op else True
 
 
-def _ask_whether_training(call: Call) -> None:
+def _ask_whether_training(call: LocalCall) -> None:
     """What was captured in training mode trains only while the module does."""
     for name in ("train", "training", "use_input_stats"):
         if call.args.get(name) is True:
             call.args[name] = call.graph.call_function(getattr, (call.state(), "training"))
 
 
-def _check_function(call: Call) -> None:
+def _check_function(call: LocalCall) -> None:
     """Refuse a Function that does something else on this rank's slices than was proved of it.
 
     Raises:
@@ -182,7 +182,7 @@ def _check_function(call: Call) -> None:
         )
 
 
-def _layer_groups(call: Call, form: LocalForm) -> dict[str, Any]:
+def _layer_groups(call: LocalCall, form: LocalForm) -> dict[str, Any]:
     """Keywords that tell a layer which axes shard which factors; empty when none does."""
     found: dict[str, Any] = {}
     for keyword, factors in form.groups.items():
@@ -202,13 +202,13 @@ def _layer_groups(call: Call, form: LocalForm) -> dict[str, Any]:
     return found
 
 
-def _outer(call: Call, axis: int) -> int:
+def _outer(call: LocalCall, axis: int) -> int:
     """The strips of the whole dim of the first operand that an axis cuts: wider strips are cut first."""
     shard = call.choice.operands[0][axis]
     assert isinstance(shard, Shard)
     return shard.outer
 
 
-def _strips(call: Call, axis: int) -> int:
+def _strips(call: LocalCall, axis: int) -> int:
     """Into how many strips an axis finds the dim of the first operand divided that it cuts."""
     return local_outer(call.choice.operands[0], axis, call.mesh.sizes)

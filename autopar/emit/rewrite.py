@@ -18,9 +18,9 @@ from torch import fx
 
 from autopar.capture.capture import Captured
 from autopar.emit.block_program import (
-    CARRIER,
+    OFFLOAD,
     STATE,
-    Body,
+    ProgramBuilder,
     bind_results,
     block_body,
     entries_of,
@@ -58,13 +58,12 @@ class Rewritten:
 
 
 def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any], device: torch.device) -> Rewritten:
-    """Emit the program of one rank; a micro-batched step has programs of its own, see
-    :mod:`autopar.emit.stage_programs`.
+    """Emit the program of one rank; a micro-batched step has others, see :mod:`autopar.emit.stage_programs`.
 
     Args:
         captured: the model's graph, for the operators' targets.
         assignment: what to do, from the planner.
-        groups: process group of every mesh axis, by name; ``"state"`` holds the run state, ``"carrier"`` what moves
+        groups: process group of every mesh axis, by name; ``"state"`` holds the run state, ``"offload"`` what moves
             parameters between tiers, if they move.
         device: where factory operators create tensors.
     """
@@ -108,12 +107,12 @@ class Root:
     ):
         self.targets, self.assignment, self.groups, self.device = targets, assignment, groups, device
         self._received, self._last = received, last
-        self.body = Body(assignment, targets, device)
+        self.body = ProgramBuilder(assignment, targets, device)
         self.calls: dict[str, int] = {}
         self._names = program_names(assignment)
-        carrier = groups.get(CARRIER)
-        self.chunks = [] if carrier is None else [c for c in chunks_of(assignment) if carrier.carries(parameters(c))]
-        self._wiring = Wiring(assignment) if carrier is not None and carrier.lets_saved_leave else None
+        offload = groups.get(OFFLOAD)
+        self.chunks = [] if offload is None else [c for c in chunks_of(assignment) if offload.moves(parameters(c))]
+        self._wiring = Wiring(assignment) if offload is not None and offload.saved.may_leave else None
         self._made: dict[tuple[object, ...], str] = {}
         self._before: tuple[fx.Node | None, tuple[fx.Node, ...]] = (None, ())
         self._again: tuple[fx.Node, ...] = ()
@@ -138,7 +137,7 @@ class Root:
             call = graph.call_module(name, inputs)
         else:
             programs = (self.body.attribute(name), self.body.attribute(_again(name)))
-            holder: dict[str, Any] = {"holder": self.body.attribute(CARRIER)} if self._wiring is not None else {}
+            holder: dict[str, Any] = {"holder": self.body.attribute(OFFLOAD)} if self._wiring is not None else {}
             call = graph.call_function(recompute, (*programs, *inputs), holder)
         if gatherings:
             self._before = call, tuple(gatherings.values())
@@ -162,8 +161,8 @@ class Root:
         return found
 
     def _gathers_again(self, instance: Instance, level: Level) -> list[int]:
-        """The chunks of an instance that backward gathers again, by their number. With micro-batches, where backward
-        may be in two parts, those that each of these gathers.
+        """The chunks of an instance that backward gathers again, by their number. Micro-batched, where backward may be
+        in two parts, those that each of these gathers.
         """
         of_weights = self.assignment.space.micro_batched
         brought = gathered_again(self.assignment, instance, level, of_weights)
@@ -175,10 +174,10 @@ class Root:
         returns what they are at home.
         """
         body, at_home = self.body, {}
-        if CARRIER in self.groups and (chunks or not is_before(number)):
+        if OFFLOAD in self.groups and (chunks or not is_before(number)):
             refs = [Ref(name) for chunk in chunks for name in chunk.leaves]
             at_home = {ref: body.values[ref] for ref in refs}
-            call = body.graph.call_function(enter_block, (body.attribute(CARRIER), number, tuple(at_home.values())))
+            call = body.graph.call_function(enter_block, (body.attribute(OFFLOAD), number, tuple(at_home.values())))
             for place, ref in enumerate(refs):
                 body.values[ref] = body.graph.call_function(getitem, (call, place))
         return at_home
@@ -186,11 +185,11 @@ class Root:
     def leave(self, number: int, block: Block) -> None:
         """Note where backward enters a block, if parameters move."""
         body, refs = self.body, block.outputs
-        if CARRIER in self.groups:
+        if OFFLOAD in self.groups:
             values = tuple(body.values[ref] for ref in refs)
             reached = self.assignment.space.graph.differentiated
             apart = tuple(place for place, ref in enumerate(refs) if ref not in reached)
-            args = (body.attribute(CARRIER), number, values, *((apart,) if apart else ()))
+            args = (body.attribute(OFFLOAD), number, values, *((apart,) if apart else ()))
             needed: dict[str, Any] = (
                 {} if self._wiring is None else {"needed": tuple(self._needed_after(number, self._wiring))}
             )
@@ -240,7 +239,7 @@ def targets_of(captured: Captured) -> dict[str, Any]:
 def program_names(assignment: Assignment) -> list[str]:
     """A Python identifier for each kind of block."""
     found: list[str] = []
-    taken = (*assignment.space.mesh.names, STATE, CARRIER)
+    taken = (*assignment.space.mesh.names, STATE, OFFLOAD)
     for path in assignment.space.folded.names:
         name = identifier(path.replace(".*", ""))
         while name in found or name in taken or iskeyword(name) or hasattr(fx.GraphModule, name):

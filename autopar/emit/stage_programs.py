@@ -18,7 +18,15 @@ import torch
 from torch import fx
 
 from autopar.capture.capture import Captured
-from autopar.emit.block_program import Body, entries_of, is_param, known_before, module_of, parameters_of, sums_early
+from autopar.emit.block_program import (
+    ProgramBuilder,
+    entries_of,
+    is_param,
+    known_before,
+    module_of,
+    parameters_of,
+    sums_early,
+)
 from autopar.emit.local_ops import draws, is_random
 from autopar.emit.rewrite import Root, targets_of
 from autopar.runtime.layers.loss import token_count
@@ -161,7 +169,7 @@ class Outline:
     @property
     def joints(self) -> Joints:
         """What the programs take and give."""
-        if not self.space.unsharding.brings_once:
+        if not self.space.unsharding.once_per_step:
             stored = tuple((Ref(name), self._summed(Ref(name))) for name in self.parameters)
             return Joints(stored, tuple(self.received), tuple(self.sent))
         used = (key for block in self.blocks for key in parameters_of(block, self.assignment))
@@ -196,9 +204,9 @@ class Outline:
             received=tuple(map(self._passed, self.received)),
             sent=tuple(map(self._passed, self.sent)),
             outputs=self.outputs,
-            gather=self._gather() if self.space.unsharding.brings_once else self._sums(),
+            gather=self._gather() if self.space.unsharding.once_per_step else self._sums(),
             count=self._count() if self.known else None,
-            program=self._program() if self.space.unsharding.brings_once else self._program_of_stored(),
+            program=self._program() if self.space.unsharding.once_per_step else self._program_of_stored(),
         )
 
     def _passed(self, ref: Ref) -> Passed:
@@ -207,9 +215,9 @@ class Outline:
         assert shape is not None
         return Passed(shape, getattr(torch, tensor.dtype), ref in self.graph.differentiated)
 
-    def _entered(self, leaves: Sequence[str], is_of_a_micro_batch: bool) -> Body:
+    def _entered(self, leaves: Sequence[str], is_of_micro_batch: bool) -> ProgramBuilder:
         """A program that takes leaves, each as its readers find it."""
-        body = Body(self.assignment, self.targets, self.device, is_of_a_micro_batch)
+        body = ProgramBuilder(self.assignment, self.targets, self.device, is_of_micro_batch)
         for name in leaves:
             body.enter(Ref(name))
         for name in leaves:
@@ -218,7 +226,7 @@ class Outline:
 
     def _gather(self) -> fx.GraphModule:
         """Parameters as they are stored -> as the blocks use them, block by block."""
-        body = self._entered(self.parameters, is_of_a_micro_batch=False)
+        body = self._entered(self.parameters, is_of_micro_batch=False)
         results = []
         for block in self.blocks:
             body.ready.clear()
@@ -237,7 +245,7 @@ class Outline:
         """Parameters as they are stored -> as micro-batches gather them, with gradients that are summed once a step;
         ``None`` where none are.
         """
-        body = Body(self.assignment, self.targets, self.device, is_of_a_micro_batch=False)
+        body = ProgramBuilder(self.assignment, self.targets, self.device, is_of_micro_batch=False)
         for parameter in map(Ref, self.parameters):
             route = self.assignment.shared_route(parameter)
             body.enter(parameter)
@@ -252,7 +260,7 @@ class Outline:
 
     def _count(self) -> fx.GraphModule:
         """Leaves -> what one micro-batch adds to each number that is known before."""
-        body = self._entered(self.leaves, is_of_a_micro_batch=True)
+        body = self._entered(self.leaves, is_of_micro_batch=True)
         done: set[str] = set()
         results = []
         for name, each in self.known.items():
@@ -264,7 +272,7 @@ class Outline:
         body.graph.output(tuple(results))
         return module_of(dict(self.groups), body.graph, "Count")
 
-    def _term(self, body: Body, each: Node | Ref) -> fx.Node:
+    def _term(self, body: ProgramBuilder, each: Node | Ref) -> fx.Node:
         """One micro-batch's term of a sum, or the number of its tokens that a loss counts."""
         if isinstance(each, Ref):
             node = self.graph.by_name[each.node]
@@ -273,7 +281,7 @@ class Outline:
         ignored: Any = each["ignore_index"]
         return body.graph.call_function(token_count, (target, weight, ignored))
 
-    def _operand(self, body: Body, loss: Node, name: str) -> fx.Node | None:
+    def _operand(self, body: ProgramBuilder, loss: Node, name: str) -> fx.Node | None:
         ref = loss[name]
         return body.operand(loss, loss.inputs.index(ref)) if isinstance(ref, Ref) else None
 

@@ -9,86 +9,38 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from autopar.graph.listing import readable
-from autopar.runtime.host.disk import check_there
 from autopar.runtime.host.gradient_buckets import Buckets
-from autopar.runtime.host.pages import READ, WRITE
 from autopar.runtime.offload.block_hooks import parts_at_home
 from autopar.runtime.offload.early_update import check_separate
-from autopar.runtime.offload.executor import Carrier
+from autopar.runtime.offload.executor import OffloadExecutor
 from autopar.runtime.optim.gradients import Holders, know_each_other
 from autopar.runtime.optim.optimizer import Groups, StateKeeper, expect_state, make_optimizer
-from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.pipeline.stage import programs_in
 from autopar.runtime.pipeline.trace import observed, save_together
-from autopar.runtime.spmd.mesh import as_dtensor, groups_of, part_of, placements, whole_of
+from autopar.runtime.spmd.interface import Interface, LeafSpec
+from autopar.runtime.spmd.mesh import as_dtensor, contiguous_strides, groups_of, placements
+from autopar.runtime.spmd.module_tree import lookup, register
 from autopar.runtime.spmd.parameters import local_parts, renew
 from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from autopar.runtime.spmd.run_state import RunState
-from planner.base.errors import DiskError, InputError, PlanError
-from planner.ir.layout import I, Layout, Mesh, R, local_shape
+from autopar.runtime.spmd.state_dict import on_all_stages, part_like, whole_state
+from planner.base.errors import InputError, PlanError
+from planner.ir.layout import Mesh
 from planner.plan.timeline import StepTimeline
 
-UNCHANGED = (
-    "Nothing was changed: if the disk comes back call it again (where other ranks wait for this one, end all), else "
-    "load the last checkpoint with another offload_path"
-)
-"""What is so where a state dict cannot be taken from files, or put there."""
-Program = GraphModule | Step
+Program = GraphModule | PipelineStep
 """Leaves -> outputs and updates."""
-
-
-@dataclass(frozen=True)
-class LeafSpec:
-    """A leaf of the program: ``kind``, original ``name``, global shape, dtype, stored layout, whether it is trained."""
-
-    kind: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    layout: Layout
-    trainable: bool = False
-
-
-@dataclass(frozen=True)
-class OutputSpec:
-    """A tensor that leaves the program: global shape and layout."""
-
-    shape: tuple[int, ...]
-    layout: Layout
-
-
-@dataclass(frozen=True)
-class Interface:
-    """How a program's flat inputs and outputs map onto the model's nested ones.
-
-    ``input_names`` aligns with the flattened (args, kwargs): a leaf's placeholder name, or ``None`` for a
-    static value. ``outputs`` aligns with the flattened result: a position in the program's results, or
-    ``None``, then the value in ``static_outputs``.
-    """
-
-    leaves: tuple[LeafSpec, ...]
-    input_names: tuple[str | None, ...]
-    in_spec: pytree.TreeSpec
-    outputs: tuple[OutputSpec | None, ...]
-    static_outputs: tuple[Any, ...]
-    out_spec: pytree.TreeSpec
-    updates: tuple[str, ...]
-    captured_training: bool
-    static_inputs: tuple[Any, ...] = ()
 
 
 class ParallelModule(nn.Module):
@@ -106,7 +58,7 @@ class ParallelModule(nn.Module):
         state: training mode and random numbers.
         state_bytes: of optimizer state, per element of the parameters, that the plan counts.
         pipeline: the ranks that hold the same part of other stages.
-        carrier: moves parameters and gradients between tiers, if they move.
+        offload: moves parameters and gradients between tiers, if they move.
     """
 
     def __init__(
@@ -123,10 +75,10 @@ class ParallelModule(nn.Module):
         state: RunState,
         state_bytes: int,
         pipeline: PipelineRanks | None = None,
-        carrier: Carrier | None = None,
+        offload: OffloadExecutor | None = None,
     ):
         super().__init__()
-        self.carrier, self._state_bytes = carrier, state_bytes
+        self.offload, self._state_bytes = offload, state_bytes
         self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
         self.state, self.pipeline = state, pipeline
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
@@ -140,7 +92,7 @@ class ParallelModule(nn.Module):
         self._everywhere = dict(names)
         for name, first in names.items():
             if first in tensors:
-                _register(self, name, tensors[first], name not in not_saved)
+                register(self, name, tensors[first], name not in not_saved)
         self._leaf_names = {leaf.name: leaf for leaf in interface.leaves if leaf.kind in ("param", "buffer")}
         self.buckets = Buckets()
         self._let_gradients_know()
@@ -149,9 +101,9 @@ class ParallelModule(nn.Module):
     def _stored(self, leaf: LeafSpec, part: Tensor) -> Tensor:
         if leaf.kind == "buffer":
             return part
-        if self.carrier is not None and self.carrier.holds(leaf.name):
-            part = self.carrier.keep(leaf.name, part)
-        stored = as_dtensor(part, self.device_mesh, placements(leaf.layout), leaf.shape, _strides(leaf.shape))
+        if self.offload is not None and self.offload.holds(leaf.name):
+            part = self.offload.keep(leaf.name, part)
+        stored = as_dtensor(part, self.device_mesh, placements(leaf.layout), leaf.shape, contiguous_strides(leaf.shape))
         return nn.Parameter(stored, requires_grad=leaf.trainable)
 
     def _let_gradients_know(self) -> None:
@@ -159,21 +111,21 @@ class ParallelModule(nn.Module):
         :mod:`gradients`.
         """
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        step = self.program if isinstance(self.program, Step) else None
-        trainers = None if step is None else step.trainers
+        step = self.program if isinstance(self.program, PipelineStep) else None
+        trainers = None if step is None else step.spec.trainers
         ways = {p.placements for p in trained if isinstance(p, DTensor)}
-        disk = None if self.carrier is None else self.carrier.link.disk
+        disk = None if self.offload is None else self.offload.engine.disk
         is_apart = trainers is not None or len(ways) > 1
         if not is_apart and disk is None:
             return
-        repeated = [] if step is None else [leaf for tie in step.ties if not tie.first for leaf in tie.leaves]
+        repeated = [] if step is None else [leaf for tie in step.spec.ties if not tie.first for leaf in tie.leaves]
         axes = tuple(groups_of(self.device_mesh).values()) if is_apart else ()
         holders = Holders(axes, disk=disk) if trainers is None else Holders(axes, trainers.group, trainers.alike, disk)
         know_each_other(trained, self._stored_as(repeated), holders)
 
     @property
     def program(self) -> Program:
-        """The emitted program of this rank, or with micro-batches what runs its programs."""
+        """The emitted program of this rank, or what runs those of a micro-batched step."""
         return self._program[0]
 
     @property
@@ -236,12 +188,12 @@ class ParallelModule(nn.Module):
         )
         if master_dtype is not None:
             expect_state(made, self._state_bytes)
-        if self.carrier is not None and self.carrier.link.disk is not None:
-            StateKeeper(self.carrier.link.disk).watch(made)
-        if self.carrier is not None and self.carrier.updates_in_backward:
+        if self.offload is not None and self.offload.engine.disk is not None:
+            StateKeeper(self.offload.engine.disk).watch(made)
+        if self.offload is not None and self.offload.updates_in_backward:
             for each in ({}, *groups):
                 check_separate(make, {**options, **{key: value for key, value in each.items() if key != "params"}})
-            self.carrier.update_by(made)
+            self.offload.early.update_by(made)
         return made
 
     def print_code(self) -> None:
@@ -250,7 +202,7 @@ class ParallelModule(nn.Module):
 
     def code(self) -> str:
         """The emitted Python as text."""
-        if isinstance(self.program, Step):
+        if isinstance(self.program, PipelineStep):
             programs = self.program.programs
         else:
             programs = [*programs_in(self.program), ("root", self.program)]
@@ -265,13 +217,13 @@ class ParallelModule(nn.Module):
         Raises:
             InputError: there was no step yet, or the plan runs without micro-batches.
         """
-        if not isinstance(self.program, Step):
+        if not isinstance(self.program, PipelineStep):
             raise InputError(
                 "this module runs without micro-batches: its backward is autograd's, of which it does not see when it "
                 "runs. "
                 "torch.profiler records such a step; pin micro_batches for a micro-batched step"
             )
-        return observed(self.program.recorder, self.pipeline)
+        return observed(self.program.spec.recorder, self.pipeline)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`timeline` for https://ui.perfetto.dev, as :meth:`planner.plan.plan.Plan.save_trace` writes the
@@ -292,15 +244,15 @@ class ParallelModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """Parameters and buffers of its own, on the same process groups; every rank copies for itself."""
-        if self.carrier is not None:
+        if self.offload is not None:
             raise InputError(
                 "a module whose parameters are with their home on the host or on disk cannot be copied: call "
                 "autopar.parallelize again, with state_dict=pmodel.full_state_dict()"
             )
         groups = list(groups_of(self.device_mesh).values())
-        if isinstance(self.program, Step):
-            groups += [tie.group for tie in self.program.ties]
-            groups += [self.program.trainers.group] if self.program.trainers is not None else []
+        if isinstance(self.program, PipelineStep):
+            groups += [tie.group for tie in self.program.spec.ties]
+            groups += [self.program.spec.trainers.group] if self.program.spec.trainers is not None else []
         shared = (self.interface, self.mesh, self.device_mesh, self.pipeline, *groups)
         memo.update({id(value): value for value in shared})
         made = self.__class__.__new__(self.__class__)
@@ -315,132 +267,60 @@ class ParallelModule(nn.Module):
         Args:
             batch: keyword inputs (a mapping), or positional ones (a tuple), with global shapes.
         """
-        args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-        flat = self._flatten(args, kwargs)
-        specs = {leaf.name: leaf for leaf in self.interface.leaves if leaf.kind == "input"}
-        parts = []
-        for name, value in zip(self.interface.input_names, flat, strict=True):
-            if name is None:
-                parts.append(value)
-                continue
-            leaf = specs[name]
-            _check_input(leaf, value, leaf.shape, "the global batch")
-            parts.append(part_of(value, leaf.layout, self.mesh, self.rank).to(self._device))
-        args, kwargs = pytree.tree_unflatten(parts, self.interface.in_spec)
-        return kwargs if isinstance(batch, Mapping) else args
+        return self.interface.shard(batch, self.mesh, self.rank, self._device)
 
     @property
     def _device(self) -> torch.device:
         return torch.device(self.device_mesh.device_type)
-
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        expected = self.interface.in_spec.child(1).context
-        count = self.interface.in_spec.child(0).num_children
-        if args and expected and not count:
-            raise InputError(_by_name(len(args), expected))
-        if kwargs and count and not expected:
-            raise InputError(_by_position(list(kwargs), count))
-        missing = [name for name in expected if name not in kwargs]
-        extra = [name for name in kwargs if name not in expected]
-        if missing or extra:
-            raise InputError(
-                f"the model was planned with inputs {list(expected)}; "
-                + (f"missing: {missing}" if missing else f"unknown: {extra}")
-                + ". Plan again with example inputs of this form"
-            )
-        flat, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in expected}))
-        if len(flat) != len(self.interface.input_names):
-            raise InputError(_nested_otherwise(expected, spec, self.interface.in_spec))
-        for name, value, planned in zip(self.interface.input_names, flat, self.interface.static_inputs, strict=True):
-            if name is None and value != planned:
-                raise InputError(
-                    f"an input is {value!r}, but the model was planned with {planned!r} in its place, and a plan holds "
-                    "for one value of every input that is not a tensor: plan again for this one"
-                )
-        return flat
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the global batch, given this rank's part of the inputs.
 
         Scalars are plain tensors with the global value; other outputs are DTensors of global shape.
         """
-        flat = self._flatten(args, kwargs)
-        inputs = {name: value for name, value in zip(self.interface.input_names, flat, strict=True) if name}
-        held = self._held()
-        leaves = [self._leaf(leaf, inputs, held) for leaf in self.interface.leaves]
-        with nullcontext() if self.carrier is None else self.carrier.running(leaves):
+        flat, held = self.interface.flatten(args, kwargs), self._held()
+        of_kind = {"input": self.interface.inputs(flat, self.mesh), "const": self._constants}
+        leaves = [of_kind.get(leaf.kind, held)[leaf.name] for leaf in self.interface.leaves]
+        with nullcontext() if self.offload is None else self.offload.running(leaves):
             results = self.program(*leaves)
-        if self.carrier is not None:
-            results = tuple(map(self.carrier.apart, results))
-        if isinstance(self.program, Step) and torch.is_grad_enabled():
+        if self.offload is not None:
+            results = tuple(map(self.offload.apart, results))
+        if isinstance(self.program, PipelineStep) and torch.is_grad_enabled():
             # What the program has of the old memory stays as it is.
             renew(self._stored_as(self.program.borrowed))
         count = len(results) - len(self.interface.updates)
         if self.training:
             for name, value in zip(self.interface.updates, results[count:], strict=True):
                 self._update(name, value.detach())
-        given = iter(results[:count])
-        flat_outputs = [
-            static if spec is None else self._leaving(next(given), spec)
-            for spec, static in zip(self.interface.outputs, self.interface.static_outputs, strict=True)
-        ]
-        return pytree.tree_unflatten(flat_outputs, self.interface.out_spec)
+        return self.interface.returned(results[:count], self.device_mesh)
 
     def _held(self) -> dict[str, Tensor]:
         """What this rank holds, by name: of a parameter its part, whose gradient is the parameter's."""
-        tensors = {name: _lookup(self, name) for name in self._leaf_names}
-        if self.carrier is None:
+        tensors = {name: lookup(self, name) for name in self._leaf_names}
+        if self.offload is None:
             return local_parts(tensors, self.buckets)
-        carried = {name: t for name, t in tensors.items() if isinstance(t, DTensor) and self.carrier.holds(name)}
+        carried = {name: t for name, t in tensors.items() if isinstance(t, DTensor) and self.offload.holds(name)}
         others = {name: t for name, t in tensors.items() if name not in carried}
-        if isinstance(self.program, Step):
-            self.carrier.begin_with(carried)
+        if isinstance(self.program, PipelineStep):
+            self.offload.begin_with(carried)
             return local_parts(tensors, self.buckets)
-        return {**local_parts(others, self.buckets), **parts_at_home(self.carrier, carried)}
+        return {**local_parts(others, self.buckets), **parts_at_home(self.offload, carried)}
 
     def _stored_as(self, leaves: Collection[str]) -> list[DTensor]:
         """The parameters that are these leaves of a micro-batched step."""
-        if not isinstance(self.program, Step):
+        if not isinstance(self.program, PipelineStep):
             return []
-        names = dict(zip(self.program.leaves, self.interface.leaves, strict=True))
-        tensors = (_lookup(self, names[leaf].name) for leaf in leaves)
+        names = dict(zip(self.program.spec.leaves, self.interface.leaves, strict=True))
+        tensors = (lookup(self, names[leaf].name) for leaf in leaves)
         return [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-
-    def _leaf(self, leaf: LeafSpec, inputs: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Tensor:
-        if leaf.kind == "input":
-            value = inputs[leaf.name]
-            expected = local_shape(leaf.shape, leaf.layout, self.mesh.sizes)
-            assert expected is not None
-            _check_input(leaf, value, expected, "this rank's part")
-            if value.requires_grad and torch.is_grad_enabled():
-                raise InputError(
-                    f"input {leaf.name!r} requires a gradient, which a plan does not sum over ranks: detach it, or "
-                    "make it a parameter of the model"
-                )
-            return value
-        if leaf.kind == "const":
-            return self._constants[leaf.name]
-        return held[leaf.name]
 
     def _update(self, name: str, value: Tensor) -> None:
         """Give a buffer its new value; the old tensor stays as it was, since backward may need it."""
-        old = _lookup(self, name)
+        old = lookup(self, name)
         for module in self.modules():
             for key, buffer in module._buffers.items():
                 if buffer is old:
                     module._buffers[key] = value
-
-    def _leaving(self, value: Tensor | None, spec: OutputSpec) -> Tensor | None:
-        if value is None or not spec.shape or all(t in (I, R) for t in spec.layout):
-            return value
-        return DTensor.from_local(
-            value,
-            self.device_mesh,
-            placements(spec.layout),
-            run_check=False,
-            shape=torch.Size(spec.shape),
-            stride=_strides(spec.shape),
-        )
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The original model's state dict, whole, on the CPU; every rank must call it (it gathers).
@@ -448,24 +328,7 @@ class ParallelModule(nn.Module):
         Raises:
             DiskError: a parameter is in a file that cannot be read.
         """
-        own = self.state_dict()
-        if self.pipeline is None:
-            return {name: _on_cpu(name, value) for name, value in own.items()}
-        forms = {name: (tuple(value.shape), value.dtype) for name, value in own.items()}
-        stages: list[dict[str, Any]] = [{} for _ in range(self.pipeline.size)]
-        dist.all_gather_object(stages, forms, group=self.pipeline.ranks)
-        found = {}
-        for name in self._everywhere:
-            home = next((number for number, held in enumerate(stages) if name in held), None)
-            if home is None:
-                continue
-            value = _on_cpu(name, own[name]).to(self._device) if home == self.pipeline.rank else None
-            if value is None:
-                shape, dtype = stages[home][name]
-                value = torch.empty(shape, dtype=dtype, device=self._device)
-            dist.broadcast(value, self.pipeline.global_rank(home), self.pipeline.ranks)
-            found[name] = value.cpu()
-        return found
+        return whole_state(self.state_dict(), self._everywhere, self.pipeline, self._device)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors (the original model's dict) or DTensors (another plan's, on this mesh).
@@ -473,60 +336,31 @@ class ParallelModule(nn.Module):
         Raises:
             DiskError: a parameter is in a file that cannot be written; nothing was loaded.
         """
-        if isinstance(self.program, Step):
+        if isinstance(self.program, PipelineStep):
             self.program.left = None  # gradients of other weights
-        if self.carrier is not None:
-            self.carrier.settle()
+        if self.offload is not None:
+            self.offload.early.settle()
         own = self.state_dict()
-        if self.pipeline is None:
-            local = {name: self._like(name, v, own[name]) if name in own else v for name, v in state_dict.items()}
-            return super().load_state_dict(local, strict=strict, assign=assign)
-        # What is wrong with one stage's part must be an error on all ranks, or the others would wait for that stage.
-        theirs = [name for name in state_dict if name in self._everywhere and name not in own]
-        wrong: list[Any] = [None] * self.pipeline.size
-        mine, result = None, None
-        try:
+
+        def load() -> Any:
+            theirs = () if self.pipeline is None else self._everywhere.keys() - own.keys()
+            given = {name: value for name, value in state_dict.items() if name not in theirs}
             local = {
-                name: self._like(name, value, own[name]) if name in own else value
-                for name, value in state_dict.items()
-                if name not in theirs
+                name: self._like(name, value, own[name]) if name in own else value for name, value in given.items()
             }
-            result = super().load_state_dict(local, strict=strict, assign=assign)
-        except (InputError, DiskError, RuntimeError) as error:
-            mine = error
-        dist.all_gather_object(wrong, mine, group=self.pipeline.ranks)
-        first = next((error for error in wrong if error is not None), None)
-        if first is not None:
-            raise mine or first
-        return result
+            return super(ParallelModule, self).load_state_dict(local, strict=strict, assign=assign)
+
+        return load() if self.pipeline is None else on_all_stages(load, self.pipeline)
 
     def _like(self, name: str, value: Tensor, own: Tensor) -> Tensor:
         if not isinstance(own, DTensor):
             return value
-        if tuple(value.shape) != tuple(own.shape):
-            raise InputError(
-                f"{name} has shape {tuple(value.shape)} in the state dict, {tuple(own.shape)} in the model"
-            )
-        if isinstance(value, DTensor):
-            value = _whole(name, value)
-        check_there(own._local_tensor, WRITE, name, UNCHANGED)
-        leaf = next(spec for spec in self._leaf_names.values() if _lookup(self, spec.name) is _lookup(self, name))
-        part = part_of(value, leaf.layout, self.mesh, self.rank).to(own.device, own.dtype)
-        return as_dtensor(part, self.device_mesh, own.placements, own.shape, own.stride())
+        leaf = next(spec for spec in self._leaf_names.values() if lookup(self, spec.name) is lookup(self, name))
+        return part_like(name, value, own, leaf.layout, self.mesh, self.device_mesh, self.rank)
 
 
 def _is_cut(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(not placement.is_replicate() for placement in parameter.placements)
-
-
-def _on_cpu(name: str, value: Tensor) -> Tensor:
-    """A copy of a tensor, whole, on the CPU."""
-    return (_whole(name, value) if isinstance(value, DTensor) else value).detach().cpu().clone()
-
-
-def _whole(name: str, value: DTensor) -> Tensor:
-    check_there(value._local_tensor, READ, name, UNCHANGED)
-    return whole_of(value)
 
 
 def _readable(code: str, name: str) -> str:
@@ -534,102 +368,6 @@ def _readable(code: str, name: str) -> str:
     words = "convert|(?:replicate|gather)_parameters|gather_ahead|draw|(?:enter|leave)_block"
     code = re.sub(rf"\bautopar_runtime_\w+?_(?={words})", "", code)
     code = re.sub(r"\bautopar_runtime_layers_[a-z]+_", "layers.", code)
-    code = re.sub(r"\bautopar_body_getitem\((\w+), (\d+)\)", r"\1[\2]", code)
-    return readable(code, name)
-
-
-class _Part(nn.Module):
-    """Holds parameters and buffers where the original model's submodule held them."""
-
-
-def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
-    *path, last = name.split(".")
-    module = root
-    for part in path:
-        if part not in module._modules:
-            module.add_module(part, _Part())
-        child = module._modules[part]
-        assert child is not None
-        module = child
-    if isinstance(tensor, nn.Parameter):
-        module.register_parameter(last, tensor)
-    else:
-        module.register_buffer(last, tensor, persistent=saved)
-
-
-def _lookup(root: nn.Module, name: str) -> Tensor:
-    *path, last = name.split(".")
-    module = root
-    for part in path:
-        child = module._modules[part]
-        assert child is not None
-        module = child
-    tensor = module._parameters.get(last)
-    found = tensor if tensor is not None else module._buffers[last]
-    assert found is not None
-    return found
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def _by_name(given: int, expected: Sequence[str]) -> str:
-    """What to say where inputs are given by position to a model that was planned with them by name."""
-    batch = ", ".join(f"{name!r}: ..." for name in expected)
-    return (
-        f"inputs are given by position ({given}), but the model was planned with inputs by name, {list(expected)}: "
-        f"call pmodel(**pmodel.shard({{{batch}}}))"
-    )
-
-
-def _by_position(given: Sequence[str], expected: int) -> str:
-    """The other way round."""
-    return (
-        f"inputs are given by name, {list(given)}, but the model was planned with inputs by position ({expected}): "
-        f"call pmodel(*pmodel.shard(({('..., ' * expected).rstrip()})))"
-    )
-
-
-def _nested_otherwise(names: Sequence[str], got: pytree.TreeSpec, planned: pytree.TreeSpec) -> str:
-    """Which input holds more or fewer values than the plan knows."""
-    counts = [spec.child(0).num_children for spec in (got, planned)]
-    if counts[0] != counts[1]:
-        return f"{counts[0]} positional inputs are given, but the model was planned with {counts[1]}"
-    called = [*(f"positional input {number}" for number in range(counts[0])), *(f"input {name!r}" for name in names)]
-    each = [[*spec.child(0).children(), *spec.child(1).children()] for spec in (got, planned)]
-    what, have, want = next(found for found in zip(called, *each, strict=True) if not _as_many(*found[1:]))
-    return (
-        f"{what} nests {have.num_leaves} values ({_kind(have)}), but the model was planned with {want.num_leaves} in "
-        f"its place ({_kind(want)}): give tensors as in the example inputs (torch.as_tensor(...) of nested lists), or "
-        "plan again with inputs of this form"
-    )
-
-
-def _as_many(one: pytree.TreeSpec, other: pytree.TreeSpec) -> bool:
-    return one.num_leaves == other.num_leaves
-
-
-def _kind(spec: pytree.TreeSpec) -> str:
-    return "one value" if spec.is_leaf() else f"a {spec.type.__name__}"
-
-
-def _check_input(leaf: LeafSpec, value: Any, expected: tuple[int, ...], what: str) -> None:
-    if not isinstance(value, Tensor):
-        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        raise InputError(f"input {leaf.name!r} is of type {kind}: give a torch.Tensor, e.g. torch.as_tensor(value)")
-    if tuple(value.shape) != expected:
-        raise InputError(
-            f"input {leaf.name!r} has shape {tuple(value.shape)}, but {what} was planned as {expected}: pass "
-            "pmodel.shard(batch) of a global batch of the planned size (drop or pad the last batch), or plan again for "
-            "this size"
-        )
-    if value.dtype != leaf.dtype:
-        raise InputError(
-            f"input {leaf.name!r} has dtype {value.dtype}, but was planned as {leaf.dtype}: convert it "
-            f"(.to({leaf.dtype})), or plan again with example inputs of this dtype"
-        )
+    code = re.sub(r"\bautopar_emit_block_program_getitem\((\w+), (\d+)\)", r"\1[\2]", code)
+    code = code.replace("torch.ops.aten.", "aten.").replace("def forward(self", f"def {name}(self", 1)
+    return "\n".join(line for line in code.splitlines() if line.strip())

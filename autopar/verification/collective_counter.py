@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.pipeline.executor import Step
-from autopar.runtime.pipeline.p2p import Mail, Message, crossed_by, tag_of
+from autopar.runtime.pipeline.executor import PipelineStep
+from autopar.runtime.pipeline.p2p import Message, StageLinks, crossed_by, tag_of
 from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from planner.formulation.resharding import Collective
 from planner.formulation.stage_boundaries import Exchange
@@ -48,10 +48,10 @@ def count_collectives(groups: Mapping[str, ProcessGroup]) -> Iterator[Counter[Co
     calls = Counter[Collective]()
     axis_of = _Axes(groups)
 
-    def note(made: _Call) -> None:
+    def note(made: _CountedCall) -> None:
         calls[Collective(made.kind, axis_of(made.group), made.bytes_in, made.phase)] += 1
 
-    with _Watch(note):
+    with _CollectiveWatch(note):
         yield calls
 
 
@@ -65,7 +65,7 @@ def count_exchanges(pipeline: PipelineRanks) -> Iterator[Counter[Exchange]]:
     """
     calls, members = Counter[Exchange](), dist.get_process_group_ranks(pipeline.ranks)
 
-    def note(made: _Call) -> None:
+    def note(made: _CountedCall) -> None:
         group = _group(made.group)
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1 or not {*ranks} <= {*members}:
@@ -78,12 +78,12 @@ def count_exchanges(pipeline: PipelineRanks) -> Iterator[Counter[Exchange]]:
             phase = "backward" if made.kind == "all_reduce" else "forward"  # only gradients are summed
             calls[Exchange(made.kind, tuple(sorted(map(members.index, ranks))), made.bytes_in, phase)] += 1
 
-    with _Watch(note):
+    with _CollectiveWatch(note):
         yield calls
 
 
 @contextlib.contextmanager
-def count_messages(step: Step, placed: Sequence[int]) -> Iterator[Counter[Exchange]]:
+def count_messages(step: PipelineStep, placed: Sequence[int]) -> Iterator[Counter[Exchange]]:
     """Count what the stages of a step that are all in one process pass one another, as if they were on several ranks.
 
     Args:
@@ -92,20 +92,20 @@ def count_messages(step: Step, placed: Sequence[int]) -> Iterator[Counter[Exchan
     Yields:
         The counts so far; comparable with the sends of :func:`planner.formulation.stage_boundaries.exchanges`.
     """
-    calls, mail = Counter[Exchange](), step.mail
-    step.mail = _Noted(mail, placed, calls)
+    calls, spec = Counter[Exchange](), step.spec
+    step.spec = replace(spec, links=_NotingLinks(spec.links, placed, calls))
     try:
         yield calls
     finally:
-        step.mail = mail
+        step.spec = spec
 
 
-class _Noted:
-    """Mail that notes what goes from rank to rank."""
+class _NotingLinks:
+    """Links that note what goes from rank to rank."""
 
-    def __init__(self, mail: Mail, placed: Sequence[int], calls: Counter[Exchange]):
-        self.open, self.take, self.share, self.close = mail.open, mail.take, mail.share, mail.close
-        self._mail, self._placed, self._calls = mail, placed, calls
+    def __init__(self, links: StageLinks, placed: Sequence[int], calls: Counter[Exchange]):
+        self.open, self.take, self.share, self.close = links.open, links.take, links.share, links.close
+        self._links, self._placed, self._calls = links, placed, calls
 
     def put(self, message: Message, tensors: Sequence[Tensor]) -> None:
         boundary, phase = crossed_by(tag_of(message))
@@ -113,11 +113,11 @@ class _Noted:
         way = ranks if phase == "forward" else ranks[::-1]
         for tensor in tensors if way[0] != way[1] else ():
             self._calls[Exchange("send", way, tensor.numel() * tensor.element_size(), phase, boundary)] += 1
-        self._mail.put(message, tensors)
+        self._links.put(message, tensors)
 
 
 @dataclass(frozen=True)
-class _Form:
+class _TensorForm:
     """How one operator of ``torch.distributed`` states its call."""
 
     kind: str
@@ -125,38 +125,38 @@ class _Form:
     group: str
 
 
-_FORMS: dict[str, _Form] = {
-    "c10d.allreduce_.default": _Form("all_reduce", "tensors", "process_group"),
-    "c10d.allreduce_coalesced_.default": _Form("all_reduce", "tensors", "process_group"),
-    "c10d.allgather_.default": _Form("all_gather", "input_tensors", "process_group"),
-    "c10d._allgather_base_.default": _Form("all_gather", "input_tensor", "process_group"),
-    "c10d.allgather_into_tensor_coalesced_.default": _Form("all_gather", "inputs", "process_group"),
-    "c10d.reduce_scatter_.default": _Form("reduce_scatter", "input_tensors", "process_group"),
-    "c10d._reduce_scatter_base_.default": _Form("reduce_scatter", "input_tensor", "process_group"),
-    "c10d.reduce_scatter_tensor_coalesced_.default": _Form("reduce_scatter", "inputs", "process_group"),
-    "c10d.alltoall_.default": _Form("all_to_all", "input_tensors", "process_group"),
-    "c10d.alltoall_base_.default": _Form("all_to_all", "input", "process_group"),
-    "c10d.broadcast_.default": _Form("broadcast", "tensors", "process_group"),
-    "c10d.reduce_.default": _Form("reduce", "tensors", "process_group"),
-    "c10d.gather_.default": _Form("gather", "input_tensors", "process_group"),
-    "c10d.scatter_.default": _Form("scatter", "input_tensors", "process_group"),
-    "c10d.send.default": _Form("send", "tensors", "process_group"),
-    "_c10d_functional.all_reduce.default": _Form("all_reduce", "input", "group_name"),
-    "_c10d_functional.all_reduce_.default": _Form("all_reduce", "input", "group_name"),
-    "_c10d_functional.all_reduce_coalesced.default": _Form("all_reduce", "inputs", "group_name"),
-    "_c10d_functional.all_gather_into_tensor.default": _Form("all_gather", "input", "group_name"),
-    "_c10d_functional.all_gather_into_tensor_out.default": _Form("all_gather", "input", "group_name"),
-    "_c10d_functional.all_gather_into_tensor_coalesced.default": _Form("all_gather", "inputs", "group_name"),
-    "_c10d_functional.reduce_scatter_tensor.default": _Form("reduce_scatter", "input", "group_name"),
-    "_c10d_functional.reduce_scatter_tensor_coalesced.default": _Form("reduce_scatter", "inputs", "group_name"),
-    "_c10d_functional.all_to_all_single.default": _Form("all_to_all", "input", "group_name"),
-    "_c10d_functional.broadcast.default": _Form("broadcast", "input", "group_name"),
-    "_dtensor.shard_dim_alltoall.default": _Form("all_to_all", "input", "group_name"),
+_FORMS: dict[str, _TensorForm] = {
+    "c10d.allreduce_.default": _TensorForm("all_reduce", "tensors", "process_group"),
+    "c10d.allreduce_coalesced_.default": _TensorForm("all_reduce", "tensors", "process_group"),
+    "c10d.allgather_.default": _TensorForm("all_gather", "input_tensors", "process_group"),
+    "c10d._allgather_base_.default": _TensorForm("all_gather", "input_tensor", "process_group"),
+    "c10d.allgather_into_tensor_coalesced_.default": _TensorForm("all_gather", "inputs", "process_group"),
+    "c10d.reduce_scatter_.default": _TensorForm("reduce_scatter", "input_tensors", "process_group"),
+    "c10d._reduce_scatter_base_.default": _TensorForm("reduce_scatter", "input_tensor", "process_group"),
+    "c10d.reduce_scatter_tensor_coalesced_.default": _TensorForm("reduce_scatter", "inputs", "process_group"),
+    "c10d.alltoall_.default": _TensorForm("all_to_all", "input_tensors", "process_group"),
+    "c10d.alltoall_base_.default": _TensorForm("all_to_all", "input", "process_group"),
+    "c10d.broadcast_.default": _TensorForm("broadcast", "tensors", "process_group"),
+    "c10d.reduce_.default": _TensorForm("reduce", "tensors", "process_group"),
+    "c10d.gather_.default": _TensorForm("gather", "input_tensors", "process_group"),
+    "c10d.scatter_.default": _TensorForm("scatter", "input_tensors", "process_group"),
+    "c10d.send.default": _TensorForm("send", "tensors", "process_group"),
+    "_c10d_functional.all_reduce.default": _TensorForm("all_reduce", "input", "group_name"),
+    "_c10d_functional.all_reduce_.default": _TensorForm("all_reduce", "input", "group_name"),
+    "_c10d_functional.all_reduce_coalesced.default": _TensorForm("all_reduce", "inputs", "group_name"),
+    "_c10d_functional.all_gather_into_tensor.default": _TensorForm("all_gather", "input", "group_name"),
+    "_c10d_functional.all_gather_into_tensor_out.default": _TensorForm("all_gather", "input", "group_name"),
+    "_c10d_functional.all_gather_into_tensor_coalesced.default": _TensorForm("all_gather", "inputs", "group_name"),
+    "_c10d_functional.reduce_scatter_tensor.default": _TensorForm("reduce_scatter", "input", "group_name"),
+    "_c10d_functional.reduce_scatter_tensor_coalesced.default": _TensorForm("reduce_scatter", "inputs", "group_name"),
+    "_c10d_functional.all_to_all_single.default": _TensorForm("all_to_all", "input", "group_name"),
+    "_c10d_functional.broadcast.default": _TensorForm("broadcast", "input", "group_name"),
+    "_dtensor.shard_dim_alltoall.default": _TensorForm("all_to_all", "input", "group_name"),
 }
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CountedCall:
     """One call, its group as the operator names it; ``receiver`` (in the group) and ``tag`` of a send."""
 
     kind: str
@@ -167,10 +167,10 @@ class _Call:
     tag: int = -1
 
 
-class _Watch(TorchDispatchMode):
+class _CollectiveWatch(TorchDispatchMode):
     """Tells of every call."""
 
-    def __init__(self, note: Callable[[_Call], None]):
+    def __init__(self, note: Callable[[_CountedCall], None]):
         super().__init__()
         self._note = note
 
@@ -187,7 +187,7 @@ class _Watch(TorchDispatchMode):
             bytes_in = sum(t.numel() * t.element_size() for t in tensors)
             phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
             to = (given["dst"], given["tag"]) if form.kind == "send" else ()
-            self._note(_Call(form.kind, given[form.group], bytes_in, phase, *to))
+            self._note(_CountedCall(form.kind, given[form.group], bytes_in, phase, *to))
         return func(*args, **kwargs)
 
 

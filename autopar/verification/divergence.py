@@ -77,7 +77,7 @@ def first_divergence(
     assert isinstance(root, GraphModule)
     watcher.instances = iter(assignment.space.folded.instances)
     with torch.no_grad():
-        _Root(root, watcher).run(*leaves)
+        _ComparedRoot(root, watcher).run(*leaves)
     return watcher.found
 
 
@@ -117,7 +117,7 @@ def _relative_error(got: Tensor, expected: Tensor) -> float:
     return (got - expected).abs().max().item() / scale if scale else got.abs().max().item()
 
 
-class _Root(fx.Interpreter):
+class _ComparedRoot(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, watcher: _Watcher):
         super().__init__(module)
         self.watcher = watcher
@@ -132,10 +132,10 @@ class _Root(fx.Interpreter):
         return self._block(program, inputs)[0]
 
     def _block(self, program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return _Block(program, self.watcher, next(self.watcher.instances)).run(*inputs)
+        return _ComparedBlock(program, self.watcher, next(self.watcher.instances)).run(*inputs)
 
 
-class _Block(fx.Interpreter):
+class _ComparedBlock(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, watcher: _Watcher, instance: Instance):
         super().__init__(module)
         self.watcher, self.instance = watcher, instance

@@ -20,7 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.capture.capture import Captured
 from autopar.emit.build import MicroBatched, build
-from autopar.runtime.module import LeafSpec, ParallelModule
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.spmd.interface import LeafSpec
 from autopar.runtime.spmd.mesh import coordinates, device_mesh, part_of, put_part
 from planner.base.errors import PlanError
 from planner.formulation.assignment import Assignment
@@ -110,7 +111,7 @@ class Simulation:
         """Every rank's part of a global batch."""
         interface = self.module.interface
         layouts = {leaf.name: leaf.layout for leaf in interface.leaves if leaf.kind == "input"}
-        flat = self.module._flatten(args, dict(kwargs))
+        flat = interface.flatten(args, dict(kwargs))
         parts = [
             value if name is None else self.parts(value, layouts[name])
             for name, value in zip(interface.input_names, flat, strict=True)

@@ -85,7 +85,7 @@ def check_program(
     checker = _Checker(groups, mesh, assignment.space.graph)
     leaves = [checker.made(Ref(leaf.name), assignment.produced(Ref(leaf.name))) for leaf in checker.graph.leaves]
     with spmd_typecheck():
-        results = _Root(program.module, checker).run(*leaves)
+        results = _TypedRoot(program.module, checker).run(*leaves)
         for number, (ref, result) in enumerate(zip(assignment.space.leaving, results, strict=True)):
             wanted = assignment.output_layout(number)
             checker.expect(result, wanted, assignment.space.graph.type_of(ref).shape, f"output {number}, {ref}")
@@ -107,7 +107,7 @@ def _check_stages(captured: Captured, assignment: Assignment, micro_batched: Mic
         stage, joints = outline.stage(), outline.joints
         stored = [checker.made(Ref(name), assignment.produced(Ref(name))) for name in stage.parameters]
         with spmd_typecheck():
-            gathered = stored if stage.gather is None else _Root(stage.gather, checker).run(*stored)
+            gathered = stored if stage.gather is None else _TypedRoot(stage.gather, checker).run(*stored)
         used = []
         for (ref, layout), value in zip(joints.used, gathered, strict=True):
             checker.expect(value, layout, space.graph.type_of(ref).shape, f"{ref}, as operators use it")
@@ -115,8 +115,8 @@ def _check_stages(captured: Captured, assignment: Assignment, micro_batched: Mic
         leaves = [checker.made(Ref(name), assignment.produced(Ref(name))) for name in stage.leaves]
         received = [checker.made(ref, assignment.consumer_layout(ref)) for ref in joints.received]
         with spmd_typecheck():
-            counts = () if stage.count is None else _Root(stage.count, checker).run(*leaves)
-            results = _Root(stage.program, checker).run(*used, *leaves, *received, *counts)
+            counts = () if stage.count is None else _TypedRoot(stage.count, checker).run(*leaves)
+            results = _TypedRoot(stage.program, checker).run(*used, *leaves, *received, *counts)
         wanted = [(ref, assignment.consumer_layout(ref)) for ref in joints.sent]
         wanted += [(space.leaving[position], assignment.output_layout(position)) for position in stage.outputs]
         for (ref, layout), value in zip(wanted, results, strict=True):
@@ -206,7 +206,7 @@ def _spmd(local_type: LocalType) -> Any:
     return spmd.V if isinstance(local_type, Shard) else _MARKS[local_type]
 
 
-class _Root(fx.Interpreter):
+class _TypedRoot(fx.Interpreter):
     """The root program: blocks are interpreted too."""
 
     def __init__(self, module: fx.GraphModule, checker: _Checker):
@@ -215,15 +215,15 @@ class _Root(fx.Interpreter):
         self.checker = checker
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _Root(self.fetch_attr(target), self.checker).run(*args)
+        return _TypedRoot(self.fetch_attr(target), self.checker).run(*args)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is not recompute:
             return super().call_function(target, args, kwargs)
         program, again, *inputs = args
-        outputs, given_up, kept = _Root(program, self.checker).run(*inputs)
+        outputs, given_up, kept = _TypedRoot(program, self.checker).run(*inputs)
         with torch.no_grad():
-            made = _Root(again, self.checker).run(*kept, *gatherings_of(inputs))
+            made = _TypedRoot(again, self.checker).run(*kept, *gatherings_of(inputs))
         for old, new in zip(given_up, made, strict=True):
             self.checker.alike(old, new, f"{again.__class__.__name__}: a value that is recomputed")
         return outputs

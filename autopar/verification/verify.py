@@ -30,7 +30,7 @@ from autopar.driver.trace import Traced, trace
 from autopar.emit.build import MicroBatched
 from autopar.functions.carry import Carried
 from autopar.graph.module_walk import Walk
-from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.spmd.mesh import groups_of
 from autopar.verification.collective_counter import count_collectives, count_messages, differences
 from autopar.verification.divergence import first_divergence, reference_values
@@ -218,7 +218,7 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
     if simulation.is_late:
         module(*args, **kwargs)
     messages: contextlib.AbstractContextManager[Counter[Exchange]] = contextlib.nullcontext(Counter())
-    if isinstance(module.program, Step):
+    if isinstance(module.program, PipelineStep):
         messages = count_messages(module.program, simulation.placed)
     with count_collectives(groups_of(module.device_mesh)) as calls, messages as sent:
         returned = pytree.tree_leaves(module(*args, **kwargs))
@@ -295,7 +295,7 @@ def locate(reference: Reference, assignment: Assignment, rtol: float = RTOL, see
     captured, model = reference.traced.captured, reference.model
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **captured.constants}
     with exact(), torch.no_grad(), Simulation(model, captured, assignment, seed) as simulation:
-        flat = simulation.module._flatten(reference.args, dict(reference.kwargs))
+        flat = simulation.module.interface.flatten(reference.args, dict(reference.kwargs))
         inputs = {name: value for name, value in zip(captured.input_names, flat, strict=True) if name is not None}
         leaves = {
             name: inputs[name] if kind == "input" else tensors[name if kind == "const" else target].detach()
@@ -410,7 +410,7 @@ def verify(
     ref = aligned(reference(model, args, kwargs, loss_fn), traced)
     small = real if real.size <= SIMULATED_RANKS else _shrunk(real.micro_batched(1)).micro_batched(real.micro_batches)
     like = refold(assignment.space.folded, ref.traced.graph)
-    training = Training(gathers=assignment.space.unsharding.gathers)
+    training = Training(unsharding=assignment.space.unsharding)
     space = space_on(ref.traced, small, cluster, Pins.parse(None), like, assignment.space.stages, training)
     simulated, missing = _transfer(assignment, space)
     if simulated is None:

@@ -246,9 +246,7 @@ def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool,
         once: so many of the first steps are taken once a step.
     """
     space, found = assignment.space, Calls()
-    micro_batches = (
-        space.unsharding.brought if space.graph.by_name[ref.node].op == "param" else space.mesh.micro_batches
-    )
+    micro_batches = space.brought if space.graph.by_name[ref.node].op == "param" else space.mesh.micro_batches
     for place, step in enumerate(route):
         for call in step.collectives(space.graph.type_of(ref), space.mesh):
             if call.axis != MICRO and (backward or call.phase == "forward"):
@@ -292,7 +290,7 @@ def _chunk_calls(assignment: Assignment, chunk: Chunk, backward: bool) -> Calls:
     graph, mesh = assignment.space.graph, assignment.space.mesh
     once = assignment.summed_together(chunk)
     for place, steps in enumerate(zip(*chunk.values(), strict=True)):
-        times = 1 if place < once else assignment.space.unsharding.brought
+        times = 1 if place < once else assignment.space.brought
         made = [step.collectives(graph.type_of(ref), mesh) for ref, step in zip(chunk, steps, strict=True)]
         for each in zip(*made, strict=True):
             if each[0].axis != MICRO and (backward or each[0].phase == "forward"):
@@ -321,7 +319,7 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
                 add(Ref(node.name, index), assignment.shared_route(Ref(node.name, index)))
         taken = {(node.inputs[position], choice.operands[position]): position for position in again.taken[at]}
         for (ref, _), position in taken.items():
-            if space.unsharding.brings_once and space.graph.by_name[ref.node].op == "param":
+            if space.unsharding.once_per_step and space.graph.by_name[ref.node].op == "param":
                 continue
             if not assignment.bringing(node, position):
                 add(ref, assignment.operand_route(node, position))

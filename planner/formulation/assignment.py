@@ -9,6 +9,7 @@ from planner.formulation.remat.levels import NOTHING, Level, Recompute
 from planner.formulation.resharding import BROUGHT, ReshardStep, Route
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
+from planner.formulation.unsharding import Unsharding
 from planner.formulation.variables import Variable
 from planner.ir.folding import Block, Instance
 from planner.ir.graph import Node, Ref
@@ -23,13 +24,18 @@ class Assignment:
     """A decision for every variable, and what is recomputed: what the rewrite obeys and the report shows.
 
     Attributes:
-        waits: of a micro-batched step, see :class:`planner.analysis.pipeline.staged.Staged`.
+        prefetch: whether what micro-batches gather is gathered ahead, see :attr:`unsharding`.
     """
 
     space: Space
     chosen: Mapping[Variable, Choice | Layout]
     recompute: Recompute = NOTHING
-    waits: bool = False
+    prefetch: bool = True
+
+    @property
+    def unsharding(self) -> Unsharding:
+        """When a step gathers parameters and reduces their gradients."""
+        return replace(self.space.unsharding, prefetch=self.prefetch)
 
     def choice(self, node: Node) -> Choice:
         """How an operator is run."""
@@ -87,7 +93,7 @@ class Assignment:
         """How many of the first steps of a value's way to its readers are taken once a micro-batched step: of a
         parameter that is gathered in each micro-batch those that only sum its gradients.
         """
-        if not self.space.unsharding.sums_once or self.space.graph.by_name[ref.node].op != "param":
+        if not self.space.unsharding.all_reduces_once or self.space.graph.by_name[ref.node].op != "param":
             return 0
         return next((place for place, step in enumerate(route) if step.rule != "I>R"), len(route))
 
@@ -102,7 +108,7 @@ class Assignment:
         return {
             kind
             for kind, (first, *_) in kinds
-            if self.space.unsharding.brings_once or not self._lets_go(kind, first.block)
+            if self.space.unsharding.once_per_step or not self._lets_go(kind, first.block)
         }
 
     def _lets_go(self, kind: int, block: Block) -> bool:
@@ -128,7 +134,7 @@ class Assignment:
     def given_up(self, instance: Instance, level: Level) -> set[Ref]:
         """Those of them that a level lets go, whether backward passes the instance or not."""
         space, nodes, found = self.space, instance.block.nodes, set[Ref]()
-        if level == "none" or space.unsharding.brings_once:
+        if level == "none" or space.unsharding.once_per_step:
             return found
         for node, positions in zip(nodes, space.decision_graph.blocks.again(instance.kind, level).taken, strict=True):
             found.update(node.inputs[position] for position in positions if self.bringing(node, position))
@@ -141,7 +147,7 @@ class Assignment:
         none.
         """
         found: dict[int, int] = {}
-        if self.waits or not self.space.unsharding.gathers_beside:
+        if not self.unsharding.prefetches:
             return found
         for number, chunk in enumerate(self.chunks(block)):
             for place, step in enumerate(next(iter(chunk.values()))):  # like those of the others

@@ -53,10 +53,10 @@ class ReshardingTables:
         micro_batches = self._micro_batches(ref) if self.mesh.micro_batches > 1 else None
         is_param = self.graph.by_name[ref.node].op == "param"
         # What is gathered is used by all micro-batches; what they sum up is reduced once.
-        is_summed_first = micro_batches is not None and tensor.grad and is_param and self.unsharding.brings_once
-        comes = is_param and not self.unsharding.brings_once, is_param and self.unsharding.sums_once
+        is_summed_first = micro_batches is not None and tensor.grad and is_param and self.unsharding.once_per_step
+        comes = is_param and not self.unsharding.once_per_step, is_param and self.unsharding.all_reduces_once
         together, is_brought = self.together(ref), self.variables.variable_of[ref.node] in self.decision_graph.together
-        beside = self.unsharding.gathers_beside, self.unsharding.brings_beside
+        beside = self.unsharding.overlaps_gather, self.unsharding.overlaps_reduce
         key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_brought, beside)
         if key not in self._tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
@@ -68,7 +68,7 @@ class ReshardingTables:
                     if not is_shared:
                         return self.cost.collective_s(kind, axis, bytes_in) / parts
                     is_beside = (
-                        self.unsharding.gathers_beside if kind == "all_gather" else self.unsharding.brings_beside
+                        self.unsharding.overlaps_gather if kind == "all_gather" else self.unsharding.overlaps_reduce
                     )
                     start_s = self.cost.collective_s(kind, axis, 0.0, beside=is_beside)
                     whole_s = self.cost.collective_s(kind, axis, bytes_in * together.times, beside=is_beside)
@@ -97,8 +97,8 @@ class ReshardingTables:
         of them is priced for one.
         """
         is_param = self.graph.by_name[ref.node].op == "param"
-        is_once = kind == "all_reduce" and (axis.name == MICRO or self.unsharding.sums_once)
-        return self.mesh.micro_batches if is_param and is_once and not self.unsharding.brings_once else 1
+        is_once = kind == "all_reduce" and (axis.name == MICRO or self.unsharding.all_reduces_once)
+        return self.mesh.micro_batches if is_param and is_once and not self.unsharding.once_per_step else 1
 
     def together(self, ref: Ref) -> Together:
         """Parameters that are brought in one call with this one, itself included; each has its share of the call.

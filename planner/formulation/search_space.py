@@ -26,7 +26,6 @@ from planner.formulation.resharding import ConversionTable
 from planner.formulation.resharding_tables import ReshardingTables
 from planner.formulation.strategies import Allow, Choice
 from planner.formulation.training import Training
-from planner.formulation.unsharding import Unsharding
 from planner.formulation.variables import Variable
 from planner.ir.folding import Folded, Instance
 from planner.ir.graph import Node, Ref
@@ -59,7 +58,7 @@ class Space(LocalCosts):
 
     With micro-batches (:data:`planner.ir.layout.MICRO`) work and storage are those of one. Where parameters are
     gathered and gradients reduced once a step, both are held in the layout in which they are used; where in each
-    micro-batch, in the layout in which they are stored (:attr:`Unsharding.brings_once`).
+    micro-batch, in the layout in which they are stored (:attr:`Unsharding.once_per_step`).
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Space(LocalCosts):
         self.variable_of, self.members = self.variables.variable_of, self.variables.members
         stated = cost.cluster.overlap
         self.overlap = OVERLAP[cost.cluster.backend] if stated is None else stated
-        self.unsharding = Unsharding(self.stages, mesh.micro_batches, training)
+        self.unsharding = training.unsharding.of_step(self.micro_batched, training.tier == "device")
         self._node_options = NodeOptions(self.decision_graph, mesh, allow, allow_leaf, self._known.alike)
         self.tables = ReshardingTables(
             self.decision_graph, self._node_options, cost, self.unsharding, self._known.tables
@@ -114,7 +113,12 @@ class Space(LocalCosts):
     @property
     def micro_batched(self) -> bool:
         """Whether a step is more than one forward and one backward."""
-        return self.unsharding.micro_batched
+        return self.stages > 1 or self.mesh.micro_batches > 1
+
+    @property
+    def brought(self) -> int:
+        """How often a step gathers a parameter for forward."""
+        return 1 if self.unsharding.once_per_step else self.mesh.micro_batches
 
     def is_read(self, ref: Ref) -> bool:
         """Whether anything reads a value."""
@@ -197,7 +201,7 @@ class Space(LocalCosts):
             tail, head, ref, _ = flow
             pair, is_param = self._edge_costs.of(flow), self.graph.by_name[ref.node].op == "param"
             again, kept, late = least.get(flow, 0), count, False
-            if is_param and not self.unsharding.brings_once:
+            if is_param and not self.unsharding.once_per_step:
                 # Where it is gathered again, it is there only while an operator runs, and counts as that one's.
                 kept -= most.get(flow, 0)
             elif is_param and self.mesh.micro_batches > 1 and self.graph.type_of(ref).grad:
@@ -232,17 +236,15 @@ class Space(LocalCosts):
             work = self.pace.work(count, packed)
             there_s = _often(forward, work + self.pace.again(count, again, packed))
             return there_s + _often(backward, work), np.zeros(forward.shape), gathered
-        back = self.pace.once(count, packed) * self.unsharding.brought
+        back = self.pace.once(count, packed) * self.brought
         there = (
-            back
-            if self.unsharding.brings_once
-            else back + self.pace.once_again(count, again, packed) * self.unsharding.brought
+            back if self.unsharding.once_per_step else back + self.pace.once_again(count, again, packed) * self.brought
         )
-        times = self.in_flight if self.in_flight is not None and not self.unsharding.brings_once else 1
+        times = self.in_flight if self.in_flight is not None and not self.unsharding.once_per_step else 1
         sizes = (gathered * kept * times).astype(np.int64)
         held = self.on_average(sizes if late is None else sizes - count * late)
         there_s, back_s = _often(forward, there), _often(backward, back)
-        if self.micro_batched and not self.unsharding.brings_once:  # nothing is beside it
+        if self.micro_batched and not self.unsharding.once_per_step:  # nothing is beside it
             return there_s + back_s, np.zeros(forward.shape), held
         return there_s, back_s, held
 

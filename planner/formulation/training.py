@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.formulation.unsharding import PER_STEP, Unsharding
+
 Tier = Literal["device", "host", "either", "disk"]
 Update = Literal["after", "backward"]
-Gathers = Literal["once", "each"]
 Activations = int | Literal["all"]
 """Of how many blocks, the first ones, what is saved for backward may leave the device."""
 
@@ -26,16 +27,14 @@ class Training:
         update: when the host updates what is at home there: after all of backward, or in backward, each block as soon
             as its gradients are complete. To the search it is after.
         activations: of how many blocks what is saved for backward may leave for where model data is at home.
-        gathers: of a micro-batched step: whether parameters are gathered, and their gradients reduced, once for all of
-            it, or in each micro-batch, so that no more than a block's are there. What is at home elsewhere comes in
-            each.
+        unsharding: when parameters are gathered, and their gradients reduced.
     """
 
     optimizer_bytes_per_element: int = 8
     tier: Tier = "device"
     update: Update = "after"
     activations: Activations = 0
-    gathers: Gathers = "once"
+    unsharding: Unsharding = PER_STEP
 
     @property
     def on_disk(self) -> bool:

@@ -1,61 +1,89 @@
-"""Unsharding: when a training step gathers its sharded parameters for use, and reduces their gradients."""
+"""Unsharding: when a step all-gathers the parameters that it stores in shards, and reduces their gradients.
+
+In FSDP's words: a module *unshards* its parameters before it computes, *reshards* them after forward or after backward,
+and may *prefetch*, that is unshard the next one's while it computes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from planner.formulation.training import Gathers, Training
+from planner.formulation.remat.levels import Level
+
+Gathers = Literal["once", "each"]
+"""How plan files say whether a step unshards once, or in each micro-batch."""
 
 
 @dataclass(frozen=True)
 class Unsharding:
-    """When parameters are gathered and their gradients reduced in one step.
+    """When a step unshards (all-gathers) its parameters, and reduces their gradients.
+
+    Once per step is what FSDP does with ``set_reshard_after_backward(False)``, and gradients that are reduced after the
+    last micro-batch alone: everything is unsharded before the first one. Otherwise every micro-batch unshards a block's
+    parameters where it computes, and reduces their gradients. Then each block says for itself, by its level of
+    recomputation, whether it reshards after forward (``reshard_after_forward=True``) or after backward.
+
+    There is a choice only in a micro-batched step whose parameters are on the device, which is what is left to the
+    defaults; :meth:`of_step` says what a choice comes to in others.
 
     Attributes:
-        stages: of the pipeline; 1 without one.
-        micro_batches: of the step.
-        training: where parameters are at home, and what was decided of gathering them.
+        once_per_step: instead of in each micro-batch.
+        prefetch: whether a micro-batch unshards a block's while it computes the block before; else where they are used.
+        micro_batched: whether the step is more than one forward and one backward.
+        on_device: whether parameters are with their home on the device, and not brought from a host or a disk for each
+            use.
     """
 
-    stages: int
-    micro_batches: int
-    training: Training
+    once_per_step: bool = True
+    prefetch: bool = True
+    micro_batched: bool = True
+    on_device: bool = True
+
+    @classmethod
+    def named(cls, gathers: Gathers, waits: bool = False) -> Unsharding:
+        """As a plan file says it."""
+        return cls(gathers == "once", not waits)
 
     @property
-    def brings_beside(self) -> bool:
-        """Whether parameters are brought, and their gradients reduced, while another block computes."""
-        return not self.micro_batched and self.training.tier == "device"
+    def name(self) -> Gathers:
+        """The word of plan files."""
+        return "once" if self.once_per_step else "each"
+
+    def of_step(self, micro_batched: bool, on_device: bool) -> Unsharding:
+        """What it comes to in a step, which unshards for each use where it has no choice."""
+        return replace(
+            self,
+            once_per_step=self.once_per_step and micro_batched and on_device,
+            micro_batched=micro_batched,
+            on_device=on_device,
+        )
+
+    def unshards_again(self, level: Level) -> bool:
+        """Whether a block at a level of recomputation reshards after forward and unshards again in backward."""
+        return level != "none" and not self.once_per_step
 
     @property
-    def gathers_beside(self) -> bool:
-        """Whether parameters are gathered while another block computes."""
-        return self.training.tier == "device" and not self.brings_once
+    def overlaps_gather(self) -> bool:
+        """Whether parameters may be gathered while another block computes."""
+        return self.on_device and not self.once_per_step
 
     @property
-    def micro_batched(self) -> bool:
-        """Whether a step is more than one forward and one backward."""
-        return self.stages > 1 or self.micro_batches > 1
+    def prefetches(self) -> bool:
+        """Whether they are."""
+        return self.prefetch and self.overlaps_gather
 
     @property
-    def brings_once(self) -> bool:
-        """Whether parameters are gathered, and gradients reduced, once for all of a micro-batched step: not where that
-        was decided otherwise, nor where they come from their home for each forward and backward.
+    def overlaps_reduce(self) -> bool:
+        """Whether gradients are reduced while another block computes."""
+        return self.on_device and not self.micro_batched
+
+    @property
+    def all_reduces_once(self) -> bool:
+        """Whether gradients that each micro-batch reduces are summed once per step all the same over ranks that store
+        the same: not where they leave the device in between.
         """
-        return self.micro_batched and self.training.tier == "device" and self.training.gathers == "once"
+        return self.on_device and self.micro_batched and not self.once_per_step
 
-    @property
-    def sums_once(self) -> bool:
-        """Whether gradients of parameters that come with each micro-batch are summed once a step all the same over
-        ranks that store the same: not where they leave the device in between.
-        """
-        return self.micro_batched and self.training.tier == "device" and not self.brings_once
 
-    @property
-    def gathers(self) -> Gathers:
-        """When that is done in a micro-batched step."""
-        return "once" if self.brings_once else "each"
-
-    @property
-    def brought(self) -> int:
-        """How often a step converts a parameter for forward."""
-        return 1 if self.brings_once else self.micro_batches
+PER_STEP, PER_MICRO_BATCH = Unsharding(), Unsharding(once_per_step=False)

@@ -33,7 +33,7 @@ from planner.formulation.decision_names import variable_names
 from planner.formulation.remat.levels import Recompute, at_levels, used
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice, rules_of
-from planner.formulation.training import Gathers
+from planner.formulation.unsharding import Unsharding
 from planner.formulation.variables import Variable
 from planner.ir.folding import Folded, fold, fold_off, relabel
 from planner.ir.graph import Graph, Ref
@@ -335,9 +335,7 @@ def describe(
         outputs=tuple(outputs),
         predicted=predicted,
         search=replace(search, candidates=tuple(_finite(c) for c in search.candidates)),
-        pipeline=None
-        if staged is None
-        else _pipeline(staged, stated.by_number(staged, assignment), space.unsharding.gathers),
+        pipeline=None if staged is None else _pipeline(staged, stated.by_number(staged, assignment), space.unsharding),
         transfer_schedules=transfer_schedules,
         optimizer_bytes_per_element=space.training.optimizer_bytes_per_element,
         coverage=coverage(space.graph),
@@ -345,9 +343,10 @@ def describe(
     )
 
 
-def _pipeline(staged: Staged, recompute: Mapping[str, tuple[int, ...]], gathers: Gathers) -> PipelinePlan:
+def _pipeline(staged: Staged, recompute: Mapping[str, tuple[int, ...]], unsharding: Unsharding) -> PipelinePlan:
     each, bounds = staged.pipeline, tuple(staged.cut.bounds)
-    return PipelinePlan(each.schedule, each.ranks, each.virtual_stages, bounds, recompute, gathers, staged.waits)
+    decided = Unsharding(unsharding.once_per_step, staged.prefetch)
+    return PipelinePlan(each.schedule, each.ranks, each.virtual_stages, bounds, recompute, decided)
 
 
 def restage(plan: Plan, assignment: Assignment) -> Staged | None:
@@ -381,7 +380,7 @@ def restage(plan: Plan, assignment: Assignment) -> Staged | None:
     savings = [link.levels.index(level) for link, level in zip(links, ways, strict=True)]
     try:
         cut = cut_of(pipeline, chain_of(links), found.bounds, savings)
-        return replace(price(links, pipeline, cut, found.waits), micro_batches=micro_batches)
+        return replace(price(links, pipeline, cut, found.unsharding.prefetch), micro_batches=micro_batches)
     except ScheduleError as error:
         raise PlanError(f"the plan's pipeline: {error}") from error
 

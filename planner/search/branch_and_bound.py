@@ -26,6 +26,7 @@ from planner.base.formatting import in_seconds
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import ParetoFrontier, pareto_frontier
+from planner.formulation.unsharding import PER_STEP
 from planner.search.candidate_bounds import (
     PROVED,
     Branch,
@@ -253,7 +254,7 @@ def _best_first(
 
     def place(branch: Branch) -> tuple[int, bool, int]:
         config = branch.candidate.config
-        return order[config.stages, config.mesh], config.gathers == "each", branch.low
+        return order[config.stages, config.mesh], not config.unsharding.once_per_step, branch.low
 
     return best, sorted(closed, key=place)
 
@@ -262,7 +263,7 @@ def _micro_batch(branch: Branch, first: Mapping[ParallelConfig, int], best: Incu
     """Which look is next, the least: plans of ``first``, then of divisions like the best plan's, then by bound."""
     config, bound_s = branch.candidate.config, branch.candidate.bound_s
     if not branch.is_tried:
-        for wanted in (config, replace(config, gathers="once"))[: 1 + (best is None)]:
+        for wanted in (config, replace(config, unsharding=PER_STEP))[: 1 + (best is None)]:
             if wanted in first:
                 return -1, first[wanted]
     if branch.is_tried or best is None:

@@ -42,6 +42,7 @@ from planner.formulation.pipeline_pace import packing
 from planner.formulation.remat.levels import Levels, ParetoFrontier, Recompute
 from planner.formulation.search_space import Space
 from planner.formulation.training import Training
+from planner.formulation.unsharding import PER_MICRO_BATCH
 from planner.ir.graph import Graph
 from planner.ir.layout import Mesh
 from planner.ops.sharding_rule import Rule
@@ -96,7 +97,7 @@ class Candidate:
         """What a plan says of it: see :class:`planner.plan.document.document.Search`."""
         return {
             "mesh": self.config.sizes,
-            **({"gathers": "each"} if self.config.gathers == "each" else {}),
+            **({} if self.config.unsharding.once_per_step else {"gathers": self.config.unsharding.name}),
             "status": self.status,
             "step_time_s": self.objective_s,
             "bound_s": self.bound_s,
@@ -117,7 +118,7 @@ class Incumbent:
 
     @property
     def config(self) -> ParallelConfig:
-        return ParallelConfig(self.space.stages, self.space.mesh, self.space.training.gathers)
+        return ParallelConfig(self.space.stages, self.space.mesh, self.space.training.unsharding)
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class SearchContext:
             decision_graph.folded,
             mesh,
             self.cost,
-            replace(self.training, gathers=config.gathers),
+            replace(self.training, unsharding=config.unsharding),
             self.rules,
             *kept,
             decision_graph,
@@ -320,13 +321,13 @@ def left_behind(context: SearchContext, branch: Branch) -> list[Branch]:
 
 def _may_gather_in_each(context: SearchContext, branch: Branch) -> bool:
     config = branch.candidate.config
-    is_once = config.micro_batched and config.gathers == "once" and "each" in context.pins.gathers
+    is_once = config.micro_batched and config.unsharding.once_per_step and PER_MICRO_BATCH in context.pins.unshardings
     return is_once and config.mesh.micro_batched(1).size > 1
 
 
 def _in_each(branch: Branch, bound_s: float) -> Branch:
     """The look's configuration with parameters gathered in each micro-batch."""
-    return begin(replace(branch.candidate.config, gathers="each"), bound_s, branch.pareto_frontier)
+    return begin(replace(branch.candidate.config, unsharding=PER_MICRO_BATCH), bound_s, branch.pareto_frontier)
 
 
 def _at_work(context: SearchContext, decision_graph: DecisionGraph, branch: Branch) -> Branch:

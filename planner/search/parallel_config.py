@@ -21,7 +21,7 @@ from planner.formulation.constraints.mesh_candidates import batch_ranks, candida
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import Packed, PipelinePace, pace_of, packing
-from planner.formulation.training import Gathers
+from planner.formulation.unsharding import PER_STEP, Unsharding
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import Mesh
 from planner.ops import OPS
@@ -40,13 +40,12 @@ MOST_MICRO_BATCHES = 16
 class ParallelConfig:
     """So many pipeline stages, each on its own ranks laid out as ``mesh``, which may have an axis of micro-batches.
 
-    With micro-batches, ``gathers`` says when parameters are gathered, see
-    :class:`planner.formulation.training.Training`.
+    With micro-batches, ``unsharding`` says when parameters are gathered.
     """
 
     stages: int
     mesh: Mesh
-    gathers: Gathers = "once"
+    unsharding: Unsharding = PER_STEP
 
     @property
     def micro_batched(self) -> bool:
@@ -78,7 +77,7 @@ class ParallelConfig:
         return *map(math.log2, sizes), float(len(self.mesh.micro_batched(1).axes))
 
     def __str__(self) -> str:
-        return sizes_text(self.sizes) + IN_EACH * (self.gathers == "each")
+        return sizes_text(self.sizes) + IN_EACH * (not self.unsharding.once_per_step)
 
 
 def without_micro_batches(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tuple[ParallelConfig, ...]:
@@ -111,7 +110,7 @@ def micro_batched(
             found_meshes = (
                 mesh.micro_batched(micro_batches) for micro_batches in _micro_batch_counts(pins, graph, mesh)
             )
-            found += [ParallelConfig(stages, each, pins.gathers[0]) for each in found_meshes]
+            found += [ParallelConfig(stages, each, pins.unshardings[0]) for each in found_meshes]
     names, virtual = schedules(pins), pins.virtual_stages
     runs = [
         s for s in found if s.micro_batched and pipelines_of(s.stages, s.mesh.micro_batches, blocks, names, virtual)
@@ -148,10 +147,13 @@ def check_pinned(pins: Pins, cluster: ClusterSpec, config: ParallelConfig, pipel
     for name, pinned, found in pairs:
         if pinned not in (None, found):
             raise PinError(f"pin {name!r} is {pinned!r}, but it is {found!r}")
-    if config.micro_batched and pins.tier == "device" and config.gathers not in pins.gathers:
+    if config.micro_batched and pins.tier == "device":
         words = {"once": "once a step", "each": "in each micro-batch"}
-        wanted, has = words[pins.gathers[0]], words[config.gathers]
-        raise PinError(f"pin 'zero' is {pins.zero}, which gathers parameters {wanted}, but they are gathered {has}")
+        allowed, has = [words[each.name] for each in pins.unshardings], words[config.unsharding.name]
+        if has not in allowed:
+            raise PinError(
+                f"pin 'zero' is {pins.zero}, which gathers parameters {allowed[0]}, but they are gathered {has}"
+            )
     if pins.sizes:
         mesh, of_stage = pinned_mesh(cluster, pins.sizes, config.stages), config.mesh.micro_batched(1)
         if (mesh.names, mesh.sizes) != (of_stage.names, of_stage.sizes):

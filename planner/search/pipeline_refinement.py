@@ -14,6 +14,7 @@ from dataclasses import replace
 from planner.analysis.pipeline.staged import THOROUGH, stage
 from planner.formulation.remat.levels import NOTHING, pareto_frontier
 from planner.formulation.search_space import Space
+from planner.formulation.unsharding import PER_MICRO_BATCH, PER_STEP
 from planner.search.candidate_bounds import Incumbent, SearchContext
 from planner.search.parallel_config import ParallelConfig
 from planner.solve.choices import corners, solve
@@ -32,7 +33,7 @@ def refined(context: SearchContext, best: Incumbent, bound_s: float) -> Incumben
     """
     before, config = time.monotonic(), best.config
     best = _cut_well(context, best)
-    for each in (replace(config, gathers="once"), replace(config, gathers="each")):
+    for each in (replace(config, unsharding=unsharding) for unsharding in (PER_STEP, PER_MICRO_BATCH)):
         space = context.formulated.get(each)
         if space is not None and best.evaluation.time_s * (1 - context.gap) > bound_s:
             best = _refine(context, space, each, best)

@@ -76,4 +76,8 @@ def _ways(decision: Choice | Layout) -> object:
 
 def _unnamed(config: ParallelConfig) -> tuple[object, ...]:
     """What is equal of divisions whose axes have other names alone."""
-    return config.stages, config.gathers, *((axis.size, axis.stride) for axis in config.mesh.axes)
+    return (
+        config.stages,
+        config.unsharding,
+        *((axis.size, axis.stride) for axis in config.mesh.axes),
+    )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.offload.executor import Carrier
+from autopar.runtime.offload.executor import OffloadExecutor
 from autopar.runtime.spmd.mesh import whole_of
 from planner.base.errors import DiskError, InfeasibleError, InputError, PlanError
 from planner.cost.cluster import ClusterSpec
@@ -62,10 +62,10 @@ def plan_of(
     return autopar.plan(model, cluster, example_kwargs=batch, pin={"offload": "host", **pin})
 
 
-def parallel(model: nn.Module, plan: Plan, batch: Batch) -> tuple[ParallelModule, Carrier]:
+def parallel(model: nn.Module, plan: Plan, batch: Batch) -> tuple[ParallelModule, OffloadExecutor]:
     pmodel = autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch)
-    assert pmodel.carrier is not None
-    return pmodel, pmodel.carrier
+    assert pmodel.offload is not None
+    return pmodel, pmodel.offload
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -105,8 +105,8 @@ def trains_as_planned(name: str, document: dict[str, Any]) -> None:
     """Three steps of AdamW with clipping: what moves is what was planned, and never over the budget."""
     model, batch = model_of(name)
     plan = Plan.from_dict(document)
-    pmodel, carrier = parallel(copy.deepcopy(model), plan, batch)
-    table = carrier.table
+    pmodel, offload = parallel(copy.deepcopy(model), plan, batch)
+    table = offload.transfers.table
     optimizers = [
         torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
         pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
@@ -121,8 +121,8 @@ def trains_as_planned(name: str, document: dict[str, Any]) -> None:
             optimizer.step()
         same_gradients(pmodel, model)
         planned = {way: size for (_, way), size in table.bytes_moved.items() if size}
-        assert {way: size for way, size in carrier.bytes_moved.items() if size} == planned
-    assert table.budget_bytes >= carrier.arena.high_water_bytes == table.high_water_bytes
+        assert {way: size for way, size in offload.transfers.bytes_moved.items() if size} == planned
+    assert table.budget_bytes >= offload.transfers.arena.high_water_bytes == table.high_water_bytes
     expected = model.state_dict()
     for key, value in pmodel.full_state_dict().items():
         torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
@@ -143,7 +143,7 @@ def trains_in_an_eighth() -> None:
         loss_fn=lambda out, _: out.square().mean(),
         pin={"offload": "host"},
     )
-    assert pmodel.carrier is not None
+    assert pmodel.offload is not None
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
     for step in range(3):
         torch.manual_seed(step)
@@ -154,7 +154,7 @@ def trains_in_an_eighth() -> None:
             loss.backward()
             optimizer.step()
         same_gradients(pmodel, model)
-    assert pmodel.carrier.arena.high_water_bytes <= cluster.device.usable_bytes < data_bytes / 8
+    assert pmodel.offload.transfers.arena.high_water_bytes <= cluster.device.usable_bytes < data_bytes / 8
 
 
 def is_bit_equal(name: str, document: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ def compare(model: nn.Module, pmodel: nn.Module, run: Callable[[nn.Module], Any]
 def goes_other_ways(name: str, document: dict[str, Any]) -> None:
     """Steps that are not forward, backward, update; each computes what the original computes."""
     model, batch = model_of(name)
-    pmodel, carrier = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
+    pmodel, offload = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
     batches = [another(name, seed) for seed in range(3)]
 
     both = functools.partial(compare, model, pmodel)
@@ -243,7 +243,7 @@ def goes_other_ways(name: str, document: dict[str, Any]) -> None:
     def breaks_off(m: nn.Module, at: int) -> None:
         loss = loss_of(m, batches[0])
         if m is pmodel:
-            start, left = carrier.link.start, iter(range(at))
+            start, left = offload.engine.start, iter(range(at))
 
             def fails(way: str, copies: Any) -> Any:
                 if way == "evict" and next(left, None) is None:
@@ -251,7 +251,7 @@ def goes_other_ways(name: str, document: dict[str, Any]) -> None:
                 return start(way, copies)
 
             with pytest.MonkeyPatch.context() as failing:
-                failing.setattr(carrier.link, "start", fails)
+                failing.setattr(offload.engine, "start", fails)
                 with pytest.raises(DiskError):
                     loss.backward(retain_graph=True)
             assert all(parameter.grad is None for parameter in m.parameters())
@@ -261,7 +261,7 @@ def goes_other_ways(name: str, document: dict[str, Any]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             both(run)
-    leave = sum(name.startswith("gradients") for entry in carrier.table.entries for name in entry.evict)
+    leave = sum(name.startswith("gradients") for entry in offload.transfers.table.entries for name in entry.evict)
     for run in (twice, two_at_once, *(functools.partial(breaks_off, at=at) for at in {0, leave - 1})):
         with pytest.warns(UserWarning, match="another way than its transfer schedule"):
             both(run)
@@ -275,7 +275,7 @@ def goes_other_ways(name: str, document: dict[str, Any]) -> None:
     for grad, value in zip(held, before, strict=True):  # what the user still holds is left alone
         assert grad is not None and value is not None
         assert torch.equal(whole_of(grad), value)
-    assert carrier.arena.high_water_bytes <= carrier.arena.budget_bytes
+    assert offload.transfers.arena.high_water_bytes <= offload.transfers.arena.budget_bytes
 
     for m in (model, pmodel):
         with torch.no_grad():
@@ -312,17 +312,17 @@ def goes_other_ways(name: str, document: dict[str, Any]) -> None:
 
 def runs_in_eval(name: str, document: dict[str, Any]) -> None:
     model, batch = model_of(name)
-    pmodel, carrier = parallel(copy.deepcopy(model).eval(), Plan.from_dict(document), batch)
+    pmodel, offload = parallel(copy.deepcopy(model).eval(), Plan.from_dict(document), batch)
     for seed in range(2):
         with torch.no_grad():
             torch.testing.assert_close(loss_of(pmodel, another(name, seed)), loss_of(model, another(name, seed)))
-    assert carrier.arena.high_water_bytes <= carrier.arena.budget_bytes
+    assert offload.transfers.arena.high_water_bytes <= offload.transfers.arena.budget_bytes
 
 
 def goes_on_micro_batched(document: dict[str, Any]) -> None:
     """What may come between and beside micro-batched steps; each computes what the original computes."""
     model, batch = model_of("mlp")
-    pmodel, carrier = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
+    pmodel, offload = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
     batches = [another("mlp", seed) for seed in range(3)]
 
     both = functools.partial(compare, model, pmodel)
@@ -351,12 +351,12 @@ def goes_on_micro_batched(document: dict[str, Any]) -> None:
         assert grad is not None and value is not None
         assert torch.equal(whole_of(grad), value)
 
-    stage, calls = pmodel.program.stages[0].program, []
+    stage, calls = pmodel.program.spec.stages[0].program, []
     forward = stage.forward
 
     def breaks_off(*values: Any) -> Any:
-        calls.append(carrier.micro_batch)
-        if carrier.micro_batch == 2:
+        calls.append(offload.transfers.micro_batch)
+        if offload.transfers.micro_batch == 2:
             raise RuntimeError("broken off")
         return forward(*values)
 
@@ -369,7 +369,7 @@ def goes_on_micro_batched(document: dict[str, Any]) -> None:
     for m in (model, pmodel):
         next(m.parameters()).requires_grad_(False)
     both(lambda m: loss_of(m, batches[2]).backward())
-    assert carrier.arena.high_water_bytes <= carrier.arena.budget_bytes
+    assert offload.transfers.arena.high_water_bytes <= offload.transfers.arena.budget_bytes
 
 
 def refuses_what_does_not_fit(document: dict[str, Any]) -> None:
@@ -394,16 +394,16 @@ def holds_no_more_than_planned(name: str, document: dict[str, Any]) -> tuple[int
     """
     model, batch = model_of(name)
     plan = Plan.from_dict(document)
-    pmodel, carrier = parallel(model, plan, batch)
+    pmodel, offload = parallel(model, plan, batch)
     part = pmodel.shard(batch)
     for _ in range(2):
         loss_of_part(pmodel, part).backward()
         pmodel.zero_grad()
     there = sum(value.nbytes for value in part.values())
-    there += sum(each.bytes for each in carrier._parameters.values() if each.state != "home")
+    there += sum(each.bytes for each in offload.parameters.values() if each.state != "home")
     seen = there + most_bytes(changes_during(lambda: loss_of_part(pmodel, part).backward()))
     assert plan.predicted.peak_bytes == max(table.high_water_bytes for table in plan.transfer_schedules)
-    return seen, carrier.table.high_water_bytes
+    return seen, offload.transfers.table.high_water_bytes
 
 
 class Odd(nn.Module):
@@ -452,9 +452,9 @@ def handles_odd_models() -> None:
         pmodel = autopar.parallelize(
             copy.deepcopy(model), cluster, example_kwargs=example, pin={"offload": "host", "recompute": "none"}
         )
-        assert pmodel.carrier is not None
-        assert pmodel.carrier.arena.held_bytes == 0
-        assert all(each.here is None for each in pmodel.carrier._parameters.values())
+        assert pmodel.offload is not None
+        assert pmodel.offload.transfers.arena.held_bytes == 0
+        assert all(each.here is None for each in pmodel.offload.parameters.values())
 
         for seed in range(3):
             torch.manual_seed(seed)

@@ -87,8 +87,8 @@ def trains(seed: int, document: dict[str, Any]) -> None:
     """Gradients and parameters are the model's, what moves is what was planned, and never over the budget."""
     plan, model = Plan.from_dict(document), model_of(seed)
     pmodel = autopar.parallelize(copy.deepcopy(model), plan.cluster, plan=plan, example_kwargs=batch_of(model, 0))
-    carrier, is_early = pmodel.carrier, plan.pin.get("update") == "backward"
-    assert carrier is not None
+    offload, is_early = pmodel.offload, plan.pin.get("update") == "backward"
+    assert offload is not None
     optimizers = [
         torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
         pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
@@ -101,9 +101,13 @@ def trains(seed: int, document: dict[str, Any]) -> None:
             if m is pmodel and not is_early:
                 same_gradients(pmodel, model)
             optimizer.step()
-        planned = {way: size for (_, way), size in carrier.table.bytes_moved.items() if size}
-        assert {way: size for way, size in carrier.bytes_moved.items() if size} == planned
-    assert carrier.table.budget_bytes >= carrier.arena.high_water_bytes == carrier.table.high_water_bytes
+        planned = {way: size for (_, way), size in offload.transfers.table.bytes_moved.items() if size}
+        assert {way: size for way, size in offload.transfers.bytes_moved.items() if size} == planned
+    assert (
+        offload.transfers.table.budget_bytes
+        >= offload.transfers.arena.high_water_bytes
+        == offload.transfers.table.high_water_bytes
+    )
     expected = model.state_dict()
     for name, value in pmodel.state_dict().items():
         torch.testing.assert_close(whole_of(value), expected[name], rtol=1e-9, atol=1e-12)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.pipeline.stage import Stage
 
 
@@ -27,7 +27,7 @@ class _Saved:
 
 
 class InFlight:
-    """Watches the steps of a :class:`Step`; holds nothing itself.
+    """Watches the steps of a :class:`PipelineStep`; holds nothing itself.
 
     A stage holds a micro-batch while anything is there that came in for it, or that autograd saved of it.
 
@@ -35,12 +35,12 @@ class InFlight:
         rank_of: the rank of every stage; several may be in this process.
     """
 
-    def __init__(self, step: Step, rank_of: Sequence[int]):
+    def __init__(self, step: PipelineStep, rank_of: Sequence[int]):
         self._step, self._rank_of = step, rank_of
         self._things = Counter[tuple[int, int]]()
         self._moments = defaultdict[int, set[tuple[int, ...]]](set)
-        for number, stage in step.stages.items():
-            step.stages[number] = replace(stage, program=partial(self._forward, stage))
+        watched = {n: replace(stage, program=partial(self._forward, stage)) for n, stage in step.spec.stages.items()}
+        step.spec = replace(step.spec, stages=watched)
 
     def fullest(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """As :attr:`planner.solve.pipeline.schedule.Schedule.held` has it."""
@@ -55,7 +55,7 @@ class InFlight:
         return len(+self._things)
 
     def _forward(self, stage: Stage, *args: Any) -> Any:
-        key = stage.number, self._step.micro_batches.now
+        key = stage.number, self._step.spec.micro_batches.now
         used = stage.parameters if stage.gather is None else stage.gather.graph.output_node().args[0]
         first = len(used) + len(stage.leaves)  # type: ignore[arg-type]
         for value in args[first : first + len(stage.received)]:

@@ -29,7 +29,7 @@ def draws_as_without(name: str, document: dict[str, Any], plain: dict[str, Any],
     plan = Plan.from_dict(document)
     every = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     tied = {key for key, each in model.named_parameters() if every.count(id(each)) > 1 and plan.pipeline is not None}
-    moving, carrier = parallel(copy.deepcopy(model), plan, batch)
+    moving, offload = parallel(copy.deepcopy(model), plan, batch)
     held = autopar.parallelize(copy.deepcopy(model), plan.cluster, plan=Plan.from_dict(plain), example_kwargs=batch)
     for _ in range(2):
         for m in (moving, held):
@@ -43,12 +43,12 @@ def draws_as_without(name: str, document: dict[str, Any], plain: dict[str, Any],
             assert mine is not None and theirs is not None
             tolerance = {"rtol": 1e-5, "atol": 1e-6} if key in tied else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(whole_of(mine), whole_of(theirs), **tolerance, msg=key)
-    planned = {way: size for (_, way), size in carrier.table.bytes_moved.items()}
+    planned = {way: size for (_, way), size in offload.transfers.table.bytes_moved.items()}
     if autocast:  # what is saved is smaller than planned
-        data = sum(chunk.bytes for chunk in carrier._gradients.values())
-        assert data + (planned["evict"] - data) // 3 < carrier.bytes_moved["evict"] < planned["evict"]
+        data = sum(chunk.bytes for chunk in offload.gradients.values())
+        assert data + (planned["evict"] - data) // 3 < offload.transfers.bytes_moved["evict"] < planned["evict"]
     else:
-        assert carrier.bytes_moved == planned
+        assert offload.transfers.bytes_moved == planned
 
 
 def refuses_what_comes_too_late(name: str, document: dict[str, Any]) -> None:
@@ -69,16 +69,16 @@ def refuses_what_comes_too_late(name: str, document: dict[str, Any]) -> None:
 def takes_no_more_of_the_host(document: dict[str, Any]) -> None:
     """Memory at home is made before the first step, as much as was planned, and none after it."""
     model, batch = model_of("mlp")
-    pmodel, carrier = parallel(model, Plan.from_dict(document), batch)
-    homes = next(iter(carrier._saved.values()))._homes
-    assert sorted(each.numel() for each in homes._made.values()) == sorted(saved_homes(carrier.table))
-    home, made = carrier.link.home, list[str]()
+    pmodel, offload = parallel(model, Plan.from_dict(document), batch)
+    homes = next(iter(offload.saved._chunks.values()))._homes
+    assert sorted(each.numel() for each in homes._made.values()) == sorted(saved_homes(offload.transfers.table))
+    home, made = offload.engine.home, list[str]()
 
     def counted(size: int, what: str) -> torch.Tensor:
         made.append(what)
         return home(size, what)
 
-    carrier.link.home = counted  # type: ignore[method-assign]
+    offload.engine.home = counted  # type: ignore[method-assign]
     for _ in range(2):
         with torch.no_grad():
             loss_of(pmodel, batch)

@@ -93,8 +93,8 @@ def same_values(pmodel: ParallelModule, model: nn.Module, **within: float) -> No
 def trains_as_planned(name: str, document: dict[str, Any]) -> None:
     """Ten steps of AdamW: what moves is as planned, never over the budget, in the host's memory that was planned."""
     model, batch = model_of(name)
-    pmodel, carrier = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
-    table = carrier.table
+    pmodel, offload = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
+    table = offload.transfers.table
     planned = {way: size for (_, way), size in table.bytes_moved.items() if size}
     optimizers = [
         torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
@@ -110,11 +110,11 @@ def trains_as_planned(name: str, document: dict[str, Any]) -> None:
                 assert {type(p.grad) for p in pmodel.parameters() if p.requires_grad} == {Used}
             optimizer.step()
         assert all(p.grad is None for p in pmodel.parameters())
-        assert {way: size for way, size in carrier.bytes_moved.items() if size} == planned
-    assert table.budget_bytes >= carrier.arena.high_water_bytes == table.high_water_bytes
-    early = [each for each in carrier._gradients.values() if each._shared is not None]
-    assert early and all(len(each._homes) == (each not in early) for each in carrier._gradients.values())
-    at_home = sum(memory.numel() for memory in carrier._shared._made.values())
+        assert {way: size for way, size in offload.transfers.bytes_moved.items() if size} == planned
+    assert table.budget_bytes >= offload.transfers.arena.high_water_bytes == table.high_water_bytes
+    early = [each for each in offload.gradients.values() if each._shared is not None]
+    assert early and all(len(each._homes) == (each not in early) for each in offload.gradients.values())
+    at_home = sum(memory.numel() for memory in offload._shared._made.values())
     assert at_home <= sum(sorted(each.bytes for each in early)[-3:])
     same_values(pmodel, model)
 

@@ -14,6 +14,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from autopar.runtime.host.timeouts import patience
 from autopar.runtime.layers import attention, batch_norm, cross_entropy_loss, vocab_embedding
 from autopar.runtime.layers.random import draw
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.pipeline.executor import Step
-from autopar.runtime.pipeline.p2p import Between
+from autopar.runtime.pipeline.executor import PipelineStep
+from autopar.runtime.pipeline.p2p import RankLinks
 from autopar.runtime.spmd.mesh import groups_of, whole_of
 from autopar.runtime.spmd.random_state import RandomState
 from autopar.runtime.spmd.run_state import RunState
@@ -254,16 +255,16 @@ def trains_micro_batched(name: str, document: Mapping[str, Any]) -> float:
     passed: contextlib.AbstractContextManager[Counter[Any]] = contextlib.nullcontext(Counter())
     if pmodel.pipeline is not None:
         passed = count_exchanges(pmodel.pipeline)
-    assert isinstance(pmodel.program, Step)
-    mail = pmodel.program.mail
-    watch = InFlight(pmodel.program, mail.schedule.rank_of) if isinstance(mail, Between) else None
+    assert isinstance(pmodel.program, PipelineStep)
+    links = pmodel.program.spec.links
+    watch = InFlight(pmodel.program, links.schedule.rank_of) if isinstance(links, RankLinks) else None
     with count_collectives(groups_of(pmodel.device_mesh)) as calls, passed as exchanged:
         ploss = loss_of(pmodel, batch)
         ploss.backward()
     rank = 0 if pmodel.pipeline is None else pmodel.pipeline.rank
-    if isinstance(mail, Between) and watch is not None:
+    if isinstance(links, RankLinks) and watch is not None:
         assert watch.now == 0
-        assert watch.fullest(rank) == mail.schedule.held[rank]
+        assert watch.fullest(rank) == links.schedule.held[rank]
     assert not differences({call: n for call, n in predicted.exchanges if call.is_made_by(rank)}, exchanged)
     stages: list[Any] = [None] * (pmodel.pipeline.size if pmodel.pipeline is not None else 1)
     stages[0] = calls
@@ -1043,11 +1044,12 @@ def refuses_to_go_on_after_half_a_step(name: str, document: Mapping[str, Any]) -
     """A step that ended in the middle may have left messages on the way."""
     pmodel = parallel(model_of(name), document, batch_of(name))
     step = pmodel.program
-    assert isinstance(step, Step)
-    kept, step.first = step.first, [action for action in step.first if action.kind == "F"][:1]
+    assert isinstance(step, PipelineStep)
+    spec = step.spec
+    step.spec = replace(spec, actions=[action for action in spec.first if action.kind == "F"][:1])
     with contextlib.suppress(AssertionError):
         loss_of(pmodel, batch_of(name))
-    step.first = kept
+    step.spec = spec
     with pytest.raises(RuntimeError, match="did not finish"):
         loss_of(pmodel, batch_of(name))
     dist.barrier()  # the others still begin to receive from whoever is done

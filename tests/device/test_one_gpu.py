@@ -72,7 +72,7 @@ def test_model_data_on_the_host_trains_alike_within_the_budget(nccl, offload, mi
     cluster = spec.model_copy(update={"device": device})
     pin = {"offload": offload, "micro_batches": micro_batches}
     pmodel = autopar.parallelize(model, cluster, example_kwargs=batch, pin=pin)
-    assert pmodel.carrier is not None
+    assert pmodel.offload is not None
     assert all(p.device.type == "cpu" for p in pmodel.parameters()) == (offload == "host")
     ours, theirs = pmodel.optimizer(torch.optim.AdamW, lr=1e-3), torch.optim.AdamW(original.parameters(), lr=1e-3)
     for _ in range(3):
@@ -83,9 +83,9 @@ def test_model_data_on_the_host_trains_alike_within_the_budget(nccl, offload, mi
             loss_.backward()
             torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
             optimizer.step()
-        moved = {way: n for (_, way), n in pmodel.carrier.table.bytes_moved.items() if n}
-        assert {way: n for way, n in pmodel.carrier.bytes_moved.items() if n} == moved
-    assert pmodel.carrier.arena.high_water_bytes <= pmodel.carrier.arena.budget_bytes
+        moved = {way: n for (_, way), n in pmodel.offload.transfers.table.bytes_moved.items() if n}
+        assert {way: n for way, n in pmodel.offload.transfers.bytes_moved.items() if n} == moved
+    assert pmodel.offload.transfers.arena.high_water_bytes <= pmodel.offload.transfers.arena.budget_bytes
     for name, value in pmodel.full_state_dict().items():
         torch.testing.assert_close(value, original.state_dict()[name].cpu(), rtol=1e-4, atol=1e-5)
 

@@ -31,29 +31,14 @@ ROOMS = {
 # Classes of one name in several modules, with how many: rooms that never meet, and private ones of one file each.
 # A name that is here no longer twice leaves the table.
 SAME_NAME = {
-    "Body": 2,
-    "Call": 4,
+    "Call": 3,
     "Candidate": 2,
-    "Carried": 2,
-    "Chunk": 2,
-    "Disk": 2,
-    "ParallelConfig": 2,
     "Followed": 2,
-    "Gathering": 2,
-    "Held": 4,
-    "Link": 2,
+    "Held": 2,
     "Part": 2,
-    "Step": 3,
+    "Step": 2,
     "Walk": 2,
-    "_Block": 2,
-    "_Call": 2,
-    "_Form": 3,
-    "_Found": 2,
     "_Operator": 2,
-    "_Refusing": 2,
-    "_Root": 2,
-    "_Saved": 2,
-    "_Watch": 2,
 }
 DOORS = {"planner": {"__init__"}, "autopar": {"__init__", "__main__"}, "autopar.runtime": {"__init__", "module"}}
 

@@ -33,7 +33,7 @@ def handing_over(
 
 def refusing(output: Tensor, why: str) -> Tensor:
     """An output whose backward raises :class:`InputError`."""
-    result: Tensor = _Refusing.apply(output, why, _anchor())
+    result: Tensor = _RefusingBackward.apply(output, why, _anchor())
     return result
 
 
@@ -78,7 +78,7 @@ class _HandOver(torch.autograd.Function):
         return None, None, None, None, None, *found
 
 
-class _Refusing(torch.autograd.Function):
+class _RefusingBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output, why, anchor):  # type: ignore[no-untyped-def]
         ctx.why = why

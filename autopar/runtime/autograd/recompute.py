@@ -22,9 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._local_tensor import LocalTensor
 from torch.fx import GraphModule
 
-from autopar.runtime.autograd.saved_handle import Held, Holder
+from autopar.runtime.autograd.saved_handle import Holder, SavedHandle
 from autopar.runtime.layers.random import draw, draw_attention
-from autopar.runtime.spmd.prefetch_gather import Gathering
+from autopar.runtime.spmd.prefetch_gather import PrefetchedGather
 from autopar.runtime.spmd.random_state import RandomState
 from autopar.runtime.spmd.run_state import RunState
 
@@ -34,7 +34,7 @@ Place = int | tuple[int, int]
 
 
 def recompute(
-    program: GraphModule, again: GraphModule, *inputs: Tensor | Gathering, holder: Holder | None = None
+    program: GraphModule, again: GraphModule, *inputs: Tensor | PrefetchedGather, holder: Holder | None = None
 ) -> Any:
     """Run ``program`` and return its outputs.
 
@@ -47,7 +47,7 @@ def recompute(
     if not torch.is_grad_enabled():
         return program(*inputs)[0]
     cells: list[_Cell] = []
-    hold: Callable[[Tensor], Held] = Held if holder is None else holder.hold
+    hold: Callable[[Tensor], SavedHandle] = SavedHandle if holder is None else holder.hold
     state = _state_of(program)
 
     def pack(tensor: Tensor) -> _Cell:
@@ -76,9 +76,9 @@ def recompute(
     return outputs
 
 
-def gatherings_of(inputs: Sequence[Any]) -> tuple[Gathering, ...]:
+def gatherings_of(inputs: Sequence[Any]) -> tuple[PrefetchedGather, ...]:
     """Those among what a block takes."""
-    return tuple(value for value in inputs if isinstance(value, Gathering))
+    return tuple(value for value in inputs if isinstance(value, PrefetchedGather))
 
 
 def _state_of(program: GraphModule) -> RunState:
@@ -103,7 +103,7 @@ class _Cell:
     __slots__ = ("frame", "geometry", "held", "place", "region")
 
     def __init__(self, tensor: Tensor, region: int | None):
-        self.held: Held | None = Held(tensor)
+        self.held: SavedHandle | None = SavedHandle(tensor)
         self.region = region
         self.frame: _Frame | None = None
         self.place: Place = -1
@@ -140,8 +140,8 @@ class _Frame:
         self,
         again: GraphModule,
         given_up: Sequence[Tensor],
-        kept: Sequence[tuple[Held, bool]],
-        gatherings: Sequence[Gathering],
+        kept: Sequence[tuple[SavedHandle, bool]],
+        gatherings: Sequence[PrefetchedGather],
         state: RunState,
         regions: Mapping[int, int],
     ):

@@ -18,11 +18,11 @@ class Memory(Protocol):
 class Holder(Protocol):
     """What knows of what is held, and may have it leave."""
 
-    def hold(self, tensor: Tensor) -> Held:
+    def hold(self, tensor: Tensor) -> SavedHandle:
         """Hold a tensor for backward."""
 
 
-class Held:
+class SavedHandle:
     """A tensor that is held for backward.
 
     Attributes:

@@ -27,7 +27,7 @@ from planner.base.formatting import in_all_bytes
 
 
 @dataclass(frozen=True)
-class Disk:
+class OffloadFiles:
     """A directory for files.
 
     Attributes:
@@ -123,7 +123,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _FoundFolder:
     """What a rank finds of its directory: why it is none, or the file system, what is free there and what is needed."""
 
     wrong: str | None
@@ -147,12 +147,12 @@ def check_given(path: object, on_disk: bool) -> None:
         )
 
 
-def open_disk(path: str | os.PathLike[str], needed_bytes: int, updates_in_backward: bool) -> Disk:
+def open_disk(path: str | os.PathLike[str], needed_bytes: int, updates_in_backward: bool) -> OffloadFiles:
     """A directory with room for what all ranks keep there; each rank gives its own, and all must call it.
 
     Args:
         needed_bytes: by this rank.
-        updates_in_backward: see :class:`Disk`.
+        updates_in_backward: see :class:`OffloadFiles`.
 
     Raises:
         InputError: it is no directory, or not writable.
@@ -161,20 +161,20 @@ def open_disk(path: str | os.PathLike[str], needed_bytes: int, updates_in_backwa
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, _look(Path(path), needed_bytes))
     _check(found)
-    return Disk(Path(path), dist.get_world_size(), updates_in_backward)
+    return OffloadFiles(Path(path), dist.get_world_size(), updates_in_backward)
 
 
-def _look(folder: Path, needed_bytes: int) -> _Found:
+def _look(folder: Path, needed_bytes: int) -> _FoundFolder:
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
         place = socket.gethostname(), os.stat(folder).st_dev
-        return _Found(None, str(folder), place, _free_bytes(folder), needed_bytes)
+        return _FoundFolder(None, str(folder), place, _free_bytes(folder), needed_bytes)
     except OSError as error:
-        return _Found(error.strerror or str(error), str(folder))
+        return _FoundFolder(error.strerror or str(error), str(folder))
 
 
-def _check(found: Sequence[_Found]) -> None:
+def _check(found: Sequence[_FoundFolder]) -> None:
     for rank, each in enumerate(found):
         if each.wrong is not None:
             raise InputError(

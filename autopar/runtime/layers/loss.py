@@ -49,7 +49,7 @@ def cross_entropy_loss(
         reduction, ignore_index, label_smoothing: as in the operator.
         token_groups: the mesh axes that shard ``t`` or ``d1..``, in any order.
         vocab_groups: the mesh axes that shard ``v``, major first.
-        count: :func:`token_count` of this rank's tokens of all micro-batches, where ``token_groups`` has micro-batches.
+        count: :func:`token_count` of this rank's tokens of all micro-batches, where ``token_groups`` has them.
 
     Returns:
         The loss ``[]``, ``P`` on ``token_groups``, ``I`` on ``vocab_groups``; ``[t, d1..]`` without a reduction.

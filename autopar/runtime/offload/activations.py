@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.autograd.saved_handle import Held
-from autopar.runtime.offload.chunk_memory import Arena, Chunk, Homes, Link
+from autopar.runtime.autograd.saved_handle import SavedHandle
+from autopar.runtime.offload.chunk_memory import Arena, ChunkMemory, CopyEngine, Homes
 
 
-class Activations(Chunk):
+class Activations(ChunkMemory):
     """What some blocks save in one forward.
 
     Args:
@@ -32,17 +32,19 @@ class Activations(Chunk):
         homes: memories at home, one of its size for when the transfer schedule has it leave.
     """
 
-    def __init__(self, name: str, sizes: Sequence[int], device: torch.device, arena: Arena, link: Link, homes: Homes):
-        super().__init__(name, sum(sizes), arena, link)
+    def __init__(
+        self, name: str, sizes: Sequence[int], device: torch.device, arena: Arena, engine: CopyEngine, homes: Homes
+    ):
+        super().__init__(name, sum(sizes), arena, engine)
         self._sizes, self._device, self._homes = Counter(sizes), device, homes
-        self._saved: _Saved | None = None
+        self._saved: _Storages | None = None
 
-    def hold(self, storages: Iterable[Sequence[Held]]) -> None:
+    def hold(self, storages: Iterable[Sequence[SavedHandle]]) -> None:
         """Take what was saved, of each storage all that is held of it: those of planned sizes, and of others (under
         autocast all are smaller) what there is room for besides.
         """
         self.check_present("forward")
-        self._saved, planned, others = _Saved(self.link, self._device), self._sizes.copy(), []
+        self._saved, planned, others = _Storages(self.engine, self._device), self._sizes.copy(), []
         for flat, held in ((_flat(each[0]), each) for each in storages):
             if planned[flat.numel()]:
                 planned[flat.numel()] -= 1
@@ -64,14 +66,14 @@ class Activations(Chunk):
         if self._saved is None:
             return None
         home = self._homes.take(self.bytes)
-        home = self.link.home(self.bytes, self.name) if home is None else home
+        home = self.engine.home(self.bytes, self.name) if home is None else home
         return self._saved.go(home.detach())  # another tensor of the same storage, so that who holds it is counted
 
     def _drop(self) -> None:
         if self._saved is None:
             return
         if self._saved.is_asked_for and self._saved.home is None:
-            self.link.wait(self._go_home())
+            self.engine.wait(self._go_home())
         self._saved.here = []
         if not self._saved.is_asked_for:
             self._saved = None
@@ -81,7 +83,7 @@ class Activations(Chunk):
             self.started = self._saved.come()
 
 
-class _Saved:
+class _Storages:
     """The storages of one forward.
 
     Attributes:
@@ -89,12 +91,12 @@ class _Saved:
         home: where they are when they are not.
     """
 
-    def __init__(self, link: Link, device: torch.device):
+    def __init__(self, engine: CopyEngine, device: torch.device):
         self.here: list[Tensor] = []
         self.home: Tensor | None = None
-        self._link, self._device = link, device
+        self._engine, self._device = engine, device
         self._starts = [0]
-        self._asking: weakref.WeakSet[Held] = weakref.WeakSet()
+        self._asking: weakref.WeakSet[SavedHandle] = weakref.WeakSet()
 
     @property
     def bytes(self) -> int:
@@ -106,7 +108,7 @@ class _Saved:
         """Whether backward may still read some of it."""
         return len(self._asking) > 0
 
-    def take(self, flat: Tensor, held: Iterable[Held]) -> None:
+    def take(self, flat: Tensor, held: Iterable[SavedHandle]) -> None:
         """Take a storage, by its bytes, and all that is held of it."""
         for each in held:
             each.leave(self, len(self.here))
@@ -120,12 +122,12 @@ class _Saved:
             return self.here[number]
         source = self._at_home()[number]
         found = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
-        self._link.wait(self._link.start("fetch", [(found, source)]))
+        self._engine.wait(self._engine.start("fetch", [(found, source)]))
         return found
 
     def go(self, home: Tensor) -> Any:
         """Start to copy all of it home."""
-        started = self._link.start("evict", [*zip(self._parts(home), self.here, strict=True)])
+        started = self._engine.start("evict", [*zip(self._parts(home), self.here, strict=True)])
         self.home = home
         return started
 
@@ -133,7 +135,7 @@ class _Saved:
         """Start to copy all of it to the device."""
         homes = self._at_home()
         here = [torch.empty(each.numel(), dtype=torch.uint8, device=self._device) for each in homes]
-        started = self._link.start("fetch", [*zip(here, homes, strict=True)])
+        started = self._engine.start("fetch", [*zip(here, homes, strict=True)])
         self.here = here
         return started
 
@@ -147,7 +149,7 @@ class _Saved:
         return [home[start:stop] for start, stop in pairwise(self._starts)]
 
 
-def _flat(held: Held) -> Tensor:
+def _flat(held: SavedHandle) -> Tensor:
     """The bytes of the storage of what is held."""
     assert held.tensor is not None
     storage = held.tensor.untyped_storage()

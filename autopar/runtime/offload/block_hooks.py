@@ -14,22 +14,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.offload.executor import Carrier
+from autopar.runtime.offload.executor import OffloadExecutor
 from planner.analysis.memory.storages import is_before
 from planner.base.errors import InputError
 
 
 class _Home(torch.autograd.Function):
-    """Parameters at home; their gradients, too, which the carrier has when backward is over.
+    """Parameters at home; their gradients, too, which the offload has when backward is over.
 
     One more result goes into all blocks as they are left, so that this comes after all of them in backward.
     """
 
     @staticmethod
-    def forward(ctx, carrier, names, *parameters):  # type: ignore[no-untyped-def]
-        ctx.carrier, ctx.names, ctx.specs = carrier, names, [parameter._spec for parameter in parameters]
+    def forward(ctx, offload, names, *parameters):  # type: ignore[no-untyped-def]
+        ctx.offload, ctx.names, ctx.specs = offload, names, [parameter._spec for parameter in parameters]
         ctx.set_materialize_grads(False)
-        carrier.called(ctx)
+        offload.early.called(ctx)
         found = tuple(parameter._local_tensor.detach() for parameter in parameters)
         frozen = [each for each, parameter in zip(found, parameters, strict=True) if not parameter.requires_grad]
         ctx.mark_non_differentiable(*frozen)
@@ -38,7 +38,7 @@ class _Home(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *_):  # type: ignore[no-untyped-def]
-        found = ctx.carrier.finish(ctx)
+        found = ctx.offload.finish(ctx)
         grads = [
             DTensor(found[name], spec, requires_grad=False) if name in found else None
             for name, spec in zip(ctx.names, ctx.specs, strict=True)
@@ -47,13 +47,13 @@ class _Home(torch.autograd.Function):
 
 
 class _Entering(torch.autograd.Function):
-    """A block's parameters, from their home to the device; their gradients go to the carrier."""
+    """A block's parameters, from their home to the device; their gradients go to the offload."""
 
     @staticmethod
-    def forward(ctx, carrier, number, *parts):  # type: ignore[no-untyped-def]
-        ctx.carrier, ctx.number, ctx.count = carrier, number, len(parts)
+    def forward(ctx, offload, number, *parts):  # type: ignore[no-untyped-def]
+        ctx.offload, ctx.number, ctx.count = offload, number, len(parts)
         ctx.set_materialize_grads(False)
-        found = carrier.values(number)
+        found = offload.values(number)
         ctx.mark_non_differentiable(*(v for v, part in zip(found, parts, strict=True) if not part.requires_grad))
         return found
 
@@ -61,8 +61,8 @@ class _Entering(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         if is_before(ctx.number):
-            ctx.carrier.enter(ctx.number, is_backward=True)
-        ctx.carrier.made(ctx.number, grads)
+            ctx.offload.enter(ctx.number, is_backward=True)
+        ctx.offload.made(ctx.number, grads)
         return None, None, *(None for _ in range(ctx.count))
 
 
@@ -70,16 +70,16 @@ class _Leaving(torch.autograd.Function):
     """Identity; backward enters the block."""
 
     @staticmethod
-    def forward(ctx, carrier, number, _, *values):  # type: ignore[no-untyped-def]
-        ctx.carrier, ctx.number, ctx.versions = carrier, number, carrier.versions(number)
+    def forward(ctx, offload, number, _, *values):  # type: ignore[no-untyped-def]
+        ctx.offload, ctx.number, ctx.versions = offload, number, offload.versions(number)
         ctx.set_materialize_grads(False)
         return tuple(value.detach() for value in values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        ctx.carrier.check_unchanged(ctx.versions)
-        ctx.carrier.enter(ctx.number, is_backward=True)
+        ctx.offload.check_unchanged(ctx.versions)
+        ctx.offload.enter(ctx.number, is_backward=True)
         return None, None, None, *grads
 
 
@@ -101,18 +101,18 @@ class _NotPlanned(torch.autograd.Function):
         )
 
 
-def parts_at_home(carrier: Carrier, parameters: Mapping[str, DTensor]) -> dict[str, Tensor]:
+def parts_at_home(offload: OffloadExecutor, parameters: Mapping[str, DTensor]) -> dict[str, Tensor]:
     """What a rank holds of parameters in chunks, at home, by name; their gradients arrive when backward is over.
 
     Raises:
         InputError: a parameter was replaced, or requires a gradient that the plan does not make.
     """
-    carrier.begin_with(parameters)
-    *found, carrier.token = _Home.apply(carrier, tuple(parameters), *parameters.values())
+    offload.begin_with(parameters)
+    *found, offload.token = _Home.apply(offload, tuple(parameters), *parameters.values())
     return dict(zip(parameters, found, strict=True))
 
 
-def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def enter_block(offload: OffloadExecutor, number: int, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The parameters of a block on the device.
 
     Args:
@@ -122,14 +122,14 @@ def enter_block(carrier: Carrier, number: int, parts: Sequence[Tensor]) -> tuple
     Raises:
         TransferScheduleError: they cannot be on the device now, or not within the budget.
     """
-    carrier.enter(number, is_backward=False)
-    if carrier.is_micro_batched and not is_before(number):
-        return carrier.adding(number)
-    return _Entering.apply(carrier, number, *parts) if parts else ()
+    offload.enter(number, is_backward=False)
+    if offload.micro_batched and not is_before(number):
+        return offload.adding(number)
+    return _Entering.apply(offload, number, *parts) if parts else ()
 
 
 def leave_block(
-    carrier: Carrier,
+    offload: OffloadExecutor,
     number: int,
     values: Sequence[Tensor],
     apart: Sequence[int] = (),
@@ -145,13 +145,13 @@ def leave_block(
     Raises:
         TransferScheduleError: a value shares the memory of parameters that are this block's own.
     """
-    carrier.check_leaving(number, values)
+    offload.check_leaving(number, values)
     if needed is not None:
-        carrier.left(number, needed)
+        offload.saved.leave(number, needed)
     places = [place for place, value in enumerate(values) if value.requires_grad and place not in apart]
-    left = _Leaving.apply(carrier, number, carrier.token, *(values[place] for place in places)) if places else ()
+    left = _Leaving.apply(offload, number, offload.token, *(values[place] for place in places)) if places else ()
     found = dict(zip(places, left, strict=True))
     for place in apart:
         if values[place].requires_grad:
-            found[place] = _NotPlanned.apply(carrier.called_block(number), values[place])
+            found[place] = _NotPlanned.apply(offload.transfers.path(number), values[place])
     return tuple(found.get(place, value) for place, value in enumerate(values))

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.host.disk import Disk
+from autopar.runtime.autograd.recompute import memory_of
+from autopar.runtime.host.disk import OffloadFiles
 from autopar.runtime.host.error_notes import add_note
 from autopar.runtime.host.gradient_buckets import is_held_elsewhere
 from autopar.runtime.host.pages import READ, WRITE
@@ -81,7 +82,7 @@ class Arena:
         self.held_bytes -= size
 
 
-class Link:
+class CopyEngine:
     """Copies between a device and home, each direction in order, beside what the device computes.
 
     On a CPU, where the device is the host, a copy is made at once.
@@ -94,7 +95,7 @@ class Link:
         computing: the stream that the program runs on, on a GPU; backward computes there too.
     """
 
-    def __init__(self, device: torch.device, disk: Disk | None = None):
+    def __init__(self, device: torch.device, disk: OffloadFiles | None = None):
         self.bytes_moved: Counter[str] = Counter()
         self.disk = disk
         self.computing: Any = None
@@ -148,7 +149,7 @@ class Link:
 
 
 @dataclass
-class Chunk(ABC):
+class ChunkMemory(ABC):
     """A chunk of the transfer schedule: its name there, its state, and what was done with it.
 
     States and actions are those of :data:`planner.solve.transfers.table.ACTIONS`.
@@ -157,7 +158,7 @@ class Chunk(ABC):
     name: str
     bytes: int
     arena: Arena
-    link: Link
+    engine: CopyEngine
     state: str = field(default="home", init=False)
     history: list[str] = field(default_factory=list, init=False)
     started: Any = field(default=None, init=False)
@@ -199,11 +200,11 @@ class Chunk(ABC):
         return f"last: {'; before: '.join(reversed(self.history)) or 'nothing'}"
 
     def _evicted(self) -> None:
-        self.link.wait(self.started)
+        self.engine.wait(self.started)
         self._drop()
 
     def _fetched(self) -> None:
-        self.link.wait(self.started)
+        self.engine.wait(self.started)
         self.started = None
 
     @abstractmethod
@@ -211,7 +212,7 @@ class Chunk(ABC):
         """Leave the device."""
 
 
-class Parameters(Chunk):
+class Parameters(ChunkMemory):
     """A chunk of parameters.
 
     Args:
@@ -220,15 +221,17 @@ class Parameters(Chunk):
 
     Attributes:
         here: their memory on the device, empty while they are away; the same from the first time that they come.
-        leaves: the parameters there by name, the same ones from then on; with micro-batches gradients add up in them.
+        leaves: the parameters there by name, the same ones from then on; gradients of micro-batches add up in them.
         kept: the parameters at home, by name.
     """
 
-    def __init__(self, name: str, size: int, starts: Mapping[str, int], device: torch.device, arena: Arena, link: Link):
-        super().__init__(name, size, arena, link)
+    def __init__(
+        self, name: str, size: int, starts: Mapping[str, int], device: torch.device, arena: Arena, engine: CopyEngine
+    ):
+        super().__init__(name, size, arena, engine)
         self.starts, self.device = starts, device
         self.here: Tensor | None = None
-        self._home = link.home(size, name)
+        self._home = engine.home(size, name)
         self.kept: dict[str, Tensor] = {}
         self.leaves: dict[str, Tensor] = {}
 
@@ -253,7 +256,7 @@ class Parameters(Chunk):
             self.leaves = {name: _view(self.here, start, self.kept[name]).detach() for name, start in starts}
         self.here.untyped_storage().resize_(self.bytes)
         with torch.autograd._unsafe_preserve_version_counter(self.here):
-            self.started = self.link.start("fetch", [(self.here, self._home)])
+            self.started = self.engine.start("fetch", [(self.here, self._home)])
 
     def _drop(self) -> None:
         if self.here is not None:
@@ -269,14 +272,14 @@ class Homes:
         wait: for what holds some to be over; whether there was anything to wait for.
     """
 
-    def __init__(self, sizes: Sequence[int], link: Link, what: str, wait: Callable[[], bool] = lambda: False):
-        self._sizes, self._link, self._what, self._wait = sizes, link, what, wait
+    def __init__(self, sizes: Sequence[int], engine: CopyEngine, what: str, wait: Callable[[], bool] = lambda: False):
+        self._sizes, self._engine, self._what, self._wait = sizes, engine, what, wait
         self._made: dict[int, Tensor] = {}
 
     def make(self) -> None:
         """Make all of them, before any is wanted."""
         for number, size in enumerate(self._sizes):
-            self._made[number] = self._link.home(size, self._what)
+            self._made[number] = self._engine.home(size, self._what)
 
     def take(self, size: int) -> Tensor | None:
         """The smallest one of at least so many bytes that nobody holds, as soon as there is one; ``None``: somebody
@@ -285,14 +288,14 @@ class Homes:
         while True:
             for number in reversed(range(bisect_right(self._sizes, -size, key=operator.neg))):
                 if number not in self._made:
-                    self._made[number] = self._link.home(self._sizes[number], self._what)
+                    self._made[number] = self._engine.home(self._sizes[number], self._what)
                 if not is_held_elsewhere(self._made[number]):
                     return self._made[number]
             if not self._wait():
                 return None
 
 
-class Gradients(Chunk):
+class Gradients(ChunkMemory):
     """The gradients of a chunk of parameters: on the device the tensors that autograd made, at home one memory.
 
     Args:
@@ -300,13 +303,15 @@ class Gradients(Chunk):
         shared: where that is taken from, if it is shared.
     """
 
-    def __init__(self, name: str, like: Mapping[str, Tensor], arena: Arena, link: Link, shared: Homes | None = None):
-        super().__init__(name, sum(value.numel() * value.element_size() for value in like.values()), arena, link)
+    def __init__(
+        self, name: str, like: Mapping[str, Tensor], arena: Arena, engine: CopyEngine, shared: Homes | None = None
+    ):
+        super().__init__(name, sum(value.numel() * value.element_size() for value in like.values()), arena, engine)
         self.like = dict(sorted(like.items(), key=lambda each: -each[1].element_size()))  # so that all begin well
         self._made: dict[str, Tensor] = {}
         self._arriving: dict[str, Tensor] = {}
         self._shared = shared
-        self._homes = [] if shared is not None else [link.home(self.bytes, name)]
+        self._homes = [] if shared is not None else [engine.home(self.bytes, name)]
 
     def made(self, grads: Mapping[str, Tensor | None]) -> None:
         """Take what backward made."""
@@ -317,7 +322,7 @@ class Gradients(Chunk):
     def take(self) -> dict[str, Tensor]:
         """What arrived at home since the last time, whole."""
         found, arriving = self.leave()
-        self.link.settle(arriving)
+        self.engine.settle(arriving)
         return found
 
     def leave(self) -> tuple[dict[str, Tensor], Any]:
@@ -346,7 +351,7 @@ class Gradients(Chunk):
                 if name in self._arriving:
                     sums[name] = sums[name] + self._arriving[name].to(sums[name].device)
             at += value.numel() * value.element_size()
-        self.started = self.link.start("evict", [(view, sums[name]) for name, view in leaving.items()])
+        self.started = self.engine.start("evict", [(view, sums[name]) for name, view in leaving.items()])
         self._made, self._arriving = sums, {**self._arriving, **leaving}  # not before the copies are under way
 
     def _drop(self) -> None:
@@ -359,20 +364,20 @@ class Gradients(Chunk):
         for home in self._homes:
             if not is_held_elsewhere(home):
                 return home
-        self._homes = [*self._homes[-1:], self.link.home(self.bytes, self.name)]
+        self._homes = [*self._homes[-1:], self.engine.home(self.bytes, self.name)]
         return self._homes[-1]
 
 
 class Sums(Gradients):
-    """The gradients of a chunk with micro-batches: the sums of several backwards, on the device the ``.grad`` of its
+    """The gradients of a chunk over micro-batches: sums of several backwards, on the device the ``.grad`` of its
     parameters there. What has left for its home before the last of them comes back for the next.
 
     Args:
         parameters: the chunk of which they are.
     """
 
-    def __init__(self, name: str, like: Mapping[str, Tensor], parameters: Parameters, arena: Arena, link: Link):
-        super().__init__(name, like, arena, link)
+    def __init__(self, name: str, like: Mapping[str, Tensor], parameters: Parameters, arena: Arena, engine: CopyEngine):
+        super().__init__(name, like, arena, engine)
         self._parameters = parameters
         self._home: Tensor | None = None
 
@@ -415,7 +420,7 @@ class Sums(Gradients):
             if name in self._arriving:
                 coming[name] = _view(memory, at, value)
             at += value.numel() * value.element_size()
-        self.started = self.link.start("fetch", [(view, self._arriving[name]) for name, view in coming.items()])
+        self.started = self.engine.start("fetch", [(view, self._arriving[name]) for name, view in coming.items()])
         for name, view in coming.items():
             self._parameters.leaves[name].grad = view
 
@@ -428,12 +433,18 @@ class Sums(Gradients):
             if name in present:
                 leaving[name] = _view(self._home, at, value)
             at += value.numel() * value.element_size()
-        self.started = self.link.start("evict", [(view, present[name]) for name, view in leaving.items()])
+        self.started = self.engine.start("evict", [(view, present[name]) for name, view in leaving.items()])
         self._arriving |= leaving
 
     def _drop(self) -> None:
         for leaf in self._parameters.leaves.values():
             leaf.grad = None
+
+
+def chunk_at(chunks: Mapping[str, Parameters], tensor: Tensor) -> Parameters | None:
+    """The chunk whose memory on the device a tensor shares."""
+    memory = memory_of(tensor)
+    return next((each for each in chunks.values() if each.here is not None and memory_of(each.here) == memory), None)
 
 
 def _view(flat: Tensor, start: int, like: Tensor) -> Tensor:

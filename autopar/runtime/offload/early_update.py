@@ -1,8 +1,8 @@
 """Updates chunks of parameters on the host while backward still runs.
 
-Where a plan says so, the carrier hands on a chunk's gradients as they leave the device. A thread waits until they are
-at home, steps the optimizer over this chunk's parameters and no others, and lets the gradients go. When backward is
-over, all of this is. ``optimizer.step()`` then ends the step: it steps what has gradients still, and what the optimizer
+Where a plan says so, gradients are handed on as a chunk of them leaves the device. A thread waits until they are at
+home, steps the optimizer over this chunk's parameters and no others, and lets the gradients go. When backward is over,
+all of this is. ``optimizer.step()`` then ends the step: it steps what has gradients still, and what the optimizer
 counts and calls goes on once.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.host.error_notes import add_note
-from autopar.runtime.offload.chunk_memory import Link
+from autopar.runtime.offload.chunk_memory import ChunkMemory, CopyEngine, Gradients
 from autopar.runtime.optim.gradients import is_hooked
 from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, at_a_rate, first_line, name_of
 from planner.base.errors import InputError
@@ -229,6 +229,88 @@ class Updates:
         self._partly, self._started, self._parameters, self.is_over = None, {}, [], False
 
 
+class EarlyUpdates:
+    """Updates that the host makes while backward runs: by which optimizer, and whether in this step.
+
+    Args:
+        device: where the program computes.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._updates: weakref.ref[Updates] | None = None
+        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._given: Mapping[str, DTensor] = {}
+        self._is_updating: bool | None = None
+
+    @property
+    def _current(self) -> Updates | None:
+        """What updates in backward, if an optimizer does."""
+        return None if self._updates is None else self._updates()
+
+    def update_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer update in backward, in place of the one before, for as long as it lives."""
+        if (current := self._current) is not None:
+            current.replace()
+        self._updates = weakref.ref(Updates(optimizer, self._device))
+
+    def begin_with(self, parameters: Mapping[str, DTensor]) -> None:
+        """The program begins with these parameters; raises :class:`InputError` if a step has not ended."""
+        if (current := self._current) is not None:
+            current.check_ended()
+        elif self._updates is not None:  # the optimizer is no more
+            let_go(parameters.values())
+        self._given, self._is_updating = parameters, None
+
+    def called(self, call: Any) -> None:
+        """A call of the model, of which backward may come: its node of autograd."""
+        self._calls.add(call)
+
+    def update(self, chunks: Iterable[ChunkMemory]) -> None:
+        """The host computes: gradients that it uses go to the optimizer as soon as they are at home."""
+        current = self._current
+        if self._is_updating is None:
+            self._is_updating = current is not None and may_update(self._calls, self._given)
+            if self._is_updating:
+                self._calls.clear()  # no graph so far can be undone from here on
+        for chunk in chunks if self._is_updating else ():
+            if isinstance(chunk, Gradients) and current is not None:
+                found, arriving = chunk.leave()
+                given = {self._given[each]: grad for each, grad in found.items()}
+                grads: dict[DTensor, Tensor] = {
+                    each: DTensor(grad, each._spec, requires_grad=False) for each, grad in given.items()
+                }
+                current.start(chunk.name, grads, arriving)
+
+    def finish(self, call: Any) -> None:
+        """Backward of a call is over: wait for all updates; raises what one of them raised."""
+        self._calls.discard(call)
+        if (current := self._current) is not None and current.is_begun:
+            current.finish()
+
+    def settle_next(self) -> bool:
+        """Wait for an update that holds gradients at home; whether there was one."""
+        return (current := self._current) is not None and current.settle_next()
+
+    def settle(self) -> None:
+        """Wait for updates that go on after a backward that was not finished: parameters are left alone then."""
+        if (current := self._current) is not None:
+            current.settle()
+
+    def check_first(self) -> None:
+        """Raise :class:`InputError` if the backward before has updated parameters, and another one begins."""
+        if (current := self._current) is not None and current.is_begun:
+            raise InputError(
+                "a second backward in one step, whose first one has already updated parameters (pin 'update' is "
+                f"'backward'): {AFTER}"
+            )
+
+    def check_not_over(self) -> None:
+        """The same where that backward is over."""
+        if (current := self._current) is not None and current.is_over:
+            self.check_first()
+
+
 def let_go(parameters: Iterable[Tensor]) -> None:
     """Take away what stands for gradients that were used."""
     for parameter in parameters:
@@ -238,7 +320,7 @@ def let_go(parameters: Iterable[Tensor]) -> None:
 
 def _update(partly: Partly, grads: dict[DTensor, Tensor], arriving: Any) -> None:
     try:
-        Link.settle(arriving)
+        CopyEngine.settle(arriving)
         partly.step(grads)
     except BaseException as error:
         _let_frames_go(error)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.host.disk import Disk
+from autopar.runtime.host.disk import OffloadFiles
 from autopar.runtime.host.pages import READ
 from planner.base.errors import InputError
 
@@ -43,7 +43,7 @@ class Holders:
     axes: tuple[ProcessGroup, ...] = ()
     stages: ProcessGroup | None = None
     alike: bool = True
-    disk: Disk | None = None
+    disk: OffloadFiles | None = None
 
 
 class _Shared(DTensor):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.host.disk import Disk
+from autopar.runtime.host.disk import OffloadFiles
 from autopar.runtime.host.pages import READ
 from autopar.runtime.optim.master_weights import class_with_masters
 from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, at_a_rate, first_line, name_of
@@ -206,7 +206,7 @@ class StateKeeper:
     another, which is the same where each is updated by itself; what groups of parameters keep goes on once.
     """
 
-    def __init__(self, disk: Disk):
+    def __init__(self, disk: OffloadFiles):
         self._disk = disk
         self._kept: dict[tuple[Tensor, str], Tensor] = {}
         self._begun: set[Tensor] = set()

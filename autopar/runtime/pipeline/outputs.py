@@ -33,7 +33,7 @@ class Outputs:
 
     Args:
         leaving: the outputs of the model.
-        micro_batches: the number of micro-batches.
+        micro_batches: how many there are.
     """
 
     def __init__(self, leaving: Sequence[Leaving], micro_batches: int):

@@ -33,7 +33,7 @@ def crossed_by(tag: int) -> tuple[int, str]:
     return (stage, "backward") if is_gradient else (stage - 1, "forward")
 
 
-class Mail(Protocol):
+class StageLinks(Protocol):
     """Carries messages."""
 
     def open(self, trains: bool, left: Messages | None) -> None:
@@ -57,7 +57,7 @@ class Mail(Protocol):
         """It is over: wait until everything sent has arrived. Returns what nobody took."""
 
 
-class Within:
+class InProcessLinks:
     """All stages are in one process."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class _Coming:
     works: list[dist.Work]
 
 
-class Between:
+class RankLinks:
     """Stages are on several ranks, between which tensors are sent one by one.
 
     What one rank sends another arrives in the order in which it is sent, which is that of the sender's actions. The
@@ -116,7 +116,7 @@ class Between:
         self.schedule, self.pipeline, self.device = schedule, pipeline, device
         self._forms = {(stage.number, "F"): stage.received for stage in stages}
         self._forms |= {(stage.number, "B"): differentiable(stage.sent) for stage in stages}
-        self._within = Within()
+        self._within = InProcessLinks()
         self._arriving = {
             (trains, first): self._all_arriving(schedule.first if first else schedule, trains)
             for trains in (False, True)
@@ -217,8 +217,7 @@ class Between:
             what, rank = "values" if kind == "F" else "gradients", self.pipeline.global_rank(other)
             raise RuntimeError(
                 f"{what} of micro-batch {micro_batch} for stage {stage}: rank {rank} (number {other} of the pipeline) "
-                "has gone"
-                f" or does not answer: {error}"
+                f"has gone or does not answer: {error}"
             ) from error
 
     def take(self, message: Message) -> list[Tensor]:

@@ -93,6 +93,15 @@ def as_dtensor(
     return DTensor(local, DTensorSpec(mesh, tuple(placed), tensor_meta=meta), requires_grad=False)
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a tensor whose rows lie behind one another."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def placements(layout: Layout) -> tuple[Placement, ...]:
     """DTensor placements of a stored or leaving tensor (``S``, ``I`` or ``R`` on every axis)."""
     found: list[Placement] = []

@@ -1,6 +1,4 @@
-"""Micro-batches as a program sees them: what stands for the axis of micro-batches where another axis has a process
-group.
-"""
+"""Micro-batches as a program sees them: what stands for their axis where another axis has a process group."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.host.gradient_buckets import Buckets
-from autopar.runtime.spmd.prefetch_gather import Gathering, reduce_scatter
+from autopar.runtime.spmd.prefetch_gather import PrefetchedGather, reduce_scatter
 from autopar.runtime.spmd.resharding import convert, local_type, open_strips
 from planner.ir.layout import Shard
 
@@ -105,7 +105,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gathering, axis, shards, *parameters):  # type: ignore[no-untyped-def]
-        forms = [_Form(part.shape, shard, axis.size()) for part, shard in zip(parameters, shards, strict=True)]
+        forms = [_ShardedForm(part.shape, shard, axis.size()) for part, shard in zip(parameters, shards, strict=True)]
         ctx.axis, ctx.forms, ctx.like = axis, forms, parameters[0].detach()
         ctx.set_materialize_grads(False)
         rows = gathering.rows().split([parameter.numel() for parameter in parameters], 1)
@@ -127,7 +127,7 @@ class _Gather(torch.autograd.Function):
         return None, None, None, *(None if g is None else part for part, g in zip(parts, grads, strict=True))
 
 
-class _Form:
+class _ShardedForm:
     """A parameter that is cut along an axis of the mesh.
 
     Args:
@@ -203,7 +203,7 @@ def replicate_parameters(parameters: Sequence[Tensor], axis: ProcessGroup) -> tu
 
 
 def gather_parameters(
-    parameters: Sequence[Tensor], axis: ProcessGroup, shards: Sequence[str], gathering: Gathering | None = None
+    parameters: Sequence[Tensor], axis: ProcessGroup, shards: Sequence[str], gathering: PrefetchedGather | None = None
 ) -> tuple[Tensor, ...]:
     """``S -> R`` for all parameters of a block at once: gathered in one call, and their gradients reduced in one.
 
@@ -216,7 +216,7 @@ def gather_parameters(
     """
     if spmd.is_type_checking():
         return tuple(convert(p, axis, shard, "R") for p, shard in zip(parameters, shards, strict=True))
-    return _one_by_one(_Gather.apply(gathering or Gathering(parameters, axis), axis, tuple(shards), *parameters))
+    return _one_by_one(_Gather.apply(gathering or PrefetchedGather(parameters, axis), axis, tuple(shards), *parameters))
 
 
 def _one_by_one(parameters: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -225,8 +225,11 @@ def _one_by_one(parameters: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def gather_ahead(
-    parameters: Sequence[Tensor], axis: ProcessGroup, previous: Sequence[Gathering], again: Sequence[Gathering]
-) -> Gathering:
+    parameters: Sequence[Tensor],
+    axis: ProcessGroup,
+    previous: Sequence[PrefetchedGather],
+    again: Sequence[PrefetchedGather],
+) -> PrefetchedGather:
     """What :func:`gather_parameters` will take; nothing is sent yet.
 
     Args:
@@ -234,4 +237,4 @@ def gather_ahead(
         previous: gatherings of the block before.
         again: those of the last block before that gathers again in backward.
     """
-    return Gathering(parameters, axis, previous, again)
+    return PrefetchedGather(parameters, axis, previous, again)

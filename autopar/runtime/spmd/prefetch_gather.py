@@ -23,7 +23,7 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Gathering:
+class PrefetchedGather:
     """Parts of parameters, gathered in one call as often as they are asked for.
 
     Args:
@@ -38,11 +38,11 @@ class Gathering:
         self,
         parts: Sequence[Tensor],
         axis: ProcessGroup,
-        previous: Sequence[Gathering] = (),
-        again: Sequence[Gathering] = (),
+        previous: Sequence[PrefetchedGather] = (),
+        again: Sequence[PrefetchedGather] = (),
     ):
         self._parts, self._axis = parts, axis
-        self._following: list[weakref.ref[Gathering]] | None = []  # none once forward asked for the rows
+        self._following: list[weakref.ref[PrefetchedGather]] | None = []  # none once forward asked for the rows
         self._again = tuple(again)
         self._underway: tuple[Tensor, Tensor, Any] | None = None
         for each in previous:

@@ -70,6 +70,6 @@ def gathered_again(assignment: Assignment, instance: Instance, level: Level, of_
 def _is_converted(assignment: Assignment, node: Node, position: int) -> bool:
     """Whether an operand is other memory in the layout in which an operator takes it."""
     is_param = assignment.space.graph.by_name[node.inputs[position].node].op == "param"
-    if is_param and assignment.space.unsharding.brings_once:
+    if is_param and assignment.space.unsharding.once_per_step:
         return False
     return any(step.rule != "I>R" for step in assignment.operand_route(node, position))

@@ -214,7 +214,7 @@ class _Chain:
     def _shared(self) -> dict[str, Shared]:
         """The leaves that several blocks read."""
         readers = Counter(name for each in self.folded.instances for name in {ref.node for ref in each.block.inputs})
-        pair, times = Axis(PIPELINE, 2, self.space.stages * self.space.mesh.size // 2), self.space.unsharding.brought
+        pair, times = Axis(PIPELINE, 2, self.space.stages * self.space.mesh.size // 2), self.space.brought
         found: dict[str, Shared] = {}
         for leaf in (leaf for leaf in self.graph.leaves if readers[leaf.name] > 1 and self.space.stages > 1):
             name = leaf.name
@@ -313,7 +313,7 @@ class _Chain:
         """
         there_s, back_s = self._conversion(ref, source, target)
         summed_s = self._summed_s(ref, source, target)
-        if not self.space.unsharding.brings_once:
+        if not self.space.unsharding.once_per_step:
             sums.forward_s += there_s
             sums.weight_s += back_s
             sums.communication_s += there_s + back_s - summed_s * self.space.mesh.micro_batches
@@ -419,6 +419,6 @@ class _Chain:
                 seconds = self._conversion(ref, source, target)[0]
                 if self.graph.by_name[ref.node].op != "param":
                     made_s += seconds
-                elif not space.unsharding.brings_once:
+                elif not space.unsharding.once_per_step:
                     gathered_s += seconds
         return made_s, gathered_s

@@ -96,7 +96,7 @@ class GatheredParameters:
 def savers_of(assignment: Assignment) -> dict[Ref, list[int]]:
     """The parameters that each micro-batch gathers before all blocks -> the blocks whose backward reads them again."""
     space, found = assignment.space, defaultdict[Ref, list[int]](list)
-    if space.unsharding.brings_once:
+    if space.unsharding.once_per_step:
         return {}
     before = {leaf for leaf in space.decision_graph.variables.resharded_leaves if _grows(assignment, leaf)}
     for number, instance in enumerate(space.folded.instances):
@@ -123,7 +123,7 @@ def gathered_by(assignment: Assignment, number: int, saved: Mapping[Ref, Sequenc
         saved: see :func:`savers_of`; the first of them counts what all need.
     """
     space = assignment.space
-    if space.unsharding.brings_once:
+    if space.unsharding.once_per_step:
         return GatheredParameters()
     instance = space.folded.instances[number]
     backward, taken = (

@@ -116,7 +116,7 @@ class Leaves:
         """
         own, found = self.first_read[number], Parts()
         whole = Counter({name: self.resharded(name) for name in own})
-        for ref, layout in self._taken(number) if self.space.unsharding.brings_once else ():
+        for ref, layout in self._taken(number) if self.space.unsharding.once_per_step else ():
             whole[ref.node] += self.gathered(ref, self.assignment.consumer_layout(ref), layout)
         for name in dict.fromkeys((*own, *(+whole))):
             if name in own:
@@ -130,12 +130,14 @@ class Leaves:
         """Of a block's gradients what is most when they are sent: those that it gathers go together, those that are
         gathered before all blocks one by one.
         """
+        if not self.space.unsharding.once_per_step:
+            return ()
         sent = [part._replace(words=SENT, use="temporary") for part in gradients if part.words == WHOLE]
         alone = [(part,) for part in sent if self.resharded(part.leaf)]
         together = tuple(part for part in sent if not self.resharded(part.leaf))
         return (
             max([together, *alone], key=lambda each: sum(part.bytes for part in each))
-            if self.space.unsharding.brings_once
+            if self.space.unsharding.once_per_step
             else ()
         )
 
@@ -187,7 +189,7 @@ class Leaves:
             return Parts()
         size, versions = local_bytes(node.results[0], layout, self.mesh), self.versions
         gradient, state = Part(name, GRADIENT, "gradients", size), Part(name, STATE, "optimizer", all_bytes - 2 * size)
-        if whole and self.space.unsharding.brings_once:
+        if whole and self.space.unsharding.once_per_step:
             held = Part(name, STORED, "parameters", size), state
             return Parts(held, at_end=(gradient,)) if is_late else Parts(held, (gradient,))
         return Parts((Part(name, STORED, "parameters", size, versions), state, *self._before(gradient)), (gradient,))
@@ -199,7 +201,7 @@ class Leaves:
             whole: bytes of what it is gathered into; 0: it is used as it is stored.
         """
         gradient = Part(name, WHOLE, "gathered", whole)
-        if not whole or not self.space.unsharding.brings_once:
+        if not whole or not self.space.unsharding.once_per_step:
             return Parts(gradients=(gradient,)) if whole and self._is_trained(self.graph.by_name[name]) else Parts()
         gathered = Part(name, GATHERED, "gathered", whole, self.versions)
         if not self._is_gathered_twice(name):
@@ -242,7 +244,7 @@ class Leaves:
         instance, is_read = self.space.folded.instances[number], self.space.decision_graph.variables.readers
         if self.space.training.tier != "device":
             return
-        once = self.space.unsharding.brings_once
+        once = self.space.unsharding.once_per_step
         leaves = (ref for ref in instance.block.inputs if self._is_trained(self.graph.by_name[ref.node]))
         several = {ref for ref in leaves if is_read(ref) > 1}
         readers = Counter[tuple[Ref, Layout]]()
@@ -261,11 +263,11 @@ class Leaves:
         if source == target or not self._is_trained(self.graph.by_name[ref.node]) or space.training.tier != "device":
             return 0
         steps = space.table(ref).route(source, target)
-        once = steps[: self.assignment.summed_first(ref, steps)] if not space.unsharding.brings_once else steps
+        once = steps[: self.assignment.summed_first(ref, steps)] if not space.unsharding.once_per_step else steps
         crosses = any(self.mesh.axes[step.axis].size > 1 and self.mesh.axes[step.axis].name != MICRO for step in once)
         size = local_bytes(self.graph.type_of(ref), once[-1].after, self.mesh) if crosses else 0
         return (
-            0 if self.gathered(ref, source, target) and space.unsharding.brings_once else size
+            0 if self.gathered(ref, source, target) and space.unsharding.once_per_step else size
         )  # which has one of its own
 
     def shared(self, name: str, *, is_saved: bool) -> Parts:
@@ -298,7 +300,7 @@ class Leaves:
 
     def _is_gathered_twice(self, name: str) -> bool:
         """Whether what a parameter is gathered into once a step has a gradient, to which micro-batches add."""
-        is_once = self.space.unsharding.brings_once and self.mesh.micro_batches > 1
+        is_once = self.space.unsharding.once_per_step and self.mesh.micro_batches > 1
         return is_once and self._is_trained(self.graph.by_name[name])
 
     def _is_trained(self, leaf: Node) -> bool:

@@ -67,13 +67,13 @@ class LiveMemory:
 
     Attributes:
         links: the chain, block by block.
-        waits: whether each micro-batch waits for what it gathers where it is used, and nothing is gathered ahead.
+        prefetch: whether micro-batches gather parameters a block ahead; else each waits for them where they are used.
     """
 
     links: Sequence[Link]
     pipeline: Pipeline
     cut: Cut
-    waits: bool = False
+    prefetch: bool = True
 
     # ---- the sum -----------------------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class LiveMemory:
     @cached_property
     def coming(self) -> list[Coming]:
         """What is on its way beside each block, in forward or in backward, whichever is more."""
-        if self.waits:
+        if not self.prefetch:
             return [Coming()] * len(self.links)
         forward = [Coming(link.coming_bytes, number) for number, link in enumerate(self.links)]
         ways = enumerate(zip(self.links, self.cut.savings, strict=True))

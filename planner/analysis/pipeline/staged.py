@@ -87,7 +87,7 @@ class Staged:
         links: the chain, block by block.
         step_s: the simulated schedule and what happens once a step.
         micro_batches: the number of micro-batches, where that is to move a size (:mod:`planner.base.symbolic_int`).
-        waits: whether each micro-batch waits for what it gathers where it is used, and nothing is gathered ahead.
+        prefetch: whether micro-batches gather parameters a block ahead; else each waits for them where they are used.
     """
 
     pipeline: Pipeline
@@ -95,12 +95,12 @@ class Staged:
     cut: Cut
     step_s: float
     micro_batches: int = 0
-    waits: bool = False
+    prefetch: bool = True
 
     @cached_property
     def alive(self) -> LiveMemory:
         """What its ranks hold."""
-        return LiveMemory(self.links, self.pipeline, self.cut, self.waits)
+        return LiveMemory(self.links, self.pipeline, self.cut, self.prefetch)
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
@@ -230,18 +230,18 @@ def _cut(
     """The best cut of a chain that fits with what works beside it: one that gathers parameters ahead, or where there is
     none, whatever it takes, one that waits for them.
     """
-    for waits in (False, True):
-        if not waits or any(link.coming_bytes for link in links):
-            found = _cut_so(links, pipeline, limit_bytes, cutoff_s, effort, waits)
+    for prefetch in (True, False):
+        if prefetch or any(link.coming_bytes for link in links):
+            found = _cut_so(links, pipeline, limit_bytes, cutoff_s, effort, prefetch)
             if found is not None:
                 return found
     return None
 
 
 def _cut_so(
-    links: Sequence[Link], pipeline: Pipeline, limit_bytes: int | None, cutoff_s: float, effort: int, waits: bool
+    links: Sequence[Link], pipeline: Pipeline, limit_bytes: int | None, cutoff_s: float, effort: int, prefetch: bool
 ) -> Staged | None:
-    """The same of those that wait, or do not."""
+    """The same of those that gather parameters ahead, or do not."""
     spare = min(min(link.working_bytes) for link in links)
     for _ in range(TRIES):
         try:
@@ -251,26 +251,26 @@ def _cut_so(
             return None
         if found is None:
             return None
-        priced = price(links, pipeline, found, waits)
+        priced = price(links, pipeline, found, prefetch)
         if limit_bytes is None or priced.peak_bytes <= limit_bytes:
             return priced
         spare += priced.peak_bytes - limit_bytes
     return None
 
 
-def price(links: Sequence[Link], pipeline: Pipeline, found: Cut, waits: bool = False) -> Staged:
+def price(links: Sequence[Link], pipeline: Pipeline, found: Cut, prefetch: bool = True) -> Staged:
     """All that a step of a cut takes.
 
     Args:
-        waits: see :class:`Staged`.
+        prefetch: see :class:`Staged`.
     """
     once_s = max(map(sum, _once_s(links, pipeline, found.bounds)))
-    return Staged(pipeline, tuple(links), found, found.step_s + once_s, waits=waits)
+    return Staged(pipeline, tuple(links), found, found.step_s + once_s, prefetch=prefetch)
 
 
 def waiting(staged: Staged) -> Staged:
     """The same cut, which waits for what it gathers."""
-    return price(staged.links, staged.pipeline, staged.cut, waits=True)
+    return price(staged.links, staged.pipeline, staged.cut, prefetch=False)
 
 
 def _once_s(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> list[list[float]]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from planner.base.errors import PinError
 from planner.formulation.constraints.mesh_candidates import ROLES
-from planner.formulation.constraints.zero import Ways, Zero, gathers, levels_alone, read_zero
+from planner.formulation.constraints.zero import Ways, Zero, levels_alone, read_zero, unshardings
 from planner.formulation.remat.levels import COMPUTED, Level
-from planner.formulation.training import Activations, Gathers, Tier, Update
+from planner.formulation.training import Activations, Tier, Update
+from planner.formulation.unsharding import PER_MICRO_BATCH, Unsharding
 from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 
 SIZES = ROLES
@@ -149,13 +150,13 @@ class Pins:
         return (self.stages or 1) > 1 or (self.micro_batches or 1) > 1 or versions(self.schedule) > 1
 
     @property
-    def gathers(self) -> tuple[Gathers, ...]:
+    def unshardings(self) -> tuple[Unsharding, ...]:
         """When a micro-batched step may gather parameters, first what is looked at first.
 
         Raises:
             PinError: some are pinned to one of both, and some to the other.
         """
-        return gathers(self.zero) if self.tier == "device" else ("each",)
+        return unshardings(self.zero) if self.tier == "device" else (PER_MICRO_BATCH,)
 
     def levels(self, ways: Ways) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
         """The levels of recomputation that they leave blocks that repeat, and others.

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 from planner.base.errors import PinError, PlanError
 from planner.formulation.remat.levels import ALONE, Level
-from planner.formulation.training import Gathers
+from planner.formulation.unsharding import PER_MICRO_BATCH, PER_STEP, Unsharding
 from planner.ir.folding import Folded, Instance, relabel
 from planner.ir.graph import Graph
 
@@ -75,7 +75,7 @@ def ways_of(zero: Zero | None) -> Ways:
     return frozenset(zero.values()) if "*" in zero else frozenset({*zero.values(), None})
 
 
-def gathers(zero: Zero | None) -> tuple[Gathers, ...]:
+def unshardings(zero: Zero | None) -> tuple[Unsharding, ...]:
     """When a micro-batched step may gather parameters, first what is looked at first.
 
     Raises:
@@ -89,8 +89,8 @@ def gathers(zero: Zero | None) -> tuple[Gathers, ...]:
             "all in each micro-batch (3): pin one of both, and others to 0"
         )
     if 3 in ways:
-        return ("each",)
-    return ("once", "each") if None in ways and not ways & {1, 2} else ("once",)
+        return (PER_MICRO_BATCH,)
+    return (PER_STEP, PER_MICRO_BATCH) if None in ways and not ways & {1, 2} else (PER_STEP,)
 
 
 def levels_alone(ways: Ways) -> tuple[Level, ...]:

@@ -19,7 +19,8 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Certificate, certify, of_part
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
-from planner.formulation.training import Activations, Gathers, Training
+from planner.formulation.training import Activations, Training
+from planner.formulation.unsharding import PER_STEP, Unsharding
 from planner.ir.graph import Ref
 from planner.ir.layout import Mesh
 from planner.plan.document.account import account
@@ -87,9 +88,9 @@ class PipelinePlan:
     ``schedule`` says in which order, see :mod:`planner.solve.pipeline.schedule`; each of ``ranks`` pipeline ranks,
     which are meshes of devices, has ``virtual_stages``. Stage ``s`` has the blocks from ``bounds[s]`` up to, not
     including, ``bounds[s + 1]``, numbered in execution order as in :class:`BlockPlan`; ``recompute`` says which of them
-    recompute in backward what they computed, by level, of which there are those in :class:`BlockPlan`. ``gathers``
-    says when parameters are gathered and their gradients reduced: ``once`` a step, or in ``each`` micro-batch. That
-    ``waits`` for them where they are used, or has them gathered a block ahead.
+    recompute in backward what they computed, by level, of which there are those in :class:`BlockPlan`;
+    ``unsharding`` says when parameters are gathered and their gradients reduced. Files call that ``gathers``, which is
+    ``once`` a step or in ``each`` micro-batch, and ``waits``, where nothing is prefetched.
     """
 
     schedule: str
@@ -97,8 +98,7 @@ class PipelinePlan:
     virtual_stages: int
     bounds: tuple[int, ...]
     recompute: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    gathers: Gathers = "once"
-    waits: bool = False
+    unsharding: Unsharding = PER_STEP
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,9 @@ class Document:
         return self.transfer_schedules[0] if self.transfer_schedules else None
 
     @property
-    def gathers(self) -> Gathers:
+    def unsharding(self) -> Unsharding:
         """When a micro-batched step gathers parameters, see :class:`PipelinePlan`."""
-        return "once" if self.pipeline is None else self.pipeline.gathers
+        return PER_STEP if self.pipeline is None else self.pipeline.unsharding
 
     @property
     def activations(self) -> Activations:

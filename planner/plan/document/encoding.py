@@ -20,7 +20,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.decision_names import parse_runs, runs
 from planner.formulation.resharding import Collective
 from planner.formulation.stage_boundaries import Exchange
-from planner.formulation.training import Gathers
+from planner.formulation.unsharding import Gathers, Unsharding
 from planner.ir.layout import Axis, Mesh
 from planner.plan.document.detail import Account, BlockDetail, LeafDetail
 from planner.plan.document.document import BlockPlan, Document, PipelinePlan, Search
@@ -166,8 +166,8 @@ def _pipeline(pipeline: PipelinePlan) -> dict[str, Any]:
         "virtual_stages": pipeline.virtual_stages,
         "stages": [runs(tuple(range(low, high))) for low, high in pairwise(pipeline.bounds)],
         "recompute": {level: runs(numbers) for level, numbers in pipeline.recompute.items()},
-        "gathers": pipeline.gathers,
-        "waits": pipeline.waits,
+        "gathers": pipeline.unsharding.name,
+        "waits": not pipeline.unsharding.prefetch,
     }
 
 
@@ -184,16 +184,17 @@ def _read_transfer_schedules(data: Any) -> tuple[TransferSchedule, ...]:
 def _read_pipeline(data: Any, default: Gathers) -> PipelinePlan:
     kinds, _ = fields_of(PipelinePlan)
     texts = {"stages": tuple[str, ...], "recompute": Mapping[str, str]}
-    kinds = {name: kind for name, kind in kinds.items() if name != "bounds"} | texts
+    kinds = {name: kind for name, kind in kinds.items() if name not in ("bounds", "unsharding")} | texts
+    kinds |= {"gathers": Gathers, "waits": bool}
     found = read_fields(data, kinds, frozenset({"schedule", "ranks", "virtual_stages", *texts}))
     stages = [_read_runs(text, "stages", number) for number, text in enumerate(found.pop("stages"))]
     numbers = [number for stage in stages for number in stage]
     if not stages or not all(stages) or numbers != list(range(len(numbers))):
         raise Misread(f"is {data['stages']}, which is not every block once, in order", ("stages",))
     found["recompute"] = {level: _read_runs(text, "recompute", level) for level, text in found["recompute"].items()}
-    gathers = found.setdefault("gathers", default)
+    gathers = found.pop("gathers", default)
     # Before there was a choice, what each micro-batch gathered was waited for.
-    found.setdefault("waits", gathers == "each")
+    found["unsharding"] = Unsharding.named(gathers, found.pop("waits", gathers == "each"))
     return PipelinePlan(bounds=(0, *(stage[-1] + 1 for stage in stages)), **found)
 
 

@@ -128,7 +128,7 @@ def read_by_number(plan: Document, space: Space) -> tuple[Level, ...]:
             known = {
                 each: level
                 for each, level in levels[kind].items()
-                if level != "gathered" or not space.unsharding.brings_once
+                if level != "gathered" or not space.unsharding.once_per_step
             }
             is_alone = len(folded.kinds[kind]) == 1 and name != "gathered"
             if number >= len(found) or name not in known or is_alone:

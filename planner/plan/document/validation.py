@@ -28,11 +28,11 @@ def check_consistent(plan: Document) -> None:
         raise PlanError(
             f"the plan's transfer schedule updates in backward, and its pin 'update' is not 'backward': {MEND}"
         )
-    if plan.transfer_schedules and plan.pipeline is not None and plan.gathers != "each":
+    if plan.transfer_schedules and plan.pipeline is not None and plan.unsharding.once_per_step:
         raise PlanError(
             "the plan has transfer schedules, by which parameters come for each micro-batch, and its pipeline gathers "
             "them "
-            f"{plan.gathers!r}: {MEND}"
+            f"{plan.unsharding.name!r}: {MEND}"
         )
     stages = 1 if plan.pipeline is None else plan.pipeline.ranks
     if plan.transfer_schedules and len(plan.transfer_schedules) != stages:
@@ -54,7 +54,7 @@ def _check_pin(plan: Document, stages: int) -> None:
     if plan.pipeline is not None:
         order = Pipeline(plan.pipeline.schedule, stages, plan.mesh.micro_batches, plan.pipeline.virtual_stages)
     try:
-        check_pinned(Pins.parse(plan.pin), plan.cluster, ParallelConfig(stages, plan.mesh, plan.gathers), order)
+        check_pinned(Pins.parse(plan.pin), plan.cluster, ParallelConfig(stages, plan.mesh, plan.unsharding), order)
     except PinError as error:
         raise PlanError(
             f"the plan does not respect its pin {json.dumps(dict(plan.pin))}: {error}. One of them was edited: restore "

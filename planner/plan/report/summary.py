@@ -101,8 +101,8 @@ def shared(document: Document) -> list[SharedLeaf]:
 
 def _moved_s(document: Document, moves: Sequence[Move], exposed: float) -> tuple[float, float]:
     """Seconds of reshardings in a step, and of reducing gradients what backward does not hide."""
-    once = [m for m in moves if m.value in document.parameters and document.gathers == "once"]
-    each = [m for m in moves if m.value not in document.parameters or document.gathers == "each"]
+    once = [m for m in moves if m.value in document.parameters and document.unsharding.once_per_step]
+    each = [m for m in moves if m.value not in document.parameters or not document.unsharding.once_per_step]
     communication = document.mesh.micro_batches * sum((m.forward_s + m.backward_s) * m.times for m in each)
     communication += sum(m.forward_s * m.times for m in once)
     return communication, exposed * sum(m.backward_s * m.times for m in once)
@@ -174,7 +174,7 @@ def standing(document: Document) -> str:
     pipelines = [c for c in fits if PIPELINE in c["mesh"] and c["status"] != "not tried"]
     if pipelines and PIPELINE not in document.sizes:
         parts.append(f"no faster pipeline found ({len(pipelines)} looked at or pruned)")
-    own = document.sizes, document.gathers if not document.transfer_schedules else "once"
+    own = document.sizes, document.unsharding.name if not document.transfer_schedules else "once"
     others = [c for c in fits if (c["mesh"], c.get("gathers", "once")) != own]
     if others:
         following = min(others, key=lambda c: c["bound_s"])
@@ -266,8 +266,8 @@ def micro_batched(document: Document) -> str:
         parts.append(f"bubble {bubble * 100:.1f} % of all ranks' time")
     if versions(pipeline.schedule) > 1:
         parts.append("this changes training: an update takes the gradient of the batch before, found one update ago")
-    if pipeline.gathers == "each" and document.mesh.micro_batched(1).size > 1:
-        ahead = ", none ahead" * pipeline.waits
+    if not pipeline.unsharding.once_per_step and document.mesh.micro_batched(1).size > 1:
+        ahead = ", none ahead" * (not pipeline.unsharding.prefetch)
         parts.append(f"parameters gathered and gradients reduced in each micro-batch{ahead}")
     found = [f"{len(numbers)} {again(level)}" for level, numbers in pipeline.recompute.items() if level != "gathered"]
     if found:

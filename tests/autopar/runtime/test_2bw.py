@@ -20,7 +20,7 @@ from autopar.driver.plan import assign, plan_traced, staged
 from autopar.emit.build import build
 from autopar.runtime.autograd.recompute import memory_of
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.pipeline.executor import Step
+from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.spmd.mesh import device_mesh
 from autopar.verification.float64 import exact
 from autopar.verification.simulator import fake_process_group
@@ -179,7 +179,7 @@ def test_two_versions_of_the_weights_are_alive(stages: int) -> None:
     seen: set[int] = set()
     with built(stages) as module:
         program, weight = module.program, module.get_parameter("blocks.1.0.weight")
-        assert isinstance(program, Step) and isinstance(weight, DTensor)
+        assert isinstance(program, PipelineStep) and isinstance(weight, DTensor)
 
         def count(*_: object) -> None:
             local = weight._local_tensor
@@ -188,7 +188,7 @@ def test_two_versions_of_the_weights_are_alive(stages: int) -> None:
                 del known[memory]
             seen.add(len(known))
 
-        for stage in program.stages.values():
+        for stage in program.spec.stages.values():
             stage.program.register_forward_hook(count)
         optimizer = OPTIMIZERS["adam"](module.parameters())
         for number in range(6):
@@ -203,7 +203,7 @@ def test_two_versions_of_the_weights_are_alive(stages: int) -> None:
                 seen.clear()
         assert seen == {2}
         assert program.left is not None
-        assert Counter(stage for stage, _ in program.left.alive) == {1: {0: 1}, 4: {0: 3, 1: 2, 2: 2, 3: 1}}[stages]
+        assert Counter(stage for stage, _ in program.left.in_flight) == {1: {0: 1}, 4: {0: 3, 1: 2, 2: 2, 3: 1}}[stages]
 
 
 def test_loaded_and_copied_modules_begin_anew() -> None:

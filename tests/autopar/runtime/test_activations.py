@@ -13,9 +13,9 @@ import torch
 
 import autopar
 from autopar.measure.local_processes import LocalProcesses
-from autopar.runtime.autograd.saved_handle import Held
+from autopar.runtime.autograd.saved_handle import SavedHandle
 from autopar.runtime.offload.activations import Activations
-from autopar.runtime.offload.chunk_memory import Arena, Homes, Link
+from autopar.runtime.offload.chunk_memory import Arena, CopyEngine, Homes
 from planner.analysis.offload.chunks import SAVED
 from planner.base.errors import DiskError, InfeasibleError
 from planner.cost.cluster import ClusterSpec
@@ -149,8 +149,11 @@ def test_what_backward_needs_may_not_be_written_to(pool: LocalProcesses, activat
 def test_what_could_not_be_copied_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step begins while the one before is not undone yet, and the disk fails once, either way."""
     device = torch.device("cpu")
-    link, arena, value = Link(device), Arena(64), torch.randn(4)
-    chunk, held = Activations("saved", [value.nbytes], device, arena, link, Homes((), link, "activations")), Held(value)
+    link, arena, value = CopyEngine(device), Arena(64), torch.randn(4)
+    chunk, held = (
+        Activations("saved", [value.nbytes], device, arena, link, Homes((), link, "activations")),
+        SavedHandle(value),
+    )
     chunk.act("make", "forward")
     chunk.hold([[held]])
     for action in ("drop", "fetch"):

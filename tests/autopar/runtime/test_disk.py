@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from autopar.runtime.host.disk import Disk
+from autopar.runtime.host.disk import OffloadFiles
 from autopar.runtime.host.pages import READ
 from planner.base.errors import ClusterError, DiskError, InfeasibleError, InputError
 from tests.autopar import on_disk
@@ -47,7 +47,7 @@ def test_says_what_cannot_be_a_home(alone: None, folder: str) -> None:
 @pytest.mark.parametrize("ranks, way_out", [(1, "repeat this step, else load"), (2, "end all of them, and load")])
 def test_a_file_that_cannot_be_read_says_what_to_do(folder: str, ranks: int, way_out: str) -> None:
     """One rank alone must not repeat a step in whose middle others wait."""
-    disk = Disk(Path(folder), ranks)
+    disk = OffloadFiles(Path(folder), ranks)
     memory = disk.memory(1 << 16, "a test")
     disk.ask([memory], READ)
     (file,) = on_disk.unnamed(folder)

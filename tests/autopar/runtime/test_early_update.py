@@ -98,13 +98,13 @@ def test_what_stays_is_updated_by_step() -> None:
     pmodel = autopar.parallelize(
         copy.deepcopy(model), small, example_kwargs={"x": batch(0)}, pin={**EARLY, "offload": "auto"}
     )
-    assert pmodel.carrier is not None and pmodel.carrier.updates_in_backward
-    moving = [pmodel.carrier.holds(name) for name, _ in pmodel.named_parameters()]
+    assert pmodel.offload is not None and pmodel.offload.updates_in_backward
+    moving = [pmodel.offload.holds(name) for name, _ in pmodel.named_parameters()]
     assert any(moving) and not all(moving)
     optimizer = pmodel.optimizer(torch.optim.AdamW)
     pmodel(x=batch(0)).backward()
     trained = [(name, p) for name, p in pmodel.named_parameters() if p.requires_grad]
-    assert all(isinstance(p.grad, Used) == pmodel.carrier.holds(name) for name, p in trained)
+    assert all(isinstance(p.grad, Used) == pmodel.offload.holds(name) for name, p in trained)
     optimizer.step()
     optimizer.zero_grad()
     steps_of(pmodel, optimizer, range(1, 4))
@@ -122,7 +122,7 @@ def test_trains_from_files(tmp_path: Path) -> None:
     mapped = Path("/proc/self/maps").read_text().count(str(tmp_path))
     steps_of(pmodel, optimizer, range(1))
     assert mapped == Path("/proc/self/maps").read_text().count(str(tmp_path)) > 0
-    chunks = pmodel.carrier._gradients.values()  # type: ignore[union-attr]
+    chunks = pmodel.offload.gradients.values()  # type: ignore[union-attr]
     assert all(len(chunk._homes) == (chunk._shared is None) for chunk in chunks)
 
     def full(*_: int) -> None:
@@ -199,15 +199,15 @@ def test_backward_goes_on_while_a_block_is_updated() -> None:
 
     model, pmodel = deep()
     optimizer = pmodel.optimizer(Waiting, lr=0.1)
-    assert pmodel.carrier is not None
-    enter = pmodel.carrier.enter
+    assert pmodel.offload is not None
+    enter = pmodel.offload.enter
 
     def entering(number: int, is_backward: bool) -> None:
         enter(number, is_backward)
         if is_backward and number < 4:
             went_on.release()
 
-    pmodel.carrier.enter = entering  # type: ignore[method-assign]
+    pmodel.offload.enter = entering  # type: ignore[method-assign]
     steps_of(pmodel, optimizer, range(1))
     assert seen == [(True, torch.get_num_threads())] * 4
     steps_of(model, torch.optim.SGD(model.parameters(), lr=0.1), range(1))
@@ -446,18 +446,18 @@ def test_optimizers_that_couple_parameters_are_refused() -> None:
 
 def breaks_off(pmodel: ParallelModule, at: int) -> None:
     """A backward that fails on entering a block."""
-    assert pmodel.carrier is not None
-    enter = pmodel.carrier.enter
+    assert pmodel.offload is not None
+    enter = pmodel.offload.enter
 
     def failing(number: int, is_backward: bool) -> None:
         enter(number, is_backward)
         if is_backward and number == at:
             raise ValueError("this backward is not finished")
 
-    pmodel.carrier.enter = failing  # type: ignore[method-assign]
+    pmodel.offload.enter = failing  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="not finished"):
         pmodel(x=batch(0)).backward()
-    pmodel.carrier.enter = enter  # type: ignore[method-assign]
+    pmodel.offload.enter = enter  # type: ignore[method-assign]
 
 
 def test_a_backward_that_breaks_off_says_what_was_updated() -> None:

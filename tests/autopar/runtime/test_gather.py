@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import trace
+from autopar.runtime.pipeline.actions import StageActions
 from autopar.runtime.pipeline.executor import _Run
-from autopar.runtime.pipeline.stage import Stage
 from autopar.runtime.spmd import parameters, prefetch_gather
 from autopar.runtime.spmd.mesh import part_of
-from autopar.runtime.spmd.parameters import _Form, gather_parameters
+from autopar.runtime.spmd.parameters import _ShardedForm, gather_parameters
 from autopar.verification.simulator import Simulation, fake_process_group
 from autopar.verification.verify import reference, simulate, verify
 from planner.cost.cluster import ClusterSpec
@@ -47,7 +47,7 @@ def test_a_parameter_is_made_of_its_parts_and_its_gradient_cut_into_them(sizes: 
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
     mesh, layout = Mesh.of(data=RANKS), (Shard(dim, strips),)
     parts = [part_of(whole, layout, mesh, rank) for rank in range(RANKS)]
-    form = _Form(parts[0].shape, str(layout[0]), RANKS)
+    form = _ShardedForm(parts[0].shape, str(layout[0]), RANKS)
     # Other parameters lie before and behind it, in every row.
     every = torch.cat([torch.stack([part.reshape(-1) for part in parts]), torch.zeros(RANKS, 2)], 1)
     rows = every[:, : parts[0].numel()]
@@ -221,9 +221,9 @@ def test_micro_batched_gathers_are_a_block_ahead_within_an_action(
     model, x = Residuals(layers=2 * LAYERS), torch.randn(4, WIDTH)
     traced, acts, do = trace(model, (x,)), list[tuple[Action, int]](), _Run._act
 
-    def act(run: _Run, stage: Stage, kind: str, micro_batch: int) -> None:
-        acts.append((Action(stage.number, kind, micro_batch), len(calls)))
-        do(run, stage, kind, micro_batch)
+    def act(run: _Run, actions: StageActions, action: Action) -> None:
+        acts.append((action, len(calls)))
+        do(run, actions, action)
 
     monkeypatch.setattr(_Run, "_act", act)
     plan = planned(model, x, data=2, zero=3, micro_batches=2, recompute=recompute, **{"schedule": "1f1b", **pin})
@@ -346,12 +346,12 @@ def test_a_forward_that_failed_holds_no_gathered_memory(
     assignment, micro_batched = staged(plan, assign(traced, plan))
     alive: weakref.WeakSet[object] = weakref.WeakSet()
 
-    class Watched(prefetch_gather.Gathering):
+    class Watched(prefetch_gather.PrefetchedGather):
         def start(self) -> None:
             alive.add(self)
             super().start()
 
-    monkeypatch.setattr(parameters, "Gathering", Watched)
+    monkeypatch.setattr(parameters, "PrefetchedGather", Watched)
     with Simulation(model, traced.captured, assignment, 0, micro_batched) as simulation:
         (inputs,) = simulation.inputs((x,), {})[0]
         gc.collect()

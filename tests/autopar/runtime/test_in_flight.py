@@ -16,8 +16,8 @@ from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import MicroBatched, build
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.pipeline.executor import Step
-from autopar.runtime.pipeline.p2p import Message, Within
+from autopar.runtime.pipeline.executor import PipelineStep
+from autopar.runtime.pipeline.p2p import InProcessLinks, Message
 from autopar.runtime.spmd.mesh import device_mesh
 from autopar.verification.simulator import fake_process_group
 from planner.formulation.assignment import Assignment
@@ -61,7 +61,7 @@ def decided(micro_batches: int) -> tuple[Assignment, MicroBatched]:
 
 
 @contextlib.contextmanager
-def running(name: str, ranks: int, micro_batches: int) -> Iterator[tuple[ParallelModule, Step, Schedule]]:
+def running(name: str, ranks: int, micro_batches: int) -> Iterator[tuple[ParallelModule, PipelineStep, Schedule]]:
     """The chain in stages of about as many blocks, all in this process, each on one rank."""
     model, traced = chain()
     assignment, micro_batched = decided(micro_batches)
@@ -74,7 +74,7 @@ def running(name: str, ranks: int, micro_batches: int) -> Iterator[tuple[Paralle
         module = build(
             model, traced.captured, assignment, mesh, 0, lambda leaf: whole[leaf.name].detach().clone(), 0, found
         )
-        assert isinstance(module.program, Step)
+        assert isinstance(module.program, PipelineStep)
         yield module, module.program, order
 
 
@@ -91,8 +91,8 @@ def test_as_many_as_the_schedule_says(name: str, ranks: int) -> None:
         assert tuple(map(watch.fullest, range(ranks))) == order.held, micro_batches
 
 
-class Copying(Within):
-    """Mail whose receivers are elsewhere and get copies; notes at each message what is still there of earlier ones."""
+class Copying(InProcessLinks):
+    """Links whose receivers are elsewhere and get copies; notes at each message what is still there of earlier ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,10 +108,11 @@ class Copying(Within):
 @pytest.mark.parametrize("name", ["gpipe", "zero_bubble"])
 def test_what_is_sent_is_not_kept(name: str) -> None:
     with running(name, 4, 7) as (module, step, _):
-        step.mail = mail = Copying()
+        links = Copying()
+        step.spec = replace(step.spec, links=links)
         x = torch.randn(BATCH, 4)
         loss = module(x)
         loss.backward()
-    assert len(mail.kept) == 2 * 3 * 7
-    assert set(mail.kept) == {0}
+    assert len(links.kept) == 2 * 3 * 7
+    assert set(links.kept) == {0}
     assert torch.allclose(loss, chain()[0](x))

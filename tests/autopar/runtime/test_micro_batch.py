@@ -15,9 +15,10 @@ import torch
 import autopar
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import trace
-from autopar.emit.block_program import Body
+from autopar.emit.block_program import ProgramBuilder
 from autopar.emit.build import MicroBatched
-from autopar.runtime.pipeline.executor import Step, _Run
+from autopar.runtime.pipeline.executor import PipelineStep
+from autopar.runtime.pipeline.used_parameters import UsedParameters
 from autopar.verification.float64 import exact
 from autopar.verification.simulator import Simulation
 from autopar.verification.typecheck import typecheck
@@ -84,7 +85,7 @@ def test_a_gradient_that_nobody_sums_is_caught_by_its_type(monkeypatch: pytest.M
     ref, assignment, micro_batched = micro_batched_of(
         "gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 0}, 4
     )
-    monkeypatch.setattr(Body, "brought", lambda self, values, steps, *_: values)
+    monkeypatch.setattr(ProgramBuilder, "brought", lambda self, values, steps, *_: values)
     with pytest.raises(VerificationError, match=r"use it: on axis 'data' it has type .*I, the plan says .*R"):
         typecheck(ref.traced.captured, assignment, micro_batched)
 
@@ -93,7 +94,8 @@ def test_tokens_are_counted_over_the_whole_batch(monkeypatch: pytest.MonkeyPatch
     """Each micro-batch ignores another number of tokens: with the mean of their means the loss is another."""
     ref, assignment, micro_batched = micro_batched_of("llama", {"micro_batches": 4, "data": 2}, 2)
     assert len({int((rows != -100).sum()) for rows in ref.kwargs["target"].chunk(4)}) > 1
-    monkeypatch.setattr(_Run, "_counted", lambda self, stage: (torch.tensor(self.step.micro_batches.count),))
+    counted = torch.tensor(4)
+    monkeypatch.setattr(UsedParameters, "_counted", lambda self, stage: (counted,))
     assert simulate(ref, assignment, 0, micro_batched).worst[0] > 1e-3
 
 
@@ -124,8 +126,8 @@ def test_an_error_in_a_stage_says_where(kind: str, said: str) -> None:
     )
     with exact(), Simulation(ref.model, ref.traced.captured, assignment, 0, micro_batched) as simulation:
         step = simulation.module.program
-        assert isinstance(step, Step)
-        stage, calls = step.stages[1], itertools.count()
+        assert isinstance(step, PipelineStep)
+        stage, calls = step.spec.stages[1], itertools.count()
 
         def fail(*_: Any) -> None:
             raise ValueError("out of order")
@@ -136,7 +138,7 @@ def test_an_error_in_a_stage_says_where(kind: str, said: str) -> None:
                 results[0].register_hook(fail) if kind == "B" else fail()
             return results
 
-        step.stages[1] = replace(stage, program=cast(Any, run))
+        step.spec.stages[1] = replace(stage, program=cast(Any, run))
         args, kwargs = simulation.inputs(ref.args, ref.kwargs)
         with pytest.raises(ValueError, match="out of order") as caught:
             simulation.module(*args, **kwargs)

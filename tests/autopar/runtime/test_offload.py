@@ -1,4 +1,4 @@
-"""Model data on the host: what the carrier moves, that it is never over the budget, and that nothing else changes."""
+"""Model data on the host: what the offload moves, that it is never over the budget, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.measure.local_processes import LocalProcesses
-from autopar.runtime.offload.chunk_memory import Arena, Gradients, Homes, Link, Parameters, Sums
+from autopar.runtime.offload.chunk_memory import Arena, CopyEngine, Gradients, Homes, Parameters, Sums
 from planner.base.errors import DiskError, TransferScheduleError
 from planner.cost.cluster import ClusterSpec
 from planner.solve.transfers import fewest_bytes
@@ -211,7 +211,7 @@ def test_the_device_holds_what_was_planned(pool: LocalProcesses, name: str, pin:
 
 def chunk(budget_bytes: int = 1024) -> Parameters:
     cpu = torch.device("cpu")
-    made = Parameters("parameters a", 128, {"weight": 0, "bias": 64}, cpu, Arena(budget_bytes), Link(cpu))
+    made = Parameters("parameters a", 128, {"weight": 0, "bias": 64}, cpu, Arena(budget_bytes), CopyEngine(cpu))
     made.keep("weight", torch.arange(8.0))
     made.keep("bias", torch.arange(4.0))
     return made
@@ -221,7 +221,7 @@ def chunk(budget_bytes: int = 1024) -> Parameters:
 def test_only_legal_transitions_happen(actions: list[str]) -> None:
     like = {"weight": torch.zeros(8), "bias": torch.zeros(4)}
     arena, done = Arena(1024), []
-    made = Gradients("gradients a", like, arena, Link(torch.device("cpu")))
+    made = Gradients("gradients a", like, arena, CopyEngine(torch.device("cpu")))
     state = "home"
     for action in actions:
         if action in ("fetch", "fetched"):
@@ -259,7 +259,7 @@ def test_parameters_come_and_go() -> None:
         made.act("fetched", "backward")
         made.act("drop", "update")
         assert weight.untyped_storage().nbytes() == 0
-    assert made.link.bytes_moved == {"fetch": 4 * 128}
+    assert made.engine.bytes_moved == {"fetch": 4 * 128}
     assert made.arena.high_water_bytes == 128 and made.arena.held_bytes == 0
 
 
@@ -270,7 +270,7 @@ def test_gradients_take_micro_batches_in_memories_at_home() -> None:
     def ends() -> bool:
         return bool(held) and held.pop(0) is not None
 
-    homes = Homes((64, 32, 32), Link(torch.device("cpu")), "gradients", ends)
+    homes = Homes((64, 32, 32), CopyEngine(torch.device("cpu")), "gradients", ends)
     for size in (16, 32, 32):
         found = homes.take(size)
         assert found is not None
@@ -316,7 +316,7 @@ def test_a_device_that_runs_full_loses_nothing(monkeypatch: pytest.MonkeyPatch) 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(made.link, "start", fails)
+        patched.setattr(made.engine, "start", fails)
         with pytest.raises(torch.OutOfMemoryError):
             made.act("fetch", "forward")
     assert made.state == "home" and made.arena.held_bytes == 0
@@ -333,13 +333,13 @@ def test_gradients_that_could_not_move_are_where_they_were(
     parameters = chunk()
     parameters.act("fetch", "forward")
     kind = functools.partial(Sums, parameters=parameters) if micro_batched else Gradients
-    made = kind("gradients a", parameters.kept, arena=Arena(1024), link=parameters.link)
+    made = kind("gradients a", parameters.kept, arena=Arena(1024), engine=parameters.engine)
 
     def acts(action: str) -> None:
         if action in ("fetch", "evict"):
             state, was_empty, arrived = made.state, made.is_empty, [*made._arriving]
             with monkeypatch.context() as failing:
-                failing.setattr(made.link, "start", Mock(side_effect=DiskError("full")))
+                failing.setattr(made.engine, "start", Mock(side_effect=DiskError("full")))
                 with pytest.raises(DiskError):
                     made.act(action, "backward")
             assert (made.state, made.is_empty, [*made._arriving]) == (state, was_empty, arrived)

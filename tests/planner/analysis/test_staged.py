@@ -24,7 +24,8 @@ from planner.formulation.resharding import local_bytes
 from planner.formulation.resharding_tables import BUCKET_BYTES
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
-from planner.formulation.training import Gathers, Training
+from planner.formulation.training import Training
+from planner.formulation.unsharding import Gathers, Unsharding
 from planner.ir.folding import Folded, fold
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import MICRO, Mesh
@@ -65,7 +66,7 @@ def space_of(  # type: ignore[no-untyped-def]
     mesh = Mesh.of(**sizes).micro_batched(micro_batches)
     kept = filters(Pins(), graph, rules, mesh)
     pace = pace_of(stages, micro_batches, schedule)
-    return Space(folded, mesh, CostModel(spec), Training(gathers=gathers), rules, *kept, pace=pace)
+    return Space(folded, mesh, CostModel(spec), Training(unsharding=Unsharding.named(gathers)), rules, *kept, pace=pace)
 
 
 def assignments(space: Space, rng: random.Random, count: int) -> list[tuple[tuple[int, ...], Assignment]]:
@@ -108,7 +109,7 @@ def test_the_chain_adds_up_to_the_problem(which: str, micro_batches: int, gather
                 if micro_batches > 1 or level == "none":  # one micro-batch gathers parameters again, several do not
                     assert micro_batches * work_s + once_s == pytest.approx(whole.time_s, rel=1e-9)
                 if (
-                    level == "none" and space.unsharding.brings_once
+                    level == "none" and space.unsharding.once_per_step
                 ):  # else gradients are counted beside their buckets, too
                     blocks = [link.block for link in links]
                     held = sum(b.held_bytes + b.gradient_bytes + b.savings[0].saved_bytes for b in blocks)

@@ -12,6 +12,7 @@ from planner.formulation.resharding_tables import BUCKET_BYTES, NOT_BROUGHT
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
+from planner.formulation.unsharding import Unsharding
 from planner.ir.folding import fold
 from planner.ir.graph import Ref, TensorType
 from planner.ir.layout import MICRO, I, Mesh, P, R, Shard, local_shape
@@ -196,9 +197,10 @@ def test_parameters_that_one_call_brings_pay_for_one_call_together(source, kind,
 def test_micro_batched_gathers_of_each_micro_batch_alone_run_beside_computing(gathers):
     """Their gradients are waited for, and so is all that is done once a step."""
     graph, cost, axis = residual_mlp(), CostModel(measured_cluster()), Mesh.of(data=4).axes[0]
+    training = Training(unsharding=Unsharding.named(gathers))
     spaces = (
         Space(fold(graph), Mesh.of(data=4), cost, Training(), rules_of(graph)),
-        Space(fold(graph), Mesh.of(**{MICRO: 2, "data": 4}), cost, Training(gathers=gathers), rules_of(graph)),
+        Space(fold(graph), Mesh.of(**{MICRO: 2, "data": 4}), cost, training, rules_of(graph)),
     )
     layer = next(i.block for i in spaces[0].folded.instances if i.block.path.startswith("layers"))
     refs = [ref for ref in layer.inputs if graph.by_name[ref.node].op == "param"]

@@ -17,6 +17,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
+from planner.formulation.unsharding import PER_MICRO_BATCH
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, refold, restore
 from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
@@ -136,19 +137,20 @@ def test_an_equal_block_that_is_pinned_apart_from_all_others_recomputes_nothing(
 
 def test_micro_batched_one_way_is_left_to_gather() -> None:
     gathers = {
-        str(zero): Pins.parse({"data": 2, "micro_batches": 2, "zero": zero}).gathers
+        str(zero): Pins.parse({"data": 2, "micro_batches": 2, "zero": zero}).unshardings
         for zero in ({"stem": 0}, {"stem": 0, "layers.*": 2}, {"layers.*": 3}, {"*": 0})
     }
-    assert [*gathers.values()] == [("once", "each"), ("once",), ("each",), ("once",)]
+    names = [tuple(each.name for each in ways) for ways in gathers.values()]
+    assert names == [("once", "each"), ("once",), ("each",), ("once",)]
     for way, at in ((2, "once"), (3, "each")):
         plan = plan_of(GRAPH, pin={"data": 4, "micro_batches": 2, "zero": {"head": 0, "layers.*": way, "stem": 0}})
-        assert plan.gathers == at and sharded(plan) == {*UP, *DOWN}
+        assert plan.unsharding.name == at and sharded(plan) == {*UP, *DOWN}
     mixed = {"stem": 2, "layers.*": 3}
     with pytest.raises(
         PinError, match=r"with micro-batches all parameters that are sharded are gathered once a step \(1, 2\), or"
     ):
         plan_of(GRAPH, pin={"data": 4, "micro_batches": 2, "zero": mixed})
-    assert Pins.parse({"micro_batches": 2, "zero": mixed, "offload": "host"}).gathers == ("each",)
+    assert Pins.parse({"micro_batches": 2, "zero": mixed, "offload": "host"}).unshardings == (PER_MICRO_BATCH,)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from planner.formulation.remat.levels import named, pareto_frontier
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
+from planner.formulation.unsharding import PER_MICRO_BATCH
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Mesh
@@ -437,7 +438,7 @@ def test_parameters_are_gathered_in_each_micro_batch_where_memory_asks_for_it() 
     """
     pin: dict[str, Any] = {"data": 4, "micro_batches": 4}
     once, each = (searched(cluster(4), {**pin, "zero": zero}) for zero in (2, 3))
-    assert (once.best.config.gathers, each.best.config.gathers) == ("once", "each")
+    assert (once.best.config.unsharding.name, each.best.config.unsharding.name) == ("once", "each")
     assert once.staged is not None and each.staged is not None
     assert once.staged.memory_bytes["gathered"] > 5 * each.staged.memory_bytes["gathered"] > 0
     coming_bytes = 4 * (2 * 256 * 1024 + 256 + 1024) * 5 // 4  # of a layer, and parts of it behind one another
@@ -445,11 +446,14 @@ def test_parameters_are_gathered_in_each_micro_batch_where_memory_asks_for_it() 
     assert each.evaluation.peak_bytes - coming_bytes < 0.5 * once.evaluation.peak_bytes
     assert each.evaluation.time_s > once.evaluation.time_s
     roomy, tight = searched(cluster(4), pin), searched(cluster(4, "30 MiB"), pin)
-    assert roomy.best.config.gathers == "once" and {c.config.gathers for c in roomy.candidates} == {"once"}
+    assert {each.config.unsharding.name for each in (roomy.best, *roomy.candidates)} == {"once"}
     assert roomy.evaluation.time_s <= once.evaluation.time_s
-    assert tight.best.config.gathers == "each"
+    assert tight.best.config.unsharding.name == "each"
     assert tight.evaluation.time_s <= each.evaluation.time_s
-    assert [(c.config.gathers, c.status) for c in tight.candidates] == [("each", "feasible"), ("once", "infeasible")]
+    assert [(c.config.unsharding.name, c.status) for c in tight.candidates] == [
+        ("each", "feasible"),
+        ("once", "infeasible"),
+    ]
     with pytest.raises(InfeasibleError):
         searched(cluster(4, "30 MiB"), {**pin, "zero": 2})
 
@@ -458,10 +462,10 @@ def test_nothing_is_gathered_ahead_where_memory_has_no_room_for_it() -> None:
     """The plan is found all the same, says so, and comes back; a refusal counts with it."""
     pin: dict[str, Any] = {"data": 4, "micro_batches": 4, "zero": 3}
     roomy = searched(cluster(4), pin)
-    assert roomy.staged is not None and not roomy.staged.waits
+    assert roomy.staged is not None and roomy.staged.prefetch
     coming_bytes = max(coming.bytes for coming in roomy.staged.alive.coming)
     tight = searched(of_usable(roomy.evaluation.peak_bytes - coming_bytes), pin)
-    assert tight.staged is not None and tight.staged.waits
+    assert tight.staged is not None and not tight.staged.prefetch
     assert tight.evaluation.peak_bytes == roomy.evaluation.peak_bytes - coming_bytes
     assert tight.evaluation.time_s == roomy.evaluation.time_s
     fullest = peak_micro_batched(tight.assignment, tight.staged)
@@ -472,7 +476,7 @@ def test_nothing_is_gathered_ahead_where_memory_has_no_room_for_it() -> None:
     needed = int(re.findall(r"needs ([0-9,]+) bytes", str(refused.value))[0].replace(",", ""))
     assert needed <= tight.evaluation.peak_bytes
     found = searched(of_usable(needed), pin)
-    assert found.staged is not None and found.staged.waits and found.evaluation.peak_bytes <= needed
+    assert found.staged is not None and not found.staged.prefetch and found.evaluation.peak_bytes <= needed
 
 
 def of_usable(usable_bytes: int) -> ClusterSpec:
@@ -486,11 +490,11 @@ def test_a_plan_says_whether_it_waits_for_what_it_gathers() -> None:
     data, told = plan.to_dict(), "reduced in each micro-batch, none ahead"
     assert data["pipeline"]["waits"] is False and told not in unwrapped(plan)
     waiting = Plan.from_dict({**data, "pipeline": {**data["pipeline"], "waits": True}})
-    assert waiting.pipeline is not None and waiting.pipeline.waits
+    assert waiting.pipeline is not None and not waiting.pipeline.unsharding.prefetch
     assert waiting.to_dict()["pipeline"]["waits"] is True and told in unwrapped(waiting)
     del data["pipeline"]["waits"]  # as it was before there was a choice
     old = Plan.from_dict(data)
-    assert old.pipeline is not None and old.pipeline.waits
+    assert old.pipeline is not None and not old.pipeline.unsharding.prefetch
     with pytest.raises(PlanError, match="'waits' is 'no', and takes true or false"):
         Plan.from_dict({**data, "pipeline": {**data["pipeline"], "waits": "no"}})
 
@@ -544,7 +548,7 @@ def test_a_bound_that_prices_memory_says_nothing_of_gathering_in_each_micro_batc
     branch = replace(begin(config, 2.0, pareto_frontier(folded, named(folded))), is_priced=True)
     assert left_behind(context, branch) == []
     (other,) = left_behind(context, replace(branch, free_s=1.0))
-    assert (other.candidate.config, other.candidate.bound_s) == (replace(config, gathers="each"), 1.0)
+    assert (other.candidate.config, other.candidate.bound_s) == (replace(config, unsharding=PER_MICRO_BATCH), 1.0)
     for left in (replace(branch, free_s=1.0, is_sought=True), replace(other, free_s=1.0)):
         assert left_behind(context, left) == []
     pinned = cast(SearchContext, SimpleNamespace(pins=Pins.parse({"data": 4, "micro_batches": 2, "zero": 2})))

@@ -84,7 +84,7 @@ def test_candidates_say_as_the_plan_does_that_parameters_come_for_each_micro_bat
     plans: Callable[[str], Plan],
 ) -> None:
     found = search(GRAPH, cluster("2 MiB"), Pins.parse({"offload": "host", "micro_batches": 4}), Training())
-    assert {row.facts()["gathers"] for row in found.candidates} == {plans("tight").gathers} == {"each"}
+    assert {row.facts()["gathers"] for row in found.candidates} == {plans("tight").unsharding.name} == {"each"}
     assert found.best.config in {row.config for row in found.candidates}
 
 
@@ -181,7 +181,7 @@ def test_parameters_that_move_come_for_each_micro_batch(plans: Callable[[str], P
     with pytest.raises(PlanError, match="parameters come for each micro-batch, and its pipeline gathers them 'once'"):
         Plan.from_dict({**data, "pipeline": {**data["pipeline"], "gathers": "once"}})
     del data["pipeline"]["gathers"]  # as it was before there was a choice
-    assert Plan.from_dict(data).gathers == "each"
+    assert Plan.from_dict(data).unsharding.name == "each"
 
 
 @pytest.mark.parametrize("name", [*PLANS])
@@ -189,7 +189,7 @@ def test_a_plan_comes_back_from_its_file_and_keeps_its_price(plans: Callable[[st
     plan = plans(name)
     again = Plan.from_dict(plan.to_dict())
     assert again.to_dict() == plan.to_dict() and again.digest() == plan.digest()
-    assert again.pipeline is not None and again.pipeline.gathers == "each"
+    assert again.pipeline is not None and not again.pipeline.unsharding.once_per_step
     priced = reprice(again, decided(plan))
     assert priced.transfer_schedules == plan.transfer_schedules and priced.search == plan.search
     assert priced.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s)
