@@ -17,8 +17,7 @@ import numpy as np
 
 from autopar.capture.capture import Captured
 from autopar.functions.carry import Carried, carried_by
-from autopar.functions.describe import describe
-from autopar.functions.joint import operands_of
+from autopar.functions.describe import describe, operands_of
 from autopar.graph.aten import (
     DROPOUT,
     EACH_ITS_OWN,

@@ -15,9 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.functions.carry import carried_by
-from autopar.functions.describe import describe
-from autopar.functions.joint import Operand
 from autopar.graph.local_arguments import local_call
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS, LocalForm
 from autopar.runtime.layers.random import draw, draw_attention
@@ -102,7 +99,6 @@ def local_form(call: LocalCall) -> fx.Node:
     """Emit ``call`` on local tensors."""
     call.target, call.args = local_call(call.target, call.args, call.operand_shapes(), call.result_shapes())
     _ask_whether_training(call)
-    _check_function(call)
     form = LOCAL_FORMS.get(call.node.op)
     groups = _layer_groups(call, form) if form is not None else {}
     attends = call.node.op == ATTENTION
@@ -154,32 +150,6 @@ def _ask_whether_training(call: LocalCall) -> None:
     for name in ("train", "training", "use_input_stats"):
         if call.args.get(name) is True:
             call.args[name] = call.graph.call_function(getattr, (call.state(), "training"))
-
-
-def _check_function(call: LocalCall) -> None:
-    """Refuse a Function that does something else on this rank's slices than was proved of it.
-
-    Raises:
-        PlanError: names the Function and what it does.
-    """
-    carried = carried_by(call.target)
-    if carried is None:
-        return
-    trains = any(t.grad for t in call.node.results)
-    cpu = torch.device("cpu")
-    operands = [Operand(t.shape, getattr(torch, t.dtype), cpu, trains and t.grad) for t in call.operand_types]
-    axes = zip(call.choice.axes, call.mesh.axes, strict=True)
-    cuts = [(strategy.factor, axis.size) for strategy, axis in axes if strategy.factor and axis.size > 1]
-    stated: Any = call.node["factors"]
-    seats = [(stated[int(factor.removeprefix("f"))], ranks) for factor, ranks in cuts]
-    why = describe(carried, operands, call.node.results).difference(seats)
-    if why:
-        parts = ", ".join(str(shape) for shape in call.operand_shapes())
-        raise PlanError(
-            f"{carried.name} (in {call.node.path or 'the model'}) is not the same on slices of shapes {parts} as on "
-            f"the whole: {why}. Pin the plan otherwise, or say what may be sharded: "
-            f"autopar.register({carried.cls.__name__}, ...) (docs/adding_an_op.md)"
-        )
 
 
 def _layer_groups(call: LocalCall, form: LocalForm) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.functions.declared import DECLARED, Declared
+from autopar.functions.declared import Declared, declared_of
 from autopar.functions.outside import Watching
 from autopar.functions.static import Hole, text
 from autopar.graph.tensor_metadata import PLAIN
@@ -69,18 +69,15 @@ class Carried:
         tensors: how many it takes.
         op: the operator ``(tensors...) -> tensors``, which applies it; its name ends in a number of this process.
         spec: how what it returns is nested, and what of that is no tensor; known once it ran.
-        is_opaque: whether it runs on tensors with data only.
-        described: what was found out of it, by operands (:mod:`autopar.functions.describe`).
+        described: what is known of it, by operands (:mod:`autopar.functions.describe`).
     """
 
     def __init__(self, cls: type[Function], args: Sequence[Any]):
         self.cls, self.args = cls, tuple(args)
         self.tensors = sum(isinstance(arg, Hole) for arg in args)
         self.spec: tuple[tuple[Any, ...], bool] | None = None
-        self.is_opaque = False
         self.described: dict[object, Any] = {}
         self._devices: list[torch.device] = []
-        self._known: dict[object, tuple[list[tuple[tuple[int, ...], torch.dtype]], list[bool]]] = {}
         self.title = re.sub(r"\W", "_", cls.__qualname__.rpartition("<locals>.")[2])
         name = f"{self.title}__{next(_NUMBERS)}"
         _LIBRARY.define(f"{name}({', '.join(f'Tensor t{place}' for place in range(self.tensors))}) -> Tensor[]")
@@ -92,8 +89,8 @@ class Carried:
 
     @property
     def declared(self) -> Declared | None:
-        """What the user says of it."""
-        return DECLARED.get(self.cls)
+        """What its dims mean, if anybody said."""
+        return declared_of(self.cls)
 
     @property
     def name(self) -> str:
@@ -132,10 +129,9 @@ class Carried:
 
     def run(self, *tensors: Tensor) -> list[Tensor]:
         """The operator."""
-        is_unseen = APPLIED.get() is not None or self.declared is not None or self.is_opaque
-        if any(t.is_meta or (is_unseen and isinstance(t, FakeTensor)) for t in tensors):
+        if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
             return list(_Nothing.apply(self, *tensors))
-        if is_unseen and any(hasattr(t, "_local_tensors") for t in tensors):
+        if any(hasattr(t, "_local_tensors") for t in tensors):
             from autopar.functions.ranks import EachRank  # simulations alone need it
 
             return list(EachRank.apply(self.apply, *tensors))
@@ -147,10 +143,6 @@ class Carried:
         Raises:
             CaptureError: its forward does not run without data, writes into an argument, or has no result.
         """
-        key = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        if self.is_opaque and key in self._known and not any(isinstance(t, FakeTensor) for t in tensors):
-            kinds, trained = self._known[key]
-            return [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in kinds], trained
         versions = [t._version for t in tensors]
         if self.declared is not None:
             results = self.declared.empty(self.name, tensors)
@@ -167,7 +159,7 @@ class Carried:
             return [tensors[0].new_empty(t.shape, dtype=t.dtype) for t in found], trained
         try:
             alone = [t.detach() for t in tensors]
-            with torch.no_grad(), _Refusing(self.name, tensors):
+            with torch.no_grad(), Watching(self.name, tensors):
                 found = self.apply(alone)
             if [t._version for t in tensors] == versions:
                 with torch.enable_grad():
@@ -189,7 +181,6 @@ class Carried:
             )
         if not found:
             raise CaptureError(f"{self.name} returns no tensor, so that nothing can be made of it")
-        self._known[key] = [(tuple(t.shape), t.dtype) for t in found], trained
         return [t.detach() for t in found], trained
 
     def __deepcopy__(self, _: object) -> Carried:
@@ -201,22 +192,6 @@ class Carried:
             with torch._C._AutoDispatchBelowAutograd():
                 return self.op(*tensors)
         return self.run(*tensors)
-
-
-class _Refusing(Watching):
-    """Refuses what a Function may not do while its forward runs: draw random numbers, or find what is the model's."""
-
-    def check(self, func: Any, tensors: list[Tensor]) -> None:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise draws(self.name, func)
-
-
-def draws(name: str, op: object) -> CaptureError:
-    """The error that a Function draws random numbers."""
-    return CaptureError(
-        f"{name} draws random numbers ({op}), which a plan can make neither alike on ranks that hold the same nor "
-        "different on others: draw them before it, and pass them to it as an argument"
-    )
 
 
 def _weakly(method: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:

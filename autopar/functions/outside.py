@@ -7,14 +7,17 @@ read them for ever, whatever training makes of them, so it is refused wherever i
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from types import CellType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.graph.module_walk import Walk
@@ -43,7 +46,7 @@ def belonging(model: nn.Module, walk: Walk) -> Iterator[None]:
 
 
 class Watching(TorchDispatchMode):
-    """Refuses what a Function may not touch while it runs: parameters that it finds by itself, and a model's buffers.
+    """Refuses what a Function may not do while it runs: draw random numbers, or find parameters and a model's buffers.
 
     Args:
         name: the Function's.
@@ -72,11 +75,42 @@ class Watching(TorchDispatchMode):
                     "to apply() as an argument, and write to it outside, since a plan would go on with the original's "
                     "values, and autograd gives it no gradient"
                 )
-        self.check(func, found)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise CaptureError(
+                f"{self.name} draws random numbers ({func}), which a plan can make neither alike on ranks that "
+                "hold the same nor different on others: draw them before it, and pass them to it as an argument"
+            )
         return func(*args, **(kwargs or {}))
 
-    def check(self, func: Any, tensors: list[Tensor]) -> None:
-        """Refuse more, given an operator and the tensors that it takes."""
+
+def refuse_reach(name: str, function: type[Function], args: Sequence[Any]) -> None:
+    """Refuse a Function that cannot be watched to its end, if it is given a model's tensors, or its code names them.
+
+    Raises:
+        CaptureError: among its arguments, globals or what it closes over is a module, or a tensor of a model.
+    """
+    models = belongings()
+    named: list[Any] = [function.forward, function.setup_context, function.backward]
+    for value in named:  # which grows by what functions of the same module name
+        if inspect.isfunction(value) and value.__module__ == function.__module__:
+            named += [each for each in _named(inspect.unwrap(value)) if not any(each is other for other in named)]
+    for where, values in (("it is given", args), ("its code names", named)):
+        for value in pytree.tree_leaves(list(values)):
+            for tensor in [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]:
+                if isinstance(tensor, Tensor) and (storage_of(tensor) in models or isinstance(tensor, nn.Parameter)):
+                    what, _ = models.get(storage_of(tensor), ("parameter", None))
+                    raise CaptureError(
+                        f"{name} decides on the values of tensors, or runs on tensors with data only, so that what it "
+                        f"reads cannot be watched, and {where} something that holds a {what} of shape "
+                        f"{tuple(tensor.shape)}: a plan would go on with the original's values. Pass to apply() the "
+                        "tensors that it reads, and nothing that holds others"
+                    )
+
+
+def _named(function: Any) -> list[Any]:
+    """What a function closes over, and the globals that it names."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return cells + [function.__globals__[each] for each in function.__code__.co_names if each in function.__globals__]
 
 
 def belongings() -> dict[int, tuple[str, Tensor]]:

@@ -6,8 +6,7 @@ import torch
 from torch import fx
 
 from autopar.functions.carry import carried_by
-from autopar.functions.describe import describe
-from autopar.functions.joint import operands_of
+from autopar.functions.describe import describe, operands_of
 from autopar.graph.aten import tensor_type, values_of
 
 

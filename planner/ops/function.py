@@ -1,101 +1,57 @@
 """Functions that bring a backward of their own: ``torch.autograd.Function``s, called by a model as one operator.
 
-What a Function computes is in its code, so each node says it itself, in arguments beside its tensors, as the capture
-found it out or the user declared it. None of them is a size, so that the node means the same at other sizes:
+What a Function computes is in its code, so each node says it itself, in arguments beside its tensors, as the user
+declared it and the capture saw it run. None of them is a size, so that the node means the same at other sizes:
 
-* ``factors``: for each factor a seat for every operand, then result: ``(dim, product of the factors major to it)``;
-  ``None`` where a tensor lacks it.
-* ``strided``: for each factor, whether it may be sharded strip by strip.
-* ``same``: for each factor, the results that lack it and are the same on every rank, not terms of a sum.
-* ``linear``: sets of operands in which it is jointly linear, as in :class:`planner.ops.sharding_rule.Rule`.
+* ``dims``: for each operand, then result, a name for every dim; equal names are one factor, ``""`` is never sharded.
 * ``terms``: whether its backward is linear in the gradients that it is given, so that it may be given terms of them.
 * ``saves``, ``holds``: operands and results that autograd saves for its backward; those that its own code holds, which
   are never let go and recomputed.
 * ``kept``: what it keeps besides, as pairs of a tensor (a place among operands, then results) and bytes for each of its
   elements.
 * ``flops``: forward operations for each element of the first result.
-* ``moves``: passes over each of its operands and results, forward and backward, that it comes to.
+* ``moves``: passes over its operands and results, forward and backward.
 * ``works``: as in :class:`planner.ops.table.Row`.
-* ``why``: why it is computed in full on every rank; ``""`` if it need not be.
+* ``registered``: whether anybody said what its dims mean; else it is computed in full on every rank.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from planner.ir.graph import Node, TensorType
-from planner.ir.layout import R
 from planner.ops.sharding_rule import Dims, Rule, Special
-from planner.ops.signature import linear_sets
 from planner.ops.table import Row
 
 PREFIX = "function."
 """What names of these operators begin with."""
 
-FOUND_OUT = frozenset(
-    {"factors", "strided", "same", "linear", "terms", "saves", "holds", "kept", "flops", "moves", "works", "why"}
-)
+FOUND_OUT = frozenset({"dims", "terms", "saves", "holds", "kept", "flops", "moves", "works", "registered"})
 """Arguments that follow from the Function, its other arguments and its operands."""
 
 Operands = tuple[TensorType, ...]
 
 
 def function(node: Node, operands: Operands) -> Rule:
-    """The factors that the node states, and between them factors that are kept whole."""
-    tensors = (*operands, *node.results)
-    stated: Any = node["factors"]
-    sizes, seats = {}, {}
-    for number, places in enumerate(stated):
-        name = f"f{number}"
-        parts = (t.shape[at[0]] // at[1] for t, at in zip(tensors, places, strict=True) if at is not None)
-        sizes[name] = math.gcd(*parts)
-        seats[name] = places
+    """The names that the node states are factors; other dims are kept whole."""
+    stated: Any = node["dims"]
+    sizes: dict[str, int] = {}
     whole: set[str] = set()
-    dims: list[Dims] = []
-    for place, tensor in enumerate(tensors):
-        dims.append(tuple(_parts(place, dim, size, seats, sizes, whole) for dim, size in enumerate(tensor.shape)))
-    trained = any(t.grad for t in node.results)
-    strided: Any = node["strided"]
-    same: Any = node["same"]
-    linear: Any = node["linear"]
+    tensors: list[Dims] = []
+    for place, (tensor, names) in enumerate(zip((*operands, *node.results), stated, strict=True)):
+        factors = [name or f"tensor {place} dim {dim}" for dim, name in enumerate(names)]
+        sized = list(zip(factors, names, tensor.shape, strict=True))
+        sizes |= {factor: size for factor, _, size in sized if size != 1}
+        whole |= {factor for factor, name, size in sized if size != 1 and not name}
+        tensors.append(tuple((factor,) if size != 1 else () for factor, _, size in sized))
     return Rule(
         sizes=sizes,
-        operands=tuple(dims[: len(operands)]),
-        results=tuple(dims[len(operands) :]),
+        operands=tuple(tensors[: len(operands)]),
+        results=tuple(tensors[len(operands) :]),
         whole=frozenset(whole),
-        linear=linear_sets(node, operands, linear),
-        special={
-            name: Special(results=dict.fromkeys(same[number], R), strided=strided[number])
-            for number, name in enumerate(seats)
-        },
-        terms=not trained or bool(node["terms"]),
+        special={name: Special(strided=False) for name in sizes},
+        terms=not any(t.grad for t in node.results) or bool(node["terms"]),
     )
-
-
-def _parts(
-    place: int, dim: int, size: int, seats: dict[str, Any], sizes: dict[str, int], whole: set[str]
-) -> tuple[str, ...]:
-    """The factors of one dim, major first; what lies between those that are stated is whole."""
-    if size == 1:
-        return ()
-    found: list[str] = []
-    major = 1
-
-    def fill(count: int) -> None:
-        if count > 1:
-            name = f"t{place}d{dim}p{len(found)}"
-            sizes[name] = count
-            whole.add(name)
-            found.append(name)
-
-    here = sorted((at[place][1], name) for name, at in seats.items() if at[place] is not None and at[place][0] == dim)
-    for start, name in here:
-        fill(start // major)
-        found.append(name)
-        major = start * sizes[name]
-    fill(size // major)
-    return tuple(found)
 
 
 def _flops(node: Node, operands: Operands, rule: Rule) -> int:
@@ -127,15 +83,15 @@ def works(node: Node) -> int:
     return found if node.op.startswith(PREFIX) else 0
 
 
-def moves(node: Node) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Passes over each of its tensors, forward and backward; ``None`` for another operator."""
+def moves(node: Node) -> tuple[float, float] | None:
+    """Passes over its tensors, forward and backward; ``None`` for another operator."""
     found: Any = node["moves"]
     return found if node.op.startswith(PREFIX) else None
 
 
-def reason(node: Node) -> str:
-    """Why a Function is computed in full on every rank; ``""`` if it need not be, or is another operator."""
-    return str(node["why"]) if node.op.startswith(PREFIX) else ""
+def is_unregistered(node: Node) -> bool:
+    """Whether a node is a Function of which nobody said what its dims mean."""
+    return node.op.startswith(PREFIX) and not node["registered"]
 
 
 ROW = Row(function, _flops, saves=_saves)

@@ -64,7 +64,7 @@ def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_host: b
     elif row.view:
         backward = nothing  # the gradient of a copy is that of the view
     elif (passes := moves(node)) is not None:
-        forward, backward = map(list, passes)
+        forward, backward = ([each] * len(tensors) for each in passes)
     else:
         own = _own(row, node, types, on_host)
         if own:

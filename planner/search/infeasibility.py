@@ -13,7 +13,7 @@ from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
 from planner.ir.graph import Graph, Node
 from planner.ops import OPS
-from planner.ops.function import reason
+from planner.ops.function import is_unregistered
 from planner.search.candidate_bounds import Branch, SearchContext
 from planner.search.min_memory import MinMemoryPlan, free_s
 from planner.solve.problem import Edge
@@ -55,10 +55,10 @@ def _forbids(space: Space) -> str:
         return "its operators ask for it in ways that go together with none, or inputs differ in dim 0"
     likes = len(space.members[space.variable_of[node.name]]) > 1
     where = (f" in {node.path}" if node.path else "") + ", or one of its kind," * likes
-    if reason(node):
+    if is_unregistered(node):
         return (
-            f"{short_op(node.op)}{where} must run on all samples at once ({reason(node)}): say what its dims mean with "
-            "autopar.register, take it out of the model"
+            f"{short_op(node.op)}{where} is not registered, so it runs on all samples at once: say what its dims "
+            "mean with autopar.register (docs/adding_an_op.md), take it out of the model"
         )
     if node.op not in OPS:
         return (

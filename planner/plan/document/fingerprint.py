@@ -12,7 +12,7 @@ import numpy as np
 from planner.formulation.decision_names import short_op
 from planner.ir.graph import Graph, Node, static
 from planner.ops import OPS
-from planner.ops.function import FOUND_OUT, PREFIX, reason
+from planner.ops.function import FOUND_OUT, PREFIX, is_unregistered
 
 
 def fingerprint(graph: Graph) -> str:
@@ -48,13 +48,12 @@ def model_facts(graph: Graph, name: str, mode: str = "train") -> dict[str, Any]:
 
 
 def coverage(graph: Graph) -> dict[str, int]:
-    """Operators without a row, and Functions that must run in full, with the reason -> how often they occur."""
+    """Operators without a row, and Functions that nobody registered -> how often they occur."""
     columns = graph.columns
     found: Counter[str] = Counter()
     for first, times in zip(columns.firsts, np.bincount(columns.first).tolist(), strict=True):
-        why = reason(first)
         if not first.is_leaf and first.op not in OPS:
             found[first.op] += times
-        if why:
-            found[f"{short_op(first.op)} ({why})"] += times
+        if is_unregistered(first):
+            found[f"{short_op(first.op)} (not registered)"] += times
     return dict(sorted(found.items()))
