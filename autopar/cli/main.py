@@ -55,7 +55,7 @@ Pins = Annotated[
     typer.Option(
         "--pin",
         metavar="NAME=VALUE",
-        help="Fix a decision: data=2, tensor=4, zero=3, offload=host ... (all of them: docs/using.md)",
+        help="Fix a decision: data=2, tensor=4, zero=3, offload=host ... (all of them: docs/reference.md)",
     ),
 ]
 Inputs = Annotated[
