@@ -22,7 +22,7 @@ from planner.base.errors import PlanError
 from planner.formulation.strategies import Choice
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import MICRO, Layout, Mesh, Shard, local_outer, local_shape
-from planner.ops import OPS
+from planner.ops import OPS, attends
 from planner.ops.sharding_rule import Rule, find
 
 
@@ -101,12 +101,11 @@ def local_form(call: LocalCall) -> fx.Node:
     _ask_whether_training(call)
     form = LOCAL_FORMS.get(call.node.op)
     groups = _layer_groups(call, form) if form is not None else {}
-    attends = call.node.op == ATTENTION
     if draws(call.node, call.target):
         varying = call.groups(
             tuple(i for i, s in enumerate(call.choice.axes) if s.factor and call.mesh.axes[i].size > 1)
         )
-        if attends:
+        if attends(call.node.op):
             positional = tuple(
                 call.args[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             )
@@ -128,8 +127,6 @@ OVER_MICRO_BATCHES = ("token_groups", "contracted_groups")
 COUNT = "count"
 """The keyword of losses that takes of how many tokens they are the mean."""
 
-ATTENTION = "aten.scaled_dot_product_attention.default"
-
 
 def is_random(node: Node, target: torch._ops.OpOverload) -> bool:
     """Whether an operator may draw random numbers."""
@@ -141,8 +138,8 @@ def draws(node: Node, target: torch._ops.OpOverload) -> bool:
     """Whether an operator draws random numbers, as it is called here."""
     if not is_random(node, target):
         return False
-    rate = node["dropout_p"] if node.op == ATTENTION else node["p"]
-    return bool(rate) if node.op == ATTENTION or "dropout" in node.op else True
+    row = OPS.get(node.op)
+    return row is None or not row.drops or bool(node[row.drops])
 
 
 def _ask_whether_training(call: LocalCall) -> None:

@@ -26,7 +26,8 @@ from pydantic import Field, field_validator, model_validator
 from planner.base.errors import ClusterError
 from planner.base.files import read_yaml, write_text
 from planner.base.units import FROZEN, BytesPerS, Described, Seconds, check_keys
-from planner.cost.kernels import Attention, Family, Product, Stream
+from planner.cost.kernels import Attention, Product, Stream
+from planner.ops.table import Family
 
 VERSION = 2
 """Of files; in the first one collectives were measured back to back."""

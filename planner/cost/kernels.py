@@ -1,7 +1,7 @@
 """What one operator runs on one device, as far as its speed depends on more than flops and bytes.
 
 A kernel is a matrix product of some shape, a flash attention, or a *stream* of bytes through an operator of some
-family. :func:`kernel_of` names the kernel of an operator from its name and the shapes of its local operands;
+family. :func:`kernel_of` names the kernel of an operator from its row and the shapes of its local operands;
 ``backward`` turns it into what its backward runs. :class:`planner.cost.model.CostModel` prices it.
 """
 
@@ -10,28 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+
+from planner.ops import OPS
+from planner.ops.table import Family
 
 Shape = tuple[int, ...]
-Family = Literal[
-    "add", "multiply", "activation", "normalization", "softmax", "loss", "embedding", "random", "copy", "reduction",
-    "optimizer",
-]  # fmt: skip
-
-# Families of operators that run at different rates where arithmetic, not memory, is the limit (a CPU). All that is
-# not listed multiplies.
-_FAMILIES: dict[str, str] = {
-    "add": "add sub rsub subtract neg negative masked_fill where clamp relu",
-    "activation": "gelu silu sigmoid tanh exp log erf pow softplus mish elu hardswish sin cos log_sigmoid",
-    "normalization": "layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm batch_norm instance_norm",
-    "softmax": "softmax log_softmax _softmax _log_softmax logsumexp",
-    "loss": "cross_entropy_loss nll_loss nll_loss_nd nll_loss_forward",
-    "embedding": "embedding index_select index gather",
-    "random": "dropout native_dropout alpha_dropout feature_dropout rand randn bernoulli",
-    "copy": "clone copy contiguous _to_copy to cat concat stack repeat pad constant_pad_nd reshape",
-    "reduction": "sum mean var std amax amin max min norm prod argmax any all cumsum",
-}
-FAMILY_OF: dict[str, Family] = {op: family for family, ops in _FAMILIES.items() for op in ops.split()}  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -115,18 +98,17 @@ def kernel_of(op: str, operands: Sequence[Shape], causal: bool = False) -> Kerne
         operands: shapes of its tensor operands, as one device holds them.
         causal: of an attention, whether it skips what lies ahead.
     """
-    name = op.removeprefix("aten.").partition(".")[0]
-    if name == "linear" and len(operands[1]) == 2:
-        (*rows, k), (n, _) = operands[0], operands[1]
-        return Product(math.prod(rows), n, k)
-    if name in ("mm", "bmm", "matmul", "addmm", "baddbmm"):
+    row = OPS.get(op)
+    runs = "multiply" if row is None else row.kernel
+    if runs == "matmul":
         return _matmul(*operands[-2:])
-    if name == "scaled_dot_product_attention" and len(operands[0]) >= 2:
+    if runs == "linear":
+        rows, weight = operands[0], operands[1]
+        return Product(math.prod(rows[:-1]), weight[0], rows[-1]) if len(weight) == 2 else None
+    if runs == "attention":
         *heads, queries, depth = operands[0]
         return Attention(math.prod(heads), queries, operands[1][-2], depth, causal)
-    if name in ("einsum", "outer", "mv", "dot", "addmv", "linear") or "conv" in name:
-        return None
-    return Stream(FAMILY_OF.get(name, "multiply"))
+    return None if runs == "other" else Stream(runs)
 
 
 def _matmul(a: Shape, b: Shape) -> Product | None:

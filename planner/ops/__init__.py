@@ -52,6 +52,12 @@ class Table(dict[str, Row]):
 OPS = Table({op: row for family in FAMILIES for op, row in family.ROWS.items()})
 
 
+def attends(op: str) -> bool:
+    """Whether an operator is attention."""
+    row = OPS.get(op)
+    return row is not None and row.kernel == "attention"
+
+
 def saved_places(node: Node, operands: tuple[TensorType, ...], *, own: bool = False) -> tuple[int, ...]:
     """Which tensors backward of an operator needs, as places among its operands, then results.
 
@@ -85,4 +91,4 @@ def passed_places(node: Node, operands: tuple[TensorType, ...]) -> tuple[int, ..
     return tuple(place for place in row.passes if place < len(of) and of[place] == result)
 
 
-__all__ = ["FAMILIES", "OPS", "Row", "passed_places", "saved_places"]
+__all__ = ["FAMILIES", "OPS", "Row", "attends", "passed_places", "saved_places"]

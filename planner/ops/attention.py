@@ -65,6 +65,6 @@ def saves(node: Node, operands: tuple[TensorType, ...]) -> tuple[str, ...]:
 ROWS: dict[str, Row] = {
     **rows(
         "scaled_dot_product_attention",
-        Row(attention, attention_flops, saves=saves, random=True),
+        Row(attention, attention_flops, saves=saves, random=True, drops="dropout_p", kernel="attention"),
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from planner.ir.graph import Node, TensorType
 from planner.ops.sharding_rule import Rule
@@ -98,11 +99,13 @@ def every_operand(node: Node, operands: Operands) -> tuple[str, ...]:
     return tuple(f"in{i}" for i in range(len(node.inputs)))
 
 
+product = partial(Row, flops=contraction_flops, saves=("in0", "in1"), mutual=True, kernel="matmul")
+
 ROWS: dict[str, Row] = {
-    **rows("linear", Row(linear, contraction_flops, saves=("in0", "in1"), mutual=True, views=(0, 1, 2))),
-    **rows("matmul", Row(matmul, contraction_flops, saves=("in0", "in1"), mutual=True, views=(0, 1))),
-    **rows("mm bmm mv dot", Row(matmul, contraction_flops, saves=("in0", "in1"), mutual=True)),
-    **rows("outer", Row(outer, contraction_flops, saves=("in0", "in1"), mutual=True)),
-    **rows("addmm addmv baddbmm", Row(added_matmul, contraction_flops, saves=("in1", "in2"), mutual=True)),
-    **rows("einsum", Row(einsum, einsum_flops, saves=every_operand)),
+    **rows("linear", product(linear, kernel="linear", views=(0, 1, 2))),
+    **rows("matmul", product(matmul, views=(0, 1))),
+    **rows("mm bmm mv dot", product(matmul)),
+    **rows("outer", product(outer)),
+    **rows("addmm addmv baddbmm", product(added_matmul, saves=("in1", "in2"))),
+    **rows("einsum", Row(einsum, einsum_flops, saves=every_operand, kernel="other")),
 }

@@ -103,7 +103,7 @@ MAX_WINDOWS = {
 }
 
 ROWS: dict[str, Row] = {
-    **rows(CONVOLUTIONS, Row(convolution, convolution_flops, saves=("in0", "in1"), mutual=True)),
+    **rows(CONVOLUTIONS, Row(convolution, convolution_flops, saves=("in0", "in1"), mutual=True, kernel="other")),
     **{op: row for n, names in LINEAR_WINDOWS.items() for op, row in rows(names, windows(n, {0})).items()},
     **{op: row for n, names in MAX_WINDOWS.items() for op, row in rows(names, windows(n)).items()},
     **rows("grid_sampler grid_sampler_2d", Row(grid_sampler, saves=("in0", "in1"))),

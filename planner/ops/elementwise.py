@@ -96,22 +96,22 @@ def both_tensors(node: Node, operands: Operands) -> tuple[str, ...]:
 NEEDS_NOTHING = """
     ceil floor round round.decimals trunc frac sign sgn signbit isnan isinf isfinite isposinf isneginf isreal
     logical_not bitwise_not
-    eq.Scalar ne.Scalar ge.Scalar gt.Scalar le.Scalar lt.Scalar where.Scalar
+    eq.Scalar ne.Scalar ge.Scalar gt.Scalar le.Scalar lt.Scalar
     bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar bitwise_left_shift.Tensor_Scalar
     bitwise_right_shift.Tensor_Scalar __and__.Scalar __or__.Scalar __xor__.Scalar __lshift__.Scalar __rshift__.Scalar
     floor_divide.Scalar fmod.Scalar remainder.Scalar div.Scalar_mode fill.Scalar
     zeros_like ones_like full_like empty_like
 """
 NEEDS_INPUT = """
-    abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh celu clamp clamp_max
-    clamp_min clip cos cosh digamma elu erf erfc erfinv exp2 float_power.Tensor_Scalar gelu hardshrink hardsigmoid
-    hardswish hardtanh leaky_relu lgamma log log10 log1p log2 log_sigmoid logit mish nan_to_num
-    polygamma relu6 selu silu sin sinc sinh softplus softshrink special_erf special_erfc
+    abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh celu clamp_max
+    clamp_min cosh digamma erfc erfinv exp2 float_power.Tensor_Scalar hardshrink hardsigmoid
+    hardtanh leaky_relu lgamma log10 log1p log2 logit nan_to_num
+    polygamma relu6 selu sinc sinh softshrink special_erf special_erfc
     special_erfinv special_expit special_logit special_log1p square tan threshold xlogy.Scalar_Other xlogy.Scalar_Self
 """
-NEEDS_OUTPUT = """
-    exp special_expm1 expm1 reciprocal relu rsqrt sigmoid sqrt tanh pow.Scalar
-"""
+ACTIVATIONS_NEEDING_INPUT = "cos elu erf gelu hardswish log log_sigmoid mish silu sin softplus"
+NEEDS_OUTPUT = "special_expm1 expm1 reciprocal rsqrt sqrt"
+ACTIVATIONS_NEEDING_OUTPUT = "exp sigmoid tanh pow.Scalar"
 
 # Functions of two tensors, which may be a tensor and a number.
 PAIRS_NEEDING_NOTHING = """
@@ -125,7 +125,7 @@ PAIRS_NEEDING_NOTHING = """
 """
 PAIRS_NEEDING_BOTH = """
     atan2 arctan2 copysign.Tensor fmax fmin fmod.Tensor hypot logaddexp logaddexp2 max.other maximum min.other minimum
-    pow.Tensor_Tensor float_power.Tensor_Tensor remainder.Tensor xlogy.Tensor clamp_max.Tensor clamp_min.Tensor polar
+    float_power.Tensor_Tensor remainder.Tensor xlogy.Tensor clamp_max.Tensor clamp_min.Tensor polar
 """
 
 # Copies and reshardings.
@@ -138,30 +138,36 @@ ALIASES = "alias detach _conj conj resolve_conj resolve_neg"
 
 ROWS: dict[str, Row] = {
     **rows(NEEDS_NOTHING, Row(pointwise)),
+    **rows("where.Scalar", Row(pointwise, kernel="add")),
     **rows(NEEDS_INPUT, Row(pointwise, saves=("in0",))),
-    **rows("pow.Tensor_Scalar", Row(pointwise, saves=("in0",), works=2)),
+    **rows("clamp clip clamp.Tensor clip.Tensor", Row(pointwise, saves=("in0",), kernel="add")),
+    **rows(ACTIVATIONS_NEEDING_INPUT, Row(pointwise, saves=("in0",), kernel="activation")),
+    **rows("pow.Tensor_Scalar", Row(pointwise, saves=("in0",), works=2, kernel="activation")),
     **rows(NEEDS_OUTPUT, Row(pointwise, saves=("out0",))),
+    **rows("relu", Row(pointwise, saves=("out0",), kernel="add")),
+    **rows(ACTIVATIONS_NEEDING_OUTPUT, Row(pointwise, saves=("out0",), kernel="activation")),
     **rows(PAIRS_NEEDING_NOTHING, Row(pointwise)),
     **rows(PAIRS_NEEDING_BOTH, Row(pointwise, saves=both_tensors)),
-    **rows(COPIES, Row(linear_in({0}), passes=(0,))),
+    **rows("pow.Tensor_Tensor", Row(pointwise, saves=both_tensors, kernel="activation")),
+    **rows(COPIES, Row(linear_in({0}), passes=(0,), kernel="copy", numbers="kept")),
     **rows(ALIASES, Row(linear_in({0}), view=True, passes=(0,))),
-    **rows("neg negative real imag mul.Scalar div.Scalar multiply.Scalar divide.Scalar", Row(linear_in({0}))),
-    **rows("add.Tensor", Row(sum_of_tensors, passes=(0, 1))),
-    **rows("sub.Tensor subtract.Tensor", Row(sum_of_tensors, passes=(0,))),
-    **rows("rsub.Tensor complex add.Scalar sub.Scalar rsub.Scalar", Row(sum_of_tensors)),
+    **rows("neg negative", Row(linear_in({0}), kernel="add")),
+    **rows("real imag mul.Scalar div.Scalar multiply.Scalar divide.Scalar", Row(linear_in({0}))),
+    **rows("add.Tensor", Row(sum_of_tensors, passes=(0, 1), kernel="add", numbers="added")),
+    **rows("sub.Tensor subtract.Tensor", Row(sum_of_tensors, passes=(0,), kernel="add")),
+    **rows("rsub.Tensor complex add.Scalar sub.Scalar rsub.Scalar", Row(sum_of_tensors, kernel="add")),
     **rows("mul.Tensor multiply.Tensor", Row(product, saves=both_tensors, mutual=True)),
     **rows("div.Tensor divide.Tensor true_divide.Tensor", Row(quotient, saves=both_tensors, mutual=True)),
-    **rows("where.self", Row(linear_in({1, 2}), saves=("in0",))),
-    **rows("where.ScalarOther where.ScalarSelf", Row(where_scalar, saves=("in0",))),
-    **rows("masked_fill.Scalar", Row(masked_fill_scalar, saves=("in1",))),
-    **rows("masked_fill.Tensor", Row(linear_in({0, 2}), saves=("in1",))),
+    **rows("where.self", Row(linear_in({1, 2}), saves=("in0",), kernel="add")),
+    **rows("where.ScalarOther where.ScalarSelf", Row(where_scalar, saves=("in0",), kernel="add")),
+    **rows("masked_fill.Scalar", Row(masked_fill_scalar, saves=("in1",), kernel="add")),
+    **rows("masked_fill.Tensor", Row(linear_in({0, 2}), saves=("in1",), kernel="add")),
     **rows("lerp.Scalar", Row(linear_in({0, 1}))),
     **rows("lerp.Tensor", Row(linear_in({0, 1}), saves=("in0", "in1", "in2"))),
     **rows("addcmul", Row(linear_in({0, 1}, {0, 2}), saves=("in1", "in2"))),
     **rows("addcdiv", Row(linear_in({0, 1}), saves=("in1", "in2"))),
-    **rows("clamp.Tensor clip.Tensor", Row(pointwise, saves=("in0",))),
-    **rows("copy fill.Tensor", Row(linear_in({1}))),  # of the first tensor they take only the shape
-    **rows("type_as to.other", Row(typed_like)),
+    **rows("copy fill.Tensor", Row(linear_in({1}), kernel="copy")),  # of the first tensor they take only the shape
+    **rows("type_as to.other", Row(typed_like, kernel="copy")),
     **rows("prelu _prelu_kernel", Row(prelu, saves=("in0", "in1"))),
     **rows("glu", Row(glu, saves=("in0",))),
 }

@@ -23,4 +23,6 @@ def embedding(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     return replace(rule, special={"v": Special()} if "v" in rule.sizes else {})
 
 
-ROWS: dict[str, Row] = {**rows("embedding", Row(embedding, saves=("in1",)))}
+ROWS: dict[str, Row] = {
+    **rows("embedding", Row(embedding, saves=("in1",), kernel="embedding", looks_up="rows")),
+}

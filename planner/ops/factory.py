@@ -40,12 +40,13 @@ def like_operand(node: Node, operands: Operands) -> Rule:
 
 
 FACTORIES = """
-    arange arange.start arange.start_step empty.memory_format empty_permuted empty_strided eye eye.m full linspace
+    empty.memory_format empty_permuted empty_strided eye eye.m full linspace
     logspace ones scalar_tensor tril_indices triu_indices zeros hann_window hamming_window
 """
 NEW = "new_empty new_empty_strided new_full new_ones new_zeros"
 
 ROWS: dict[str, Row] = {
-    **rows(FACTORIES, Row(whole)),
-    **rows(NEW, Row(like_operand)),
+    **rows("arange arange.start arange.start_step", Row(whole, numbers="counted", resize="given")),
+    **rows(FACTORIES, Row(whole, resize="given")),
+    **rows(NEW, Row(like_operand, resize="given")),
 }

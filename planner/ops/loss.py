@@ -68,13 +68,14 @@ def pointwise(node: Node, operands: Operands) -> Rule:
     return signature(node, operands, ins, [[] if node["reduction"] else names], broadcast=True)
 
 
+NLL = "nll_loss nll_loss_nd nll_loss2d nll_loss_forward nll_loss2d_forward"
 POINTWISE = """
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
     soft_margin_loss hinge_embedding_loss margin_ranking_loss poisson_nll_loss
 """
 
 ROWS: dict[str, Row] = {
-    **rows("cross_entropy_loss", Row(cross_entropy, saves=("own", "in1"), works=1)),
-    **rows("nll_loss nll_loss_nd nll_loss2d nll_loss_forward nll_loss2d_forward", Row(by_class, saves=("in1",))),
+    **rows("cross_entropy_loss", Row(cross_entropy, saves=("own", "in1"), works=1, kernel="loss")),
+    **rows(NLL, Row(by_class, saves=("in1",), kernel="loss")),
     **rows(POINTWISE, Row(pointwise, saves=every_operand)),
 }

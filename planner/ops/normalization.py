@@ -76,9 +76,9 @@ def batch_norm(node: Node, operands: Operands) -> Rule:
     return replace(rule, special={"n": special})
 
 
-def norm(rule: RuleOf, *saves: str) -> Row:
+def norm(rule: RuleOf, *saves: str, normalizes: bool = False) -> Row:
     """Backward needs the input, and the statistics if they are results."""
-    return Row(rule, saves=("in0", *saves))
+    return Row(rule, saves=("in0", *saves), kernel="normalization", normalizes=normalizes)
 
 
 def averaged(rule: RuleOf, *saves: str) -> Row:
@@ -87,10 +87,10 @@ def averaged(rule: RuleOf, *saves: str) -> Row:
 
 
 ROWS: dict[str, Row] = {
-    **rows("layer_norm", norm(trailing, "rows", "rows")),
-    **rows("rms_norm", norm(trailing, "rows")),
+    **rows("layer_norm", norm(trailing, "rows", "rows", normalizes=True)),
+    **rows("rms_norm", norm(trailing, "rows", normalizes=True)),
     **rows("_fused_rms_norm", norm(trailing, "out1")),
-    **rows("native_layer_norm", norm(trailing, "out1", "out2")),
+    **rows("native_layer_norm", norm(trailing, "out1", "out2", normalizes=True)),
     **rows("group_norm", norm(group_norm)),
     **rows("instance_norm", norm(instance_norm)),
     **rows("batch_norm _native_batch_norm_legit_no_training", averaged(batch_norm)),

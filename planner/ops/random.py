@@ -6,6 +6,8 @@ draw the same: see :class:`autopar.runtime.spmd.random_state.RandomState`.
 
 from __future__ import annotations
 
+from functools import partial
+
 from planner.ir.graph import Node, TensorType
 from planner.ops.sharding_rule import Rule
 from planner.ops.signature import letters, rows, signature
@@ -54,12 +56,14 @@ ELEMENTWISE = """
     normal_functional exponential uniform normal.Tensor_float
 """
 
+dropping = partial(Row, random=True, drops="p", kernel="random")
+
 ROWS: dict[str, Row] = {
-    **rows(ELEMENTWISE, Row(elementwise, random=True)),
-    **rows("rand randn randint randint.low randperm", Row(created, random=True)),
-    **rows("dropout", Row(dropout, saves=mask, passes=(0,), random=True)),
-    **rows("native_dropout", Row(elementwise, saves=("out1",), random=True)),
-    **rows("alpha_dropout", Row(elementwise, saves=mask, random=True)),
-    **rows("feature_dropout", Row(feature_dropout, saves=mask, random=True)),
+    **rows(ELEMENTWISE, Row(elementwise, random=True, kernel="random")),
+    **rows("rand randn randint randint.low randperm", Row(created, random=True, kernel="random", resize="given")),
+    **rows("dropout", dropping(dropout, saves=mask, passes=(0,))),
+    **rows("native_dropout", dropping(elementwise, saves=("out1",))),
+    **rows("alpha_dropout", dropping(elementwise, saves=mask)),
+    **rows("feature_dropout", dropping(feature_dropout, saves=mask)),
     **rows("multinomial", Row(multinomial, random=True)),
 }

@@ -67,7 +67,6 @@ def histogram(node: Node, operands: Operands) -> Rule:
     return signature(node, operands, [names], [["bins"]], whole=whole)
 
 
-SUMS = "sum sum.dim_IntList mean mean.dim"
 COUNTS = "nansum count_nonzero count_nonzero.dim_IntList"
 PREDICATES = "any any.dim any.dims all all.dim all.dims argmax argmin"
 
@@ -76,7 +75,7 @@ NEEDS_INPUT = "var var.dim var.correction var_mean var_mean.dim var_mean.correct
 NEEDS_BOTH = """
     amax amin max min median prod prod.dim_int std std.dim std.correction std_mean std_mean.dim std_mean.correction
     norm.Scalar norm.ScalarOpt_dim
-    norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype linalg_vector_norm frobenius_norm.dim logsumexp special_logsumexp
+    norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype linalg_vector_norm frobenius_norm.dim
 """
 NEEDS_INDICES = "max.dim min.dim median.dim kthvalue mode"
 
@@ -85,16 +84,18 @@ SOFTMAX = """
 """
 
 ROWS: dict[str, Row] = {
-    **rows(SUMS, Row(sums)),
+    **rows("sum sum.dim_IntList mean", Row(sums, kernel="reduction")),
+    **rows("mean.dim", Row(sums, kernel="reduction", normalizes=True)),
     **rows(COUNTS, Row(counts)),
     **rows("histc", Row(histogram)),
-    **rows(PREDICATES, Row(wholes)),
-    **rows(NEEDS_INPUT, Row(wholes, saves=("in0",))),
-    **rows(NEEDS_BOTH, Row(wholes, saves=("in0", "out0"))),
-    **rows(NEEDS_INDICES, Row(wholes, saves=("out1",))),
-    **rows("aminmax", Row(wholes, saves=("in0", "out0", "out1"))),
-    **rows(SOFTMAX, Row(along(), saves=("out0",))),
-    **rows("cumsum", Row(along({0}))),
+    **rows(PREDICATES, Row(wholes, kernel="reduction")),
+    **rows(NEEDS_INPUT, Row(wholes, saves=("in0",), kernel="reduction")),
+    **rows(NEEDS_BOTH, Row(wholes, saves=("in0", "out0"), kernel="reduction")),
+    **rows("logsumexp special_logsumexp", Row(wholes, saves=("in0", "out0"), kernel="softmax")),
+    **rows(NEEDS_INDICES, Row(wholes, saves=("out1",), kernel="reduction")),
+    **rows("aminmax", Row(wholes, saves=("in0", "out0", "out1"), kernel="reduction")),
+    **rows(SOFTMAX, Row(along(), saves=("out0",), kernel="softmax")),
+    **rows("cumsum", Row(along({0}), kernel="reduction")),
     **rows("cumprod logcumsumexp", Row(along(), saves=("in0", "out0"))),
     **rows("cummax cummin sort sort.stable topk", Row(along(), saves=("out1",))),
     **rows("argsort argsort.stable", Row(along())),

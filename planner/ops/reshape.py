@@ -261,11 +261,12 @@ ORDER_COPIES: dict[str, Callable[[Node, int], Sequence[int]]] = {
     "permute_copy": permute_order,
 }
 
-SPLITS = "split.Tensor split.sizes split_with_sizes chunk tensor_split.sections tensor_split.indices"
-SPLIT_COPIES = "split_copy.Tensor split_with_sizes_copy unsafe_split.Tensor unsafe_split_with_sizes unsafe_chunk"
+# Halves and thirds stay as many at other sizes; pieces of a given size do not.
+SPLITS = "split.Tensor split.sizes split_with_sizes tensor_split.indices"
+SPLIT_COPIES = "split_copy.Tensor split_with_sizes_copy unsafe_split.Tensor unsafe_split_with_sizes"
 
 ROWS: dict[str, Row] = {
-    **rows(VIEWS, Row(view, view=True, passes=(0,))),
+    **rows(VIEWS, Row(view, view=True, passes=(0,), kernel="copy", numbers="kept")),
     **rows(VIEW_COPIES, Row(view)),
     **{
         op: row
@@ -273,18 +274,21 @@ ROWS: dict[str, Row] = {
         for op, row in rows(names, Row(permuted(order), view=True, passes=(0,))).items()
     },
     **{op: row for names, order in ORDER_COPIES.items() for op, row in rows(names, Row(permuted(order))).items()},
-    **rows("expand expand_as broadcast_to", Row(linear_in({0}), view=True)),
-    **rows("expand_copy", Row(linear_in({0}))),
+    **rows("expand broadcast_to", Row(linear_in({0}), view=True, numbers="kept", resize="given")),
+    **rows("expand_as", Row(linear_in({0}), view=True)),
+    **rows("expand_copy", Row(linear_in({0}), resize="given")),
     **rows("broadcast_tensors", Row(broadcast_tensors, view=True)),
-    **rows("repeat", Row(repeat("repeats"))),
-    **rows("tile", Row(repeat("dims"))),
-    **rows("repeat_interleave.self_int", Row(repeat_interleave)),
-    **rows(SPLITS, Row(split, view=True)),
-    **rows(SPLIT_COPIES, Row(split)),
-    **rows("unbind.int", Row(unbind, view=True)),
-    **rows("unbind_copy.int", Row(unbind)),
-    **rows("cat concat concatenate", Row(cat)),
-    **rows("stack", Row(stack)),
+    **rows("repeat", Row(repeat("repeats"), kernel="copy", resize="given")),
+    **rows("tile", Row(repeat("dims"), kernel="copy", resize="given")),
+    **rows("repeat_interleave.self_int", Row(repeat_interleave, resize="given")),
+    **rows(SPLITS, Row(split, view=True, resize="pieces")),
+    **rows(SPLIT_COPIES, Row(split, resize="pieces")),
+    **rows("chunk tensor_split.sections", Row(split, view=True)),
+    **rows("unsafe_chunk", Row(split)),
+    **rows("unbind.int", Row(unbind, view=True, resize="pieces")),
+    **rows("unbind_copy.int", Row(unbind, resize="pieces")),
+    **rows("cat concat concatenate", Row(cat, kernel="copy", resize="join")),
+    **rows("stack", Row(stack, kernel="copy")),
     **rows("meshgrid meshgrid.indexing", Row(meshgrid, view=True)),
     **rows("view_as_complex", Row(view_as_complex, view=True, passes=(0,))),
     **rows("view_as_real", Row(view_as_real, view=True, passes=(0,))),

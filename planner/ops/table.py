@@ -1,8 +1,9 @@
 """The shape of an op-table row, and the helpers that most rows are made of.
 
 A row says three things about an operator: its factor rule, its forward flops, and which tensors its
-backward needs. Rows live in the modules of this package, one per family; :data:`planner.ops.OPS`
-collects them. Adding an operator is adding a row (see ``docs/adding_an_op.md``).
+backward needs; and what sets some apart: the kernel that they run, the sizes and numbers that they make.
+Rows live in the modules of this package, one per family; :data:`planner.ops.OPS` collects them. Adding
+an operator is adding a row (see ``docs/adding_an_op.md``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from planner.ir.graph import Node, TensorType
 from planner.ops.sharding_rule import Rule
@@ -34,6 +36,18 @@ OWN = ("own", "mask", "rows", "scores")
 elements; a float32 for each of its rows (along the last dim); attention's scores, where there is no flash kernel."""
 
 
+Family = Literal[
+    "add", "multiply", "activation", "normalization", "softmax", "loss", "embedding", "random", "copy", "reduction",
+    "optimizer",
+]  # fmt: skip
+"""Operators that stream bytes, by what they do with them: they run at different rates where arithmetic, not memory, is
+the limit (a CPU)."""
+
+Resize = Literal["", "given", "pieces", "element", "slice", "pad", "join"]
+"""What says how large a new dim is: an argument; how many pieces there are; that one element is taken, or a slice; how
+much padding there is; the dims that are joined."""
+
+
 @dataclass(frozen=True)
 class Row:
     """What the planner knows of one operator.
@@ -51,6 +65,16 @@ class Row:
         works: tensors of the size of the first operand that backward needs while it runs.
         view: the result aliases the first operand; it costs nothing and saves nothing.
         random: draws random numbers (ranks that hold different data must draw differently).
+        drops: the argument that says what share of elements is dropped; where that is 0, nothing is drawn.
+        kernel: what it runs: a product as in ``linear`` or ``matmul``, attention, a kernel whose flops say enough
+            (``other``), or a stream of bytes of some family.
+        normalizes: a norm of every token, or the mean that one is written with: sequence parallelism shards it along
+            the sequence.
+        looks_up: the argument ``indices`` picks ``rows`` of a table, or is a tuple with a tensor for each of the
+            ``dims`` that it indexes.
+        numbers: what the numbers in the result are: ``counted`` from ``start`` to ``end``; all those of the operand
+            (``kept``), or these with others added (``added``).
+        resize: how large dims are that no operand has.
     """
 
     rule: RuleOf
@@ -62,6 +86,17 @@ class Row:
     works: int = 0
     view: bool = False
     random: bool = False
+    drops: str = ""
+    kernel: Literal["linear", "matmul", "attention", "other"] | Family = "multiply"
+    normalizes: bool = False
+    looks_up: Literal["", "rows", "dims"] = ""
+    numbers: Literal["", "counted", "kept", "added"] = ""
+    resize: Resize = ""
+
+    @property
+    def contracts(self) -> bool:
+        """Whether it is a matrix product: sums of products of two tensors, nothing else."""
+        return self.flops is contraction_flops
 
     def saved(self, node: Node, operands: tuple[TensorType, ...]) -> tuple[str, ...]:
         """What backward of this application needs."""

@@ -35,7 +35,8 @@ from planner.base.errors import PinError
 from planner.cost.model import CostModel
 from planner.formulation.assignment import assignment_of
 from planner.formulation.certificate import Decided
-from planner.formulation.constraints.filters import Labels, filters, label_dims
+from planner.formulation.constraints.filters import filters
+from planner.formulation.constraints.labels import Labels, label_dims
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import packing
@@ -149,7 +150,7 @@ class SearchContext:
         return self.cost.cluster.device.usable_bytes - self.spare_bytes
 
     def labels(self, graph: Graph, label: str) -> Labels:
-        """:func:`planner.formulation.constraints.filters.label_dims`, found once."""
+        """:func:`planner.formulation.constraints.labels.label_dims`, found once."""
         if label not in self.known:
             self.known[label] = label_dims(graph, self.rules, label)
         return self.known[label]

@@ -17,12 +17,13 @@ from planner.base.formatting import in_bytes
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.mesh_candidates import pinned_mesh
-from planner.formulation.constraints.pins import SIZES, Pins
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.constraints.roles import ROLES, WEIGHTS, sharing
 from planner.search.branch_and_bound import Searched
 from planner.search.search import GAP, search
 
 MEMORY = "memory"
-MESH = ("pipeline", *SIZES)
+MESH = ("pipeline", *ROLES)
 """Pins that make the mesh together."""
 UNLIMITED_BYTES = 2**50
 
@@ -106,7 +107,7 @@ class Recipe:
         """
         pin = self._pinned(limits)
         axes = {name for wanted in pin.get("layers", {}).values() for name in wanted}
-        if ("sequence_parallel" in pin and "tensor" not in pin) or axes & {*SIZES} - pin.keys():
+        if ("sequence_parallel" in pin and pin.keys().isdisjoint(sharing(WEIGHTS))) or axes & {*ROLES} - pin.keys():
             return False
         if pin.keys() & {"schedule", "virtual_stages"} and not pin.keys() & {"pipeline", "micro_batches"}:
             return False

@@ -17,8 +17,9 @@ from planner.base.formatting import IN_EACH, sizes_text
 from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import kernel_of
 from planner.cost.model import CostModel
-from planner.formulation.constraints.mesh_candidates import batch_ranks, candidate_meshes, pinned_mesh
+from planner.formulation.constraints.mesh_candidates import candidate_meshes, pinned_mesh
 from planner.formulation.constraints.pins import Pins
+from planner.formulation.constraints.roles import REST, described, ranks_sharing, sharing
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import Packed, PipelinePace, pace_of, packing
 from planner.formulation.unsharding import PER_STEP, Unsharding
@@ -170,7 +171,7 @@ def dividing(configs: Iterable[ParallelConfig], graph: Graph) -> tuple[ParallelC
 
 def _data(meshes: Iterable[Mesh]) -> int:
     """The most ranks that share a micro-batch, as pinned."""
-    return max(map(batch_ranks, meshes), default=1)
+    return max((ranks_sharing(mesh, "batch") for mesh in meshes), default=1)
 
 
 def _meshes(cluster: ClusterSpec, pins: Pins, max_axes: int, stages: int) -> tuple[Mesh, ...]:
@@ -183,7 +184,7 @@ def _meshes(cluster: ClusterSpec, pins: Pins, max_axes: int, stages: int) -> tup
 def _stage_counts(cluster: ClusterSpec, pins: Pins, blocks: int, pipelines: bool) -> list[int]:
     world = cluster.world_size
     if pins.stages is None:
-        leaves_all_to_data = "data" not in pins.sizes and all(size == 1 for size in pins.sizes.values())
+        leaves_all_to_data = REST not in pins.sizes and all(size == 1 for size in pins.sizes.values())
         is_free = not pins.sizes or (pipelines and leaves_all_to_data)
         return [n for n in range(1, min(blocks, world) + 1) if world % n == 0] if is_free else [1]
     if world % pins.stages:
@@ -245,9 +246,9 @@ def _micro_batch_counts(pins: Pins, graph: Graph, mesh: Mesh) -> list[int]:
                 f"pin 'micro_batches' is {pins.micro_batches}, which does not divide the batch of {batch}: change one"
             )
         if pins.micro_batches > 1 and batch // pins.micro_batches % ranks:
-            data = f"pin 'data' is {ranks}" if "data" in pins.sizes else f"the other pins leave {ranks} ranks to 'data'"
-            if "replicate" in pins.sizes:
-                data = f"the product of pins 'replicate' and 'data' is {ranks}"
+            data = f"the other pins leave {ranks} ranks to {REST!r}"
+            if not pins.sizes.keys().isdisjoint(sharing("batch")):
+                data = f"{described('batch', mesh.names)} is {ranks}"
             raise PinError(
                 f"{data}, which does not divide a micro-batch: pin 'micro_batches' cuts the batch of "
                 f"{batch} into {pins.micro_batches} of {batch // pins.micro_batches}: change one"

@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 
 from planner.base.errors import PinError
+from planner.formulation.constraints.roles import ROLES, WEIGHTS, sharing
 from planner.formulation.strategies import Choice
 from planner.ir.layout import MICRO, Layout, Mesh
 from planner.search.candidate_bounds import Branch, Incumbent, SearchContext
 from planner.search.parallel_config import ParallelConfig
-
-NAMES = {1: (("tensor",), ("data",)), 2: (("data", "tensor"),)}
-"""What the axes of a mesh of so many are for, major first."""
 
 
 def by_recipe(context: SearchContext, branches: list[Branch], until: float) -> list[Branch]:
@@ -38,7 +37,8 @@ def _named(mesh: Mesh) -> Iterator[Mesh]:
     """A mesh with its axes named by what they are for."""
     micro_batches = tuple(axis for axis in mesh.axes if axis.name == MICRO)
     axes = [axis for axis in mesh.axes if axis.name != MICRO]
-    for names in NAMES.get(len(axes), ()) if mesh.size > 1 else ():
+    tried = [name for name, role in ROLES.items() if role.is_tried] if mesh.size > 1 else []
+    for names in reversed([*combinations(tried, len(axes))]):
         yield Mesh((*micro_batches, *(replace(axis, name=name) for axis, name in zip(axes, names, strict=True))))
 
 
@@ -46,7 +46,7 @@ def _held(context: SearchContext, branch: Branch, mesh: Mesh) -> Branch | None:
     """The look held to the recipe of a named mesh; ``None`` where the recipe does not fit the model."""
     config = replace(branch.candidate.config, mesh=mesh)
     sizes = {axis.name: axis.size for axis in mesh.axes if axis.name != MICRO}
-    for sequence_parallel in (True, None) if "tensor" in sizes else (None,):
+    for sequence_parallel in (True, None) if not sizes.keys().isdisjoint(sharing(WEIGHTS)) else (None,):
         pins = replace(context.pins, sizes=sizes, sequence_parallel=sequence_parallel)
         try:
             space = replace(context, pins=pins, formulated={config: branch.space}).formulate(

@@ -12,7 +12,6 @@ import math
 from fractions import Fraction
 
 from planner.base.symbolic_float import Formula, divided, formula_of, growing, largest, smallest
-from planner.formulation.constraints.filters import ATTENTION
 from planner.formulation.decisions import Together
 from planner.formulation.resharding import BROUGHT, Phase, ReshardStep, local_bytes, passes, together_on
 from planner.formulation.resharding_tables import NOT_BROUGHT
@@ -20,7 +19,7 @@ from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout
-from planner.ops import OPS
+from planner.ops import OPS, attends
 from planner.ops.memory_traffic import Passes
 
 
@@ -33,7 +32,7 @@ class ClosedSpace(Space):
 
     def heavier(self, node: Node) -> Fraction:
         """Operations of backward for each of forward: two products for one; flash attention scores once more."""
-        return Fraction(5, 2) if node.op == ATTENTION else Fraction(2)
+        return Fraction(5, 2) if attends(node.op) else Fraction(2)
 
     def collective_s(self, kind: str, axis: Axis, bytes_in: int, together: Together = NOT_BROUGHT) -> float:
         if axis.name == MICRO:  # only sums cross from micro-batch to micro-batch; they are added up as they come
@@ -73,7 +72,7 @@ class ClosedSpace(Space):
 
     def _computed_s(self, node: Node, choice: Choice) -> tuple[float, float]:
         """Arithmetic or memory, whichever takes longer, with what backward runs besides."""
-        device, attends, traffic = self.cost.cluster.device, node.op == ATTENTION, self.traffic(node)
+        device, traffic = self.cost.cluster.device, self.traffic(node)
         sizes = self._sizes(node, choice)
 
         def memory_s(often: Passes) -> float:
@@ -84,7 +83,7 @@ class ClosedSpace(Space):
         besides_s = memory_s(traffic.besides) + traffic.starts * device.launch_overhead_s
         found = []
         for is_backward, often in enumerate((traffic.forward, traffic.backward)):
-            share = device.attention_efficiency[is_backward] if attends else device.matmul_efficiency
+            share = device.attention_efficiency[is_backward] if attends(node.op) else device.matmul_efficiency
             rate = device.peak(node.results[0].dtype if node.results else "float32") * share
             heavier = float(self.heavier(node)) if is_backward else 1.0
             arithmetic_s = growing(0.0, heavier / rate, flops) / self._sharing(choice)

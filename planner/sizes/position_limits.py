@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from planner.base.errors import InputError
 from planner.ir.graph import Graph, Ref
-
-EMBEDDING = "aten.embedding.default"
-COUNTING = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
-"""Operators whose results count up to their size."""
-_KEEPING = frozenset(
-    f"aten.{op}"
-    for op in ("unsqueeze.default", "expand.default", "view.default", "clone.default", "to.dtype", "contiguous.default")
-)
-"""Operators whose result holds the values of their operand, each at least once."""
+from planner.ops import OPS
 
 
 def check_positions(graph: Graph) -> None:
@@ -21,7 +13,7 @@ def check_positions(graph: Graph) -> None:
     Raises:
         InputError: names the table, its rows, and the position.
     """
-    for node in graph.applying(EMBEDDING):
+    for node in graph.applying(*(op for op, row in OPS.items() if row.looks_up == "rows")):
         table = graph.by_name[node.inputs[0].node]
         (rows, *_), indices = graph.type_of(node.inputs[0]).shape, node["indices"]
         last = _last(graph, indices) if isinstance(indices, Ref) else None
@@ -35,10 +27,10 @@ def check_positions(graph: Graph) -> None:
 def _last(graph: Graph, ref: Ref) -> int | None:
     """The largest of numbers that are counted, known from how they are made; ``None`` where they are not."""
     node, past = graph.by_name[ref.node], 0
-    while node.op not in COUNTING:
-        if len(node.inputs) != 1 or (node.op not in _KEEPING and node.op != "aten.add.Tensor"):
+    while (numbers := row.numbers if (row := OPS.get(node.op)) else "") != "counted":
+        if len(node.inputs) != 1 or not numbers:
             return None
-        if node.op == "aten.add.Tensor":
+        if numbers == "added":
             other, alpha = node["other"], node["alpha"]
             if not isinstance(other, int) or not isinstance(alpha, int):
                 return None

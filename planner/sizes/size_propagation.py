@@ -24,29 +24,15 @@ from planner.base.errors import PlanError
 from planner.base.symbolic_int import Size, batch_of, describe, quotient, sequence_of
 from planner.formulation.strategies import tensors_of
 from planner.ir.graph import Graph, Node, Ref
+from planner.ops import OPS
 from planner.ops.sharding_rule import Rule
-from planner.sizes.position_limits import COUNTING, EMBEDDING
+from planner.ops.table import Resize
 
 Sizes = tuple[int, ...]
 """The parts of a dim or of a factor, major first; none is open any more."""
 
 COUNTED = frozenset({"stack", "parts", "pieces", "halves", "r1", "r2"})
 """Factors that count tensors, or that the operator's meaning fixes."""
-
-_BY_ARGUMENT = """
-    arange arange.start arange.start_step empty.memory_format empty_permuted empty_strided full ones zeros eye eye.m
-    linspace rand randn randint randint.low tril_indices triu_indices
-    new_empty new_empty_strided new_full new_ones new_zeros
-    expand expand_copy broadcast_to repeat tile repeat_interleave.self_int
-"""
-BY_ARGUMENT = frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in _BY_ARGUMENT.split())
-"""Operators whose arguments say how large new dims are."""
-
-_IN_PIECES = "unbind.int split.Tensor split.sizes split_with_sizes tensor_split.indices unsafe_split.Tensor " + (
-    "unsafe_split_with_sizes unbind_copy.int split_copy.Tensor split_with_sizes_copy"
-)
-IN_PIECES = frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in _IN_PIECES.split())
-"""Operators that cut a dim into as many pieces as there are; halves and thirds (``chunk``) stay as many."""
 
 ENDLESS = 2**31
 """An end of a slice from here on means the end of the dim."""
@@ -161,16 +147,18 @@ class _Walk:
         # Dims of one factor first: they say what the factors of merged dims are.
         for parts, names in sorted(read, key=lambda each: len(each[1]) > 1):
             self._read(parts, names, rule, factors)
-        if node.op in IN_PIECES or node.op in ("aten.select.int", "aten.slice.Tensor"):
-            self._taken_apart(node)
-        self._look_up(node)
-        for number, (ref, dims) in enumerate(tensors[len(node.inputs) :]):
+        row = OPS.get(node.op)
+        resize = row.resize if row is not None else ""
+        if resize in ("pieces", "element", "slice"):
+            self._taken_apart(node, resize)
+        self._look_up(node, row is not None and row.looks_up != "")
+        for ref, dims in tensors[len(node.inputs) :]:
             for position, names in enumerate(dims):
                 for name in names:
                     if name not in factors:
-                        factors[name] = self._made(node, rule, number, position, name, factors)
+                        factors[name] = self._made(node, resize, position, name, factors)
             self.dims[ref] = tuple(tuple(p for name in names for p in factors[name]) for names in dims)
-        if node.op in COUNTING and self.dims[Ref(node.name)]:
+        if row is not None and row.numbers == "counted" and self.dims[Ref(node.name)]:
             self.counts[Ref(node.name)] = self.dims[Ref(node.name)][0]
 
     def _read(self, parts: _Parts, names: Sequence[str], rule: Rule, factors: dict[str, _Parts]) -> None:
@@ -258,22 +246,21 @@ class _Walk:
 
     # ---- what operators make ----
 
-    def _made(
-        self, node: Node, rule: Rule, number: int, position: int, name: str, factors: Mapping[str, _Parts]
-    ) -> _Parts:
+    def _made(self, node: Node, resize: Resize, position: int, name: str, factors: Mapping[str, _Parts]) -> _Parts:
         """The parts of a factor that no operand has."""
+        rule = self.rules[node.name]
         size = rule.sizes[name]
         if name in COUNTED:
             return (size,)
-        if node.op in BY_ARGUMENT:
+        if resize == "given":
             return (self._open(size),)
         within = {factor for dims in rule.results for dim in dims for factor in dim}
         spent = [parts for factor, parts in factors.items() if factor not in within]
-        if node.op == "aten.slice.Tensor":
+        if resize == "slice":
             return (self._sliced(node, size, position),)
         if all(type(part) is int for parts in spent for part in _flat(parts)):
             return (size,)
-        if node.op in ("aten.constant_pad_nd.default", "aten.pad.default") and node["mode"] in (None, "constant"):
+        if resize == "pad" and node["mode"] in (None, "constant"):
             pad = node["pad"]
             assert isinstance(pad, tuple)
             at = 2 * (len(node.results[0].shape) - 1 - position)
@@ -282,7 +269,7 @@ class _Walk:
                 self._check_shift(pad[at])
                 self._check_shift(pad[at + 1])
                 return (length + pad[at] + pad[at + 1],)
-        if node.op in ("aten.cat.default", "aten.concat.default", "aten.concatenate.default"):
+        if resize == "join":
             lengths = [self._length(self.dims[ref][position]) for ref in node.inputs]
             if None not in lengths:
                 return (sum(length for length in lengths if length is not None),)
@@ -315,7 +302,7 @@ class _Walk:
                 f"{abs(count)} may be a constant or come from the size that it is counted off or added to"
             )
 
-    def _taken_apart(self, node: Node) -> None:
+    def _taken_apart(self, node: Node, resize: Resize) -> None:
         """Refuse what takes a moving dim apart, piece by piece: elsewhere there would be more operators.
 
         Also note where a slice that takes all of it as planned would end.
@@ -326,28 +313,25 @@ class _Walk:
         length = self._length(self.dims[source][dim])
         if not isinstance(length, Size):
             return
-        first, end = node["index" if node.op == "aten.select.int" else "start"] or 0, node["end"]
+        first, end = node["index" if resize == "element" else "start"] or 0, node["end"]
         assert isinstance(first, int) and isinstance(end, int | None)
         if end is not None and length < end < ENDLESS:
             self.bounds.append(((length,), end, self._place()))
-        one = node.op == "aten.select.int" or (node.op == "aten.slice.Tensor" and node.results[0].shape[dim] == 1)
+        one = resize == "element" or (resize == "slice" and node.results[0].shape[dim] == 1)
         picked = self.picked.setdefault((source, dim), set())
         if one:
             picked.add(first % int(length))
-        if node.op in IN_PIECES or not picked <= {0, int(length) - 1} or len(picked) == int(length):
+        if resize == "pieces" or not picked <= {0, int(length) - 1} or len(picked) == int(length):
             raise self._error(
                 f"the {describe(length)} is taken apart, and into how many pieces elsewhere cannot be told"
             )
 
-    def _look_up(self, node: Node) -> None:
+    def _look_up(self, node: Node, in_table: bool) -> None:
         """Note where positions that were counted up to a size are looked up in a table; follow them that far."""
         if len(node.inputs) == 1 and node.inputs[0] in self.counts:
             self.counts[Ref(node.name)] = self.counts[node.inputs[0]]
-        looked_up: tuple[object, ...] = ()
-        if node.op == EMBEDDING:
-            looked_up = (node["indices"],)
-        elif node.op == "aten.index.Tensor" and isinstance(node["indices"], tuple):
-            looked_up = node["indices"]
+        indices = node["indices"] if in_table else ()
+        looked_up = indices if isinstance(indices, tuple) and not isinstance(indices, Ref) else (indices,)
         for dim, index in enumerate(looked_up):
             if isinstance(index, Ref) and index in self.counts:
                 rows = self._length(self.dims[node.inputs[0]][dim])

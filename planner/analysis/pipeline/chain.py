@@ -25,7 +25,6 @@ from planner.formulation.stage_boundaries import crossing, sent
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, PIPELINE, Axis, Layout
 from planner.ops import OPS
-from planner.ops.table import contraction_flops
 from planner.solve.pipeline.schedule import versions
 from planner.solve.pipeline.stages import Chain, ChainBlock, Cut, Pipeline, RematOption
 
@@ -359,7 +358,7 @@ class _Chain:
     def _has_weights(self, node: Node) -> bool:
         """Whether an operator is a product with a parameter, so that half of its backward is the weight's."""
         row = OPS.get(node.op)
-        return row is not None and row.flops is contraction_flops and any(map(self._is_weight, node.inputs))
+        return row is not None and row.contracts and any(map(self._is_weight, node.inputs))
 
     def _is_weight(self, ref: Ref) -> bool:
         node = self.graph.by_name[ref.node]

@@ -13,21 +13,12 @@ from collections.abc import Iterator, Mapping
 
 from planner.base.errors import PinError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.roles import REST, ROLES
 from planner.ir.layout import Mesh
-
-BATCH = ("replicate", "data")
-"""Axes that share the batch; parameters are sharded on the inner one at most."""
-ROLES = (*BATCH, "context", "tensor")
-"""Axes that a recipe may pin, major first: the tensor axis is contiguous. The stages of a pipeline stride wider yet."""
 
 MAX_AXES = 2
 """Axes of a mesh at most, where nobody says how many: with three, to bound a mesh takes about ten times as long."""
 _NAMES = {1: ("all",), 2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
-
-
-def batch_ranks(mesh: Mesh) -> int:
-    """How many ranks share a batch, or a micro-batch, on the axes that a recipe has for it."""
-    return math.prod(axis.size for axis in mesh.axes if axis.name in BATCH)
 
 
 def candidate_meshes(
@@ -54,7 +45,7 @@ def candidate_meshes(
 
 
 def pinned_mesh(cluster: ClusterSpec, sizes: Mapping[str, int], stages: int = 1) -> Mesh:
-    """The mesh of a recipe such as ``{"data": 2, "tensor": 8}``, axes in the order of :data:`ROLES`.
+    """The mesh of a recipe such as ``{"data": 2, "tensor": 8}``, axes in the order of its roles.
 
     With several ``stages`` of a pipeline it is that of one. A missing ``data`` takes the devices that are left. Axes of
     size 1 shard nothing and are dropped; if none remains, the mesh is one axis ``all`` of size 1. Raises
@@ -72,18 +63,19 @@ def pinned_mesh(cluster: ClusterSpec, sizes: Mapping[str, int], stages: int = 1)
     shown = {**({"pipeline": stages} if stages > 1 else {}), **{name: sizes[name] for name in ROLES if name in sizes}}
     product = " x ".join(f"{name} {size}" for name, size in shown.items()) or "nothing"
     product += f" = {pinned}" if len(shown) > 1 else ""
-    if "data" not in sizes and world % pinned:
+    if REST not in sizes and world % pinned:
         raise PinError(
             f"pinned {product} does not divide the {world} devices of {cluster.name!r}; "
             f"pin {'sizes whose product' if len(shown) > 1 else 'a size that'} divides {world}"
         )
-    if "data" in sizes and pinned != world:
-        others = "change a size, or leave out data to have it inferred"
-        alone = "every device is on some axis: pin what data leaves, too (tensor, context), or leave data out"
+    if REST in sizes and pinned != world:
+        others = f"change a size, or leave out {REST} to have it inferred"
+        more = ", ".join(name for name in reversed(ROLES) if ROLES[name].shards != ROLES[REST].shards)
+        alone = f"every device is on some axis: pin what {REST} leaves, too ({more}), or leave {REST} out"
         raise PinError(
             f"pinned {product}, but {cluster.name!r} has {world} devices; {others if len(shown) > 1 else alone}"
         )
-    complete = {"data": world // pinned, **sizes}
+    complete = {REST: world // pinned, **sizes}
     return Mesh.of(**({name: complete[name] for name in ROLES if complete.get(name, 1) > 1} or {"all": 1}))
 
 

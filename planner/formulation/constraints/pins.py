@@ -2,8 +2,8 @@
 
 A recipe says how many ranks share each kind of work: ``data`` (the batch factor), ``replicate`` (the batch again: that
 many groups of ``data`` ranks, each with all parameters), ``context`` (the query-sequence factor of attention),
-``tensor`` (weight factors). It becomes a mesh with an axis of each name, and a filter that keeps, on that axis, the
-strategies the recipe means, see :mod:`planner.formulation.constraints.filters`.
+``tensor`` (weight factors), see :mod:`planner.formulation.constraints.roles`. It becomes a mesh with an axis of each
+name, and a filter that keeps, on that axis, the strategies that are meant.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from planner.base.errors import PinError
-from planner.formulation.constraints.mesh_candidates import ROLES
+from planner.formulation.constraints.roles import ROLES, WEIGHTS, sharing
 from planner.formulation.constraints.zero import Ways, Zero, levels_alone, read_zero, unshardings
 from planner.formulation.remat.levels import COMPUTED, Level
 from planner.formulation.training import Activations, Tier, Update
 from planner.formulation.unsharding import PER_MICRO_BATCH, Unsharding
 from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 
-SIZES = ROLES
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
 TIERS: Mapping[str, Tier] = {"none": "device", "host": "host", "auto": "either", "disk": "disk"}
 
@@ -81,7 +80,7 @@ class Pins:
         if pin is not None and not isinstance(pin, Mapping):
             raise PinError(f"pin is {pin!r}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
         pin = dict(pin or {})
-        known = {*SIZES, *COUNTS, "sequence_parallel", "zero", "recompute", "offload", "update", "activations"}
+        known = {*ROLES, *COUNTS, "sequence_parallel", "zero", "recompute", "offload", "update", "activations"}
         known |= {"layers", "schedule"}
         unknown = sorted(set(pin) - known)
         if unknown:
@@ -91,7 +90,7 @@ class Pins:
         counts = {name: _count(name, what, pin.pop(name, None)) for name, what in COUNTS.items()}
         schedule = _schedule(pin.pop("schedule", None), counts["virtual_stages"])
         sizes: dict[str, int] = {}
-        for name in SIZES:
+        for name in ROLES:
             size = pin.pop(name, None)
             if size is None:
                 continue
@@ -106,7 +105,7 @@ class Pins:
         sequence_parallel = pin.pop("sequence_parallel", None)
         if sequence_parallel not in (None, True, False):
             raise PinError(f"pin 'sequence_parallel' is {sequence_parallel!r}; it is True or False")
-        if sequence_parallel and sizes.get("tensor", 1) == 1:
+        if sequence_parallel and all(sizes.get(name, 1) == 1 for name in sharing(WEIGHTS)):
             raise PinError("pin 'sequence_parallel' shards the sequence over the tensor axis: pin 'tensor' above 1 too")
         recompute, keep = _recompute(pin.pop("recompute", None))
         offload = pin.pop("offload", None)

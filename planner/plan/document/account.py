@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from planner.analysis.prediction import calls_by_block, conversions, sorted_calls
 from planner.formulation.assignment import Assignment
-from planner.formulation.constraints.filters import ATTENTION, Labels, label_dims, labelled_parts
+from planner.formulation.constraints.labels import LABELS, Labels, label_dims, labelled_parts
 from planner.formulation.decision_names import Section, fillings, pattern, variable_names
 from planner.formulation.resharding import Collective, local_bytes
 from planner.formulation.search_space import Space
@@ -20,9 +20,8 @@ from planner.formulation.strategies import Choice
 from planner.formulation.variables import Variable
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, format_layout
-from planner.ops import OPS
+from planner.ops import OPS, attends
 from planner.ops.sharding_rule import AxisStrategy, find
-from planner.ops.table import contraction_flops
 from planner.plan.document.detail import Account, BlockDetail, LeafDetail, Move, OpDetail
 
 Names = Mapping[Variable, tuple[Section, str]]
@@ -157,13 +156,11 @@ def _moves(assignment: Assignment, names: Names) -> dict[tuple[str, Variable], l
 
 # ---- strategies in words ---------------------------------------------------------------------------------------------
 
-_LABELS = {"batch": "batch", "sequence": "context"}
-
 
 def meanings(space: Space) -> Meanings:
     """A function that says per axis what a choice shards (:class:`planner.plan.document.detail.OpDetail`)."""
     reads = _parameters_read(space)
-    labels = {word: label_dims(space.graph, space.rules, which) for word, which in _LABELS.items()}
+    labels = {label.word: label_dims(space.graph, space.rules, which) for which, label in LABELS.items() if label.word}
     return lambda node, choice: tuple(_meaning(space, node, strategy, labels, reads) for strategy in choice.axes)
 
 
@@ -184,12 +181,12 @@ def _meaning(
         ref in reads and find(dims, strategy.factor, rule.sizes)
         for ref, dims in zip(node.inputs, rule.operands, strict=True)
     )
-    if weighted and "embedding" in node.op:
-        return "features" if place else "vocabulary"
     row = OPS.get(node.op)
-    if weighted and row is not None and row.flops is contraction_flops:
+    if weighted and row is not None and row.looks_up == "rows":
+        return "features" if place else "vocabulary"
+    if weighted and row is not None and row.contracts:
         return "columns" if place else "rows"
-    if node.op == ATTENTION:
+    if attends(node.op):
         return "heads"
     return f"dim {place[0]}" if place else "terms"
 

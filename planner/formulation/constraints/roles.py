@@ -1,0 +1,74 @@
+"""Roles: what the axes of a recipe are for, a row for each; a new kind of axis is a row here.
+
+What a row says is all that pins, meshes, filters, and the recipes of the search ask of an axis by its name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.ir.layout import Mesh
+
+WEIGHTS = "weights"
+"""The factors of parameters, in the operators that contract with one."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What the ranks along one axis share.
+
+    Attributes:
+        name: of the pin and of the axis.
+        shards: the factors that it shards: those of one of :data:`planner.formulation.constraints.labels.LABELS`, some
+            of which its ranks must divide, or :data:`WEIGHTS`.
+        parameters: how it stores them: ``whole``, as pin ``zero`` says, or in ``any`` way.
+        elsewhere: the label that it shards in operators that lack these factors; if there is none, or they lack that
+            too, they run whole. What holds no weight is free instead: it may shard all but the batch, and the sequence
+            as pin ``sequence_parallel`` says.
+        takes_rest: it has the ranks that the sizes of the others leave, where its own is not pinned.
+        is_tried: the search tries it where nobody pins what axes are for.
+    """
+
+    name: str
+    shards: str
+    parameters: Literal["whole", "zero", "any"]
+    elsewhere: str = ""
+    takes_rest: bool = False
+    is_tried: bool = False
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What it shards, first what it shards where it can."""
+        return (self.shards, self.elsewhere) if self.elsewhere else (self.shards,)
+
+
+ROLES = {
+    role.name: role
+    for role in (
+        Role("replicate", "batch", "whole"),
+        Role("data", "batch", "zero", takes_rest=True, is_tried=True),
+        Role("context", "context", "whole"),
+        Role("tensor", WEIGHTS, "any", is_tried=True),
+    )
+}
+"""By name, major first: the tensor axis is contiguous. The stages of a pipeline stride wider yet."""
+
+REST = next(name for name, role in ROLES.items() if role.takes_rest)
+
+
+def sharing(label: str) -> tuple[str, ...]:
+    """The names of the axes that shard a label."""
+    return tuple(name for name, role in ROLES.items() if label in role.labels)
+
+
+def ranks_sharing(mesh: Mesh, label: str) -> int:
+    """How many ranks of a mesh share the dims of a label, such as a batch, or a micro-batch."""
+    return math.prod(axis.size for axis in mesh.axes if axis.name in sharing(label))
+
+
+def described(label: str, names: tuple[str, ...]) -> str:
+    """The pins of a label among ``names``, as an error speaks of what they make together."""
+    found = [repr(name) for name in sharing(label) if name in names]
+    return f"the product of pins {' and '.join(found)}" if len(found) > 1 else f"pin {''.join(found) or repr(REST)}"
