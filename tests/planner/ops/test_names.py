@@ -7,9 +7,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 NAMING = {
     "planner/formulation/decision_names.py": "takes the prefix off names that people read",
-    "autopar/capture/passes/strides.py": "takes the prefix off, to ask what autopar/graph/local_arguments.py adapts",
-    "autopar/functions/proof.py": "which constants are zero, so that they may be terms of a sum as well",
+    "autopar/capture/passes/contiguous_removal.py": "takes the prefix off, to ask what "
+    "autopar/graph/local_arguments.py adapts",
     "autopar/graph/aten.py": "what autograd gives a gradient, and which results share memory, as traced",
+    "autopar/graph/listing.py": "shortens the code of a program that people read",
     "autopar/graph/local_arguments.py": "how arguments that are sizes are written on one rank, which takes torch",
     "autopar/runtime/layers/__init__.py": "the layer that stands for an operator whose factor is sharded",
     "autopar/runtime/module.py": "shortens the code of a program that people read",
