@@ -24,7 +24,7 @@ def listing(program: ExportedProgram | Program) -> str:
 def readable(code: str, name: str) -> str:
     """The code that fx writes for a graph as a function of this name, without what it adds for the interpreter."""
     code = re.sub(r";  (?:\w+ = )+None|# (?:Annotation: .*|No stacktrace found.*)", "", code)
-    code = code.replace("torch.ops.aten.", "aten.").replace("def forward(self", f"def {name}(self", 1)
+    code = re.sub(r"def forward\((\s*)self", rf"def {name}(\1self", code.replace("torch.ops.aten.", "aten."), count=1)
     return "\n".join(line for line in code.splitlines() if line.strip())
 
 
@@ -43,11 +43,12 @@ def _of_program(program: Program) -> Iterator[str]:
         places = results[body] = [i for i in range(len(body.nodes)) if any(call.names[i] in read for call in found)]
         yield _function(_written_out(found[0], places), f"body_{number}")
     number_of = {body: number for number, body in enumerate(calls)}
-    lines = [f"def model(self, {', '.join(leaf.name for leaf in program.leaves)}):"]
+    leaves = [f"    {leaf.name},  # {leaf.kind} {leaf.target}" for leaf in program.leaves]
+    lines = ["def model(", "    self,", *leaves, "):"]
     for call in program.calls:
-        made = ", ".join(call.names[i] for i in results[call.body])
+        made = "".join(f"{call.names[i]}, " for i in results[call.body])
         where = f"  # {call.path}" if call.path else ""
-        lines.append(f"    {made} = self.body_{number_of[call.body]}({', '.join(call.operands)}){where}")
+        lines.append(f"    {made}= self.body_{number_of[call.body]}({', '.join(call.operands)}){where}")
     lines += [f"    # buffer {buffer} becomes {name}" for buffer, name in program.updates]
     yield "\n".join([*lines, f"    return ({''.join(f'{name}, ' for name in program.outputs)})"])
 

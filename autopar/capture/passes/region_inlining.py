@@ -54,6 +54,7 @@ def _inline(module: fx.GraphModule, model: nn.Module) -> None:
         graph.erase_node(node)
         if not body.users:
             graph.erase_node(body)
+            delattr(module, str(body.target))
 
 
 def _autocast_message(node: fx.Node, inner: fx.GraphModule, model: nn.Module) -> str:

@@ -9,9 +9,7 @@ from torch import nn
 from autopar.capture.capture import capture
 from autopar.capture.lowering import lower
 from autopar.graph.module_walk import Walk, modules, tensors
-from autopar.verification.verify import verify
 from planner.base.errors import CaptureError, InputError
-from planner.cost.cluster import ClusterSpec
 from planner.ir.graph import Ref
 
 X = torch.randn(4, 8)
@@ -38,40 +36,6 @@ class Branches(nn.Module):
         if y.sum() > 0:
             y = y + 1
         return y
-
-
-class WritesInput(nn.Module):
-    def forward(self, x):
-        x.add_(1)
-        return x * 2
-
-
-class NoGrad(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        with torch.no_grad():
-            scale = self.weight * 2
-        return (x * scale * self.weight).sum()
-
-
-class Running(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x):
-        return self.norm(x).sum()
-
-
-def test_tied_weights_are_one_leaf():
-    captured = capture(Tied(), None, {"ids": torch.zeros(4, 6, dtype=torch.long)})
-    graph = lower(captured)
-    params = [leaf for leaf in graph.leaves if leaf.op == "param"]
-    assert [leaf.target for leaf in params] == ["embed.weight"]
-    assert len(graph.users[Ref(params[0].name)]) == 2
 
 
 def test_nested_outputs_and_static_values_are_remembered():
@@ -102,11 +66,6 @@ def test_dummy_inputs_are_used():
     assert lower(capture(model)).leaves[-1].results[0].shape == (4, 8)
 
 
-def test_writing_into_an_input_is_refused():
-    with pytest.raises(CaptureError, match="clone the input"):
-        capture(WritesInput(), (X,))
-
-
 def test_a_loss_function_sees_what_the_model_does_not_take():
     def loss(outputs, batch):
         return nn.functional.mse_loss(outputs, batch["target"])
@@ -120,67 +79,6 @@ def test_a_loss_function_sees_what_the_model_does_not_take():
 def test_a_loss_function_needs_names():
     with pytest.raises(InputError, match="example_kwargs"):
         capture(nn.Linear(8, 8), (X,), loss_fn=lambda outputs, batch: outputs.sum())
-
-
-def test_gradients_stop_at_no_grad_regions():
-    graph = lower(capture(NoGrad(), (X,)))
-    scaled = next(node for node in graph.nodes if node.op == "aten.mul.Tensor")
-    assert not scaled.results[0].grad
-    assert graph.type_of(graph.outputs[0]).grad
-
-
-class WritesBeside(nn.Module):
-    """Targets without gradients in a model that writes in place: torch's own pass forgets where gradients were off."""
-
-    def __init__(self, how: str):
-        super().__init__()
-        self.up, self.how = nn.Linear(8, 8), how
-        self.register_buffer("kept", torch.zeros(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.up(x)
-        kept = torch.zeros_like(x)
-        with torch.no_grad():
-            target = x * 2 + 1
-            if self.how == "copied":
-                kept.copy_(x)
-            elif self.how == "in part":
-                kept[:, :3] = x[:, :3]
-            elif self.how == "in the region":
-                target.mul_(3)
-            elif self.how == "a buffer":
-                self.kept.mul_(0.9).add_(x.mean(0))
-            elif self.how == "what has a gradient":
-                x.view(-1).mul_(2)
-        if self.how == "elsewhere":
-            kept[:, :3] = x[:, :3]
-        return ((target + kept + self.kept) * x).square().mean()
-
-
-@pytest.mark.parametrize("how", ["copied", "in part", "in the region", "elsewhere"])
-def test_writes_in_place_leave_gradients_where_they_were(how):
-    torch.manual_seed(0)
-    found = verify(WritesBeside(how), ClusterSpec.local(2), example_kwargs={"x": torch.randn(4, 8)}, pin={"data": 2})
-    assert found.agreement is not None and found.agreement.agrees()
-
-
-def test_what_is_written_without_gradients_has_none():
-    graph = lower(capture(WritesBeside("a buffer"), (X,)))
-    ((_, update),) = graph.updates
-    assert not graph.type_of(update).grad and graph.type_of(graph.outputs[0]).grad
-    with pytest.raises(CaptureError, match=r"writes under torch.no_grad\(\) into linear, which has a gradient"):
-        capture(WritesBeside("what has a gradient"), (X,))
-
-
-def test_running_statistics_become_updates():
-    captured = capture(Running().train(), (X,))
-    assert [name for name, _ in captured.updates] == [
-        "norm.running_mean",
-        "norm.running_var",
-        "norm.num_batches_tracked",
-    ]
-    assert captured.training
-    assert not capture(Running().eval(), (X,)).updates
 
 
 def test_the_meta_device_costs_no_memory():
@@ -208,28 +106,6 @@ def test_one_tensor_passed_twice_is_two_inputs():
     graph = lower(capture(TwoInputs(), None, {"a": X, "b": X}))
     assert [leaf.target for leaf in graph.leaves] == ["a", "b"]
     assert all(graph.users.get(Ref(leaf.name)) for leaf in graph.leaves)
-
-
-class Overwriting(nn.Module):
-    """Writes into parts of a tensor: equal in shape, repeated, and of another dtype."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = self.layer(x)
-        y = torch.zeros(4, 8, dtype=x.dtype)
-        y[0] = x[1]
-        y[1:3] = x[2]
-        y[3] = x[3].to(torch.float64)
-        return (y * x).sum()
-
-
-def test_what_is_written_over_a_part_has_a_gradient():
-    model, x = Overwriting(), torch.randn(4, 8)
-    assert "aten.copy.default" not in {str(node.target) for node in capture(model, (x,)).graph.nodes}
-    verify(model, ClusterSpec.local(2), example_args=(x,), pin={"tensor": 2})
 
 
 class Halves(torch.autograd.Function):
