@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from dataclasses import replace
+from difflib import unified_diff
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +47,7 @@ class Layers(nn.Module):
 
 
 MODEL = Layers()
-PASSES = passes(MODEL, Repeats(Walk(MODEL)))
+PASSES = passes(MODEL, Repeats(Walk(MODEL), []))
 
 
 def exported() -> ExportedProgram:
@@ -131,6 +133,25 @@ def test_the_emitted_program_is_written_too(tmp_path: Path, monkeypatch: pytest.
     with fake_process_group(2):
         made = autopar.parallelize(MODEL, ClusterSpec.local(2), example_args=(X,))
     assert (tmp_path / "emitted_rank0.py").read_text() == made.code()
+
+
+def test_the_pass_of_the_page_works_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/adding_a_pass.md").read_text()
+    room: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], room)
+
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x.neg().neg())
+
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    at = [name_of(each) for each in PASSES].index("identity_indexing") + 1
+    run([*PASSES[:at], room["double_negation"], *PASSES[at:]], torch.export.export(Twice(), (X,), strict=False))
+    before, after = ((tmp_path / f"{name}.py").read_text() for name in ("08_identity_indexing", "09_double_negation"))
+    changed = [
+        line for line in unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0) if "aten" in line
+    ]
+    assert changed and all(f"{'<' if line[0] == '-' else '>'} {line[1:]}" in page.splitlines() for line in changed)
 
 
 def test_nothing_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
