@@ -128,7 +128,7 @@ PAIRS_NEEDING_BOTH = """
     float_power.Tensor_Tensor remainder.Tensor xlogy.Tensor clamp_max.Tensor clamp_min.Tensor polar
 """
 
-# Copies and reshardings.
+# Copies and conversions of dtype.
 COPIES = """
     clone contiguous lift_fresh_copy lift_fresh positive to.device to.dtype to.dtype_layout
     _to_copy alias_copy
