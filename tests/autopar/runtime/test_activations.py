@@ -105,7 +105,7 @@ def test_steps_micro_batched_go_on(pool: LocalProcesses) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, autocast, micro-batches",
+    "name, autocast, micro_batches",
     [("gpt2", False, {}), ("functional-gpt", True, {}), ("gpt2", False, {"micro_batches": 2})],
     ids=str,
 )

@@ -343,21 +343,21 @@ class Unregistered(nn.Module):
         self.up = nn.Linear(8, 8)
         self.weight = torch.randn(8, 8)
         self.scales = {"all": [torch.rand(8), torch.tensor(3)]}
-        self.own = SimpleNamespace(micro_batch=SimpleNamespace(by=torch.randn(8, 8)))
+        self.own = SimpleNamespace(rotation=SimpleNamespace(by=torch.randn(8, 8)))
 
     def forward(self, x: Tensor) -> Tensor:
         scale, power = self.scales["all"]
-        return (F.linear(self.up(x) @ self.own.micro_batch.by, self.weight) * scale**power).square().mean()
+        return (F.linear(self.up(x) @ self.own.rotation.by, self.weight) * scale**power).square().mean()
 
 
 def test_tensors_in_attributes_are_verified_in_float64_too() -> None:
     model, x = Unregistered(), torch.randn(4, 8)
     found = verify(model, ClusterSpec.local(2), example_kwargs={"x": x}, **QUICK)
     assert found.agreement is not None and found.agreement.agrees()
-    assert model.weight.dtype == model.scales["all"][0].dtype == model.own.micro_batch.by.dtype == torch.float32
+    assert model.weight.dtype == model.scales["all"][0].dtype == model.own.rotation.by.dtype == torch.float32
 
 
-MICRO_BATCH_NUMBER = torch.randn(8, 8)
+ROTATION = torch.randn(8, 8)
 
 
 def scaled_outside() -> Any:
@@ -366,14 +366,14 @@ def scaled_outside() -> Any:
     class Outside(nn.Module):
         """Reads tensors that are not its own."""
 
-        micro_batch = torch.randn(8, 8)
+        rotation = torch.randn(8, 8)
 
         def __init__(self) -> None:
             super().__init__()
             self.up = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return (self.up(x) @ MICRO_BATCH_NUMBER @ self.micro_batch * scales[0]).square().mean()
+            return (self.up(x) @ ROTATION @ self.rotation * scales[0]).square().mean()
 
     return Outside()
 
@@ -382,9 +382,9 @@ def test_tensors_outside_of_the_model_are_named() -> None:
     with pytest.raises(CaptureError) as refused:
         verify(scaled_outside(), ClusterSpec.local(2), example_kwargs={"x": torch.randn(4, 8)}, **QUICK)
     places = (
-        "global 'TURN' of module '",
+        "global 'ROTATION' of module '",
         "variable 'scales' around scaled_outside.",
-        "attribute 'micro-batch' of class ",
+        "attribute 'rotation' of class ",
     )
     assert all(place in str(refused.value) for place in places), refused.value
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import planner.formulation.decisions
+import planner.formulation.block_facts
 from planner.cost.model import CostModel
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
@@ -117,7 +117,7 @@ def test_no_decision_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best plan costs the same, whatever the blocks: each of their problems has the same optimum, but for additions
     of gradients that different blocks find for one value, which are in no price.
     """
-    monkeypatch.setattr(planner.formulation.decisions, "added_places", lambda *_: ())
+    monkeypatch.setattr(planner.formulation.block_facts, "added_places", lambda *_: ())
     for graph in (residual_mlp(layers=2), rows([16, 32, 48, 16, 64])):
         rules = rules_of(graph)
         best = []

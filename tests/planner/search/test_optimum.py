@@ -114,7 +114,7 @@ def problems_with_recomputation(graph: Graph, spec: ClusterSpec, limit_bytes: in
     decision_graph = DecisionGraph(folded, rules)
     steps = (
         pareto_frontier(folded, with_levels_between(named(folded), decision_graph, cost))
-        .apart(decision_graph.blocks.numbers)
+        .unfolded(decision_graph.blocks.numbers)
         .steps
     )
     return [space.problem(limit_bytes, step) for space in spaces for step in steps]
