@@ -57,8 +57,16 @@ def elementwise_cases() -> Iterator[Case]:
         "full_like": (2.0,), "fill.Scalar": (2.0,), "hardshrink": (0.5,), "softshrink": (0.5,),
     }  # fmt: skip
     on_ints = ("bitwise", "__", "floor_divide", "heaviside")
-    linear = "neg negative real imag mul.Scalar div.Scalar multiply.Scalar divide.Scalar pow.Tensor_Scalar"
-    unary = (elementwise.NEEDS_NOTHING, elementwise.NEEDS_INPUT, elementwise.NEEDS_OUTPUT, elementwise.ALIASES, linear)
+    linear = "neg negative real imag mul.Scalar div.Scalar multiply.Scalar divide.Scalar pow.Tensor_Scalar where.Scalar relu clamp clip"
+    unary = (
+        elementwise.NEEDS_NOTHING,
+        elementwise.NEEDS_INPUT,
+        elementwise.NEEDS_OUTPUT,
+        elementwise.ACTIVATIONS_NEEDING_INPUT,
+        elementwise.ACTIVATIONS_NEEDING_OUTPUT,
+        elementwise.ALIASES,
+        linear,
+    )
     for name in " ".join(unary).replace("empty_like", "").split():
         for shape in SHAPES:
             x = rand(*shape)
@@ -87,7 +95,7 @@ def elementwise_cases() -> Iterator[Case]:
     pairs = [
         ((4, 6), (4, 6)), ((4, 6), (6,)), ((4, 1), (1, 6)), ((2, 1, 3), (4, 1)), ((4,), ()), ((), (2, 4)), ((), ()),
     ]  # fmt: skip
-    sums = "add.Tensor sub.Tensor rsub.Tensor subtract.Tensor complex"
+    sums = "add.Tensor sub.Tensor rsub.Tensor subtract.Tensor complex pow.Tensor_Tensor"
     products = "mul.Tensor multiply.Tensor div.Tensor divide.Tensor true_divide.Tensor"
     binary = (elementwise.PAIRS_NEEDING_NOTHING, elementwise.PAIRS_NEEDING_BOTH, sums, products)
     for name in " ".join(binary).split():
