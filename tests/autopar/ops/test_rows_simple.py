@@ -57,7 +57,8 @@ def elementwise_cases() -> Iterator[Case]:
         "full_like": (2.0,), "fill.Scalar": (2.0,), "hardshrink": (0.5,), "softshrink": (0.5,),
     }  # fmt: skip
     on_ints = ("bitwise", "__", "floor_divide", "heaviside")
-    linear = "neg negative real imag mul.Scalar div.Scalar multiply.Scalar divide.Scalar pow.Tensor_Scalar where.Scalar relu clamp clip"
+    linear = "neg negative real imag mul.Scalar div.Scalar multiply.Scalar divide.Scalar pow.Tensor_Scalar"
+    linear += " where.Scalar relu clamp clip"
     unary = (
         elementwise.NEEDS_NOTHING,
         elementwise.NEEDS_INPUT,
