@@ -193,7 +193,7 @@ def capture(
         captured = _capture_whole(model, walk, args, kwargs)
     node = reads_values(captured.program)
     if node is not None:
-        with _undone(walk):
+        with _restored(walk):
             raise on_values(model, node, lambda: _export(model, walk, whole, args, kwargs, {}))
     return captured
 
@@ -206,7 +206,7 @@ def _capture_folded(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs:
         NotFoldable: it cannot be captured so, or would not be the same.
     """
     applied: Applied = {}
-    with _quick_tracing(), _undone(walk) as before:
+    with _quick_tracing(), _restored(walk) as before:
         held = buffers(walk)
         try:
             repeats = Repeats(walk, nominate(walk))
@@ -238,12 +238,12 @@ def _capture_whole(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs: 
     whole = walk.model
     applied: Applied = {}
     try:
-        with _undone(walk), written_in_place(whole):
+        with _restored(walk), written_in_place(whole):
             exported = _export(model, walk, whole, args, kwargs, applied)
     except CaptureError:
         raise
     except Exception as error:
-        with _caches_off(model), _masks_not_read(), _undone(walk):
+        with _caches_off(model), _masks_not_read(), _restored(walk):
             raise failure(model, whole, args, kwargs, error) from error
     return _captured(exported, model, Repeats(walk, []), applied)
 
@@ -294,7 +294,7 @@ def _export(
 
 
 @contextlib.contextmanager
-def _undone(walk: Walk) -> Iterator[Snapshot]:
+def _restored(walk: Walk) -> Iterator[Snapshot]:
     """Leave the model as it was."""
     before = Snapshot(walk)
     try:

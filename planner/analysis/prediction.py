@@ -115,7 +115,7 @@ def calls_by_block(
     space = assignment.space
     stages = _stages_reading(assignment, bounds)
     found: dict[int | None, Calls] = {None: Counter()}
-    for instance, level, twice, times in _alike(assignment, _undone_twice(assignment, bounds, late)):
+    for instance, level, twice, times in _alike(assignment, _backward_twice(assignment, bounds, late)):
         calls = found.setdefault(instance.kind, Counter())
         again = _calls_again(assignment, instance, level)
         for call, count in (_block_calls(assignment, instance) + again).items():
@@ -134,7 +134,7 @@ def calls_by_block(
     return found
 
 
-def _undone_twice(assignment: Assignment, bounds: Sequence[int], late: Sequence[int]) -> list[int]:
+def _backward_twice(assignment: Assignment, bounds: Sequence[int], late: Sequence[int]) -> list[int]:
     """In how many micro-batches each instance runs its backward in two parts, each of which needs what it recomputes.
 
     Where nothing with a gradient comes from the stage before, all is left to the second part.

@@ -128,8 +128,8 @@ class Assignment:
         return list(found.values())
 
     def gathered_again(self, instance: Instance, level: Level) -> set[Ref]:
-        """The parameters that an instance of a block brings again in backward, with all others of their chunk."""
-        return self.given_up(instance, level) if self.space.is_undone(instance) else set()
+        """The parameters that an instance of a block gathers again in backward, with all others of their chunk."""
+        return self.given_up(instance, level) if self.space.runs_backward(instance) else set()
 
     def given_up(self, instance: Instance, level: Level) -> set[Ref]:
         """Those of them that a level lets go, whether backward passes the instance or not."""

@@ -25,7 +25,7 @@ Flow = tuple[Variable, Variable, Ref, tuple[int, ...]]
 
 
 class Together(NamedTuple):
-    """Parameters that one call of a block brings: how many, and how often as large as one of them all are."""
+    """Parameters that one call of a block gathers: how many, and how often as large as one of them all are."""
 
     parameters: int
     times: float

@@ -90,7 +90,7 @@ def _collectives(rule: str, axis: Axis, before: int, after: int, grad: bool) -> 
 
 
 def together_on(axis: Axis, together: int) -> int:
-    """How many parameters one call on an axis brings: nothing is called among micro-batches, nor where there is one
+    """How many parameters one call on an axis gathers: nothing is called among micro-batches, nor where there is one
     rank.
     """
     return 0 if axis.size == 1 or axis.name == MICRO else together
@@ -134,7 +134,7 @@ def passes(rule: str, phase: Phase, together: int) -> Passes:
     """What a step copies, forward or backward.
 
     Args:
-        together: parameters that one call brings; 0: the value is no parameter that is brought.
+        together: parameters that one call gathers; 0: the value is no parameter that is gathered.
     """
     if together and rule == "I>R":  # gradients are put behind one another
         return Passes(0, 2) if phase == "backward" else Passes(0, 0)
@@ -198,7 +198,7 @@ class ConversionTable:
         first: the local types on the first axis, where they are not all that are possible.
         first_is_last: nothing else changes any more once the first axis is replicated.
         together: see :func:`passes`.
-        is_brought: the value is a parameter that its block brings with others. One call reduces their gradients to
+        is_brought: the value is a parameter that its block gathers with others. One call reduces their gradients to
             where they are stored; so none is gathered by itself to have its gradient summed whole.
 
     Attributes:

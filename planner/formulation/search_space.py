@@ -124,7 +124,7 @@ class Space(LocalCosts):
         """Whether anything reads a value."""
         return self.variables.readers(ref) > 0
 
-    def is_undone(self, instance: Instance) -> bool:
+    def runs_backward(self, instance: Instance) -> bool:
         """Whether backward passes an instance of a block."""
         made = (Ref(node.name, index) for node in instance.block.nodes for index in range(len(node.results)))
         return not self.graph.differentiated.isdisjoint(made)

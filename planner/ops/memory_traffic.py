@@ -60,7 +60,7 @@ def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_host: b
     elif _is_view(node, row):
         forward = nothing
         if flows:
-            besides, starts = _undone(types, node.results)
+            besides, starts = _backward_passes(types, node.results)
     elif row.view:
         backward = nothing  # the gradient of a copy is that of the view
     elif (passes := moves(node)) is not None:
@@ -105,7 +105,7 @@ def _is_view(node: Node, row: Row) -> bool:
     return all(place >= 0 for place in found) if found else row.view and not node.shares
 
 
-def _undone(types: tuple[TensorType, ...], results: tuple[TensorType, ...]) -> tuple[list[float], int]:
+def _backward_passes(types: tuple[TensorType, ...], results: tuple[TensorType, ...]) -> tuple[list[float], int]:
     """Passes and kernels that the gradient of a view takes: a part's is put into zeros, those of all parts together are
     joined, an expanded one's is summed.
     """

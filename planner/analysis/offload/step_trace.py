@@ -174,7 +174,7 @@ class RankStep:
                 yield first
             yield from blocks
             return
-        yield from (number for number in reversed(blocks) if number in self._undone)
+        yield from (number for number in reversed(blocks) if number in self._runs_backward)
         if any(chunk in moves and chunk.gradient_bytes for chunk in self._made_by.get(first, ())):
             yield first
 
@@ -191,7 +191,7 @@ class RankStep:
         return moments_of(self.assignment, 1 if self.staged is None else self.staged.pipeline.stages)
 
     @cached_property
-    def _undone(self) -> frozenset[int]:
+    def _runs_backward(self) -> frozenset[int]:
         return frozenset(undone(self.assignment))
 
     @cached_property
@@ -213,7 +213,9 @@ class RankStep:
         found: dict[int, list[Chunk]] = {}
         for number, chunks in self._read_by.items():
             for chunk in chunks:
-                ends = number <= BEFORE if chunk.is_before else number == chunk.entered and number in self._undone
+                ends = (
+                    number <= BEFORE if chunk.is_before else number == chunk.entered and number in self._runs_backward
+                )
                 if ends and chunk.gradient_bytes:
                     found.setdefault(number, []).append(chunk)
         return found

@@ -307,7 +307,7 @@ def test_gradients_are_the_functions_own() -> None:
     original = reference(Net(*USES.values()), None, net("round")[1])
     mesh, cut = {"all": 2}, set()
     pinned = Recipe("data x tensor", {"data": 2, "tensor": 2})
-    for recipe in (pinned, *(Recipe("random", mesh, seed=seed) for seed in (2, 5))):
+    for recipe in (pinned, *(Recipe("random", mesh, seed=seed) for seed in (1, 2, 7))):
         assignment = decide(original, recipe)
         typecheck(original.traced.captured, assignment)
         agreement = simulate(original, assignment)
@@ -316,7 +316,7 @@ def test_gradients_are_the_functions_own() -> None:
             cut |= {(node.op, strategy.factor or strategy.kind) for strategy in assignment.choice(node).axes}
     named = {(n.op, name) for n in nodes_of(original.traced.graph) for dims in n["dims"] for name in dims if name}  # type: ignore[attr-defined]
     assert len(named) == 20
-    assert len(named & cut) >= 15
+    assert len(named & cut) >= 19
     assert {("function.Sets", "invariant"), ("function.Mixed", "replicate"), ("function.OnValues", "invariant")} <= cut
 
 
