@@ -134,7 +134,7 @@ class Assignment:
     def given_up(self, instance: Instance, level: Level) -> set[Ref]:
         """Those of them that a level lets go, whether backward passes the instance or not."""
         space, nodes, found = self.space, instance.block.nodes, set[Ref]()
-        if level == "none" or space.unsharding.once_per_step:
+        if not space.unsharding.unshards_again(level):
             return found
         for node, positions in zip(nodes, space.decision_graph.blocks.again(instance.kind, level).taken, strict=True):
             found.update(node.inputs[position] for position in positions if self.bringing(node, position))
