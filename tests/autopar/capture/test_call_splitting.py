@@ -8,19 +8,9 @@ from torch import nn
 from autopar.capture.capture import capture
 from autopar.capture.lowering import lower
 from planner.ir.graph import Ref
+from tests.autopar.capture.test_capture import Tied
 
 X = torch.randn(4, 8)
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(16, 8)
-        self.head = nn.Linear(8, 16, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        return {"logits": self.head(self.embed(ids)), "extra": (ids, 3)}
 
 
 def test_tied_weights_are_one_leaf():

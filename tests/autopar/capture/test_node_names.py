@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
-
 from autopar.capture.passes.node_names import node_names
-from autopar.graph.program import Body, Call, Leaf, Program
-
-X = torch.randn(4, 8)
-
-
-def program(forward: Callable[[Tensor], Tensor]) -> Program:
-    """What ``forward`` computes as one call, as traced."""
-    graph = make_fx(forward, tracing_mode="fake")(X).graph
-    x, *nodes = (node for node in graph.nodes if node.op != "output")
-    names = tuple(node.name for node in nodes)
-    result = graph.output_node().args[0]
-    call = Call(Body(tuple(nodes)), (x.name,), names)
-    return Program((Leaf(x.name, "input", x.name, X),), (call,), (result.name,), ())
+from tests.autopar.capture.traced import program
 
 
 def test_names_are_numbered_by_kind() -> None:
