@@ -5,11 +5,12 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 OLDEST  := .venv-oldest
+BARE    := .venv-bare
 INSTALL := -m pip --disable-pip-version-check install -qq --no-input --no-compile
 PIP     := $(BIN)/python $(INSTALL)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-oldest check format bench zoo clean
+.PHONY: help setup demo test test-oldest check format smoke bench zoo clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -64,6 +65,14 @@ zoo: $(STAMP)  ## every model under every plan against the original, recorded un
 	@$(BIN)/python -m benchmarks.zoo_micro_batched
 	@$(BIN)/python -m benchmarks.zoo_tiers
 
+# The environment of somebody who only says `pip install autopar`: no extras, nothing editable, another folder.
+smoke: $(STAMP)  ## build the wheel, install it without extras in .venv-bare, and try it there
+	@rm -rf build dist $(BARE) && mkdir dist
+	@$(BIN)/python -m build >dist/build.log 2>&1 || { cat dist/build.log; exit 1; }
+	@$(PYTHON) -m venv $(BARE)
+	@$(BARE)/bin/python $(INSTALL) --constraint constraints.txt dist/*.whl
+	@cd $$(mktemp -d) && $(CURDIR)/$(BARE)/bin/python $(CURDIR)/.ci/smoke.py
+
 clean:  ## remove .venv and every cache
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(BARE) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
